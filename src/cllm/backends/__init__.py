@@ -1,0 +1,1 @@
+"""What runs the model. Every backend implements `cllm.backends.base.Backend`."""

@@ -1,0 +1,89 @@
+"""The one interface every backend implements.
+
+A backend runs a model over chunks of tokens and keeps their K/V where the KV manager says. It knows nothing of
+requests. Only the engine thread calls it, except `abort`, which any thread may call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.kv.ops import BlockOps, Geometry, SlotOps
+from cllm.models.shape import ModelShape
+
+Logits = NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The tokens of one sequence that this step computes: positions [start, start + len(tokens)).
+
+    Everything before `start` is already in the sequence's slot or blocks. `blocks` covers at least
+    `start + len(tokens)` positions.
+    """
+
+    tokens: array[int]
+    start: int
+    wants_logits: bool
+    slot: int = 0
+    blocks: Sequence[int] = ()
+
+
+class Backend(ABC):
+    """A loaded model. Life: construct (weights) -> `allocate` (K/V memory) -> `step`... -> `close`."""
+
+    name: str
+    shape: ModelShape
+
+    @abstractmethod
+    def allocate(self, geometry: Geometry) -> None:
+        """Take the K/V memory. Called once before the first step."""
+
+    @property
+    @abstractmethod
+    def kv_bytes(self) -> int:
+        """Bytes of K/V memory really taken by `allocate`."""
+
+    @property
+    @abstractmethod
+    def ops(self) -> SlotOps | BlockOps:
+        """Memory operations for the KV manager of this backend's layout."""
+
+    @abstractmethod
+    def step(self, chunks: Sequence[Chunk]) -> Logits:
+        """Compute all chunks; one row of logits for each chunk that wants them, in order.
+
+        The rows are valid until the next step. Raises `BackendError`, or `StepAbortedError` after `abort`; in both
+        cases part of the chunks may have been written, and the caller trims what it does not want.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Interrupt the step in progress, if any, from any thread."""
+
+    @abstractmethod
+    def rebuild(self) -> None:
+        """Throw the context away and make a new, empty one of the same geometry."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; calling it again does nothing."""
+
+    def describe(self) -> str:
+        """One line for the log: what runs the model, and how."""
+        return self.name
+
+    def __enter__(self) -> Backend:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,136 @@
+"""The shared library of llama.cpp, bound twice, and its log.
+
+Long calls go through llama-cpp-python's own bindings, which release the GIL. Short ones go through a second binding that
+keeps it: giving the GIL up for a getter of 100 ns costs up to a whole switch interval when other threads want it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from cllm.errors import ModelError
+
+logger = logging.getLogger("cllm.llama_cpp")
+
+_LOG_LEVEL_ERROR = 3  # GGML_LOG_LEVEL_ERROR
+_LOG_LEVEL_CONTINUED = 5  # GGML_LOG_LEVEL_CONT: goes on with the line before
+_FUNCTION_PREFIX = re.compile(r"^[\w:~]+: ")
+
+# The most telling CPU features, best first, as llama_print_system_info names them.
+_CPU_FEATURES = (
+    "AMX_INT8",
+    "AVX512_VNNI",
+    "AVX512",
+    "AVX_VNNI",
+    "AVX2",
+    "AVX",
+    "SVE",
+    "MATMUL_INT8",
+    "DOTPROD",
+    "NEON",
+)
+
+
+class Log:
+    """Takes llama.cpp's log lines: all go to Python logging as debug, errors are kept for our own messages."""
+
+    def __init__(self) -> None:
+        self._line = ""
+        self._is_error = False
+        self._errors: list[str] = []
+
+    def __call__(self, level: int, text: bytes, _user_data: object) -> None:
+        if level != _LOG_LEVEL_CONTINUED:
+            self._flush()
+            self._is_error = level == _LOG_LEVEL_ERROR
+        self._line += text.decode("utf-8", "replace")
+        if self._line.endswith("\n"):
+            self._flush()
+
+    def clear(self) -> None:
+        self._errors.clear()
+
+    def reason(self) -> str:
+        """Why the last call failed: llama.cpp's error lines since `clear`, the first one being the cause."""
+        return self._errors[0] if self._errors else "llama.cpp gives no reason"
+
+    def _flush(self) -> None:
+        line, self._line = self._line.strip(), ""
+        if not line:
+            return
+        logger.debug(line)
+        if self._is_error:
+            self._errors.append(_FUNCTION_PREFIX.sub("", line))
+
+
+class Library:
+    """The functions of llama.cpp that we call. `api` is llama-cpp-python's module of bindings."""
+
+    def __init__(self, api: ModuleType, version: str) -> None:
+        self.api: Any = api
+        self.version = version
+        self.log = Log()
+        self._log_callback = self.api.llama_log_callback(self.log)  # referenced for as long as llama.cpp may call it
+        self.api.llama_log_set(self._log_callback, None)
+        self.api.llama_backend_init()
+
+        # Long calls.
+        self.load_model = self.api.llama_model_load_from_file
+        self.free_model = self.api.llama_model_free
+        self.new_context = self.api.llama_init_from_model
+        self.free_context = self.api.llama_free
+        self.decode = self.api.llama_decode
+        self.state_get = self.api.llama_state_seq_get_data
+        self.state_set = self.api.llama_state_seq_set_data
+
+        # Short calls.
+        self._keeps_gil = ctypes.PyDLL(self.api._lib._name)
+        self.get_logits = self._short("llama_get_logits", restype=ctypes.c_void_p)
+        self.get_memory = self._short("llama_get_memory")
+        self.position_max = self._short("llama_memory_seq_pos_max")
+        self.sequence_remove = self._short("llama_memory_seq_rm")
+        self.sequence_add = self._short("llama_memory_seq_add")
+        self.can_shift = self._short("llama_memory_can_shift")
+        self.state_size = self._short("llama_state_seq_get_size")
+
+        self.max_sequences: int = self.api.llama_max_parallel_sequences()
+
+    def _short(self, name: str, restype: Any = None) -> Any:
+        function, template = getattr(self._keeps_gil, name), getattr(self.api, name)
+        function.argtypes = template.argtypes
+        function.restype = restype or template.restype
+        return function
+
+    def cpu_feature(self) -> str:
+        """The best instruction set that this build of llama.cpp uses here."""
+        info = self.api.llama_print_system_info().decode()
+        return next((name for name in _CPU_FEATURES if f" {name} = 1" in info), "generic CPU")
+
+    def native_abort_callback(self) -> Any:
+        """An abort callback that runs no Python in the compute threads.
+
+        libc's `strlen` has the shape of one: bool (*)(void *data). It says 0, go on, for data "" and 1, abort, for "x".
+        """
+        libc = ctypes.CDLL("msvcrt" if os.name == "nt" else None)
+        return ctypes.cast(libc.strlen, self.api.ggml_abort_callback)
+
+
+@lru_cache(maxsize=1)
+def load_library() -> Library:
+    """llama.cpp, loaded at first use. Raises `ModelError` when it is not there."""
+    try:
+        import llama_cpp
+        import llama_cpp.llama_cpp as api
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            'the llama_cpp backend needs the package llama-cpp-python: pip install "cllm[llama-cpp]"'
+        ) from error
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"llama-cpp-python is installed but its library does not load: {error}") from error
+    return Library(api, llama_cpp.__version__)

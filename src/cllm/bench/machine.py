@@ -1,0 +1,61 @@
+"""What the figures were measured on."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_FEATURES = ("avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp")
+_PACKAGES = ("cllm", "llama-cpp-python", "xllamacpp", "numpy", "httpx", "uvicorn")
+
+
+def describe_machine() -> dict[str, Any]:
+    memory = psutil.virtual_memory()
+    return {
+        "cpu": _cpu_line("model name") or platform.processor() or platform.machine(),
+        "physical_cores": psutil.cpu_count(logical=False),
+        "logical_cores": psutil.cpu_count(),
+        "cpu_features": _cpu_features(),
+        "memory_bytes": memory.total,
+        "memory_available_bytes": memory.available,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": _versions(),
+    }
+
+
+def busy_percent(seconds: float = 0.3) -> float:
+    """How busy all cores together were over the next `seconds`: near 0 if nothing else runs and no server spins."""
+    return psutil.cpu_percent(interval=seconds)
+
+
+def physical_cores() -> int:
+    return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+
+
+def _cpu_line(key: str) -> str:
+    """The first processor's value in /proc/cpuinfo; empty where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
+
+
+def _cpu_features() -> list[str]:
+    flags = set((_cpu_line("flags") or _cpu_line("Features")).split())
+    return [feature for feature in _FEATURES if feature in flags]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

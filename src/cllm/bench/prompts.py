@@ -1,0 +1,56 @@
+"""Deterministic pseudo-text of a wanted length in tokens."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Callable
+
+CountTokens = Callable[[str], int]
+
+_TRIES = 20
+"""Texts drawn in search of one of exactly the wanted length."""
+
+# Common words, most of them one token in any vocabulary.
+_WORDS = """
+time year people way day man thing woman life child world school state family student group country problem hand
+part place case week company system program question work night point home water room mother area money story fact
+month lot right study book eye job word business issue side kind head house service friend father power hour game
+line end member law car city community name president team minute idea kid body information back parent face others
+level office door health person art war history party result change morning reason research girl guy moment air
+teacher force education foot boy age policy music market sense nation plan college interest death experience effect
+use class control field development role effort rate heart drug show leader light voice wife police mind price
+report decision son view relationship town road arm difference value building action season society tax director
+position player record paper space ground form event official matter center couple site project activity star table
+need court oil situation cost industry figure street image phone data picture practice piece land product doctor
+wall patient worker news test movie north love support technology
+""".split()
+
+
+class Prompts:
+    """A source of different texts. The same seed gives the same texts, so that all servers get the same work."""
+
+    def __init__(self, count_tokens: CountTokens, seed: str) -> None:
+        self._count = count_tokens
+        self._random = random.Random(seed)
+
+    def text(self, tokens: int) -> str:
+        """The next text, `tokens` long; within one word's tokens of it where no draw fits exactly."""
+        best, best_distance = "", None
+        for _ in range(_TRIES):
+            text = self._longest_within(tokens)
+            distance = abs(tokens - self._count(text))
+            if best_distance is None or distance < best_distance:
+                best, best_distance = text, distance
+            if distance == 0:
+                break
+        return best
+
+    def _longest_within(self, tokens: int) -> str:
+        words = self._random.choices(_WORDS, k=tokens)
+
+        def length(count: int) -> int:
+            return self._count(" ".join(words[:count]))
+
+        fitting = bisect_right(range(tokens + 1), tokens, key=length) - 1
+        return " ".join(words[: max(1, fitting)])

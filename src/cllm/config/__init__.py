@@ -1,0 +1,32 @@
+"""Configuration: one validated tree; defaults < YAML file < CLLM_* environment < flags."""
+
+from cllm.config.load import LoadedConfig, load_config
+from cllm.config.problems import ConfigProblems
+from cllm.config.sources import parse_assignment
+from cllm.config.tree import (
+    BackendConfig,
+    Config,
+    FakeConfig,
+    LlamaCppConfig,
+    LogConfig,
+    ModelConfig,
+    ResourcesConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+
+__all__ = [
+    "BackendConfig",
+    "Config",
+    "ConfigProblems",
+    "FakeConfig",
+    "LlamaCppConfig",
+    "LoadedConfig",
+    "LogConfig",
+    "ModelConfig",
+    "ResourcesConfig",
+    "SchedulerConfig",
+    "ServerConfig",
+    "load_config",
+    "parse_assignment",
+]

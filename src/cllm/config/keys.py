@@ -1,0 +1,74 @@
+"""The dotted names of all settings, and which of them a wrong name probably meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from cllm.config.tree import Config
+
+
+def _walk(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo | None]]:
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield prefix + name, None
+            yield from _walk(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+_ALL = dict(_walk(Config, ""))
+KEYS: dict[str, FieldInfo] = {key: field for key, field in _ALL.items() if field is not None}
+SECTIONS: frozenset[str] = frozenset(key for key, field in _ALL.items() if field is None)
+SECRET_KEYS = frozenset({"server.api_key"})
+
+
+def is_text(key: str) -> bool:
+    """Whether the key's value is taken as written (text, a choice, a path) instead of read as YAML."""
+    return not {int, float, bool, tuple} & _plain_types(KEYS[key].annotation)
+
+
+def is_nullable(key: str) -> bool:
+    return type(None) in get_args(KEYS[key].annotation)
+
+
+def _plain_types(annotation: Any) -> set[Any]:
+    if annotation in (int, float, bool):
+        return {annotation}
+    if getattr(annotation, "__origin__", None) is tuple:
+        return {tuple}
+    return {kind for part in get_args(annotation) for kind in _plain_types(part)}
+
+
+def unknown_key(key: str, spell: Callable[[str], str] = str) -> str:
+    """What to do about a key that does not exist; `spell` turns a dotted key into what the user would write."""
+    if meant := _nearest(key):
+        return f"unknown key {spell(key)}: did you mean {' or '.join(map(spell, meant))}?"
+    section = key.rpartition(".")[0]
+    if section not in SECTIONS:
+        section = ""
+    known = (child for child in _ALL if child.rpartition(".")[0] == section)
+    return f"unknown key {spell(key)}: choose from {', '.join(map(spell, known))}"
+
+
+def _nearest(key: str) -> list[str]:
+    """Same name in another section or spelling first, then what looks alike."""
+    plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).replace("-", "_").lower()
+    if plain in _ALL:
+        return [plain]
+    by_name: dict[str, list[str]] = {}
+    for known in _ALL:
+        by_name.setdefault(known.rpartition(".")[2], []).append(known)
+    name = plain.rpartition(".")[2]
+    if name in by_name:
+        return by_name[name]
+    if close := get_close_matches(plain, _ALL, n=1, cutoff=0.75):
+        return close
+    close = get_close_matches(name, by_name, n=1, cutoff=0.7)
+    return by_name[close[0]] if close else []

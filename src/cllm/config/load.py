@@ -1,0 +1,112 @@
+"""Putting the sources on top of each other, validating the result, and explaining what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from cllm.config.keys import KEYS, SECRET_KEYS, is_nullable
+from cllm.config.problems import ConfigProblems, as_written
+from cllm.config.sources import Misfit, Setting, read_environment, read_file, read_overrides
+from cllm.config.tree import Config
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+HIDDEN = "********"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    config: Config
+    sources: dict[str, str]
+    """Every dotted key: "default", "file PATH", "env NAME" or "flag"."""
+
+
+def load_config(
+    file: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> LoadedConfig:
+    """Defaults < `file` < `environ` < `overrides` (dotted keys). Raises `ConfigError` with every problem found."""
+    settings: dict[str, Setting] = {}
+    problems: list[str] = []
+    for found in (
+        *(read_file(file) if file else ()),
+        *read_environment(environ),
+        *read_overrides(overrides or {}),
+    ):
+        if isinstance(found, Misfit):
+            problems.append(found.problem)
+        else:
+            settings[found.key] = found
+    origins = {key: settings[key].origin if key in settings else "default" for key in KEYS}
+    try:
+        config = Config.model_validate(_nest(settings), context={"origins": origins})
+    except ValidationError as error:
+        problems += [_explain(detail, settings) for detail in error.errors(include_url=False)]
+    except ConfigProblems as error:
+        problems += error.problems
+    if problems:
+        raise ConfigProblems(problems)
+    return LoadedConfig(config, {key: settings[key].source if key in settings else "default" for key in KEYS})
+
+
+def _nest(settings: Mapping[str, Setting]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, setting in settings.items():
+        *sections, name = key.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = setting.value
+    return tree
+
+
+def _explain(detail: ErrorDetails, settings: Mapping[str, Setting]) -> str:
+    path = [str(part) for part in detail["loc"]]
+    key = next(key for end in range(len(path), 0, -1) if (key := ".".join(path[:end])) in settings)
+    value = settings[key].value
+    shown = HIDDEN if key in SECRET_KEYS else repr(value) if isinstance(value, str) else as_written(value)
+    wanted = _wanted(detail)
+    if len(path) > len(key.split(".")):
+        wanted = f"a list whose items are {wanted}"
+    if is_nullable(key):
+        wanted += " or null"
+    default = as_written(KEYS[key].default)
+    return f"{key} is {shown} ({settings[key].origin}): it must be {wanted} (default {default})"
+
+
+_TYPES = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text (put it in quotes)",
+    "path_type": "the path of a file",
+    "tuple_type": "a list such as [a, b]",
+    "string_too_short": "text that is not empty",
+}
+_LIMITS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("more than", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("less than", "lt"),
+}
+
+
+def _wanted(detail: ErrorDetails) -> str:
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind in _LIMITS:
+        words, limit = _LIMITS[kind]
+        return f"{words} {context[limit]:g}"
+    if kind == "literal_error":
+        return str(context["expected"]).replace("'", "")
+    if kind == "string_pattern_mismatch":
+        return f"text that matches {context['pattern']}"
+    return _TYPES.get(kind, detail["msg"].lower())

@@ -1,0 +1,154 @@
+"""Every setting cLLM has: name, type, range, default and what it is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+
+from cllm.config.problems import ConfigProblems
+from cllm.config.relations import check_relations
+
+BackendType = Literal["auto", "native", "llama_cpp", "torch", "fake"]
+KVType = Literal["f16", "q8_0", "q4_0"]
+LLAMA_CPP_MAX_SEQ = 256
+"""llama.cpp's own compiled-in limit of sequences per context."""
+
+
+class Section(BaseModel):
+    """Strict, so that `port: true` or `port: "8000"` is an error and not a guess."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    name: str = Field(
+        "smollm2", min_length=1, description="a known name, a .gguf file or hf:org/repo/file.gguf"
+    )
+    chat_template: Path | None = Field(
+        None, strict=False, description="Jinja file to use instead of the model's own chat template"
+    )
+    alias: str | None = Field(
+        None, min_length=1, description="name shown to clients (null: the model's name)"
+    )
+
+
+class LlamaCppConfig(Section):
+    n_seq_max: int = Field(
+        16, ge=1, le=LLAMA_CPP_MAX_SEQ, description="sequences llama.cpp holds at once, running and cached"
+    )
+    n_batch: int = Field(2048, ge=1, le=1 << 20, description="most tokens in one call of llama_decode")
+    n_ubatch: int = Field(512, ge=1, le=1 << 20, description="most tokens llama.cpp computes at a time")
+    flash_attention: bool = Field(True, description="flash attention; quantised V needs it")
+    mmap: bool = Field(True, description="map the model file instead of reading it into memory")
+    mlock: bool = Field(False, description="keep the model from being swapped out")
+
+
+class FakeConfig(Section):
+    layout: Literal["paged", "slots"] = Field("paged", description="which kind of KV memory to imitate")
+    latency_ms: float = Field(0.0, ge=0, le=60_000, description="time every step takes")
+    vocab_size: int = Field(
+        320, ge=258, le=1 << 20, description="tokens in the vocabulary: 256 bytes and more"
+    )
+
+
+class BackendConfig(Section):
+    type: BackendType = Field("auto", description="what runs the model; auto takes the best there is")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads (null: one per physical core)")
+    llama_cpp: LlamaCppConfig = LlamaCppConfig()
+    fake: FakeConfig = FakeConfig()
+
+    @property
+    def kind(self) -> Literal["native", "llama_cpp", "torch", "fake"]:
+        """`type` with auto decided."""
+        return "llama_cpp" if self.type == "auto" else self.type
+
+
+class ResourcesConfig(Section):
+    kv_cache_max_size: int | None = Field(
+        None, ge=1, description="most sequences in the KV cache, running and held (null: as memory allows)"
+    )
+    kv_cache_max_memory_mb: float | None = Field(
+        None, gt=0, description="hard limit of KV memory in MiB (null: kv_memory_fraction decides)"
+    )
+    kv_memory_fraction: float = Field(
+        0.25, gt=0, le=1, description="share of free memory the KV cache may take when no limit is set"
+    )
+    max_context_length: int | None = Field(
+        None, ge=2, description="most tokens in a sequence (null: the model's own, at most 8192)"
+    )
+    kv_type_k: KVType = Field("f16", description="type of cached keys")
+    kv_type_v: KVType = Field("f16", description="type of cached values")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block (paged backends)")
+
+
+class SchedulerConfig(Section):
+    max_running: int | None = Field(
+        None, ge=1, description="most requests computed at once (null: n_seq_max; 256 on paged backends)"
+    )
+    max_queue: int = Field(256, ge=0, description="most requests waiting; more are refused with 429")
+    kv_cache_eviction_threshold: float = Field(
+        0.8, gt=0, le=1, description="share of KV memory in use from which held sequences are evicted"
+    )
+    eviction_policy: Literal["lru", "fifo"] = Field("lru", description="which held sequence goes first")
+    inter_token_target_ms: float = Field(
+        100.0, gt=0, description="step time to keep to while others are generating"
+    )
+    prefill_target_ms: float = Field(
+        500.0, gt=0, description="step time to keep to while nobody is generating"
+    )
+    max_step_tokens: int = Field(512, ge=1, le=1 << 20, description="most tokens in one step")
+    watermark: float = Field(0.02, ge=0, lt=1, description="share of KV memory kept free when admitting")
+    ageing_s: float = Field(10.0, gt=0, description="waiting this long raises a request by one priority")
+    request_timeout_s: float = Field(600.0, gt=0, description="a request older than this ends with 408")
+
+
+class ServerConfig(Section):
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 is every one")
+    port: int = Field(8000, ge=0, le=65_535, description="port to listen on; 0 takes any free one")
+    api_key: str | None = Field(
+        None, min_length=1, repr=False, description="key that clients must send (null: none)"
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (), strict=False, description='web origins that browsers may call from; ["*"] is any'
+    )
+    max_body_bytes: int = Field(4_194_304, ge=1024, description="largest request body")
+    max_stop_strings: int = Field(16, ge=0, description="most stop strings in a request")
+    max_prompts: int = Field(128, ge=1, description="most prompts in a request")
+    metrics_prefix: str = Field(
+        "cllm", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", description="first part of every metric's name"
+    )
+    shutdown_grace_s: float = Field(10.0, ge=0, description="time running requests get to finish at shutdown")
+
+
+class LogConfig(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="least important to log")
+    format: Literal["text", "json"] = Field("text", description="text, or one JSON object per line")
+    efficiency_interval_s: float = Field(
+        60.0, ge=0, description="time between cache-efficiency lines; 0 switches them off"
+    )
+
+
+class Config(Section):
+    """The whole tree. One that exists is valid: impossible combinations raise `ConfigError` here."""
+
+    model: ModelConfig = ModelConfig()
+    backend: BackendConfig = BackendConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    server: ServerConfig = ServerConfig()
+    log: LogConfig = LogConfig()
+
+    def at(self, key: str) -> Any:
+        """The value of a dotted key, such as "server.port"."""
+        value: Any = self
+        for part in key.split("."):
+            value = getattr(value, part)
+        return value
+
+    @model_validator(mode="after")
+    def _relations_hold(self, info: ValidationInfo) -> Config:
+        if problems := check_relations(self, (info.context or {}).get("origins", {})):
+            raise ConfigProblems(problems)
+        return self

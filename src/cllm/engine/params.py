@@ -1,0 +1,84 @@
+"""What a caller may ask of generation: one checked, immutable record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cllm.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop.
+
+    Out-of-range values raise `InvalidRequestError`, whose `param` names the field.
+    """
+
+    max_tokens: int | None = 128
+    """Most tokens to generate; `None` means as many as the context holds."""
+    n: int = 1
+    """Independent answers to the same prompt. The prompt is computed once."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1 switches it off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    """Same seed, same output, whatever else is running. `None` draws one at random."""
+    logprobs: int | None = None
+    """Also report the chosen token's log probability and this many alternatives."""
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _check_range(self, "max_tokens", 1, None)
+        _check_range(self, "n", 1, MAX_CHOICES)
+        _check_range(self, "temperature", 0.0, 100.0)
+        _check_range(self, "top_p", 0.0, 1.0, open_low=True)
+        _check_range(self, "top_k", -1, None)
+        _check_range(self, "min_p", 0.0, 1.0)
+        _check_range(self, "repetition_penalty", 0.0, 100.0, open_low=True)
+        _check_range(self, "frequency_penalty", -2.0, 2.0)
+        _check_range(self, "presence_penalty", -2.0, 2.0)
+        _check_range(self, "logprobs", 0, MAX_LOGPROBS)
+        _check_range(self, "min_tokens", 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens})", "min_tokens"
+            )
+        for token, bias in self.logit_bias.items():
+            if not math.isfinite(bias) or abs(bias) > 100:
+                raise InvalidRequestError(
+                    f"logit_bias[{token}] is {bias}; it must be between -100 and 100", "logit_bias"
+                )
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if any(not text for text in self.stop):
+            raise InvalidRequestError("stop holds an empty string", "stop")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _check_range(params: SamplingParams, name: str, low: float, high: float | None, *, open_low: bool = False) -> None:
+    value = getattr(params, name)
+    if value is None:
+        return
+    below = value <= low if open_low else value < low
+    if not math.isfinite(value) or below or (high is not None and value > high):
+        above = "more than" if open_low else "at least"
+        limit = f"{above} {low}" + ("" if high is None else f" and at most {high}")
+        raise InvalidRequestError(f"{name} is {value}; it must be {limit}", name)

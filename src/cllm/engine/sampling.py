@@ -1,0 +1,171 @@
+"""From logits to tokens: one implementation for every backend.
+
+The order of work on a row:
+
+1. the token mask, `logit_bias`, and `min_tokens` (which forbids the tokens that end an answer);
+2. repetition, frequency and presence penalties;
+3. the best token if greedy (of equal ones the lowest id), otherwise
+4. temperature, `top_k`, `top_p`, `min_p`, and one draw.
+
+Steps 1 to 3 are vLLM's, and so is temperature before the truncations, which makes them act on the distribution that
+is really drawn from. `min_p` comes last, as in transformers, SGLang and llama.cpp; vLLM has it before `top_k`. It
+compares with the best token alone, so coming last it means the same whatever the other two left; coming first it
+would make `top_p` count the mass of what is left instead of the model's.
+
+Log probabilities are those of the model itself, before all of this (as OpenAI's, and vLLM's default).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.engine.draw import Ids, Row, draw, largest, log_total, mix64, uniform
+from cllm.engine.params import SamplingParams
+from cllm.engine.penalties import Penalties
+from cllm.errors import InvalidRequestError
+
+Mask = NDArray[np.bool_]
+"""One truth value per token: may it be chosen?"""
+
+_MINUS_INFINITY_BITS = np.int32(np.float32(-np.inf).view(np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log probability, and the most likely tokens with theirs, best first.
+
+    `top` never holds a token of probability zero, so it may be shorter than asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    token_id: int
+    logprob: TokenLogprob | None
+
+
+class TokenChooser:
+    """How one answer chooses its tokens: the parameters and what they need to know of the answer so far.
+
+    The draw depends on `seed` and on the number of tokens generated, nothing else. A chooser made anew that is shown
+    the tokens so far by `observe` goes on as the old one would have.
+    """
+
+    __slots__ = ("_bias", "_bias_ids", "_end_ids", "_key", "_penalties", "generated", "params")
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        *,
+        end_ids: frozenset[int],
+        seed: int,
+        vocab_size: int,
+    ) -> None:
+        check_token_ids(params, vocab_size)
+        self.params = params
+        self.generated = 0
+        self._key = mix64(seed)
+        self._penalties = Penalties(params, prompt)
+        self._bias_ids: Ids = np.array(list(params.logit_bias), np.intp)
+        self._bias = np.array(list(params.logit_bias.values()), np.float64)
+        self._end_ids: Ids = np.array(sorted(end_ids), np.intp)
+
+    def observe(self, token_id: int) -> None:
+        """Take a token as generated."""
+        self.generated += 1
+        if self._penalties.active:
+            self._penalties.observe(token_id)
+
+    def choose(self, logits: Row, best: int, mask: Mask | None) -> Choice | None:
+        """The next token, which is observed too; None if there is no finite best. `best` is the row's argmax."""
+        model_peak = peak = float(logits[best])
+        if not math.isfinite(peak):
+            return None
+        values = self._adjusted(logits, mask)
+        if values is not logits:
+            best = int(values.argmax())
+            peak = float(values[best])
+            if not math.isfinite(peak):
+                return None
+        token_id = best if self.params.greedy else self._draw(values, peak)
+        self.observe(token_id)
+        if self.params.logprobs is None:
+            return Choice(token_id, None)
+        return Choice(token_id, _logprob(logits, model_peak, token_id, self.params.logprobs))
+
+    def _adjusted(self, logits: Row, mask: Mask | None) -> Row:
+        """The row after mask, bias, min_tokens and penalties: a copy, or `logits` itself if nothing applies."""
+        too_short = self.generated < self.params.min_tokens
+        penalised = self._penalties.active
+        if mask is None and not (too_short or penalised or len(self._bias)):
+            return logits
+        values = logits.copy() if mask is None else logits + _bans(mask)
+        if len(self._bias):
+            values[self._bias_ids] = values[self._bias_ids] + self._bias
+        if too_short:
+            values[self._end_ids] = -np.inf
+        if penalised:
+            self._penalties.apply(values)
+        return values
+
+    def _draw(self, values: Row, peak: float) -> int:
+        params = self.params
+        return draw(
+            values,
+            peak,
+            uniform(self._key, self.generated),
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+        )
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse token ids that the vocabulary does not have."""
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    f"{name} holds token id {token_id}; ids of this model are 0 to {vocab_size - 1}", name
+                )
+
+
+def choose(
+    logits: Row, wanted: Sequence[tuple[int, TokenChooser]], masks: Sequence[Mask | None] | None = None
+) -> list[Choice | None]:
+    """One token for each (row, chooser) wanted, with its mask if any; several choosers may share a row.
+
+    None where a row has no finite best: it holds NaN or +inf, or nothing is allowed. `logits` is not changed.
+    """
+    if masks is None:
+        masks = [None] * len(wanted)
+    with np.errstate(over="ignore", under="ignore"):
+        # argmax takes NaN for the largest value, so the best one also tells whether the row is sound.
+        best = logits.argmax(axis=1).tolist()
+        return [
+            chooser.choose(logits[row], best[row], mask) for (row, chooser), mask in zip(wanted, masks, strict=True)
+        ]
+
+
+def _bans(mask: Mask) -> Row:
+    """0 where the mask allows a token, -inf where not; made from bits, because a select is ten times slower."""
+    return ((mask.astype(np.int32) - np.int32(1)) & _MINUS_INFINITY_BITS).view(np.float32)
+
+
+def _logprob(logits: Row, peak: float, token_id: int, count: int) -> TokenLogprob:
+    total = log_total(logits, peak)
+    ids = largest(logits, count) if count else np.empty(0, np.intp)
+    ids = ids[np.argsort(-logits[ids], kind="stable")]
+    top = [(int(each), float(logits[each]) - total) for each in ids]
+    return TokenLogprob(token_id, float(logits[token_id]) - total, top)

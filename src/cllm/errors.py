@@ -1,0 +1,62 @@
+"""Every error cLLM raises on purpose.
+
+Each one carries a message for the person who can act on it: what was wrong, with which value, and what to do.
+The HTTP layer maps classes to status codes, the command line prints the message on one line.
+"""
+
+from __future__ import annotations
+
+
+class CLLMError(Exception):
+    """Base of all errors that are meant to be read by a user."""
+
+
+class ConfigError(CLLMError):
+    """A configuration key is unknown, has a wrong value, or contradicts another one."""
+
+
+class ModelError(CLLMError):
+    """The model file is missing, damaged or of a kind that cannot be run."""
+
+
+class InvalidRequestError(CLLMError):
+    """A request that can never succeed as it is. `param` names the offending field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class OverloadedError(CLLMError):
+    """The queue is full. The client may try again after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RequestTimeoutError(CLLMError):
+    """The request passed its deadline, queued or running."""
+
+
+class RequestCancelledError(CLLMError):
+    """The request was cancelled by its owner."""
+
+
+class ShuttingDownError(CLLMError):
+    """The server no longer takes requests, or stopped before this one was done."""
+
+
+class BackendError(CLLMError):
+    """The backend failed on this request.
+
+    `fatal` says that the backend's whole context is suspect and has to be rebuilt.
+    """
+
+    def __init__(self, message: str, *, fatal: bool = False) -> None:
+        super().__init__(message)
+        self.fatal = fatal
+
+
+class StepAbortedError(BackendError):
+    """The step was interrupted on request; nothing is wrong with the backend."""

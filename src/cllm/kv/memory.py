@@ -1,0 +1,105 @@
+"""How many bytes a token's K/V takes, and what a byte budget buys.
+
+Everything here is exact arithmetic: a quantised type stores blocks of values with their scale, and those bytes count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cllm.errors import ConfigError
+from cllm.kv.ops import BlockGeometry, SlotGeometry
+
+MIB = 1024 * 1024
+SLOT_PADDING = 256
+"""llama.cpp rounds a sequence's context up to a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVType:
+    name: str
+    block_values: int
+    block_bytes: int
+
+    def row_bytes(self, values: int) -> int:
+        if values % self.block_values:
+            raise ConfigError(
+                f"K/V type {self.name} stores {self.block_values} values together, which does not divide "
+                f"the model's head size of {values}; choose f16"
+            )
+        return values // self.block_values * self.block_bytes
+
+
+KV_TYPES = {
+    "f16": KVType("f16", 1, 2),
+    "q8_0": KVType("q8_0", 32, 34),
+    "q4_0": KVType("q4_0", 32, 18),
+}
+
+
+def bytes_per_token(
+    *, n_layers: int, n_kv_heads: int, head_dim_k: int, head_dim_v: int, type_k: str, type_v: str
+) -> int:
+    """K and V of one token over all layers. KV heads count, not query heads."""
+    key = KV_TYPES[type_k].row_bytes(head_dim_k)
+    value = KV_TYPES[type_v].row_bytes(head_dim_v)
+    return n_layers * n_kv_heads * (key + value)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    geometry: SlotGeometry
+    running: int
+    store_bytes: int
+    notes: tuple[str, ...]
+    """What is effective instead of what was asked for, one line each."""
+
+
+def plan_slots(
+    *,
+    budget_bytes: int,
+    bytes_per_token: int,
+    context: int,
+    running: int,
+    running_is_asked: bool,
+) -> SlotPlan:
+    """Slots for `running` sequences of `context` tokens; the rest of the budget stores finished ones.
+
+    If the budget is too small, fewer sequences run at once; the context is kept, since requests were promised it. Only
+    when not even one fits is the context cut.
+    """
+    notes: list[str] = []
+    slot_tokens = -(-context // SLOT_PADDING) * SLOT_PADDING
+    affordable = budget_bytes // (slot_tokens * bytes_per_token)
+    if affordable < 1:
+        slot_tokens = budget_bytes // bytes_per_token // SLOT_PADDING * SLOT_PADDING
+        if slot_tokens < SLOT_PADDING:
+            raise ConfigError(
+                f"resources.kv_cache_max_memory_mb gives {budget_bytes / MIB:.1f} MiB, but {SLOT_PADDING} tokens of this "
+                f"model need {SLOT_PADDING * bytes_per_token / MIB:.1f} MiB; raise it"
+            )
+        notes.append(
+            f"the KV budget of {budget_bytes / MIB:.0f} MiB holds {slot_tokens} tokens: "
+            f"max_context_length is {slot_tokens} instead of {context}"
+        )
+        affordable = 1
+    if affordable < running:
+        if running_is_asked:
+            notes.append(
+                f"{running} sequences of {slot_tokens} tokens need "
+                f"{running * slot_tokens * bytes_per_token / MIB:.0f} MiB, the KV budget is {budget_bytes / MIB:.0f} MiB: "
+                f"n_seq_max is {affordable} instead of {running}"
+            )
+        running = affordable
+    geometry = SlotGeometry(running, slot_tokens)
+    return SlotPlan(geometry, running, budget_bytes - geometry.tokens * bytes_per_token, tuple(notes))
+
+
+def plan_blocks(*, budget_bytes: int, bytes_per_token: int, block_size: int) -> BlockGeometry:
+    blocks = budget_bytes // (bytes_per_token * block_size)
+    if blocks < 2:
+        raise ConfigError(
+            f"resources.kv_cache_max_memory_mb gives {budget_bytes / MIB:.1f} MiB, but one block of {block_size} tokens "
+            f"needs {bytes_per_token * block_size / MIB:.2f} MiB; raise it"
+        )
+    return BlockGeometry(blocks, block_size)

@@ -1,0 +1,71 @@
+"""What the KV managers need of a backend's memory, and the geometry they give it.
+
+Two layouts exist. *Slots*: the backend keeps whole sequences by number and moves them itself (llama.cpp). *Blocks*: the
+manager owns an arena of equal blocks and hands block tables to every step (native, torch, fake).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGeometry:
+    slots: int
+    slot_tokens: int
+    """Positions each slot has room for."""
+
+    @property
+    def tokens(self) -> int:
+        return self.slots * self.slot_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGeometry:
+    blocks: int
+    block_size: int
+    """Tokens a block holds."""
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks * self.block_size
+
+
+Geometry = SlotGeometry | BlockGeometry
+SavedKV = NDArray[np.uint8]
+
+
+@runtime_checkable
+class SlotOps(Protocol):
+    """Operations on numbered sequences. Ranges are half-open, [start, end); `end=None` means to the end."""
+
+    def length(self, slot: int) -> int:
+        """Positions the backend itself believes the slot holds: its highest position + 1, or 0."""
+
+    def remove(self, slot: int, start: int, end: int | None = None) -> None: ...
+
+    def copy(self, source: int, target: int) -> None:
+        """Make `target`, which must be empty, hold all that `source` holds."""
+
+    def save(self, slot: int) -> SavedKV:
+        """The slot's whole content as bytes of our own, sized by what is used, not by the slot."""
+
+    def load(self, slot: int, saved: SavedKV) -> None:
+        """Make `slot`, which must be empty, hold what `save` gave."""
+
+    def keep(self, slot: int) -> None:
+        """Empty every slot but this one."""
+
+    def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
+        """Add `delta` to the positions in the range (RoPE is re-rotated by the backend)."""
+
+
+@runtime_checkable
+class BlockOps(Protocol):
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, target) each; no target is the source of another pair."""

@@ -1,0 +1,153 @@
+"""A radix tree over token sequences: the longest prefix of a prompt that is held, in time proportional to its length.
+
+Keys are the raw bytes of int32 tokens, so comparing a whole edge is one memory comparison. A tree has a *unit*: edges
+begin and end at multiples of it (a block's tokens for the paged manager, one token for slots).
+
+    root ──"You are a helpful…"──► A ──"What is 2+2?"──► B          edge keys are token bytes,
+                                    └──"Write a poem"──► C          values whatever the owner keeps per edge
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+TOKEN_BYTES = 4
+V = TypeVar("V")
+
+
+class Node(Generic[V]):
+    """An edge and the node it leads to. `references` counts the sequences whose path runs through it."""
+
+    __slots__ = ("children", "hits", "key", "parent", "references", "value")
+
+    def __init__(self, parent: Node[V] | None, key: bytearray, value: V) -> None:
+        self.parent = parent
+        self.key = key
+        self.value = value
+        self.children: dict[bytes, Node[V]] = {}
+        self.references = 0
+        self.hits = 0
+
+    def path(self) -> Iterator[Node[V]]:
+        """This node and its ancestors, deepest first, without the root."""
+        node: Node[V] = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+@dataclass(slots=True)
+class Found(Generic[V]):
+    """Where a key leaves the tree: `matched` bytes in all, the last `inside` of them on `node`'s edge."""
+
+    node: Node[V]
+    inside: int
+    matched: int
+
+
+class RadixTree(Generic[V]):
+    __slots__ = ("_split_value", "leaves", "root", "unit_bytes")
+
+    def __init__(self, unit_tokens: int, root_value: V, split_value: Callable[[V, int], tuple[V, V]]) -> None:
+        """`split_value(value, units)` divides an edge's value where the edge is cut, `units` from its beginning."""
+        self.unit_bytes = unit_tokens * TOKEN_BYTES
+        self.root: Node[V] = Node(None, bytearray(), root_value)
+        self.leaves = 0
+        self._split_value = split_value
+
+    def find(self, key: bytes, start: Node[V] | None = None) -> Found[V]:
+        """Follow `key` from `start` (the root) as far as whole units agree. Changes nothing."""
+        node = start or self.root
+        unit = self.unit_bytes
+        offset = 0
+        while child := node.children.get(key[offset : offset + unit]):
+            length = len(child.key)
+            if key[offset : offset + length] == child.key:
+                offset += length
+                node = child
+                continue
+            inside = _common_prefix(key, offset, child.key, unit)
+            return Found(child, inside, offset + inside)
+        return Found(node, len(node.key), offset)
+
+    def cut(self, found: Found[V]) -> Node[V]:
+        """The node that ends exactly where `found` does; its edge is split if need be."""
+        node = found.node
+        if found.inside == len(node.key):
+            return node
+        return self._split(node, found.inside)
+
+    def add(self, parent: Node[V], key: bytes, value: V) -> Node[V]:
+        """A new leaf below `parent`. `parent` must have no child that begins like `key`."""
+        node = Node(parent, bytearray(key), value)
+        if parent.parent is None or parent.children:
+            self.leaves += 1
+        parent.children[key[: self.unit_bytes]] = node
+        return node
+
+    def remove(self, leaf: Node[V]) -> Node[V]:
+        """Take a leaf out; its parent is returned."""
+        parent = leaf.parent
+        if parent is None or leaf.children:
+            raise ValueError("only a leaf can be removed")
+        del parent.children[bytes(leaf.key[: self.unit_bytes])]
+        leaf.parent = None
+        if parent.parent is None or parent.children:
+            self.leaves -= 1
+        return parent
+
+    def nodes(self) -> Iterator[Node[V]]:
+        """Every node but the root."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def check(self) -> None:
+        """Edges are whole units, children are filed under their own first unit, links go both ways."""
+        leaves = 0
+        for node in self.nodes():
+            parent = node.parent
+            if parent is None or parent.children.get(bytes(node.key[: self.unit_bytes])) is not node:
+                raise AssertionError("a node is not filed under its parent")
+            if not node.key or len(node.key) % self.unit_bytes:
+                raise AssertionError(f"an edge of {len(node.key)} bytes is not a multiple of the unit")
+            if parent is not self.root and parent.references < node.references:
+                raise AssertionError("a path runs through a child but not through its parent")
+            leaves += not node.children
+        if leaves != self.leaves:
+            raise AssertionError(f"the tree has {leaves} leaves but counted {self.leaves}")
+
+    def _split(self, node: Node[V], at: int) -> Node[V]:
+        """Cut `node`'s edge; the new upper part is returned, `node` itself keeps the lower part and its identity."""
+        parent = node.parent
+        assert parent is not None
+        unit = self.unit_bytes
+        upper_value, lower_value = self._split_value(node.value, at // unit)
+        upper = Node(parent, node.key[:at], upper_value)
+        upper.references = node.references
+        upper.hits = node.hits
+        parent.children[bytes(node.key[:unit])] = upper
+        node.key = node.key[at:]
+        node.value = lower_value
+        node.parent = upper
+        upper.children[bytes(node.key[:unit])] = node
+        return upper
+
+
+def _common_prefix(key: bytes, offset: int, edge: bytearray, unit: int) -> int:
+    """How many bytes of `edge` agree with `key` from `offset`, in whole units. They are known to differ somewhere."""
+    length = min(len(edge), len(key) - offset)
+    length -= length % unit
+    ours = np.frombuffer(key, dtype=np.uint8, count=length, offset=offset)
+    theirs = np.frombuffer(bytes(edge[:length]), dtype=np.uint8)
+    differing = ours != theirs
+    first = int(differing.argmax()) if differing.size else 0
+    if differing.size == 0 or not differing[first]:
+        return length
+    return first - first % unit

@@ -1,0 +1,1 @@
+"""Model files: finding, fetching and reading them."""

@@ -1,0 +1,1 @@
+"""Metrics and logs. Reads snapshots, never takes a lock."""

@@ -1,0 +1,1 @@
+"""The HTTP face: OpenAI's API, cLLM's own, and operations."""
