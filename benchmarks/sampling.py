@@ -1,7 +1,7 @@
 """What choosing tokens costs, in milliseconds per row of logits.
 
-Rows are shaped like a language model's: a bulk of unlikely tokens and a few dozen likely ones. Every figure is the
-minimum over the repeats, so that other work on the machine does not count.
+Rows are shaped like a language model's: a bulk of unlikely tokens and a few dozen likely ones. Every figure is
+the minimum over the repeats, so that other work on the machine does not count.
 
     python benchmarks/sampling.py [--rows 1 32] [--vocab 49152] [--repeats 50] [--json FILE]
 """
@@ -47,15 +47,14 @@ def measure(params: SamplingParams, logits: NDArray[np.float32], repeats: int) -
     rows, vocab = logits.shape
     prompt = range(min(PROMPT_TOKENS, vocab))
     wanted = [
-        (row, TokenChooser(params, prompt, end_ids=frozenset(), seed=row, vocab_size=vocab))
-        for row in range(rows)
+        (row, TokenChooser(params, prompt, end_ids=frozenset(), seed=row, vocab_size=vocab)) for row in range(rows)
     ]
     best = float("inf")
     for _ in range(repeats):
         started = time.perf_counter()
         choose(logits, wanted)
         best = min(best, time.perf_counter() - started)
-    return best / rows * 1e3
+    return best / len(logits) * 1e3
 
 
 def main() -> None:
@@ -69,8 +68,7 @@ def main() -> None:
     print(f"{'ms per row':24}" + "".join(f"{rows:>8} rows" for rows in options.rows))
     for name, params in CASES.items():
         results[name] = {
-            str(rows): measure(params, make_logits(rows, options.vocab), options.repeats)
-            for rows in options.rows
+            str(rows): measure(params, make_logits(rows, options.vocab), options.repeats) for rows in options.rows
         }
         print(f"{name:24}" + "".join(f"{ms:13.4f}" for ms in results[name].values()))
     if options.json:

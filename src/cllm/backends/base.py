@@ -41,6 +41,8 @@ class Backend(ABC):
 
     name: str
     shape: ModelShape
+    batch_splits: int = 0
+    """How often a step had to be computed in more parts than one."""
 
     @abstractmethod
     def allocate(self, geometry: Geometry) -> None:

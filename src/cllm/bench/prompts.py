@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-CountTokens = Callable[[str], int]
+Encode = Callable[[str], Sequence[int]]
+"""Text to token ids."""
 
 _TRIES = 20
 """Texts drawn in search of one of exactly the wanted length."""
 
 # Common words, most of them one token in any vocabulary.
-_WORDS = """
+_COMMON = """
 time year people way day man thing woman life child world school state family student group country problem hand
 part place case week company system program question work night point home water room mother area money story fact
 month lot right study book eye job word business issue side kind head house service friend father power hour game
@@ -24,14 +25,15 @@ report decision son view relationship town road arm difference value building ac
 position player record paper space ground form event official matter center couple site project activity star table
 need court oil situation cost industry figure street image phone data picture practice piece land product doctor
 wall patient worker news test movie north love support technology
-""".split()
+"""
+_WORDS = _COMMON.split()
 
 
 class Prompts:
     """A source of different texts. The same seed gives the same texts, so that all servers get the same work."""
 
-    def __init__(self, count_tokens: CountTokens, seed: str) -> None:
-        self._count = count_tokens
+    def __init__(self, encode: Encode, seed: str) -> None:
+        self._encode = encode
         self._random = random.Random(seed)
 
     def text(self, tokens: int) -> str:
@@ -39,7 +41,7 @@ class Prompts:
         best, best_distance = "", None
         for _ in range(_TRIES):
             text = self._longest_within(tokens)
-            distance = abs(tokens - self._count(text))
+            distance = abs(tokens - len(self._encode(text)))
             if best_distance is None or distance < best_distance:
                 best, best_distance = text, distance
             if distance == 0:
@@ -50,7 +52,7 @@ class Prompts:
         words = self._random.choices(_WORDS, k=tokens)
 
         def length(count: int) -> int:
-            return self._count(" ".join(words[:count]))
+            return len(self._encode(" ".join(words[:count])))
 
         fitting = bisect_right(range(tokens + 1), tokens, key=length) - 1
         return " ".join(words[: max(1, fitting)])

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +22,8 @@ from cllm.bench.peers import PeerSettings, require_llama_server
 _START_LIMIT_S = 180.0
 _STOP_LIMIT_S = 15.0
 _LOG_TAIL = 600
+_LINE_LIMIT = 1 << 20
+"""Longest line a runner may print."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +35,48 @@ class Server:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Bare:
+    """A process that runs llama.cpp with nothing around it; see `bare.py`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    async def generate(self, prompt: Sequence[int], tokens: int) -> list[float]:
+        """Seconds from the start to each token."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"prompt": list(prompt), "tokens": tokens}).encode() + b"\n")
+        line = await self._process.stdout.readline()
+        if not line:
+            raise BenchError("the bare llama.cpp process ended in the middle of the work")
+        times: list[float] = json.loads(line)["times"]
+        return times
+
+
 @asynccontextmanager
-async def start_cllm(model: str, threads: int, backend: str) -> AsyncIterator[Server]:
+async def start_cllm(
+    model: str, threads: int, backend: str, settings: Mapping[str, Any] | None = None
+) -> AsyncIterator[Server]:
+    """`cllm serve` with its defaults, but for what is given."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
-    settings = {
+    effective = {
         "model.name": model,
         "backend.type": backend,
         "backend.threads": threads,
         "server.host": "127.0.0.1",
         "server.port": port,
         "log.level": "warning",
+        **(settings or {}),
     }
-    command = [sys.executable, "-c", "from cllm.cli import main; main()", "serve"]
-    for key, value in settings.items():
+    command = [sys.executable, "-m", "cllm", "serve"]
+    for key, value in effective.items():
         command += ["--set", f"{key}={value}"]
     with tempfile.TemporaryFile() as log:
-        async with _running("cLLM", command, log, stdout=log) as process:
+        async with _running(command, log, stdout=log) as process:
             await _until_ready(f"{url}/ready", "cLLM", process, log)
-            yield Server(url, process.pid, {"backend": backend, "threads": threads})
+            facts = {"backend": backend, "threads": threads, "built_for": llama_cpp_built_for()}
+            yield Server(url, process.pid, facts)
 
 
 @asynccontextmanager
@@ -59,19 +85,40 @@ async def start_llama_server(model: Path, threads: int, settings: PeerSettings) 
     wanted = {"model": str(model), "threads": threads, **asdict(settings)}
     command = [sys.executable, "-m", "cllm.bench.llama_server", json.dumps(wanted)]
     with tempfile.TemporaryFile() as log:
-        async with _running("llama-server", command, log, stdout=asyncio.subprocess.PIPE) as process:
-            ready = await read_ready_line("llama-server", process, log)
+        async with _running(command, log, stdout=asyncio.subprocess.PIPE) as process:
+            ready = await _read_ready_line("llama-server", process, log)
             facts = {"settings": str(settings), "threads": threads, "built_for": ready["built_for"]}
             yield Server(ready["url"], process.pid, facts)
 
 
 @asynccontextmanager
+async def start_bare(model: Path, threads: int, slots: int, slot_tokens: int) -> AsyncIterator[Bare]:
+    wanted = {"model": str(model), "threads": threads, "slots": slots, "slot_tokens": slot_tokens}
+    command = [sys.executable, "-m", "cllm.bench.bare", json.dumps(wanted)]
+    with tempfile.TemporaryFile() as log:
+        async with _running(command, log, stdout=asyncio.subprocess.PIPE) as process:
+            await _read_ready_line("the bare llama.cpp process", process, log)
+            yield Bare(process)
+
+
+@lru_cache(maxsize=1)
+def llama_cpp_built_for() -> str | None:
+    """The CPU features that our llama.cpp was built for; None where it is not installed."""
+    try:
+        import llama_cpp
+    except ImportError:
+        return None
+    features: bytes = llama_cpp.llama_print_system_info()
+    return features.decode()
+
+
+@asynccontextmanager
 async def _running(
-    name: str, command: Sequence[str], log: IO[bytes], *, stdout: IO[bytes] | int
+    command: Sequence[str], log: IO[bytes], *, stdout: IO[bytes] | int
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """The process while the block runs. Its standard input ends when we do, however we end."""
     process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.PIPE, stdout=stdout, stderr=log
+        *command, stdin=asyncio.subprocess.PIPE, stdout=stdout, stderr=log, limit=_LINE_LIMIT
     )
     try:
         yield process
@@ -98,7 +145,7 @@ async def _until_ready(url: str, name: str, process: asyncio.subprocess.Process,
     raise _start_failed(name, log)
 
 
-async def read_ready_line(name: str, process: asyncio.subprocess.Process, log: IO[bytes]) -> dict[str, Any]:
+async def _read_ready_line(name: str, process: asyncio.subprocess.Process, log: IO[bytes]) -> dict[str, Any]:
     """The line of JSON that our runners print when they are ready."""
     assert process.stdout is not None
     with suppress(asyncio.TimeoutError, ValueError):

@@ -1,7 +1,7 @@
 """Configuration: one validated tree; defaults < YAML file < CLLM_* environment < flags."""
 
 from cllm.config.load import LoadedConfig, load_config
-from cllm.config.problems import ConfigProblems
+from cllm.config.problems import InvalidConfigError
 from cllm.config.sources import parse_assignment
 from cllm.config.tree import (
     BackendConfig,
@@ -18,8 +18,8 @@ from cllm.config.tree import (
 __all__ = [
     "BackendConfig",
     "Config",
-    "ConfigProblems",
     "FakeConfig",
+    "InvalidConfigError",
     "LlamaCppConfig",
     "LoadedConfig",
     "LogConfig",

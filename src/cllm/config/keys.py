@@ -46,15 +46,18 @@ def _plain_types(annotation: Any) -> set[Any]:
     return {kind for part in get_args(annotation) for kind in _plain_types(part)}
 
 
-def unknown_key(key: str, spell: Callable[[str], str] = str) -> str:
-    """What to do about a key that does not exist; `spell` turns a dotted key into what the user would write."""
+def suggest(key: str, spell: Callable[[str], str] = str) -> str:
+    """What an unknown key probably meant; `spell` turns a dotted key into what the user would write."""
     if meant := _nearest(key):
-        return f"unknown key {spell(key)}: did you mean {' or '.join(map(spell, meant))}?"
+        return f"did you mean {' or '.join(map(spell, meant))}?"
     section = key.rpartition(".")[0]
     if section not in SECTIONS:
         section = ""
-    known = (child for child in _ALL if child.rpartition(".")[0] == section)
-    return f"unknown key {spell(key)}: choose from {', '.join(map(spell, known))}"
+    return f"choose from {', '.join(map(spell, children(section)))}"
+
+
+def children(section: str) -> list[str]:
+    return [key for key in _ALL if key.rpartition(".")[0] == section]
 
 
 def _nearest(key: str) -> list[str]:

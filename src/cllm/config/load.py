@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from cllm.config.keys import KEYS, SECRET_KEYS, is_nullable
-from cllm.config.problems import ConfigProblems, as_written
+from cllm.config.problems import HIDDEN, InvalidConfigError, as_written
 from cllm.config.sources import Misfit, Setting, read_environment, read_file, read_overrides
 from cllm.config.tree import Config
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
-
-HIDDEN = "********"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ def load_config(
     overrides: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> LoadedConfig:
-    """Defaults < `file` < `environ` < `overrides` (dotted keys). Raises `ConfigError` with every problem found."""
+    """Defaults < `file` < `environ` < `overrides` (dotted keys). Raises `ConfigError` naming every problem."""
     settings: dict[str, Setting] = {}
     problems: list[str] = []
     for found in (
@@ -50,10 +48,10 @@ def load_config(
         config = Config.model_validate(_nest(settings), context={"origins": origins})
     except ValidationError as error:
         problems += [_explain(detail, settings) for detail in error.errors(include_url=False)]
-    except ConfigProblems as error:
+    except InvalidConfigError as error:
         problems += error.problems
     if problems:
-        raise ConfigProblems(problems)
+        raise InvalidConfigError(problems)
     return LoadedConfig(config, {key: settings[key].source if key in settings else "default" for key in KEYS})
 
 

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 from cllm.errors import ConfigError
 
+HIDDEN = "********"
+"""Shown instead of a secret."""
 
-class ConfigProblems(ConfigError):
+
+class InvalidConfigError(ConfigError):
     """All that is wrong with a configuration, one line each."""
 
     def __init__(self, problems: Sequence[str]) -> None:

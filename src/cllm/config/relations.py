@@ -32,8 +32,8 @@ def check_relations(config: Config, origins: Mapping[str, str]) -> list[str]:
     problems = []
     if resources.kv_cache_max_size is not None and resources.kv_cache_max_size < llama.n_seq_max:
         problems.append(
-            f"{say('resources.kv_cache_max_size')} but {slots}: the cache must hold every sequence that may run; "
-            "raise the first or lower the second"
+            f"{say('resources.kv_cache_max_size')} but {slots}: the cache must hold every sequence that may "
+            "run; raise the first or lower the second"
         )
     if scheduler.max_running is not None and scheduler.max_running > llama.n_seq_max:
         problems.append(
@@ -42,13 +42,11 @@ def check_relations(config: Config, origins: Mapping[str, str]) -> list[str]:
         )
     if resources.kv_type_v != "f16" and not llama.flash_attention:
         problems.append(
-            f"{say('resources.kv_type_v')} but {say('backend.llama_cpp.flash_attention')}: quantised values need "
-            "flash attention; switch it on or use f16"
+            f"{say('resources.kv_type_v')} but {say('backend.llama_cpp.flash_attention')}: quantised values "
+            "need flash attention; switch it on or use f16"
         )
     if llama.n_ubatch > llama.n_batch:
-        problems.append(
-            f"{say('backend.llama_cpp.n_ubatch')} but {batch}: the first may not exceed the second"
-        )
+        problems.append(f"{say('backend.llama_cpp.n_ubatch')} but {batch}: the first may not exceed the second")
     if scheduler.max_step_tokens > llama.n_batch:
         problems.append(
             f"{say('scheduler.max_step_tokens')} but {batch}: a step must fit one batch; "

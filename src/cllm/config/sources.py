@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from cllm.config.keys import KEYS, SECTIONS, is_nullable, is_text, unknown_key
+from cllm.config.keys import KEYS, SECTIONS, children, is_nullable, is_text, suggest
 from cllm.errors import ConfigError
 
 ENV_PREFIX = "CLLM_"
@@ -51,17 +51,18 @@ def read_file(path: Path) -> Iterator[Setting | Misfit]:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the configuration file {path} is not UTF-8 text") from error
+    lines: dict[str, int] = {}
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
+        # Before construction, which expands merge keys in place and would make an override look like a duplicate.
+        twice = list(_find_lines(root, "", lines))
         tree = None if root is None else loader.construct_document(root)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_line_and_reason(error)}") from error
     if not isinstance(tree, dict | None):
         raise ConfigError(f"{path}:1: expected sections such as 'server:', found {tree!r}")
-    lines: dict[str, int] = {}
-    for key in _find_lines(root, "", lines):
-        yield Misfit(f"{path}:{lines[key]}: {key} is given twice: keep one")
+    yield from (Misfit(f"{path}:{lines[key]}: {key} is given twice: keep one") for key in twice)
     for key, value in _flatten(tree or {}, ""):
         origin = f"{path}:{lines[key]}" if key in lines else str(path)
         if problem := _misfit(key, value):
@@ -75,8 +76,13 @@ def read_environment(environ: Mapping[str, str]) -> Iterator[Setting | Misfit]:
         if not name.startswith(ENV_PREFIX) or name in OTHER_VARIABLES:
             continue
         key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+        if key in SECTIONS:
+            yield Misfit(
+                f"environment variable {name} is a section: set its keys, such as {_variable(children(key)[0])}"
+            )
+            continue
         if key not in KEYS:
-            yield Misfit(f"environment: {unknown_key(key, _variable)}")
+            yield Misfit(f"unknown environment variable {name}: {suggest(key, _variable)}")
             continue
         try:
             yield Setting(key, parse_value(key, text), f"env {name}", f"env {name}")
@@ -106,7 +112,7 @@ def parse_value(key: str, text: str) -> Any:
     if is_text(key):
         return None if text in ("", "null", "~") and is_nullable(key) else text
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 (a safe loader)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{key} is {text!r}, which is not valid YAML") from error
 
@@ -130,7 +136,7 @@ def _flatten(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 def _misfit(key: str, value: Any) -> str | None:
     if key in SECTIONS:
         return f"{key} is {value!r}, but it is a section: write its keys below it"
-    return None if key in KEYS else unknown_key(key)
+    return None if key in KEYS else f"unknown key {key}: {suggest(key)}"
 
 
 def _find_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-from cllm.config.problems import ConfigProblems
+from cllm.config.problems import InvalidConfigError
 from cllm.config.relations import check_relations
 
 BackendType = Literal["auto", "native", "llama_cpp", "torch", "fake"]
@@ -24,38 +24,34 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     name: str = Field(
-        "smollm2", min_length=1, description="a known name, a .gguf file or hf:org/repo/file.gguf"
+        default="smollm2", min_length=1, description="a known name, a .gguf file or hf:org/repo/file.gguf"
     )
     chat_template: Path | None = Field(
-        None, strict=False, description="Jinja file to use instead of the model's own chat template"
+        default=None, strict=False, description="Jinja file to use instead of the model's own chat template"
     )
-    alias: str | None = Field(
-        None, min_length=1, description="name shown to clients (null: the model's name)"
-    )
+    alias: str | None = Field(default=None, min_length=1, description="name shown to clients (null: the model's name)")
 
 
 class LlamaCppConfig(Section):
     n_seq_max: int = Field(
-        16, ge=1, le=LLAMA_CPP_MAX_SEQ, description="sequences llama.cpp holds at once, running and cached"
+        default=8, ge=1, le=LLAMA_CPP_MAX_SEQ, description="sequences that run at once, each with a full context"
     )
-    n_batch: int = Field(2048, ge=1, le=1 << 20, description="most tokens in one call of llama_decode")
-    n_ubatch: int = Field(512, ge=1, le=1 << 20, description="most tokens llama.cpp computes at a time")
-    flash_attention: bool = Field(True, description="flash attention; quantised V needs it")
-    mmap: bool = Field(True, description="map the model file instead of reading it into memory")
-    mlock: bool = Field(False, description="keep the model from being swapped out")
+    n_batch: int = Field(default=2048, ge=1, le=1 << 20, description="most tokens in one call of llama_decode")
+    n_ubatch: int = Field(default=512, ge=1, le=1 << 20, description="most tokens llama.cpp computes at a time")
+    flash_attention: bool = Field(default=True, description="flash attention; quantised V needs it")
+    mmap: bool = Field(default=True, description="map the model file instead of reading it into memory")
+    mlock: bool = Field(default=False, description="keep the model from being swapped out")
 
 
 class FakeConfig(Section):
-    layout: Literal["paged", "slots"] = Field("paged", description="which kind of KV memory to imitate")
-    latency_ms: float = Field(0.0, ge=0, le=60_000, description="time every step takes")
-    vocab_size: int = Field(
-        320, ge=258, le=1 << 20, description="tokens in the vocabulary: 256 bytes and more"
-    )
+    layout: Literal["paged", "slots"] = Field(default="paged", description="which kind of KV memory to imitate")
+    latency_ms: float = Field(default=0.0, ge=0, le=60_000, description="time every step takes")
+    vocab_size: int = Field(default=320, ge=258, le=1 << 20, description="tokens in the vocabulary: 256 bytes and more")
 
 
 class BackendConfig(Section):
-    type: BackendType = Field("auto", description="what runs the model; auto takes the best there is")
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads (null: one per physical core)")
+    type: BackendType = Field(default="auto", description="what runs the model; auto takes the best there is")
+    threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads (null: one per physical core)")
     llama_cpp: LlamaCppConfig = LlamaCppConfig()
     fake: FakeConfig = FakeConfig()
 
@@ -67,66 +63,66 @@ class BackendConfig(Section):
 
 class ResourcesConfig(Section):
     kv_cache_max_size: int | None = Field(
-        None, ge=1, description="most sequences in the KV cache, running and held (null: as memory allows)"
+        default=None, ge=1, description="most sequences in the KV cache, running and held (null: as memory allows)"
     )
     kv_cache_max_memory_mb: float | None = Field(
-        None, gt=0, description="hard limit of KV memory in MiB (null: kv_memory_fraction decides)"
+        default=None, gt=0, description="hard limit of KV memory in MiB (null: kv_memory_fraction decides)"
     )
     kv_memory_fraction: float = Field(
-        0.25, gt=0, le=1, description="share of free memory the KV cache may take when no limit is set"
+        default=0.25, gt=0, le=1, description="share of free memory the KV cache may take when no limit is set"
     )
     max_context_length: int | None = Field(
-        None, ge=2, description="most tokens in a sequence (null: the model's own, at most 8192)"
+        default=None, ge=2, description="most tokens in a sequence (null: the model's own, at most 8192)"
     )
-    kv_type_k: KVType = Field("f16", description="type of cached keys")
-    kv_type_v: KVType = Field("f16", description="type of cached values")
-    block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block (paged backends)")
+    kv_type_k: KVType = Field(default="f16", description="type of cached keys")
+    kv_type_v: KVType = Field(default="f16", description="type of cached values")
+    block_size: int = Field(default=16, ge=1, le=1024, description="tokens in a KV block (paged backends)")
 
 
 class SchedulerConfig(Section):
     max_running: int | None = Field(
-        None, ge=1, description="most requests computed at once (null: n_seq_max; 256 on paged backends)"
+        default=None, ge=1, description="most requests computed at once (null: n_seq_max; 256 on paged backends)"
     )
-    max_queue: int = Field(256, ge=0, description="most requests waiting; more are refused with 429")
+    max_queue: int = Field(default=256, ge=0, description="most requests waiting; more are refused with 429")
     kv_cache_eviction_threshold: float = Field(
-        0.8, gt=0, le=1, description="share of KV memory in use from which held sequences are evicted"
+        default=0.8, gt=0, le=1, description="share of KV memory in use from which held sequences are evicted"
     )
-    eviction_policy: Literal["lru", "fifo"] = Field("lru", description="which held sequence goes first")
+    eviction_policy: Literal["lru", "slru"] = Field(
+        default="lru", description="what goes first: lru, or slru, which spares what was found more than once"
+    )
     inter_token_target_ms: float = Field(
-        100.0, gt=0, description="step time to keep to while others are generating"
+        default=100.0, gt=0, description="step time to keep to while others are generating"
     )
-    prefill_target_ms: float = Field(
-        500.0, gt=0, description="step time to keep to while nobody is generating"
-    )
-    max_step_tokens: int = Field(512, ge=1, le=1 << 20, description="most tokens in one step")
-    watermark: float = Field(0.02, ge=0, lt=1, description="share of KV memory kept free when admitting")
-    ageing_s: float = Field(10.0, gt=0, description="waiting this long raises a request by one priority")
-    request_timeout_s: float = Field(600.0, gt=0, description="a request older than this ends with 408")
+    prefill_target_ms: float = Field(default=500.0, gt=0, description="step time to keep to while nobody is generating")
+    max_step_tokens: int = Field(default=512, ge=1, le=1 << 20, description="most tokens in one step")
+    watermark: float = Field(default=0.02, ge=0, lt=1, description="share of KV memory kept free when admitting")
+    ageing_s: float = Field(default=10.0, gt=0, description="waiting this long raises a request by one priority")
+    request_timeout_s: float = Field(default=600.0, gt=0, description="a request older than this ends with 408")
 
 
 class ServerConfig(Section):
-    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 is every one")
-    port: int = Field(8000, ge=0, le=65_535, description="port to listen on; 0 takes any free one")
+    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 is every one")
+    port: int = Field(default=8000, ge=0, le=65_535, description="port to listen on; 0 takes any free one")
     api_key: str | None = Field(
-        None, min_length=1, repr=False, description="key that clients must send (null: none)"
+        default=None, min_length=1, repr=False, description="key that clients must send (null: none)"
     )
     cors_origins: tuple[str, ...] = Field(
-        (), strict=False, description='web origins that browsers may call from; ["*"] is any'
+        default=(), strict=False, description='web origins that browsers may call from; ["*"] is any'
     )
-    max_body_bytes: int = Field(4_194_304, ge=1024, description="largest request body")
-    max_stop_strings: int = Field(16, ge=0, description="most stop strings in a request")
-    max_prompts: int = Field(128, ge=1, description="most prompts in a request")
+    max_body_bytes: int = Field(default=4_194_304, ge=1024, description="largest request body")
+    max_stop_strings: int = Field(default=16, ge=0, description="most stop strings in a request")
+    max_prompts: int = Field(default=128, ge=1, description="most prompts in a request")
     metrics_prefix: str = Field(
-        "cllm", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", description="first part of every metric's name"
+        default="cllm", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", description="first part of every metric's name"
     )
-    shutdown_grace_s: float = Field(10.0, ge=0, description="time running requests get to finish at shutdown")
+    shutdown_grace_s: float = Field(default=10.0, ge=0, description="time running requests get to finish at shutdown")
 
 
 class LogConfig(Section):
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="least important to log")
-    format: Literal["text", "json"] = Field("text", description="text, or one JSON object per line")
+    level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least important to log")
+    format: Literal["text", "json"] = Field(default="text", description="text, or one JSON object per line")
     efficiency_interval_s: float = Field(
-        60.0, ge=0, description="time between cache-efficiency lines; 0 switches them off"
+        default=60.0, ge=0, description="time between cache-efficiency lines; 0 switches them off"
     )
 
 
@@ -150,5 +146,5 @@ class Config(Section):
     @model_validator(mode="after")
     def _relations_hold(self, info: ValidationInfo) -> Config:
         if problems := check_relations(self, (info.context or {}).get("origins", {})):
-            raise ConfigProblems(problems)
+            raise InvalidConfigError(problems)
         return self

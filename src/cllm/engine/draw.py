@@ -1,15 +1,16 @@
-"""Drawing one token from one row of values: pure functions, exact, without sorting the vocabulary.
+"""Drawing one token from one row of values: pure functions, without sorting the vocabulary where it can be helped.
 
 A row is processed alone and always in the same way, so its result never depends on what else is in the batch.
-Weights are relative to the best token, which weighs 1. That cannot overflow, however small the temperature is.
+Weights are relative to the best token, which weighs 1: nothing overflows, however small the temperature.
 
-Whole rows are weighed in float32 (about 1e-7 of error). Sums, and the few candidates that a truncation leaves,
-are float64.
+Whole rows are weighed in float32, which is exact to about 1e-7; sums are float64, and so are the weights of the
+few candidates that a truncation usually leaves.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ Ids = NDArray[np.intp]
 Weights = NDArray[np.float64]
 
 _GROUPS = 1024
+_FEW = 512
 _BLOCK = 256
 _LOWEST = float(np.finfo(np.float32).min)
 _SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
@@ -34,42 +36,39 @@ def mix64(value: int) -> int:
 
 
 def uniform(key: int, counter: int) -> float:
-    """The number in [0, 1) that belongs to `counter` in the stream `key`: no state, so nothing to save or lose."""
+    """The number in [0, 1) at place `counter` of the stream `key`. There is no state to save or to lose."""
     return (mix64(key + (counter + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
 
 
 def draw(values: Row, peak: float, u: float, *, temperature: float, top_k: int, top_p: float, min_p: float) -> int:
     """The token that `u` in [0, 1) selects: temperature, then top_k, top_p and min_p, then the inverse CDF.
 
-    `peak` is the largest of `values`, and finite. top_p counts the mass of what top_k left. The CDF runs over the
-    remaining tokens in the order of their ids.
+    `peak` is the largest of `values`, and finite. top_p counts the mass of what top_k left. The CDF runs over
+    the tokens that are left, in the order of their ids.
     """
     temperature = max(temperature, _SMALLEST_TEMPERATURE)
     if 0 < top_k < len(values):
-        ids, total = largest(values, top_k), None
-    else:
-        row_weights = relative_weights(values, peak, temperature)
-        if top_p >= 1.0 and min_p <= 0.0:
-            return _pick_from_row(row_weights, u)
-        total = float(row_weights.sum(dtype=np.float64))
-        # Tokens lighter than (1 - top_p) * total / len hold less than 1 - top_p together, so top_p is reached
-        # without them. Half of either limit leaves room for the rounding of float32.
-        light = 0.5 * max(min_p, (1.0 - top_p) * total / len(values))
-        ids = np.flatnonzero(row_weights > light)
-    found = values[ids]
-    weights = np.exp((found.astype(np.float64) - peak) / temperature)
+        ids = largest(values, top_k)
+        few = _exact_weights(values[ids], peak, temperature)
+        mass = top_p * float(few.sum()) if top_p < 1.0 else math.inf
+        return _draw_from_few(values, ids, few, mass, min_p, u)
+    weights = relative_weights(values, peak, temperature)
     if top_p < 1.0:
-        size = _nucleus_size(weights, top_p * (float(weights.sum()) if total is None else total))
-        ids, weights = _keep(_best(found, size), ids, weights)
+        mass = top_p * float(weights.sum(dtype=np.float64))
+        ids = np.flatnonzero(values >= np.float32(_floor(values, _FEW)))
+        few = _exact_weights(values[ids], peak, temperature)
+        if few.sum() >= mass:
+            return _draw_from_few(values, ids, few, mass, min_p, u)
+        _drop_tail(weights, values, peak, temperature, top_p, mass)
     if min_p > 0.0:
-        ids, weights = _keep(weights >= min_p, ids, weights)
-    cumulative = np.cumsum(weights)
-    return int(ids[_pick(cumulative, u * float(cumulative[-1]))])
+        weights *= weights >= min_p
+    cumulative = _block_sums(weights)
+    return _search_row(weights, cumulative, u * float(cumulative[-1]), "right")
 
 
 def relative_weights(values: Row, peak: float, temperature: float) -> Row:
     """exp((values - peak) / temperature)."""
-    weights = values - np.float32(peak)
+    weights: Row = values - np.float32(peak)
     if temperature != 1.0:
         weights /= np.float32(temperature)
     return np.exp(weights, out=weights)
@@ -85,14 +84,18 @@ def largest(values: Row, count: int) -> Ids:
 
     Of equal values the lowest ids; never a -inf, even if that leaves fewer than `count`.
     """
-    floor = _LOWEST
-    rows = len(values) // _GROUPS
-    if rows and count <= _GROUPS:
-        # The count-th largest of the maxima of disjoint groups is at most the count-th largest value.
-        maxima = values[: rows * _GROUPS].reshape(rows, _GROUPS).max(axis=0)
-        floor = max(floor, float(np.partition(maxima, -count)[-count]))
-    ids = np.flatnonzero(values >= np.float32(floor))
+    ids = np.flatnonzero(values >= np.float32(_floor(values, count)))
     return ids[_best(values[ids], count)]
+
+
+def _floor(values: Row, count: int) -> float:
+    """A finite number that is at most the `count`-th largest of the finite values, and usually close to it."""
+    rows = len(values) // _GROUPS
+    if rows == 0 or count > _GROUPS:
+        return _LOWEST
+    # The count-th largest of the maxima of disjoint groups is at most the count-th largest value.
+    maxima = values[: rows * _GROUPS].reshape(rows, _GROUPS).max(axis=0)
+    return max(_LOWEST, float(np.partition(maxima, -count)[-count]))
 
 
 def _best(values: Row, count: int) -> NDArray[np.bool_]:
@@ -100,36 +103,61 @@ def _best(values: Row, count: int) -> NDArray[np.bool_]:
     if count >= len(values):
         return np.ones(len(values), np.bool_)
     cut = np.partition(values, -count)[-count]
-    chosen = values > cut
-    chosen[np.flatnonzero(values == cut)[: count - int(np.count_nonzero(chosen))]] = True
+    return _at_least(values, cut, count)
+
+
+def _at_least(values: Row, cut: np.float32, count: int) -> NDArray[np.bool_]:
+    """Which ones are the `count` largest, if `cut` is the smallest of those; of equal ones the first."""
+    chosen: NDArray[np.bool_] = values >= cut
+    surplus = int(np.count_nonzero(chosen)) - count
+    if surplus > 0:
+        chosen[np.flatnonzero(values == cut)[-surplus:]] = False
     return chosen
 
 
-def _nucleus_size(weights: Weights, mass: float) -> int:
-    """How many of the heaviest it takes to reach `mass`: at least one."""
-    heaviest_first = np.sort(weights)[::-1]
-    return int(np.searchsorted(np.cumsum(heaviest_first), mass)) + 1
+def _exact_weights(values: Row, peak: float, temperature: float) -> Weights:
+    return np.exp((values.astype(np.float64) - peak) / temperature)
 
 
-def _keep(chosen: NDArray[np.bool_], ids: Ids, weights: Weights) -> tuple[Ids, Weights]:
-    return ids[chosen], weights[chosen]
+def _draw_from_few(values: Row, ids: Ids, weights: Weights, mass: float, min_p: float, u: float) -> int:
+    """Draw from `ids`: the heaviest that together reach `mass`, at least one, and of those what min_p leaves."""
+    size = int(np.searchsorted(np.cumsum(np.sort(weights)[::-1]), mass)) + 1
+    chosen = _best(values[ids], size)
+    if min_p > 0.0:
+        chosen &= weights >= min_p
+    cumulative = np.cumsum(weights * chosen)
+    return int(ids[_search(cumulative, u * float(cumulative[-1]), "right")])
 
 
-def _pick(cumulative: Weights, mass: float) -> int:
-    """The first index whose cumulative weight passes `mass`; never one that weighs nothing."""
-    index = int(np.searchsorted(cumulative, mass, side="right"))
+def _drop_tail(weights: Row, values: Row, peak: float, temperature: float, top_p: float, mass: float) -> None:
+    """Set the weights to zero of all but the heaviest that together reach `mass`, which is top_p of them all."""
+    # What is lighter than this holds less than 1 - top_p together, so `mass` is reached without it. The half
+    # leaves room for the rounding of float32.
+    light = 0.5 * (1.0 - top_p) / top_p * mass / len(values)
+    descending = np.sort(values.compress(weights > light))[::-1]
+    heaviest_first = relative_weights(descending, peak, temperature)
+    last = _search_row(heaviest_first, _block_sums(heaviest_first), mass, "left")
+    weights *= _at_least(values, descending[last], last + 1)
+
+
+def _block_sums(weights: Row) -> Weights:
+    """Running sums at the ends of blocks. For every token of a row they would cost five times as much."""
+    return np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64))
+
+
+def _search_row(weights: Row, block_sums: Weights, mass: float, side: Literal["left", "right"]) -> int:
+    """`_search` over the running sums of a whole row."""
+    block = _search(block_sums, mass, side)
+    start = block * _BLOCK
+    before = float(block_sums[block - 1]) if block else 0.0
+    inside = np.cumsum(weights[start : start + _BLOCK], dtype=np.float64)
+    return start + _search(inside, mass - before, side)
+
+
+def _search(cumulative: Weights, mass: float, side: Literal["left", "right"]) -> int:
+    """The first index whose running sum reaches ("left") or passes ("right") `mass`."""
+    index = int(np.searchsorted(cumulative, mass, side=side))
     if index < len(cumulative):
         return index
-    # Rounding took `mass` up to the total: the last index that weighs something.
+    # Rounding put `mass` beyond the total: the last index that weighs something.
     return int(np.searchsorted(cumulative, cumulative[-1], side="left"))
-
-
-def _pick_from_row(weights: Row, u: float) -> int:
-    """`_pick` over a whole row, in two levels: a running sum of every token would cost five times as much."""
-    blocks = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64))
-    mass = u * float(blocks[-1])
-    block = _pick(blocks, mass)
-    start = block * _BLOCK
-    before = float(blocks[block - 1]) if block else 0.0
-    inside = np.cumsum(weights[start : start + _BLOCK], dtype=np.float64)
-    return start + _pick(inside, mass - before)

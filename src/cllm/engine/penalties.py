@@ -1,4 +1,4 @@
-"""Penalties for tokens that were seen before. Counting is incremental: a token costs the same at any length."""
+"""Penalties for tokens that were seen before, counted as they come, never anew."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 class Penalties:
     """What one answer has seen, and how much less likely that makes each token.
 
-    Repetition counts prompt and answer (as vLLM does); frequency and presence the answer alone (as OpenAI and vLLM).
+    Repetition looks at prompt and answer, as in vLLM; frequency and presence at the answer alone, as in OpenAI's
+    API and vLLM.
     """
 
     __slots__ = ("_counts", "_drops", "_frequency", "_ids", "_places", "_presence", "_repetition", "active")

@@ -7,10 +7,10 @@ The order of work on a row:
 3. the best token if greedy (of equal ones the lowest id), otherwise
 4. temperature, `top_k`, `top_p`, `min_p`, and one draw.
 
-Steps 1 to 3 are vLLM's, and so is temperature before the truncations, which makes them act on the distribution that
-is really drawn from. `min_p` comes last, as in transformers, SGLang and llama.cpp; vLLM has it before `top_k`. It
-compares with the best token alone, so coming last it means the same whatever the other two left; coming first it
-would make `top_p` count the mass of what is left instead of the model's.
+Steps 1 to 3 are vLLM's, and so is temperature before the truncations: they act on the distribution that is
+drawn from. `min_p` comes last, as in transformers, SGLang and llama.cpp; vLLM has it before `top_k`. It compares
+a token with the best one alone, so coming last it changes nothing for the other two; coming first it would take
+mass away that `top_p` counts.
 
 Log probabilities are those of the model itself, before all of this (as OpenAI's, and vLLM's default).
 """
@@ -56,8 +56,8 @@ class Choice:
 class TokenChooser:
     """How one answer chooses its tokens: the parameters and what they need to know of the answer so far.
 
-    The draw depends on `seed` and on the number of tokens generated, nothing else. A chooser made anew that is shown
-    the tokens so far by `observe` goes on as the old one would have.
+    A draw's randomness depends on `seed` and on the number of tokens generated, nothing else. A new chooser that
+    was shown an answer's tokens by `observe` goes on as the old one would have.
     """
 
     __slots__ = ("_bias", "_bias_ids", "_end_ids", "_key", "_penalties", "generated", "params")
@@ -87,7 +87,7 @@ class TokenChooser:
             self._penalties.observe(token_id)
 
     def choose(self, logits: Row, best: int, mask: Mask | None) -> Choice | None:
-        """The next token, which is observed too; None if there is no finite best. `best` is the row's argmax."""
+        """Choose and observe the next token; None if there is no finite best. `best` is the row's argmax."""
         model_peak = peak = float(logits[best])
         if not math.isfinite(peak):
             return None
@@ -104,7 +104,7 @@ class TokenChooser:
         return Choice(token_id, _logprob(logits, model_peak, token_id, self.params.logprobs))
 
     def _adjusted(self, logits: Row, mask: Mask | None) -> Row:
-        """The row after mask, bias, min_tokens and penalties: a copy, or `logits` itself if nothing applies."""
+        """The row after steps 1 and 2: a copy, or `logits` itself if nothing applies."""
         too_short = self.generated < self.params.min_tokens
         penalised = self._penalties.active
         if mask is None and not (too_short or penalised or len(self._bias)):
@@ -159,8 +159,10 @@ def choose(
 
 
 def _bans(mask: Mask) -> Row:
-    """0 where the mask allows a token, -inf where not; made from bits, because a select is ten times slower."""
-    return ((mask.astype(np.int32) - np.int32(1)) & _MINUS_INFINITY_BITS).view(np.float32)
+    """0 where the mask allows a token, -inf where not. Made from bits: a select would be ten times slower."""
+    bits: NDArray[np.int32] = mask.astype(np.int32) - np.int32(1)
+    bits &= _MINUS_INFINITY_BITS
+    return bits.view(np.float32)
 
 
 def _logprob(logits: Row, peak: float, token_id: int, count: int) -> TokenLogprob:

@@ -40,6 +40,10 @@ class KVManager(ABC):
         """
 
     @abstractmethod
+    def arrange(self) -> None:
+        """Admissions are done, a step follows: place what runs so that it computes fast."""
+
+    @abstractmethod
     def grow(self, sequence: KVSequence, count: int) -> bool:
         """Make room to compute `count` more tokens; False means there is none: nothing changed."""
 

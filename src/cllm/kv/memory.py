@@ -75,8 +75,8 @@ def plan_slots(
         slot_tokens = budget_bytes // bytes_per_token // SLOT_PADDING * SLOT_PADDING
         if slot_tokens < SLOT_PADDING:
             raise ConfigError(
-                f"resources.kv_cache_max_memory_mb gives {budget_bytes / MIB:.1f} MiB, but {SLOT_PADDING} tokens of this "
-                f"model need {SLOT_PADDING * bytes_per_token / MIB:.1f} MiB; raise it"
+                f"resources.kv_cache_max_memory_mb gives {budget_bytes / MIB:.1f} MiB, but {SLOT_PADDING} tokens "
+                f"of this model need {SLOT_PADDING * bytes_per_token / MIB:.1f} MiB; raise it"
             )
         notes.append(
             f"the KV budget of {budget_bytes / MIB:.0f} MiB holds {slot_tokens} tokens: "
@@ -87,8 +87,8 @@ def plan_slots(
         if running_is_asked:
             notes.append(
                 f"{running} sequences of {slot_tokens} tokens need "
-                f"{running * slot_tokens * bytes_per_token / MIB:.0f} MiB, the KV budget is {budget_bytes / MIB:.0f} MiB: "
-                f"n_seq_max is {affordable} instead of {running}"
+                f"{running * slot_tokens * bytes_per_token / MIB:.0f} MiB, "
+                f"the KV budget is {budget_bytes / MIB:.0f} MiB: n_seq_max is {affordable} instead of {running}"
             )
         running = affordable
     geometry = SlotGeometry(running, slot_tokens)
@@ -99,7 +99,7 @@ def plan_blocks(*, budget_bytes: int, bytes_per_token: int, block_size: int) -> 
     blocks = budget_bytes // (bytes_per_token * block_size)
     if blocks < 2:
         raise ConfigError(
-            f"resources.kv_cache_max_memory_mb gives {budget_bytes / MIB:.1f} MiB, but one block of {block_size} tokens "
-            f"needs {bytes_per_token * block_size / MIB:.2f} MiB; raise it"
+            f"resources.kv_cache_max_memory_mb gives {budget_bytes / MIB:.1f} MiB, "
+            f"but one block of {block_size} tokens needs {bytes_per_token * block_size / MIB:.2f} MiB; raise it"
         )
     return BlockGeometry(blocks, block_size)

@@ -108,6 +108,22 @@ class SlotKVManager(KVManager):
         self._hit += cached
         return cached
 
+    def arrange(self) -> None:
+        """Move running sequences from the end into gaps, so that the backend computes them together."""
+        running = self._running_slots()
+        while running and running[-1] - running[0] + 1 > len(running):
+            gap = next(n for n in range(running[0], running[-1]) if n not in running)
+            entry = self._slots[running[-1]]
+            assert entry is not None and entry.owner is not None and entry.slot is not None
+            self._vacate(gap)
+            self._copy(entry.slot, gap, entry.owner.num_computed)
+            self._ops.remove(entry.slot, 0)
+            self._slots[entry.slot] = None
+            self._slots[gap] = entry
+            entry.slot = entry.owner.slot = gap
+            self._moves += 1
+            running = self._running_slots()
+
     def grow(self, sequence: KVSequence, count: int) -> bool:
         return sequence.num_computed + count <= self.max_tokens
 
@@ -162,7 +178,6 @@ class SlotKVManager(KVManager):
         if self._max_sequences is not None:
             while len(self._store) and len(self._store) + self._occupied() > self._max_sequences:
                 self._evict(self._store.peek())
-        self._close_gaps()
 
     def clear(self) -> None:
         while len(self._store):
@@ -317,22 +332,6 @@ class SlotKVManager(KVManager):
     def _copy(self, source: int, target: int, tokens: int) -> None:
         self._ops.copy(source, target)
         self._moved_bytes += tokens * self._bytes_per_token
-
-    def _close_gaps(self) -> None:
-        """Move running sequences from the end into gaps, so that the backend computes them together."""
-        running = self._running_slots()
-        while running and running[-1] - running[0] + 1 > len(running):
-            gap = next(n for n in range(running[0], running[-1]) if n not in running)
-            entry = self._slots[running[-1]]
-            assert entry is not None and entry.owner is not None and entry.slot is not None
-            self._vacate(gap)
-            self._copy(entry.slot, gap, entry.owner.num_computed)
-            self._ops.remove(entry.slot, 0)
-            self._slots[entry.slot] = None
-            self._slots[gap] = entry
-            entry.slot = entry.owner.slot = gap
-            self._moves += 1
-            running = self._running_slots()
 
     # -- inside: store -----------------------------------------------------------------------------------------
 

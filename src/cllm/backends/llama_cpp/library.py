@@ -1,7 +1,7 @@
 """The shared library of llama.cpp, bound twice, and its log.
 
-Long calls go through llama-cpp-python's own bindings, which release the GIL. Short ones go through a second binding that
-keeps it: giving the GIL up for a getter of 100 ns costs up to a whole switch interval when other threads want it.
+Long calls go through llama-cpp-python's own bindings, which release the GIL. Short ones go through a second binding
+that keeps it: giving the GIL up for a getter of 100 ns costs up to a whole switch interval when other threads want it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cllm.errors import ModelError
 
 logger = logging.getLogger("cllm.llama_cpp")
 
-_LOG_LEVEL_ERROR = 3  # GGML_LOG_LEVEL_ERROR
+_LOG_LEVEL_ERROR = 4  # GGML_LOG_LEVEL_ERROR
 _LOG_LEVEL_CONTINUED = 5  # GGML_LOG_LEVEL_CONT: goes on with the line before
 _FUNCTION_PREFIX = re.compile(r"^[\w:~]+: ")
 
@@ -61,7 +61,7 @@ class Log:
         return self._errors[0] if self._errors else "llama.cpp gives no reason"
 
     def _flush(self) -> None:
-        line, self._line = self._line.strip(), ""
+        line, self._line = " ".join(self._line.split()), ""
         if not line:
             return
         logger.debug(line)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
-
-from typing_extensions import Self
 
 from cllm.bench.client import Answer, Client
 from cllm.bench.figures import Figure, Run, Side
 from cllm.bench.machine import busy_percent
 from cllm.bench.peers import LLAMA_SERVER, PeerSettings
-from cllm.bench.prompts import CountTokens, Prompts
+from cllm.bench.prompts import Encode, Prompts
 from cllm.bench.servers import Server, start_cllm, start_llama_server
 from cllm.bench.stats import percentile
+from cllm.models.registry import resolve
 
 Metrics = dict[str, float]
+
+SETTLE_S = 0.3
+"""Thread pools may spin for a moment after work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,7 @@ class Setup:
     """What a run is made of, once all options are known."""
 
     model: str
-    model_file: Path
-    count_tokens: CountTokens
+    encode: Encode
     threads: int
     repeats: int
     backend: str = "auto"
@@ -46,8 +48,13 @@ class Setup:
             return ("ours",)
         return ("ours", "peer") if repeat % 2 == 0 else ("peer", "ours")
 
+    @property
+    def model_file(self) -> Path:
+        """The model on disk, fetched at first use."""
+        return resolve(self.model)
+
     def prompts(self, seed: str) -> Prompts:
-        return Prompts(self.count_tokens, seed)
+        return Prompts(self.encode, seed)
 
 
 class Workload(ABC):
@@ -63,7 +70,7 @@ class Workload(ABC):
         """What is done, with the sizes."""
 
     @abstractmethod
-    def quick(self) -> Self:
+    def quick(self) -> Workload:
         """The same work, small: to see that all runs, not to quote figures."""
 
     def peer_name(self, setup: Setup) -> str | None:
@@ -92,13 +99,13 @@ class HttpWorkload(Workload):
         for repeat in range(setup.repeats):
             for side in setup.sides(repeat):
                 setup.progress(f"{self.title}: {side}, {repeat + 1} of {setup.repeats}")
-                runs.append(await self._pass(setup, side, repeat))
+                runs.append(await self.one_pass(setup, side, repeat))
         return runs
 
-    async def _pass(self, setup: Setup, side: Side, repeat: int) -> Run:
+    async def one_pass(self, setup: Setup, side: Side, repeat: int) -> Run:
         async with self._server(setup, side) as server, Client(server.url) as client:
             await warm_up(client, setup.prompts("warm-up"))
-            facts = {**server.facts, "busy_percent_before": busy_percent()}
+            facts = {**server.facts, "busy_percent_before": await busy_at_rest()}
             metrics = await self.drive(client, setup.prompts(f"{self.name} {repeat}"))
             return Run(side, repeat, metrics, facts)
 
@@ -113,9 +120,11 @@ class HttpWorkload(Workload):
         settings = setup.peer_settings or LLAMA_SERVER[self.peer_key][0]
         return start_llama_server(setup.model_file, setup.threads, settings)
 
-    def candidates(self, setup: Setup) -> list[Setup]:
-        """One setting-up for each of the peer's settings that might be its best for this work."""
-        return [replace(setup, peer_settings=settings) for settings in LLAMA_SERVER[self.peer_key]]
+
+async def busy_at_rest() -> float:
+    """How busy the machine is when it should have nothing to do: another program, or a server that spins."""
+    await asyncio.sleep(SETTLE_S)
+    return busy_percent()
 
 
 async def warm_up(client: Client, prompts: Prompts) -> None:

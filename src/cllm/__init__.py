@@ -1,0 +1,27 @@
+"""cLLM: an LLM inference server whose KV cache is managed well.
+
+`from cllm import LLM, SamplingParams`
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cllm.engine.params import SamplingParams
+    from cllm.llm import AsyncLLM
+    from cllm.offline import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "SamplingParams"]
+
+_HOMES = {"LLM": "cllm.offline", "AsyncLLM": "cllm.llm", "SamplingParams": "cllm.engine.params"}
+
+
+def __getattr__(name: str) -> Any:
+    """Heavy modules are imported when they are first used, so that `cllm --help` answers at once."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'cllm' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,206 @@
+"""From a configuration to running parts: model file, tokenizer, backend, memory plan, cache, scheduler."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from cllm.backends.base import Backend
+from cllm.config import Config
+from cllm.engine.budget import StepBudget
+from cllm.engine.scheduler import Scheduler
+from cllm.errors import ConfigError
+from cllm.kv.manager import KVManager
+from cllm.kv.memory import MIB, bytes_per_token, plan_blocks, plan_slots
+from cllm.kv.ops import BlockOps, Geometry, SlotOps
+from cllm.kv.paged import PagedKVManager
+from cllm.kv.slots import SlotKVManager
+from cllm.models.gguf import GGUFModel
+from cllm.models.registry import resolve
+from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
+from cllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+log = logging.getLogger("cllm")
+
+DEFAULT_CONTEXT_CAP = 8192
+PAGED_MAX_RUNNING = 256
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything a server needs for one model."""
+
+    name: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    backend: Backend
+    scheduler: Scheduler
+    bytes_per_token: int
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    kv: KVManager
+    geometry: Geometry
+    max_running: int
+    max_context: int
+
+
+def assemble(config: Config) -> Parts:
+    """Load the model and build the parts. Raises `ModelError` or `ConfigError`; nothing is left open then."""
+    name, tokenizer, template, backend = _open_model(config)
+    try:
+        return _build(config, name, tokenizer, template, backend)
+    except BaseException:
+        backend.close()
+        raise
+
+
+def _open_model(config: Config) -> tuple[str, Tokenizer, ChatTemplate, Backend]:
+    if config.backend.kind == "fake":
+        from cllm.backends.fake import FakeBackend
+
+        fake = config.backend.fake
+        backend: Backend = FakeBackend(vocab_size=fake.vocab_size, latency_s=fake.latency_ms / 1000)
+        return "fake", ByteTokenizer(fake.vocab_size), _chat_template(config, None), backend
+    path = resolve(config.model.name)
+    model = GGUFModel.open(path)
+    name = config.model.name if not Path(config.model.name).suffix else path.stem
+    return name, load_tokenizer(model), _chat_template(config, model), _open_llama_cpp(config, path)
+
+
+def _open_llama_cpp(config: Config, path: Path) -> Backend:
+    from cllm.backends.llama_cpp import LlamaCppBackend
+
+    settings = config.backend.llama_cpp
+    return LlamaCppBackend(
+        path,
+        threads=config.backend.threads or physical_cores(),
+        n_batch=settings.n_batch,
+        n_ubatch=settings.n_ubatch,
+        kv_type_k=config.resources.kv_type_k,
+        kv_type_v=config.resources.kv_type_v,
+        flash_attention=settings.flash_attention,
+        mmap=settings.mmap,
+        mlock=settings.mlock,
+    )
+
+
+def _chat_template(config: Config, model: GGUFModel | None) -> ChatTemplate:
+    if config.model.chat_template is not None:
+        try:
+            source = config.model.chat_template.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"model.chat_template: cannot read {config.model.chat_template}: {error}") from error
+        return ChatTemplate(source, bos="", eos="") if model is None else load_chat_template(model, source)
+    return load_chat_template(model) if model is not None else ChatTemplate(CHATML, bos="", eos="")
+
+
+def _build(config: Config, name: str, tokenizer: Tokenizer, template: ChatTemplate, backend: Backend) -> Parts:
+    shape, resources = backend.shape, config.resources
+    token_bytes = bytes_per_token(
+        n_layers=shape.n_layers,
+        n_kv_heads=shape.n_kv_heads,
+        head_dim_k=shape.head_dim_k,
+        head_dim_v=shape.head_dim_v,
+        type_k=resources.kv_type_k,
+        type_v=resources.kv_type_v,
+    )
+    context = resources.max_context_length or min(shape.context_length, DEFAULT_CONTEXT_CAP)
+    if context > shape.context_length:
+        raise ConfigError(
+            f"resources.max_context_length is {context}, but the model was trained for {shape.context_length} tokens; "
+            f"set it to at most {shape.context_length}"
+        )
+    budget = _budget_bytes(config, token_bytes, context)
+    slots = config.backend.kind == "llama_cpp" or config.backend.fake.layout == "slots"
+    memory = (_slot_memory if slots else _block_memory)(config, backend, budget, token_bytes, context)
+    scheduler = Scheduler(
+        memory.kv,
+        StepBudget(
+            inter_token_s=config.scheduler.inter_token_target_ms / 1000,
+            prompt_only_s=config.scheduler.prefill_target_ms / 1000,
+            max_tokens=config.scheduler.max_step_tokens,
+        ),
+        max_running=memory.max_running,
+        ageing_s=config.scheduler.ageing_s,
+    )
+    log.info(
+        "%s: KV budget %.0f MiB, %d bytes a token, context %d, %d sequences at once",
+        backend.describe(),
+        budget / MIB,
+        token_bytes,
+        memory.max_context,
+        memory.max_running,
+    )
+    return Parts(name, tokenizer, template, backend, scheduler, token_bytes, memory.max_context)
+
+
+def _budget_bytes(config: Config, token_bytes: int, context: int) -> int:
+    asked = config.resources.kv_cache_max_memory_mb
+    if asked is not None:
+        return int(asked * MIB)
+    if config.backend.kind == "fake":
+        return context * PAGED_MAX_RUNNING * token_bytes
+    return int(psutil.virtual_memory().available * config.resources.kv_memory_fraction)
+
+
+def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int, context: int) -> _Memory:
+    llama = config.backend.llama_cpp
+    asked = config.scheduler.max_running
+    is_asked = asked is not None or "n_seq_max" in llama.model_fields_set
+    plan = plan_slots(
+        budget_bytes=budget,
+        bytes_per_token=token_bytes,
+        context=context,
+        running=asked or llama.n_seq_max,
+        running_is_asked=is_asked,
+    )
+    for note in plan.notes:
+        log.warning("%s", note)
+    backend.allocate(plan.geometry)
+    ops = backend.ops
+    assert isinstance(ops, SlotOps)
+    kv = SlotKVManager(
+        ops,
+        plan.geometry,
+        bytes_per_token=token_bytes,
+        store_bytes=plan.store_bytes,
+        max_sequences=config.resources.kv_cache_max_size,
+        eviction_threshold=config.scheduler.kv_cache_eviction_threshold,
+        eviction_policy=config.scheduler.eviction_policy,
+    )
+    return _Memory(kv, plan.geometry, plan.running, min(context, plan.geometry.slot_tokens))
+
+
+def _block_memory(config: Config, backend: Backend, budget: int, token_bytes: int, context: int) -> _Memory:
+    geometry = plan_blocks(budget_bytes=budget, bytes_per_token=token_bytes, block_size=config.resources.block_size)
+    backend.allocate(geometry)
+    ops = backend.ops
+    assert isinstance(ops, BlockOps)
+    kv = PagedKVManager(
+        ops,
+        geometry,
+        bytes_per_token=token_bytes,
+        max_sequences=config.resources.kv_cache_max_size,
+        eviction_threshold=config.scheduler.kv_cache_eviction_threshold,
+        eviction_policy=config.scheduler.eviction_policy,
+        watermark=config.scheduler.watermark,
+    )
+    if geometry.tokens < context:
+        log.warning(
+            "the KV budget of %.0f MiB holds %d tokens: max_context_length is that instead of %d",
+            budget / MIB,
+            geometry.tokens,
+            context,
+        )
+    max_running = config.scheduler.max_running or PAGED_MAX_RUNNING
+    return _Memory(kv, geometry, max_running, min(context, geometry.tokens))
+
+
+def physical_cores() -> int:
+    return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1

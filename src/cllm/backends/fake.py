@@ -1,0 +1,195 @@
+"""A backend without a model, for tests of the scheduler and the cache, and for trying the server without a download.
+
+The logits of a row are a hash of what its memory really holds at positions [0, n): a wrong block, a stale slot or a
+shifted position changes the output. Latency and faults come on demand.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.backends.base import Backend, Chunk, Logits
+from cllm.errors import BackendError, StepAbortedError
+from cllm.kv.ops import BlockGeometry, BlockOps, Geometry, SavedKV, SlotGeometry, SlotOps
+from cllm.models.shape import ModelShape
+
+MAX_POSITIONS = 1 << 16
+END_TOKEN = 257
+_PRINTABLE = [*range(97, 123), 32]
+
+
+@dataclass(slots=True)
+class Faults:
+    """What goes wrong, set by tests. `before_step` may raise, or corrupt memory, with the step's chunks in hand."""
+
+    before_step: Callable[[Sequence[Chunk]], None] | None = None
+    steps_to_fail: int = 0
+    fatal: bool = False
+    rebuilds: int = field(default=0, init=False)
+
+
+class FakeBackend(Backend):
+    name = "fake"
+
+    def __init__(self, *, vocab_size: int = 320, latency_s: float = 0.0, context_length: int = 4096) -> None:
+        self.shape = ModelShape("fake", 1, 8, 1, 1, 2, 2, vocab_size, context_length)
+        self.faults = Faults()
+        self.latency_s = latency_s
+        self.computed_tokens = 0
+        random = np.random.default_rng(7)
+        self._weights = random.integers(1, 1 << 62, MAX_POSITIONS, dtype=np.uint64)
+        self._vocab_hash = random.integers(1, 1 << 62, vocab_size, dtype=np.uint64)
+        self._boost = np.zeros(vocab_size, dtype=np.float32)
+        self._boost[_PRINTABLE] = 4.0
+        self._boost[END_TOKEN] = 4.0
+        self._aborted = threading.Event()
+        self._memory: _FakeSlots | _FakeBlocks | None = None
+        self._geometry: Geometry | None = None
+
+    def allocate(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+        self._memory = _FakeSlots(geometry) if isinstance(geometry, SlotGeometry) else _FakeBlocks(geometry)
+
+    @property
+    def memory(self) -> _FakeSlots | _FakeBlocks:
+        if self._memory is None:
+            raise BackendError("the fake backend has no memory: call allocate first")
+        return self._memory
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.memory.nbytes
+
+    @property
+    def ops(self) -> SlotOps | BlockOps:
+        return self.memory
+
+    def step(self, chunks: Sequence[Chunk]) -> Logits:
+        self._aborted.clear()
+        if self.faults.before_step is not None:
+            self.faults.before_step(chunks)
+        if self.faults.steps_to_fail > 0:
+            self.faults.steps_to_fail -= 1
+            raise BackendError("injected fault", fatal=self.faults.fatal)
+        if self.latency_s and self._aborted.wait(self.latency_s):
+            raise StepAbortedError("the step was aborted")
+        rows = [self._compute(chunk) for chunk in chunks]
+        wanted = [row for row, chunk in zip(rows, chunks, strict=True) if chunk.wants_logits]
+        return np.stack(wanted) if wanted else np.empty((0, self.shape.n_vocab), dtype=np.float32)
+
+    def _compute(self, chunk: Chunk) -> Logits:
+        tokens = np.asarray(chunk.tokens, dtype=np.int32)
+        self.memory.write(chunk, tokens)
+        self.computed_tokens += len(tokens)
+        context = self.memory.read(chunk, chunk.start + len(tokens)).astype(np.uint64) + np.uint64(1)
+        mixed = int((context * self._weights[: len(context)]).sum(dtype=np.uint64))
+        return self._logits(mixed)
+
+    def _logits(self, mixed: int) -> Logits:
+        hashed = (self._vocab_hash ^ np.uint64(mixed)) * np.uint64(0x9E3779B97F4A7C15)
+        hashed ^= hashed >> np.uint64(29)
+        hashed *= np.uint64(0xBF58476D1CE4E5B9)
+        spread = (hashed >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22)
+        return np.add(spread, self._boost, dtype=np.float32)
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+    def rebuild(self) -> None:
+        self.faults.rebuilds += 1
+        assert self._geometry is not None
+        # The managers keep the operations object, so the memory is emptied in place.
+        self.memory.wipe()
+
+    def close(self) -> None:
+        self._memory = None
+
+
+class _FakeBlocks:
+    """An arena of blocks of tokens."""
+
+    def __init__(self, geometry: BlockGeometry) -> None:
+        self._size = geometry.block_size
+        self._arena = np.full((geometry.blocks, geometry.block_size), -1, dtype=np.int32)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._arena.nbytes)
+
+    def write(self, chunk: Chunk, tokens: NDArray[np.int32]) -> None:
+        positions = np.arange(chunk.start, chunk.start + len(tokens))
+        table = np.asarray(chunk.blocks)
+        self._arena[table[positions // self._size], positions % self._size] = tokens
+
+    def read(self, chunk: Chunk, length: int) -> NDArray[np.int32]:
+        table = np.asarray(chunk.blocks[: -(-length // self._size)])
+        cells: NDArray[np.int32] = self._arena[table].reshape(-1)[:length]
+        return cells
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self._arena[target] = self._arena[source]
+
+    def wipe(self) -> None:
+        self._arena.fill(-1)
+
+
+class _FakeSlots:
+    """Numbered sequences of tokens, each with its own positions, as llama.cpp keeps them."""
+
+    def __init__(self, geometry: SlotGeometry) -> None:
+        self._capacity = geometry.slot_tokens
+        self._cells: list[dict[int, int]] = [{} for _ in range(geometry.slots)]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._cells) * self._capacity * 4
+
+    def write(self, chunk: Chunk, tokens: NDArray[np.int32]) -> None:
+        cells = self._cells[chunk.slot]
+        if len(cells) + len(tokens) > self._capacity:
+            raise BackendError(f"slot {chunk.slot} has no room for {len(tokens)} more tokens")
+        for offset, token in enumerate(tokens.tolist()):
+            cells[chunk.start + offset] = token
+
+    def read(self, chunk: Chunk, length: int) -> NDArray[np.int32]:
+        cells = self._cells[chunk.slot]
+        return np.array([cells.get(position, -1) for position in range(length)], dtype=np.int32)
+
+    def length(self, slot: int) -> int:
+        return max(self._cells[slot], default=-1) + 1
+
+    def remove(self, slot: int, start: int, end: int | None = None) -> None:
+        stop = MAX_POSITIONS if end is None else end
+        self._cells[slot] = {p: t for p, t in self._cells[slot].items() if not start <= p < stop}
+
+    def copy(self, source: int, target: int) -> None:
+        self.load(target, self.save(source))
+
+    def save(self, slot: int) -> SavedKV:
+        cells = self._cells[slot]
+        return np.array([*cells.keys(), *cells.values()], dtype=np.int32).view(np.uint8)
+
+    def load(self, slot: int, saved: SavedKV) -> None:
+        if self._cells[slot]:
+            raise BackendError(f"slot {slot} is not empty")
+        positions, tokens = saved.view(np.int32).reshape(2, -1).tolist()
+        self._cells[slot] = dict(zip(positions, tokens, strict=True))
+
+    def keep(self, slot: int) -> None:
+        self._cells = [cells if number == slot else {} for number, cells in enumerate(self._cells)]
+
+    def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
+        stop = MAX_POSITIONS if end is None else end
+        moved = {(p + delta if start <= p < stop else p): t for p, t in self._cells[slot].items()}
+        if len(moved) != len(self._cells[slot]) or any(position < 0 for position in moved):
+            raise BackendError(f"shifting slot {slot} by {delta} would put two tokens at one position")
+        self._cells[slot] = moved
+
+    def wipe(self) -> None:
+        self._cells = [{} for _ in self._cells]

@@ -1,0 +1,189 @@
+"""The backend over llama.cpp: one model, one context, one stream of K/V memory per slot.
+
+Why streams of their own (`kv_unified` off): in a unified cache every query walks all cells up to the highest used one,
+so that idle sequences slow the running ones. `benchmarks/llama_modes.py` measures both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cllm.backends.base import Backend, Chunk, Logits
+from cllm.backends.llama_cpp.batch import count_passes, cut
+from cllm.backends.llama_cpp.context import Context
+from cllm.backends.llama_cpp.library import load_library
+from cllm.backends.llama_cpp.model import load_model, read_shape
+from cllm.backends.llama_cpp.slots import LlamaSlotOps
+from cllm.errors import BackendError, ConfigError, ModelError
+from cllm.kv.memory import KV_TYPES, bytes_per_token
+from cllm.kv.ops import Geometry, SlotGeometry
+
+
+class LlamaCppBackend(Backend):
+    name = "llama_cpp"
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        threads: int,
+        n_batch: int,
+        n_ubatch: int,
+        kv_type_k: str,
+        kv_type_v: str,
+        flash_attention: bool,
+        mmap: bool,
+        mlock: bool,
+    ) -> None:
+        self.batch_splits = 0
+        """Passes over the weights beyond the first one of each step."""
+        self._model: Any = None
+        self._context: Context | None = None
+        _check_types(kv_type_k, kv_type_v, flash_attention)
+        self._threads = threads
+        self._n_batch, self._n_ubatch = n_batch, n_ubatch
+        self._kv_type_k, self._kv_type_v = kv_type_k, kv_type_v
+        self._flash_attention = flash_attention
+        self._library = load_library()
+        self._model = load_model(self._library, path, mmap, mlock)
+        try:
+            self.shape = read_shape(self._library.api, self._model)
+        except ModelError:
+            self.close()
+            raise
+
+    def allocate(self, geometry: Geometry) -> None:
+        if not isinstance(geometry, SlotGeometry):
+            raise BackendError("llama.cpp keeps its K/V in slots, not in blocks")
+        self._check_slots(geometry.slots)
+        self._context = Context(self._library, self._model, self._context_params(geometry), self.shape.n_vocab)
+        self._ops = LlamaSlotOps(self._context)
+        self._rows = np.empty((geometry.slots, self.shape.n_vocab), np.float32)
+
+    @property
+    def kv_bytes(self) -> int:
+        shape, context = self.shape, self._live()
+        token = bytes_per_token(
+            n_layers=shape.n_layers,
+            n_kv_heads=shape.n_kv_heads,
+            head_dim_k=shape.head_dim_k,
+            head_dim_v=shape.head_dim_v,
+            type_k=self._kv_type_k,
+            type_v=self._kv_type_v,
+        )
+        return context.slots * context.slot_tokens * token
+
+    @property
+    def ops(self) -> LlamaSlotOps:
+        self._live()
+        return self._ops
+
+    def step(self, chunks: Sequence[Chunk]) -> Logits:
+        """Slots are computed in ascending order, which llama.cpp joins into the fewest passes. When the caller's order
+        is the same and all fits into one batch, the rows are llama.cpp's own memory, else a copy."""
+        context = self._live()
+        if not chunks:
+            return self._rows[:0]
+        context.clear_abort()
+        self._ops.settle()
+        ordered = sorted(chunks, key=attrgetter("slot"))
+        self._check_chunks(ordered, context)
+        wanting = [chunk.slot for chunk in chunks if chunk.wants_logits]
+        batches = cut(ordered, context.n_batch)
+        self.batch_splits += sum(count_passes(batch, context.n_ubatch) for batch in batches) - 1
+        if len(batches) == 1 and wanting == sorted(wanting):
+            return context.decode(batches[0])
+
+        rows, done = self._rows[: len(wanting)], 0
+        place = np.argsort(wanting)
+        for batch in batches:
+            logits = context.decode(batch)
+            rows[place[done : done + len(logits)]] = logits
+            done += len(logits)
+        return rows
+
+    def abort(self) -> None:
+        if self._context is not None:
+            self._context.abort()
+
+    def rebuild(self) -> None:
+        context = self._live()
+        context.close()
+        context.open()
+        self._ops.forget()
+
+    def close(self) -> None:
+        context, self._context = self._context, None
+        if context is not None:
+            context.close()
+        model, self._model = self._model, None
+        if model is not None:
+            self._library.free_model(model)
+
+    def describe(self) -> str:
+        library = self._library
+        attention = "flash attention" if self._flash_attention else "no flash attention"
+        return (
+            f"llama.cpp (llama-cpp-python {library.version}, {library.cpu_feature()}, {self._threads} threads, "
+            f"K {self._kv_type_k}, V {self._kv_type_v}, {attention})"
+        )
+
+    def _live(self) -> Context:
+        if self._context is None:
+            raise BackendError("llama.cpp has no context: allocate() was not called, or close() was", fatal=True)
+        return self._context
+
+    def _check_slots(self, slots: int) -> None:
+        limit = self._library.max_sequences
+        if slots > limit:
+            raise ConfigError(f"backend.llama_cpp.n_seq_max is {slots}, but llama.cpp runs at most {limit} sequences")
+        if slots > self._n_batch:
+            raise ConfigError(
+                f"backend.llama_cpp.n_batch is {self._n_batch}: it must be at least n_seq_max, which is {slots}"
+            )
+
+    def _check_chunks(self, ordered: Sequence[Chunk], context: Context) -> None:
+        """What llama.cpp would end the process for, or take silently."""
+        last = -1
+        for chunk in ordered:
+            end = chunk.start + len(chunk.tokens)
+            if chunk.slot == last:
+                raise BackendError(f"slot {chunk.slot} has two chunks in one step")
+            if not chunk.tokens:
+                raise BackendError(f"the chunk of slot {chunk.slot} has no tokens")
+            if end > context.slot_tokens:
+                raise BackendError(f"slot {chunk.slot} holds {context.slot_tokens} positions, not {end}")
+            last = chunk.slot
+
+    def _context_params(self, geometry: SlotGeometry) -> Any:
+        api = self._library.api
+        params = api.llama_context_default_params()
+        params.n_ctx = geometry.tokens
+        params.n_seq_max = params.n_outputs_max = geometry.slots
+        params.kv_unified = False
+        params.n_batch, params.n_ubatch = self._n_batch, self._n_ubatch
+        params.n_threads = params.n_threads_batch = self._threads
+        params.type_k = getattr(api, f"GGML_TYPE_{self._kv_type_k.upper()}")
+        params.type_v = getattr(api, f"GGML_TYPE_{self._kv_type_v.upper()}")
+        params.flash_attn_type = (
+            api.LLAMA_FLASH_ATTN_TYPE_ENABLED if self._flash_attention else api.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
+        params.offload_kqv = params.op_offload = False
+        params.no_perf = True
+        return params
+
+
+def _check_types(kv_type_k: str, kv_type_v: str, flash_attention: bool) -> None:
+    for key, value in (("kv_type_k", kv_type_k), ("kv_type_v", kv_type_v)):
+        if value not in KV_TYPES:
+            raise ConfigError(f"resources.{key} is {value!r}: use one of {', '.join(KV_TYPES)}")
+    if kv_type_v != "f16" and not flash_attention:
+        raise ConfigError(
+            f"resources.kv_type_v {kv_type_v} needs flash attention: set backend.llama_cpp.flash_attention to true, "
+            "or resources.kv_type_v to f16"
+        )

@@ -1,0 +1,112 @@
+"""One `llama_context`: its life, its batch, decode, logits and abort."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cllm.backends.base import Chunk, Logits
+from cllm.backends.llama_cpp.batch import TokenBatch
+from cllm.backends.llama_cpp.library import Library
+from cllm.errors import BackendError, StepAbortedError
+
+_NO_ROOM, _ABORTED, _REFUSED = 1, 2, -1  # what llama_decode returns; below _REFUSED the context is broken
+
+
+class Context:
+    """Owns the context and everything whose life is bound to it. `open` and `close` may be called again and again."""
+
+    def __init__(self, library: Library, model: Any, params: Any, n_vocab: int) -> None:
+        self.library = library
+        self.slots: int = params.n_seq_max
+        self._model = model
+        self._params = params
+        self._n_vocab = n_vocab
+        self._pointer: Any = None
+        self._abort_callback = library.native_abort_callback()
+        self._abort_data = ctypes.create_string_buffer(2)  # a C string: "" = go on, "x" = abort
+        self.open()
+
+    def open(self) -> None:
+        library, api = self.library, self.library.api
+        library.log.clear()
+        self._pointer = library.new_context(self._model, self._params)
+        if not self._pointer:
+            raise BackendError(
+                f"llama.cpp made no context for {self.slots} sequences and {self._params.n_ctx} tokens: "
+                f"{library.log.reason()}",
+                fatal=True,
+            )
+        self.memory = library.get_memory(self._pointer)
+        self.slot_tokens: int = api.llama_n_ctx_seq(self._pointer)
+        self.n_batch: int = api.llama_n_batch(self._pointer)
+        self.n_ubatch: int = api.llama_n_ubatch(self._pointer)
+        self._batch = TokenBatch(library, self.n_batch, self.slot_tokens)
+        self._logits_address = 0
+        self._logits = np.empty((0, self._n_vocab), np.float32)
+        self._watch_abort(True)
+
+    def close(self) -> None:
+        pointer, self._pointer = self._pointer, None
+        if pointer:
+            self.library.free_context(pointer)
+
+    @property
+    def pointer(self) -> Any:
+        if not self._pointer:
+            raise BackendError("the llama.cpp context is closed", fatal=True)
+        return self._pointer
+
+    def abort(self) -> None:
+        self._abort_data[0] = b"x"
+
+    def clear_abort(self) -> None:
+        self._abort_data[0] = b"\0"
+
+    def decode(self, chunks: Sequence[Chunk]) -> Logits:
+        """Compute at most `n_batch` tokens; one row of logits per chunk that wants them, in order.
+
+        The rows are llama.cpp's own memory.
+        """
+        rows = self._batch.fill(chunks)
+        self.library.log.clear()
+        code: int = self.library.decode(self.pointer, self._batch.struct)
+        if code:
+            raise self._failure(code)
+        return self._view(rows)
+
+    def without_abort(self, work: Callable[[], object]) -> None:
+        """Do what must not be left half done."""
+        self._watch_abort(False)
+        try:
+            work()
+        finally:
+            self._watch_abort(True)
+
+    def _watch_abort(self, watch: bool) -> None:
+        api = self.library.api
+        callback, data = (self._abort_callback, self._abort_data) if watch else (api.ggml_abort_callback(), None)
+        api.llama_set_abort_callback(self.pointer, callback, data)
+
+    def _failure(self, code: int) -> BackendError:
+        tokens = self._batch.struct.n_tokens
+        if code == _ABORTED:
+            return StepAbortedError("the step was aborted")
+        if code == _NO_ROOM:
+            return BackendError(f"llama.cpp found no room for a batch of {tokens} tokens")
+        if code == _REFUSED:
+            return BackendError(f"llama.cpp refused a batch of {tokens} tokens: {self.library.log.reason()}")
+        reason = self.library.log.reason()
+        return BackendError(f"llama_decode failed with {code} on {tokens} tokens: {reason}", fatal=True)
+
+    def _view(self, rows: int) -> Logits:
+        # llama.cpp keeps room for one row per sequence from the start, so this address hardly ever changes.
+        address: int = self.library.get_logits(self.pointer)
+        if address != self._logits_address:
+            buffer = (ctypes.c_float * (self.slots * self._n_vocab)).from_address(address)
+            self._logits = np.ctypeslib.as_array(buffer).reshape(self.slots, self._n_vocab)
+            self._logits_address = address
+        return self._logits[:rows]

@@ -1,0 +1,108 @@
+"""Memory operations on llama.cpp's sequences; a slot is a sequence id, each with a stream of its own."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+
+import numpy as np
+
+from cllm.backends.base import Chunk
+from cllm.backends.llama_cpp.context import Context
+from cllm.errors import BackendError
+from cllm.kv.ops import SavedKV
+
+_BYTES = ctypes.POINTER(ctypes.c_uint8)
+
+
+class LlamaSlotOps:
+    """`cllm.kv.ops.SlotOps` on one context; it stays valid when the context is rebuilt."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._library = context.library
+        self._scratch: SavedKV = np.empty(0, np.uint8)
+        self._shifted: int | None = None
+        """A slot whose keys llama.cpp still has to rotate."""
+
+    def length(self, slot: int) -> int:
+        last: int = self._library.position_max(self._context.memory, self._checked(slot))
+        return last + 1
+
+    def remove(self, slot: int, start: int, end: int | None = None) -> None:
+        removed = self._library.sequence_remove(
+            self._context.memory, self._checked(slot), start, -1 if end is None else end
+        )
+        if not removed:
+            raise BackendError(f"llama.cpp cannot remove positions [{start}, {end}) of slot {slot} of this model")
+
+    def copy(self, source: int, target: int) -> None:
+        """Through bytes: llama.cpp's own copy moves the whole stream, used or not, and only at the next decode, when
+        the source may hold something else already."""
+        size = self._state_size(source)
+        if size > len(self._scratch):
+            self._scratch = np.empty(size, np.uint8)
+        self._read(source, self._scratch[:size])
+        self.load(target, self._scratch[:size])
+
+    def save(self, slot: int) -> SavedKV:
+        saved: SavedKV = np.empty(self._state_size(slot), np.uint8)
+        self._read(slot, saved)
+        return saved
+
+    def load(self, slot: int, saved: SavedKV) -> None:
+        self._library.log.clear()
+        address = saved.ctypes.data_as(_BYTES)
+        taken: int = self._library.state_set(self._context.pointer, address, saved.size, self._checked(slot))
+        if taken != saved.size:
+            reason = self._library.log.reason()
+            raise BackendError(f"llama.cpp did not take {saved.size} saved bytes into slot {slot}: {reason}")
+
+    def keep(self, slot: int) -> None:
+        # llama_memory_seq_keep looks at one stream only, so the others are emptied one by one.
+        self._checked(slot)
+        for other in range(self._context.slots):
+            if other != slot:
+                self.remove(other, 0)
+
+    def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
+        memory = self._context.memory
+        if not self._library.can_shift(memory):
+            raise BackendError("llama.cpp cannot shift positions of this model")
+        self._library.sequence_add(memory, self._checked(slot), start, -1 if end is None else end, delta)
+        self._shifted = slot
+
+    def settle(self) -> None:
+        """Have llama.cpp rotate the keys of shifted slots now.
+
+        It does so at the beginning of a decode, so one token is computed and removed again. Nothing may read the
+        keys before, and no abort may leave them half rotated, or rotated twice.
+        """
+        if self._shifted is None:
+            return
+        slot, self._shifted = self._shifted, None
+        end = self.length(slot)
+        probe = Chunk(array("i", [0]), end, False, slot)
+        self._context.without_abort(lambda: self._context.decode([probe]))
+        self.remove(slot, end)
+
+    def forget(self) -> None:
+        """The context is new and empty."""
+        self._shifted = None
+
+    def _state_size(self, slot: int) -> int:
+        self.settle()
+        size: int = self._library.state_size(self._context.pointer, self._checked(slot))
+        return size
+
+    def _read(self, slot: int, into: SavedKV) -> None:
+        self._library.log.clear()
+        written = self._library.state_get(self._context.pointer, into.ctypes.data_as(_BYTES), into.size, slot)
+        if written != into.size:
+            raise BackendError(f"llama.cpp did not save slot {slot}: {self._library.log.reason()}")
+
+    def _checked(self, slot: int) -> int:
+        # llama.cpp ends the process on an id it does not know.
+        if not 0 <= slot < self._context.slots:
+            raise BackendError(f"slot {slot} does not exist: there are {self._context.slots}")
+        return slot

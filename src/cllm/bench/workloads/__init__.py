@@ -1,0 +1,24 @@
+"""All workloads by name. One name may stand for several sizes of the same work."""
+
+from __future__ import annotations
+
+from cllm.bench.workloads.base import Workload
+from cllm.bench.workloads.batch import Batch
+from cllm.bench.workloads.chat import Chat
+from cllm.bench.workloads.memory import Memory
+from cllm.bench.workloads.micro import Micro
+from cllm.bench.workloads.overhead import Overhead
+from cllm.bench.workloads.prefix import Prefix
+from cllm.bench.workloads.sequential import Sequential
+from cllm.bench.workloads.stall import Stall
+
+WORKLOADS: dict[str, tuple[Workload, ...]] = {
+    "sequential": (Sequential(answer_tokens=1, requests=200), Sequential(answer_tokens=16, requests=60)),
+    "batch": (Batch(clients=1, requests_each=4), Batch(clients=8, requests_each=2)),
+    "prefix": (Prefix(),),
+    "chat": (Chat(),),
+    "stall": (Stall(),),
+    "overhead": (Overhead(),),
+    "memory": (Memory(),),
+    "micro": (Micro(),),
+}

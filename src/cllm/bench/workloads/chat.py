@@ -1,0 +1,63 @@
+"""Conversations that take turns: is the history still there when the next turn comes?"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from functools import partial
+
+from cllm.bench.client import Answer, Client, at_most
+from cllm.bench.figures import Figure, times_the_peer
+from cllm.bench.prompts import Prompts
+from cllm.bench.workloads.base import HttpWorkload, Metrics, latencies, totals
+
+
+@dataclass(frozen=True)
+class Chat(HttpWorkload):
+    """All chats do their first turn, then all do their second, and so on, a few at a time.
+
+    A turn's prompt is the whole history, with the answers this server gave.
+    """
+
+    chats: int = 12
+    turns: int = 4
+    at_a_time: int = 4
+    message_tokens: int = 60
+    answer_tokens: int = 48
+
+    name = "chat"
+    figures = (
+        Figure("seconds", "total", "s", limit=times_the_peer(1.5)),
+        Figure("tokens_per_s", "tokens out per second", "tok/s", "higher"),
+        Figure("ttft_p50_ms", "time to first token, P50", "ms"),
+        Figure("ttft_p95_ms", "time to first token, P95", "ms"),
+        Figure("inter_token_p95_ms", "inter-token, P95", "ms"),
+        Figure("cached_percent", "prompt tokens from the cache", "%", "higher"),
+    )
+
+    @property
+    def title(self) -> str:
+        return (
+            f"chat: {self.chats} chats x {self.turns} turns, {self.at_a_time} at a time, "
+            f"{self.message_tokens} tokens a message, {self.answer_tokens} out"
+        )
+
+    def quick(self) -> Chat:
+        return replace(self, chats=4, turns=2, at_a_time=2, message_tokens=30, answer_tokens=8)
+
+    async def drive(self, client: Client, prompts: Prompts) -> Metrics:
+        messages = [[prompts.text(self.message_tokens) for _ in range(self.turns)] for _ in range(self.chats)]
+        histories: list[list[dict[str, str]]] = [[] for _ in range(self.chats)]
+        one_turn_at_a_time = [asyncio.Lock() for _ in range(self.chats)]
+
+        async def next_turn(chat: int) -> Answer:
+            async with one_turn_at_a_time[chat]:
+                history = histories[chat]
+                history.append({"role": "user", "content": messages[chat][len(history) // 2]})
+                answer = await client.chat(history, self.answer_tokens)
+                history.append({"role": "assistant", "content": answer.text})
+                return answer
+
+        turns = [partial(next_turn, chat) for _ in range(self.turns) for chat in range(self.chats)]
+        answers = await at_most(self.at_a_time, turns)
+        return totals(answers) | latencies(answers)

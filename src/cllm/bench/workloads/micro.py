@@ -1,0 +1,178 @@
+"""Bookkeeping without a model: what a step costs beside the computing, and how fast the pool and the tree are."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from time import monotonic, perf_counter
+from typing import Any
+
+from cllm.backends.fake import FakeBackend
+from cllm.bench.figures import Figure, Run, own
+from cllm.bench.workloads.base import Metrics, Setup, Workload, busy_at_rest
+from cllm.engine import scheduler as scheduler_module
+from cllm.engine.budget import StepBudget
+from cllm.engine.params import SamplingParams
+from cllm.engine.request import build_request
+from cllm.engine.scheduler import Scheduler
+from cllm.kv.ops import BlockGeometry
+from cllm.kv.paged import PagedKVManager
+from cllm.kv.pool import BlockPool
+from cllm.kv.radix import RadixTree
+
+BLOCK_SIZE = 16
+VOCABULARY = 320
+
+
+@dataclass(frozen=True)
+class Micro(Workload):
+    running: tuple[int, int] = (32, 256)
+    prompt_tokens: int = 330
+    steps: int = 200
+    pool_blocks: int = 65_536
+    sequence_blocks: int = 16
+    tree_sequences: int = 2_000
+    tree_tokens: int = 1_008
+    """A whole number of blocks next to 1,000."""
+
+    name = "micro"
+    figures = (
+        Figure("small_step_ms", "scheduler + KV per step, 32 running", "ms", limit=own(0.3)),
+        Figure("large_step_ms", "scheduler + KV per step, 256 running", "ms", limit=own(2.0)),
+        Figure("pool_blocks_per_s", "pool: allocate + free", "blocks/s", "higher", own(500_000)),
+        Figure("tree_per_s", "tree: match + insert of 1,000 tokens", "/s", "higher", own(20_000)),
+    )
+
+    @property
+    def title(self) -> str:
+        return "micro: bookkeeping of the paged cache, without backend and sampling"
+
+    def quick(self) -> Micro:
+        return replace(self, steps=20, pool_blocks=4_096, tree_sequences=200)
+
+    def peer_name(self, setup: Setup) -> None:
+        return None
+
+    async def measure(self, setup: Setup) -> list[Run]:
+        runs = []
+        for repeat in range(setup.repeats):
+            setup.progress(f"{self.title}: {repeat + 1} of {setup.repeats}")
+            facts = {"busy_percent_before": await busy_at_rest()}
+            small, large = self.running
+            metrics: Metrics = {
+                "small_step_ms": self.step_ms(small),
+                "large_step_ms": self.step_ms(large),
+                "pool_blocks_per_s": self.pool_blocks_per_s(),
+                "tree_per_s": self.tree_per_s(),
+            }
+            runs.append(Run("ours", repeat, metrics, facts))
+        return runs
+
+    def step_ms(self, running: int) -> float:
+        """Median milliseconds that a step of `running` decoding sequences takes beside backend and sampling."""
+        per_sequence = -(-(self.prompt_tokens + self.steps + BLOCK_SIZE) // BLOCK_SIZE)
+        geometry = BlockGeometry(2 * running * per_sequence, BLOCK_SIZE)
+        with FakeBackend(vocab_size=VOCABULARY) as backend, _timed_sampling() as sampling:
+            backend.allocate(geometry)
+            kv = PagedKVManager(backend.ops, geometry, bytes_per_token=4)  # type: ignore[arg-type]
+            budget = StepBudget(inter_token_s=1.0, prompt_only_s=1.0, max_tokens=1 << 16)
+            scheduler = Scheduler(kv, budget, max_running=running)
+            self._add_requests(scheduler, running)
+            while len(scheduler.waiting) or any(sequence.remaining > 1 for sequence in scheduler.running):
+                _bookkeeping_s(scheduler, backend, sampling)
+            return median(_bookkeeping_s(scheduler, backend, sampling) for _ in range(self.steps)) * 1e3
+
+    def _add_requests(self, scheduler: Scheduler, count: int) -> None:
+        draw = random.Random(count)
+        for index in range(count):
+            prompt = [draw.randrange(VOCABULARY) for _ in range(self.prompt_tokens)]
+            scheduler.add(
+                build_request(
+                    f"request-{index}",
+                    prompt,
+                    SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True),
+                    arrival=monotonic(),
+                    timeout_s=3600.0,
+                    priority=0,
+                    eos_ids=frozenset(),
+                    seed=index,
+                    max_context=1 << 16,
+                    vocab_size=VOCABULARY,
+                )
+            )
+
+    def pool_blocks_per_s(self) -> float:
+        """Sequences grow in turn by one block each until the pool is full, then end one by one."""
+        pool = BlockPool(self.pool_blocks)
+        tables: list[list[int]] = [[] for _ in range(self.pool_blocks // self.sequence_blocks)]
+        start = perf_counter()
+        for _ in range(self.sequence_blocks):
+            for table in tables:
+                table += pool.allocate(1) or []
+        for table in tables:
+            pool.release(table)
+        return self.pool_blocks / (perf_counter() - start)
+
+    def tree_per_s(self) -> float:
+        """Sequences in families: each matches the half that it shares, and inserts the rest."""
+        keys = list(self._family_keys())
+        tree: RadixTree[int] = RadixTree(BLOCK_SIZE, 0, lambda value, units: (value, value))
+        start = perf_counter()
+        for number, key in enumerate(keys):
+            found = tree.find(key)
+            tree.add(tree.cut(found), key[found.matched :], number)
+        return len(keys) / (perf_counter() - start)
+
+    def _family_keys(self, family: int = 20) -> Iterator[bytes]:
+        draw = random.Random(7)
+        half = self.tree_tokens // 2 // BLOCK_SIZE * BLOCK_SIZE
+        for number in range(self.tree_sequences):
+            if number % family == 0:
+                shared = array("i", draw.choices(range(50_000), k=half))
+            yield (shared + array("i", draw.choices(range(50_000), k=self.tree_tokens - half))).tobytes()
+
+
+class _Sampling:
+    """How long choosing tokens took so far."""
+
+    seconds = 0.0
+
+
+@contextmanager
+def _timed_sampling() -> Iterator[_Sampling]:
+    """The scheduler calls the sampler in the middle of `apply`; its time is taken apart there."""
+    sampling = _Sampling()
+    choose = scheduler_module.choose
+
+    def timed(*args: Any) -> Any:
+        start = perf_counter()
+        chosen = choose(*args)
+        sampling.seconds += perf_counter() - start
+        return chosen
+
+    scheduler_module.choose = timed
+    try:
+        yield sampling
+    finally:
+        scheduler_module.choose = choose
+
+
+def _bookkeeping_s(scheduler: Scheduler, backend: FakeBackend, sampling: _Sampling) -> float:
+    """One step as the engine takes it; the seconds it took beside backend and sampling."""
+    sampled_before = sampling.seconds
+    start = perf_counter()
+    scheduler.expire()
+    plan = scheduler.schedule()
+    computing = perf_counter()
+    logits = backend.step(plan.chunks)
+    computed = perf_counter()
+    scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, computed - computing)
+    scheduler.apply(plan, logits)
+    scheduler.kv.maintain(idle=False)
+    scheduler.kv.usage()
+    everything = perf_counter() - start
+    return everything - (computed - computing) - (sampling.seconds - sampled_before)

@@ -1,0 +1,129 @@
+"""Our layers over the bare C API: the same tokens, one stream, with and without cLLM around llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from time import perf_counter
+
+from cllm.bench.client import Client
+from cllm.bench.figures import Figure, Run, own
+from cllm.bench.servers import Bare, start_bare, start_cllm
+from cllm.bench.workloads.base import Metrics, Setup, Workload, busy_at_rest, warm_up
+from cllm.bench.workloads.context import ContextSize
+from cllm.config import load_config
+from cllm.engine.params import SamplingParams
+from cllm.llm import AsyncLLM
+
+
+@dataclass(frozen=True)
+class Overhead(Workload):
+    """Both sides take turns on the same prompts, so that every token is computed at the same sequence length."""
+
+    prompt_tokens: int = 32
+    answer_tokens: int = 64
+    rounds: int = 10
+    context: ContextSize = field(default_factory=ContextSize)
+
+    name = "overhead"
+    figures = (
+        Figure("overhead_percent", "overhead per token, in-process", "%", limit=own(5.0)),
+        Figure("token_ms", "one token, in-process", "ms"),
+        Figure("first_ms", "prompt to first token, in-process", "ms"),
+        Figure("http_overhead_percent", "overhead per token, over HTTP", "%"),
+        Figure("http_token_ms", "one token, over HTTP", "ms"),
+    )
+
+    @property
+    def title(self) -> str:
+        return (
+            f"overhead: one stream, {self.prompt_tokens} tokens in, {self.answer_tokens} out, "
+            f"medians of {self.rounds} rounds in turn"
+        )
+
+    def quick(self) -> Overhead:
+        return replace(self, answer_tokens=16, rounds=2)
+
+    def peer_name(self, setup: Setup) -> str:
+        return "bare C API"
+
+    async def measure(self, setup: Setup) -> list[Run]:
+        runs = []
+        context = self.context
+        for repeat in range(setup.repeats):
+            setup.progress(f"{self.title}: {repeat + 1} of {setup.repeats}")
+            prompts = setup.prompts(f"{self.name} {repeat}")
+            texts = [prompts.text(self.prompt_tokens) for _ in range(self.rounds)]
+            facts = {"busy_percent_before": await busy_at_rest()}
+            async with start_bare(setup.model_file, setup.threads, context.slots, context.slot_tokens) as bare:
+                ours, theirs = await self._in_process(setup, texts, bare)
+                ours |= await self._over_http(setup, texts, bare)
+            runs += [Run("ours", repeat, ours, facts), Run("peer", repeat, theirs)]
+        return runs
+
+    async def _in_process(self, setup: Setup, texts: Sequence[str], bare: Bare) -> tuple[Metrics, Metrics]:
+        settings = {
+            "model.name": str(setup.model_file),
+            "backend.type": "llama_cpp",
+            "backend.threads": setup.threads,
+            **self.context.settings(setup.model_file),
+        }
+        ours: list[list[float]] = []
+        theirs: list[list[float]] = []
+        async with AsyncLLM(load_config(overrides=settings).config) as llm:
+            warm = setup.encode(setup.prompts("warm-up").text(self.prompt_tokens))
+            await self._ours(llm, warm)
+            await bare.generate(warm, self.answer_tokens)
+            for number, prompt in enumerate(map(setup.encode, texts)):
+                # Who goes first changes, so that a drift of the machine hits both alike.
+                for ours_now in (True, False) if number % 2 == 0 else (False, True):
+                    if ours_now:
+                        ours.append(await self._ours(llm, prompt))
+                    else:
+                        theirs.append(await bare.generate(prompt, self.answer_tokens))
+        our_metrics, their_metrics = _metrics(ours), _metrics(theirs)
+        our_metrics["overhead_percent"] = _more_percent(our_metrics["token_ms"], their_metrics["token_ms"])
+        return our_metrics, their_metrics
+
+    async def _ours(self, llm: AsyncLLM, prompt: Sequence[int]) -> list[float]:
+        """Seconds from the start to each token; tokens that came together share a time."""
+        times: list[float] = []
+        params = SamplingParams(max_tokens=self.answer_tokens, temperature=0.0, ignore_eos=True)
+        start = perf_counter()
+        async for delta in llm.submit(prompt, params):
+            times += [perf_counter() - start] * len(delta.token_ids)
+        return times
+
+    async def _over_http(self, setup: Setup, texts: Sequence[str], bare: Bare) -> Metrics:
+        settings = self.context.settings(setup.model_file)
+        ours: list[float] = []
+        theirs: list[float] = []
+        async with (
+            start_cllm(setup.model, setup.threads, "llama_cpp", settings) as server,
+            Client(server.url) as client,
+        ):
+            await warm_up(client, setup.prompts("warm-up"))
+            for text in texts:
+                ours.append((await client.complete(text, self.answer_tokens)).seconds_per_token * 1e3)
+                theirs.append(_token_ms(await bare.generate(setup.encode(text), self.answer_tokens)))
+        return {
+            "http_token_ms": median(ours),
+            "http_overhead_percent": _more_percent(median(ours), median(theirs)),
+        }
+
+
+def _metrics(rounds: Sequence[Sequence[float]]) -> Metrics:
+    return {
+        "token_ms": median(_token_ms(times) for times in rounds),
+        "first_ms": median(times[0] * 1e3 for times in rounds),
+    }
+
+
+def _token_ms(times: Sequence[float]) -> float:
+    """Mean over all tokens after the first."""
+    return (times[-1] - times[0]) / (len(times) - 1) * 1e3
+
+
+def _more_percent(ours: float, theirs: float) -> float:
+    return (ours / theirs - 1) * 100

@@ -1,0 +1,50 @@
+"""Many users, one system prompt: is it computed once?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from cllm.bench.client import Client, at_most
+from cllm.bench.figures import Figure, times_the_peer
+from cllm.bench.prompts import Prompts
+from cllm.bench.workloads.base import HttpWorkload, Metrics, latencies, totals
+
+
+@dataclass(frozen=True)
+class Prefix(HttpWorkload):
+    """Every user asks one short question of their own under the same long system prompt."""
+
+    users: int = 32
+    at_a_time: int = 8
+    system_tokens: int = 700
+    question_tokens: int = 16
+    answer_tokens: int = 32
+
+    name = "prefix"
+    figures = (
+        Figure("seconds", "total", "s", limit=times_the_peer(4.0)),
+        Figure("tokens_per_s", "tokens out per second", "tok/s", "higher"),
+        Figure("ttft_p50_ms", "time to first token, P50", "ms"),
+        Figure("ttft_p95_ms", "time to first token, P95", "ms"),
+        Figure("inter_token_p95_ms", "inter-token, P95", "ms"),
+        Figure("cached_percent", "prompt tokens from the cache", "%", "higher"),
+    )
+
+    @property
+    def title(self) -> str:
+        return (
+            f"prefix: {self.users} users, {self.at_a_time} at a time, "
+            f"one shared prompt of {self.system_tokens} tokens, {self.answer_tokens} out"
+        )
+
+    def quick(self) -> Prefix:
+        return replace(self, users=8, at_a_time=4, system_tokens=200, answer_tokens=8)
+
+    async def drive(self, client: Client, prompts: Prompts) -> Metrics:
+        system = {"role": "system", "content": prompts.text(self.system_tokens)}
+        questions = [{"role": "user", "content": prompts.text(self.question_tokens)} for _ in range(self.users)]
+        answers = await at_most(
+            self.at_a_time, [partial(client.chat, [system, question], self.answer_tokens) for question in questions]
+        )
+        return totals(answers) | latencies(answers)

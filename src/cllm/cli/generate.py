@@ -1,0 +1,95 @@
+"""`cllm generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cllm.cli.options import (
+    BackendOption,
+    ConfigOption,
+    JsonOption,
+    ModelOption,
+    SeedOption,
+    SetOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    is_stdout,
+    say,
+    write_json,
+)
+from cllm.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from cllm.config import Config
+    from cllm.engine.params import SamplingParams
+
+
+def generate(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="PROMPT", help="Text to go on from; - or nothing reads stdin.", show_default=False),
+    ] = None,
+    model: ModelOption = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 128,
+    temperature: TemperatureOption = 0.7,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    seed: SeedOption = None,
+    stop: StopOption = None,
+    backend: BackendOption = None,
+    config_file: ConfigOption = None,
+    assignments: SetOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Continue a text: streamed to stdout, statistics to stderr."""
+    import asyncio
+
+    from cllm.cli.local import prepare
+    from cllm.engine.params import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
+    )
+    text = _read_prompt(prompt)
+    config = prepare(config_file, assignments, model, backend)
+    try:
+        asyncio.run(_generate(config, text, params, json_file))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+async def _generate(config: Config, prompt: str, params: SamplingParams, json_file: Path | None) -> None:
+    from cllm.cli.local import stream_answer
+    from cllm.llm import AsyncLLM
+
+    only_json = is_stdout(json_file)
+
+    def write(piece: str) -> None:
+        if not only_json:
+            print(piece, end="", flush=True)
+
+    async with AsyncLLM(config) as llm:
+        answer = await stream_answer(llm, prompt, params, write)
+        result = {"model": llm.model_name, "backend": llm.backend_name, "prompt": prompt, **answer.as_json()}
+    if not only_json:
+        print()
+    say(answer.statistics())
+    if json_file:
+        write_json(json_file, result)
+
+
+def _read_prompt(argument: str | None) -> str:
+    if argument is not None and argument != "-":
+        return argument
+    if argument is None and sys.stdin.isatty():
+        raise InvalidRequestError("there is no prompt: give one, or pipe it in", "prompt")
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the prompt on stdin is not UTF-8 text: {error}", "prompt") from error

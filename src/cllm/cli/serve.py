@@ -1,0 +1,30 @@
+"""`cllm serve`: the options. The work is in `serving.py`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cllm.cli.options import MODEL_HELP, BackendOption, ConfigOption, SetOption, load_settings
+
+
+def serve(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
+    backend: BackendOption = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on. [default: 127.0.0.1]")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", "-p", help="Port to listen on; 0 takes any free one. [default: 8000]")
+    ] = None,
+    config_file: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Serve a model over HTTP: OpenAI's API and cLLM's own."""
+    flags = {"model.name": model, "backend.type": backend, "server.host": host, "server.port": port}
+    config = load_settings(config_file, assignments, flags).config
+
+    from cllm.cli.serving import run_server
+
+    raise typer.Exit(run_server(config))

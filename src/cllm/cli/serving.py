@@ -1,0 +1,143 @@
+"""One server process from binding the port to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import math
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from cllm.cli.pull import fetch_model
+from cllm.config import Config, ServerConfig
+from cllm.errors import ConfigError
+from cllm.llm import AsyncLLM
+from cllm.observe.log import EfficiencyLog, RequestLog, setup_logging, stop_logging
+from cllm.server.app import create_app
+
+log = logging.getLogger("cllm.serve")
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 65
+"""Longer than HTTP clients keep idle connections, so that it is never us who closes one they are about to use."""
+DELIVERY_S = 2
+"""After the grace, time for the last answers and refusals to reach their clients."""
+
+
+def run_server(config: Config) -> int:
+    """Serve until a signal comes; the exit code. The port is taken first: nothing is loaded in vain."""
+    setup_logging(config.log)
+    with bind(config.server) as listener:
+        if config.backend.kind != "fake":
+            fetch_model(config.model.name)
+        server = Server(config, listener)
+        with contextlib.suppress(asyncio.CancelledError):
+            server.run(sockets=[listener])
+        return server.exit_code
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A socket on the configured address that does not listen yet."""
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"server.host is {config.host!r}, which is no address of this machine: {error}") from error
+    # "localhost" is often both: IPv4 first, because that is what clients try.
+    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _explain(error, config) from error
+    return listener
+
+
+def _explain(error: OSError, config: ServerConfig) -> ConfigError:
+    place = f"port {config.port} on {config.host}"
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"{place} is already in use: choose another with --port")
+    if error.errno == errno.EACCES:
+        return ConfigError(f"{place} may not be used by this user: choose one above 1023 with --port")
+    return ConfigError(f"cannot listen on {place}: {error.strerror}; choose an address of this machine with --host")
+
+
+class Server(uvicorn.Server):
+    """Uvicorn with our signals: the first ends gracefully, the second at once."""
+
+    def __init__(self, config: Config, listener: socket.socket) -> None:
+        self.exit_code = 0
+        self._llm = AsyncLLM(config)
+        self._settings = config
+        self._listener = listener
+        self._serving: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        super().__init__(
+            uvicorn.Config(
+                create_app(self._llm, config),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=math.ceil(config.server.shutdown_grace_s) + DELIVERY_S,
+            )
+        )
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        self._serving = asyncio.current_task(loop)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        self._llm.observers.append(RequestLog())
+        await self._llm.start()
+        efficiency = EfficiencyLog(self._llm.snapshot, self._settings.log.efficiency_interval_s)
+        background = asyncio.create_task(efficiency.run())
+        try:
+            self._listen()
+            await super().serve(sockets)
+        finally:
+            background.cancel()
+            await (self._closing or self._llm.shutdown(0))
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.should_exit:
+            log.warning("%s again: stopped at once", number.name)
+            stop_logging()
+            os._exit(128 + number)
+        self.should_exit = True
+        if self._serving and not self.started:
+            self.exit_code = 128 + number
+            self._serving.cancel()
+            return
+        grace_s = self._settings.server.shutdown_grace_s
+        log.info("%s: no new requests; those running have %g s (a second signal stops at once)", number.name, grace_s)
+        self._closing = asyncio.create_task(self._llm.shutdown(grace_s))
+
+    def _listen(self) -> None:
+        """Between two sockets that are bound to one port, this is where the second one learns of the first."""
+        try:
+            self._listener.listen(BACKLOG)
+        except OSError as error:
+            raise _explain(error, self._settings.server) from error
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        host, port = self._listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        name = self._settings.model.alias or self._llm.model_name
+        print(f"cLLM is ready: {url} ({name}, {self._llm.backend_name})", flush=True)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Uvicorn's own handlers stay out: ours are on from before the model is loaded."""
+        yield

@@ -1,0 +1,191 @@
+"""A request and its sequences, and the states they pass through.
+
+PENDING ──admitted──► PROCESSING ──► COMPLETED | FAILED | TIMEOUT | CANCELLED
+   ▲                      │
+   └──────preempted───────┘
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Tokens
+from enum import Enum
+from typing import NamedTuple
+
+from cllm.engine.params import SamplingParams
+from cllm.engine.sampling import TokenChooser, TokenLogprob
+from cllm.kv.sequence import KVSequence
+
+
+class RequestState(Enum):
+    PENDING = "pending"
+    PROCESSING = "processing"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+
+    @property
+    def state(self) -> RequestState:
+        return _END_STATES[self]
+
+
+_END_STATES = {
+    FinishReason.STOP: RequestState.COMPLETED,
+    FinishReason.LENGTH: RequestState.COMPLETED,
+    FinishReason.ERROR: RequestState.FAILED,
+    FinishReason.TIMEOUT: RequestState.TIMEOUT,
+    FinishReason.CANCELLED: RequestState.CANCELLED,
+}
+
+
+class Output(NamedTuple):
+    """What one step gave one sequence: a token, an end, or both."""
+
+    request_id: str
+    answer: int
+    token_id: int | None
+    logprob: TokenLogprob | None
+    reason: FinishReason | None
+    stop_token: int | None
+    error: Exception | None
+    cached_tokens: int
+
+
+class Sequence(KVSequence):
+    """One answer in the making. `tokens` is the prompt and what was generated so far."""
+
+    __slots__ = (
+        "cached_tokens",
+        "chooser",
+        "ended",
+        "index",
+        "key",
+        "max_length",
+        "n_prompt",
+        "order",
+        "recoveries",
+        "request",
+        "running",
+        "twins",
+    )
+
+    def __init__(self, request: Request, index: int, chooser: TokenChooser, max_length: int) -> None:
+        super().__init__(request.prompt)
+        self.request = request
+        self.index = index
+        self.chooser = chooser
+        self.n_prompt = len(request.prompt)
+        self.max_length = max_length
+        self.order: tuple[float, int] | None = None
+        self.running = False
+        self.ended = False
+        self.recoveries = 0
+        self.cached_tokens = 0
+        self.key = b""
+        # The other answers to the same prompt; they start from this one's KV when the prompt is computed.
+        self.twins: list[Sequence] = []
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are known and not computed yet."""
+        return len(self.tokens) - self.num_computed
+
+
+class Request:
+    """One prompt, `params.n` answers. Created by the caller's thread, then owned by the engine's."""
+
+    __slots__ = (
+        "admitted_at",
+        "arrival",
+        "deadline",
+        "end_ids",
+        "first_token_at",
+        "gaps",
+        "id",
+        "last_token_at",
+        "params",
+        "preemptions",
+        "priority",
+        "prompt",
+        "prompt_done_at",
+        "reason",
+        "sequences",
+        "state",
+        "unfinished",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Tokens[int],
+        params: SamplingParams,
+        *,
+        arrival: float,
+        deadline: float,
+        priority: int = 0,
+        end_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.id = request_id
+        self.prompt: array[int] = array("i", prompt)
+        self.params = params
+        self.arrival = arrival
+        self.deadline = deadline
+        self.priority = priority
+        self.end_ids = end_ids
+        self.state = RequestState.PENDING
+        self.reason: FinishReason | None = None
+        self.sequences: list[Sequence] = []
+        self.unfinished = params.n
+        self.preemptions = 0
+        self.admitted_at: float | None = None
+        self.prompt_done_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.gaps: array[float] = array("f")
+
+    @property
+    def generated(self) -> int:
+        return sum(len(sequence.tokens) - sequence.n_prompt for sequence in self.sequences)
+
+
+def build_request(
+    request_id: str,
+    prompt: Tokens[int],
+    params: SamplingParams,
+    *,
+    arrival: float,
+    timeout_s: float,
+    priority: int,
+    eos_ids: frozenset[int],
+    seed: int,
+    max_context: int,
+    vocab_size: int,
+) -> Request:
+    """A request with its sequences, ready for the engine. Answer i draws with seed + i."""
+    stops = frozenset(params.stop_token_ids)
+    end_ids = stops if params.ignore_eos else stops | eos_ids
+    request = Request(
+        request_id,
+        prompt,
+        params,
+        arrival=arrival,
+        deadline=arrival + timeout_s,
+        priority=priority,
+        end_ids=end_ids,
+    )
+    limit = max_context if params.max_tokens is None else min(len(prompt) + params.max_tokens, max_context)
+    for index in range(params.n):
+        chooser = TokenChooser(params, prompt, end_ids=end_ids, seed=seed + index, vocab_size=vocab_size)
+        request.sequences.append(Sequence(request, index, chooser, limit))
+    first = request.sequences[0]
+    first.twins = request.sequences[1:]
+    return request

@@ -1,0 +1,179 @@
+"""One submitted prompt, from the caller's side: an async iterator over pieces of text."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cllm.engine.params import SamplingParams
+from cllm.engine.request import FinishReason, Output
+from cllm.engine.sampling import TokenLogprob
+from cllm.errors import RequestCancelledError
+from cllm.text.stream import TextStream
+from cllm.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Delta:
+    """A piece of one answer: the text that became certain and the tokens it came from."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds, as the caller sees them; filled in as the generation goes on."""
+
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    total_s: float = 0.0
+
+
+class Canceller(Protocol):
+    def __call__(self, request_id: str, index: int | None = None, reason: FinishReason = ...) -> None: ...
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What is known of one answer and not passed on yet."""
+
+    stream: TextStream
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    done: bool = False
+
+
+class Generation:
+    """Iterate for `Delta`s. `aclose` (or leaving `async with`) cancels whatever still runs.
+
+    Everything happens on the event loop of the thread that submitted it.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        cancel: Canceller,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_ids = list(prompt_ids)
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self.timings = Timings()
+        self._params = params
+        self._cancel = cancel
+        self._answers = [_Answer(TextStream(tokenizer, params.stop)) for _ in range(params.n)]
+        self._unfinished = params.n
+        self._ready: deque[Delta] = deque()
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._started = time.monotonic()
+
+    # -- the caller --------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._ready:
+            if self._error is not None:
+                raise self._error
+            if self._unfinished == 0:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._ready.popleft()
+
+    @property
+    def done(self) -> bool:
+        return self._unfinished == 0 or self._error is not None
+
+    async def aclose(self) -> None:
+        if not self.done:
+            self._cancel(self.request_id)
+            self.fail(RequestCancelledError(f"request {self.request_id} was cancelled"))
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # -- the engine's outputs, on the event loop ---------------------------------------------------------------
+
+    def take(self, output: Output, now: float) -> None:
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self._note_time(now)
+        answer = self._answers[output.answer]
+        if answer.done or self._error is not None:
+            return
+        if output.error is not None or output.reason in (FinishReason.CANCELLED, FinishReason.TIMEOUT):
+            self.fail(output.error or RequestCancelledError(f"request {self.request_id} was cancelled"))
+            return
+        text = self._take_token(answer, output)
+        if answer.stream.stopped is not None:
+            self._finish(answer, output, text, "stop", answer.stream.stopped)
+            if output.reason is None:
+                self._cancel(self.request_id, output.answer, FinishReason.STOP)
+        elif output.reason is not None:
+            self._finish(answer, output, text + answer.stream.flush(), output.reason.value, self._stop_reason(output))
+        elif text:
+            self._pass_on(answer, output.answer, text)
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, which the next `__anext__` raises."""
+        if not self.done:
+            self._error = error
+            self._wake()
+
+    def _take_token(self, answer: _Answer, output: Output) -> str:
+        """Count a token and turn it into text. A token that ends the answer is counted but is not part of it."""
+        if output.token_id is None:
+            return ""
+        self.completion_tokens += 1
+        if output.stop_token is not None:
+            return ""
+        answer.token_ids.append(output.token_id)
+        if output.logprob is not None:
+            answer.logprobs.append(output.logprob)
+        return answer.stream.push(output.token_id)
+
+    def _finish(self, answer: _Answer, output: Output, text: str, reason: str, stop: str | int | None) -> None:
+        answer.done = True
+        self._unfinished -= 1
+        self._pass_on(answer, output.answer, text, reason, stop)
+
+    def _pass_on(
+        self, answer: _Answer, index: int, text: str, reason: str | None = None, stop: str | int | None = None
+    ) -> None:
+        logprobs = answer.logprobs if self._params.logprobs is not None else None
+        self._ready.append(Delta(index, text, answer.token_ids, logprobs, reason, stop))
+        answer.token_ids, answer.logprobs = [], []
+        self._wake()
+
+    def _stop_reason(self, output: Output) -> int | None:
+        """The stop token the caller asked for; the model's own end of text needs no naming."""
+        return output.stop_token if output.stop_token in self._params.stop_token_ids else None
+
+    def _note_time(self, now: float) -> None:
+        elapsed = now - self._started
+        timings = self.timings
+        if timings.ttft_s == 0.0:
+            timings.ttft_s = elapsed
+        timings.decode_s = elapsed - timings.ttft_s
+        timings.total_s = elapsed
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

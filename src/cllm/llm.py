@@ -1,0 +1,236 @@
+"""The asynchronous face of a loaded model, which the server and everything else stand on."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cllm.assemble import Parts, assemble
+from cllm.config import Config
+from cllm.engine.loop import Engine
+from cllm.engine.observer import EngineObserver
+from cllm.engine.params import SamplingParams
+from cllm.engine.request import FinishReason, Output, build_request
+from cllm.engine.stats import EngineSnapshot
+from cllm.errors import InvalidRequestError, ShuttingDownError
+from cllm.generation import Delta, Generation, Timings
+from cllm.models.shape import ModelShape
+from cllm.text.chat import ChatTemplate
+from cllm.text.tokenizer import Tokenizer
+
+__all__ = ["AsyncLLM", "Delta", "Generation", "Timings"]
+
+GIL_SWITCH_S = 5e-4
+"""How long Python lets one thread hold the interpreter while another waits; the engine must not wait 5 ms a step."""
+
+
+class AsyncLLM:
+    """A loaded model that takes prompts. `async with AsyncLLM(config) as llm:` loads and, at the end, frees it."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.observers: list[EngineObserver] = []
+        self._parts: Parts | None = None
+        self._engine: Engine | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._live: dict[str, Generation] = {}
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        sys.setswitchinterval(GIL_SWITCH_S)
+        self._loop = asyncio.get_running_loop()
+        parts = await asyncio.to_thread(assemble, self.config)
+        self._parts = parts
+        engine = Engine(parts.backend, parts.scheduler, self._deliver, max_queue=self.config.scheduler.max_queue)
+        for observer in self.observers:
+            engine.add_observer(observer)
+        parts.scheduler.kv.on_eviction = self._on_eviction
+        engine.start()
+        self._engine = engine
+
+    async def shutdown(self, grace_s: float | None = None) -> None:
+        """Let running requests end within `grace_s`, refuse the rest, free everything. Safe to call again."""
+        engine, parts = self._engine, self._parts
+        if engine is None or parts is None:
+            return
+        grace = self.config.server.shutdown_grace_s if grace_s is None else grace_s
+        await asyncio.to_thread(engine.stop, grace)
+        # The engine's last outputs are on their way through the loop; what has none by then is told directly.
+        await asyncio.sleep(0)
+        for generation in list(self._live.values()):
+            generation.fail(ShuttingDownError("the server shut down before the request was done"))
+        self._live.clear()
+        await asyncio.to_thread(parts.backend.close)
+        self._parts = None
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+    # -- facts -------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self._engine is not None and self._engine.accepting
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model.alias or self._loaded.name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._loaded.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        return self._loaded.chat_template
+
+    @property
+    def max_context(self) -> int:
+        return self._loaded.max_context
+
+    @property
+    def shape(self) -> ModelShape:
+        return self._loaded.backend.shape
+
+    @property
+    def backend_name(self) -> str:
+        return self._loaded.backend.name
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._loaded.bytes_per_token
+
+    def snapshot(self) -> EngineSnapshot:
+        return self._running.snapshot
+
+    def kv(self) -> dict[str, Any]:
+        """The cache as it is: the numbers of the last step, and who holds what."""
+        snapshot = self.snapshot()
+        usage = snapshot.kv
+        numbers = usage._asdict()
+        unit = usage.bytes_per_unit
+        return {
+            **numbers,
+            "bytes": {
+                "total": usage.total * unit,
+                "free": usage.free * unit,
+                "evictable": usage.evictable * unit,
+                "referenced": usage.referenced * unit,
+                "peak": usage.peak * unit,
+            },
+            "bytes_per_token": self.bytes_per_token,
+            "hit_rate": usage.hit_tokens / usage.query_tokens if usage.query_tokens else 0.0,
+            "running": snapshot.running,
+            "waiting": snapshot.waiting,
+            "details": self._running.details,
+        }
+
+    # -- work --------------------------------------------------------------------------------------------------
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return self.chat_template.encode(self.tokenizer, messages)
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Generation:
+        """Queue a prompt. Raises at once what can be known at once: see `cllm.errors`."""
+        engine = self._running
+        params = params or SamplingParams()
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_prompt(ids)
+        request_id = request_id or f"req-{uuid.uuid4().hex}"
+        if request_id in self._live:
+            raise InvalidRequestError(f"a request with the id {request_id} is running already", "request_id")
+        request = build_request(
+            request_id,
+            ids,
+            params,
+            arrival=time.monotonic(),
+            timeout_s=timeout_s or self.config.scheduler.request_timeout_s,
+            priority=priority,
+            eos_ids=self.tokenizer.eos_ids,
+            seed=params.seed if params.seed is not None else secrets.randbits(63),
+            max_context=self.max_context,
+            vocab_size=self.shape.n_vocab,
+        )
+        generation = Generation(request_id, ids, params, self.tokenizer, self._cancel)
+        self._live[request_id] = generation
+        try:
+            engine.submit(request)
+        except BaseException:
+            del self._live[request_id]
+            raise
+        return generation
+
+    def clear_cache(self) -> None:
+        self._running.clear_cache()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    @property
+    def _loaded(self) -> Parts:
+        if self._parts is None:
+            raise ShuttingDownError("the model is not loaded")
+        return self._parts
+
+    @property
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise ShuttingDownError("the model is not loaded")
+        return self._engine
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise InvalidRequestError("the prompt is empty: it needs at least one token", "prompt")
+        vocab = self.shape.n_vocab
+        if min(ids) < 0 or max(ids) >= vocab:
+            wrong = next(i for i in ids if not 0 <= i < vocab)
+            raise InvalidRequestError(f"the prompt holds token {wrong}; ids go from 0 to {vocab - 1}", "prompt")
+        if len(ids) >= self.max_context:
+            raise InvalidRequestError(
+                f"the prompt has {len(ids)} tokens and the context {self.max_context}, "
+                "of which at least one must be left for the answer",
+                "prompt",
+            )
+
+    def _cancel(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        if self._engine is not None:
+            self._engine.cancel(request_id, index, reason)
+        if index is None:
+            self._live.pop(request_id, None)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        """On the engine's thread: hand a step's outputs to the event loop, in one call."""
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._dispatch, outputs)
+
+    def _dispatch(self, outputs: list[Output]) -> None:
+        now = time.monotonic()
+        for output in outputs:
+            generation = self._live.get(output.request_id)
+            if generation is None:
+                continue
+            generation.take(output, now)
+            if generation.done:
+                del self._live[output.request_id]
+
+    def _on_eviction(self, count: int, seconds: float) -> None:
+        for observer in self.observers:
+            observer.on_eviction(count, seconds)

@@ -1,0 +1,183 @@
+"""Logs on stderr, as text or JSON lines: one line per request, and one about the cache every so often."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable
+from datetime import datetime, timezone
+from logging.handlers import QueueHandler, QueueListener
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cllm.config import LogConfig
+    from cllm.engine.observer import RequestRecord
+    from cllm.engine.stats import EngineSnapshot
+
+logger = logging.getLogger("cllm")
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_active: tuple[QueueHandler, QueueListener] | None = None
+
+
+class TextFormatter(logging.Formatter):
+    """`time level message` on one line, whatever the message holds; only a traceback adds lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", record.getMessage())
+        time = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
+        line = f"{time} {record.levelname.lower():7} {message}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One object per line; `extra={"fields": {...}}` adds to it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def setup_logging(config: LogConfig) -> None:
+    """Send what cLLM logs from `config.level` on, and warnings of everyone else, to stderr.
+
+    A thread of its own writes: a terminal or pipe that stands still must not hold up the engine.
+    """
+    global _active
+    stop_logging()
+    lines: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    inlet = QueueHandler(lines)
+    inlet.setFormatter(JsonFormatter() if config.format == "json" else TextFormatter())
+    listener = QueueListener(lines, logging.StreamHandler(sys.stderr))
+    logging.getLogger().addHandler(inlet)
+    logger.setLevel(config.level.upper())
+    listener.start()
+    _active = (inlet, listener)
+    atexit.register(stop_logging)
+
+
+def stop_logging() -> None:
+    """Write what is still waiting and let go of stderr; without `setup_logging` before it, nothing."""
+    global _active
+    if _active is None:
+        return
+    inlet, listener = _active
+    _active = None
+    logging.getLogger().removeHandler(inlet)
+    listener.stop()
+    atexit.unregister(stop_logging)
+
+
+def tokens_per_second(generated: int, decode_s: float) -> float | None:
+    """The speed after the first token, which belongs to the prompt's time; None if there is no second one."""
+    return (generated - 1) / decode_s if generated > 1 and decode_s > 0 else None
+
+
+class RequestLog:
+    """An engine observer: one line for each request that ended, however it did."""
+
+    def on_step(self, seconds: float, prompt_tokens: int, decode_tokens: int) -> None:
+        """Steps are for the metrics."""
+
+    def on_eviction(self, count: int, seconds: float) -> None:
+        """Evictions are counted in the cache-efficiency line."""
+
+    def on_finished(self, record: RequestRecord) -> None:
+        rate = tokens_per_second(record.generated_tokens, record.decode_s)
+        parts = [
+            f"{record.request_id} {record.reason}: prompt {record.prompt_tokens} ({record.cached_tokens} cached)",
+            f"generated {record.generated_tokens}",
+            f"queue {record.queued_s:.3f} s",
+        ]
+        if record.ttft_s is not None:
+            parts.append(f"first token {record.ttft_s:.3f} s")
+        if rate is not None:
+            parts.append(f"{rate:.1f} tok/s")
+        if record.preemptions:
+            parts.append(f"preempted {record.preemptions}x")
+        if record.error:
+            parts.append(record.error)
+        fields = {
+            "request_id": record.request_id,
+            "reason": record.reason,
+            "error": record.error,
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "generated_tokens": record.generated_tokens,
+            "queue_s": _rounded(record.queued_s),
+            "ttft_s": _rounded(record.ttft_s),
+            "total_s": _rounded(record.total_s),
+            "tokens_per_second": _rounded(rate),
+            "preemptions": record.preemptions,
+        }
+        level = logging.WARNING if record.error else logging.INFO
+        logger.log(level, ", ".join(parts), extra={"fields": fields})
+
+
+class EfficiencyLog:
+    """What the cache was worth since the last line; silent while nothing happens."""
+
+    def __init__(self, snapshot: Callable[[], EngineSnapshot], interval_s: float) -> None:
+        self._snapshot = snapshot
+        self._interval_s = interval_s
+        self._last: EngineSnapshot | None = None
+
+    async def run(self) -> None:
+        """Until cancelled. An interval of 0 means never."""
+        while self._interval_s > 0:
+            await asyncio.sleep(self._interval_s)
+            self.tick()
+
+    def tick(self) -> None:
+        now, last = self._snapshot(), self._last
+        if _events(now) == _events(last):
+            return
+        self._last = now
+        queries = now.kv.query_tokens - (last.kv.query_tokens if last else 0)
+        hits = now.kv.hit_tokens - (last.kv.hit_tokens if last else 0)
+        evicted = now.kv.evictions - (last.kv.evictions if last else 0)
+        used, cached, free = (
+            units * now.kv.bytes_per_unit for units in (now.kv.referenced, now.kv.evictable, now.kv.free)
+        )
+        saved = f"saved {hits / queries:.0%} of {queries} prompt tokens" if queries else "no new prompts"
+        fields = {
+            "query_tokens": queries,
+            "hit_tokens": hits,
+            "hit_rate": _rounded(hits / queries) if queries else None,
+            "used_bytes": used,
+            "cached_bytes": cached,
+            "free_bytes": free,
+            "evictions": evicted,
+            "running": now.running,
+            "waiting": now.waiting,
+        }
+        logger.info(
+            f"cache: {saved}; {_mib(used)} used, {_mib(cached)} cached, {_mib(free)} free; "
+            f"{evicted} evicted; {now.running} running, {now.waiting} waiting",
+            extra={"fields": fields},
+        )
+
+
+def _events(snapshot: EngineSnapshot | None) -> tuple[int, int]:
+    return (snapshot.steps, sum(snapshot.finished.values())) if snapshot else (0, 0)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,207 @@
+"""Prometheus metrics under vLLM's names, with our prefix.
+
+Counters and gauges are read from the engine's snapshot when they are asked for, so no number is kept twice
+and a scrape never waits for the engine. Histograms are filled by the engine thread alone and read without
+a lock: a scrape in the middle of an update may miss the newest value, never see a broken one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from cllm.engine.observer import RequestRecord
+    from cllm.engine.stats import EngineSnapshot
+
+_MILLISECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
+_STEP = (*_MILLISECONDS, 1.0, 2.5, 5.0, 10.0)
+_REQUEST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+_EVICTION = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0)
+_TOKENS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
+
+
+class Histogram:
+    """Counts per bucket. One thread writes, any thread reads."""
+
+    def __init__(self, help_text: str, bounds: Sequence[float]) -> None:
+        self.help = help_text
+        self.bounds = tuple(bounds)
+        self.counts = np.zeros(len(bounds) + 1, np.int64)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        found = np.searchsorted(self.bounds, values, side="left")
+        self.counts += np.bincount(found, minlength=len(self.counts))
+        self.sum += float(np.sum(values))
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts by upper bound, as Prometheus wants them."""
+        bounds = [*map(repr, self.bounds), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self.counts.tolist())), strict=True))
+
+
+class MetricsObserver:
+    """Fills the histograms; an `EngineObserver`."""
+
+    def __init__(self) -> None:
+        self.histograms = {
+            "time_to_first_token_seconds": Histogram("From arrival to the first token.", _REQUEST),
+            "inter_token_latency_seconds": Histogram("Between two tokens of one answer.", _STEP),
+            "e2e_request_latency_seconds": Histogram("From arrival to the end.", _REQUEST),
+            "request_queue_time_seconds": Histogram("Waiting for the first step.", _REQUEST),
+            "request_prefill_time_seconds": Histogram("Computing the prompt.", _REQUEST),
+            "request_decode_time_seconds": Histogram("From the first token to the last.", _REQUEST),
+            "iteration_tokens_total": Histogram("Tokens in one engine step.", _TOKENS),
+            "engine_step_seconds": Histogram("Duration of one engine step.", _STEP),
+            "kv_eviction_seconds": Histogram("Duration of one round of evictions.", _EVICTION),
+        }
+
+    def on_step(self, seconds: float, prompt_tokens: int, decode_tokens: int) -> None:
+        self.histograms["engine_step_seconds"].observe(seconds)
+        self.histograms["iteration_tokens_total"].observe(prompt_tokens + decode_tokens)
+
+    def on_finished(self, record: RequestRecord) -> None:
+        observed = self.histograms
+        observed["e2e_request_latency_seconds"].observe(record.total_s)
+        observed["request_queue_time_seconds"].observe(record.queued_s)
+        if record.ttft_s is None:
+            return
+        observed["time_to_first_token_seconds"].observe(record.ttft_s)
+        observed["request_prefill_time_seconds"].observe(record.prefill_s)
+        observed["request_decode_time_seconds"].observe(record.decode_s)
+        if len(record.inter_token_s):
+            observed["inter_token_latency_seconds"].observe_all(record.inter_token_s)
+
+    def on_eviction(self, count: int, seconds: float) -> None:
+        self.histograms["kv_eviction_seconds"].observe(seconds)
+
+
+class _Value(NamedTuple):
+    """One gauge or counter; with a label, one value for each of the label's values."""
+
+    name: str
+    help: str
+    value: Callable[[EngineSnapshot], float | dict[str, float]]
+    label: str | None = None
+
+
+def _kv_units(snapshot: EngineSnapshot) -> dict[str, float]:
+    kv = snapshot.kv
+    return {"free": kv.free, "evictable": kv.evictable, "referenced": kv.referenced}
+
+
+def _kv_bytes(snapshot: EngineSnapshot) -> dict[str, float]:
+    return {state: units * snapshot.kv.bytes_per_unit for state, units in _kv_units(snapshot).items()}
+
+
+_GAUGES = (
+    _Value("num_requests_running", "Requests being computed.", lambda s: s.running),
+    _Value("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
+    _Value(
+        "kv_cache_usage_perc", "Share of the KV cache that running requests hold, 0 to 1.", lambda s: s.kv.used_fraction
+    ),
+    _Value("kv_blocks", "Blocks (paged) or token cells (slots) of the KV cache.", _kv_units, "state"),
+    _Value("kv_bytes", "Bytes of the KV cache.", _kv_bytes, "state"),
+    _Value(
+        "kv_peak_bytes", "Most KV bytes ever in use, cached ones included.", lambda s: s.kv.peak * s.kv.bytes_per_unit
+    ),
+    _Value("kv_bytes_per_token", "KV bytes of one token.", lambda s: s.kv.bytes_per_unit / s.kv.unit_tokens),
+    _Value(
+        "kv_sequences",
+        "Sequences in the KV cache.",
+        lambda s: {"running": s.kv.sequences_running, "held": s.kv.sequences_held},
+        "state",
+    ),
+    _Value("kv_free_segments", "Separate stretches of free units.", lambda s: s.kv.free_segments),
+    _Value("kv_largest_free_span", "Units in the largest free stretch.", lambda s: s.kv.largest_free_span),
+    _Value("step_token_budget", "Tokens the next step may hold.", lambda s: s.step_token_budget),
+    _Value("uptime_seconds", "Since the engine started.", lambda s: s.uptime_s),
+)
+
+_COUNTERS = (
+    _Value("prefix_cache_queries", "Prompt tokens looked up in the KV cache.", lambda s: s.kv.query_tokens),
+    _Value("prefix_cache_hits", "Prompt tokens found in the KV cache.", lambda s: s.kv.hit_tokens),
+    _Value("num_preemptions", "Requests set back to be computed again.", lambda s: s.preemptions),
+    _Value("prompt_tokens", "Prompt tokens of all requests.", lambda s: s.prompt_tokens),
+    _Value("prompt_tokens_cached", "Those that came from the KV cache.", lambda s: s.cached_tokens),
+    _Value("generation_tokens", "Generated tokens.", lambda s: s.generated_tokens),
+    _Value("request_success", "Ended requests by reason.", lambda s: dict(s.finished), "finished_reason"),
+    _Value("kv_evictions", "Units evicted from the KV cache.", lambda s: s.kv.evictions),
+    _Value("kv_compactions", "Compactions of the KV cache.", lambda s: s.kv.compactions),
+    _Value("kv_moved_bytes", "Bytes moved by compaction.", lambda s: s.kv.moved_bytes),
+    _Value("kv_allocation_failures", "Allocations that found no room.", lambda s: s.kv.allocation_failures),
+    _Value("batch_splits", "Batches the backend had to split.", lambda s: s.batch_splits),
+    _Value("engine_steps", "Steps of the engine.", lambda s: s.steps),
+    _Value("backend_rebuilds", "Times the backend's context was rebuilt.", lambda s: s.rebuilds),
+    _Value("position_mismatches", "Positions the backend disagreed on.", lambda s: s.position_mismatches),
+)
+
+
+class EngineCollector(Collector):
+    """Every metric of one engine, labelled with the model's name as vLLM does."""
+
+    def __init__(
+        self,
+        prefix: str,
+        model_name: Callable[[], str],
+        snapshot: Callable[[], EngineSnapshot],
+        observer: MetricsObserver,
+    ) -> None:
+        self._prefix = prefix
+        self._model_name = model_name
+        self._snapshot = snapshot
+        self._observer = observer
+
+    def describe(self) -> list[Metric]:
+        """Nothing: so that registering takes no snapshot of an engine that has not started."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        model, snapshot = self._model_name(), self._snapshot()
+        for value in _GAUGES:
+            yield self._fill(GaugeMetricFamily(*self._naming(value)), value, model, snapshot)
+        for value in _COUNTERS:
+            yield self._fill(CounterMetricFamily(*self._naming(value)), value, model, snapshot)
+        for name, histogram in self._observer.histograms.items():
+            family = HistogramMetricFamily(f"{self._prefix}:{name}", histogram.help, labels=["model_name"])
+            family.add_metric([model], histogram.buckets(), histogram.sum)
+            yield family
+
+    def _naming(self, value: _Value) -> tuple[str, str, None, list[str]]:
+        labels = ["model_name", value.label] if value.label else ["model_name"]
+        return f"{self._prefix}:{value.name}", value.help, None, labels
+
+    def _fill(
+        self,
+        family: GaugeMetricFamily | CounterMetricFamily,
+        value: _Value,
+        model: str,
+        snapshot: EngineSnapshot,
+    ) -> Metric:
+        current = value.value(snapshot)
+        if isinstance(current, dict):
+            for state, number in current.items():
+                family.add_metric([model, state], number)
+        else:
+            family.add_metric([model], current)
+        return family
+
+
+def create_registry(collector: EngineCollector) -> CollectorRegistry:
+    """A registry of its own per server, with the engine's metrics and the process's (memory, CPU, files)."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    ProcessCollector(registry=registry)
+    return registry

@@ -1,0 +1,191 @@
+"""The same engine without `await` and without HTTP: for scripts and notebooks."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cllm.config import load_config
+from cllm.engine.params import SamplingParams
+from cllm.engine.sampling import TokenLogprob
+from cllm.generation import Delta, Timings
+from cllm.llm import AsyncLLM
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class Completion:
+    """One answer, whole."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    logprobs: list[TokenLogprob] | None
+    timings: Timings
+
+
+class LLM:
+    """A loaded model. `with LLM("smollm2") as llm: llm.generate("Once upon a time")`.
+
+    `settings` takes the keys of the configuration file by their dotted names.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        backend: str = "auto",
+        config: Path | str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        overrides = {"model.name": model, "backend.type": backend, **(settings or {})}
+        loaded = load_config(Path(config) if config is not None else None, overrides)
+        self._llm = AsyncLLM(loaded.config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="cllm-offline", daemon=True)
+        self._thread.start()
+        try:
+            self._wait(self._llm.start())
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Answers in the order of the prompts; with `params.n` > 1 the answers to one prompt stand together."""
+        many = _as_list(prompts)
+        params = params or SamplingParams()
+        with _progress_bar(shown=progress and len(many) > 1) as bar:
+            task = bar.add_task("generating", total=len(many))
+            groups = self._wait(self._generate_all(many, params, lambda: bar.advance(task)))
+        return [completion for group in groups for completion in group]
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
+        """The assistant's next message."""
+        return self.generate([self._llm.encode_chat(messages)], params, progress=False)[0]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Text as it comes. Leaving the loop early cancels the rest."""
+        pieces: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
+        task = asyncio.run_coroutine_threadsafe(self._pump(prompt, params, pieces), self._loop)
+        try:
+            while (piece := pieces.get()) is not None:
+                if isinstance(piece, Exception):
+                    raise piece
+                yield piece
+        finally:
+            task.cancel()
+
+    def kv(self) -> dict[str, Any]:
+        """The cache as it is, as `GET /kv` shows it."""
+        return self._llm.kv()
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self._wait(self._llm.shutdown(0))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _generate_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams, done: Any
+    ) -> list[list[Completion]]:
+        # As many as the queue takes at once; the rest are submitted as others finish.
+        limit = asyncio.Semaphore(max(1, self._llm.config.scheduler.max_queue))
+
+        async def one(prompt: Prompt) -> list[Completion]:
+            async with limit:
+                completions = await self._complete(prompt, params)
+            done()
+            return completions
+
+        tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _complete(self, prompt: Prompt, params: SamplingParams) -> list[Completion]:
+        async with self._llm.submit(prompt, params) as generation:
+            pieces: list[list[Delta]] = [[] for _ in range(params.n)]
+            async for delta in generation:
+                pieces[delta.index].append(delta)
+        return [
+            Completion(
+                text="".join(delta.text for delta in deltas),
+                token_ids=[token for delta in deltas for token in delta.token_ids],
+                finish_reason=deltas[-1].finish_reason or "",
+                prompt_tokens=len(generation.prompt_ids),
+                cached_tokens=generation.cached_tokens,
+                logprobs=None
+                if params.logprobs is None
+                else [logprob for delta in deltas for logprob in delta.logprobs or []],
+                timings=generation.timings,
+            )
+            for deltas in pieces
+        ]
+
+    async def _pump(
+        self, prompt: Prompt, params: SamplingParams | None, pieces: queue.SimpleQueue[str | Exception | None]
+    ) -> None:
+        try:
+            async with self._llm.submit(prompt, params) as generation:
+                async for delta in generation:
+                    if delta.text:
+                        pieces.put(delta.text)
+            pieces.put(None)
+        except Exception as error:
+            pieces.put(error)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]  # one prompt, given as token ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _progress_bar(*, shown: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        disable=not shown,
+        transient=True,
+    )

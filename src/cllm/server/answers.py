@@ -1,0 +1,170 @@
+"""From submitted requests to batches of deltas, with nothing left behind whoever leaves first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.types import Receive
+
+from cllm.server.errors import ClientGoneError
+
+if TYPE_CHECKING:
+    from cllm.engine.params import SamplingParams
+    from cllm.engine.sampling import TokenLogprob
+    from cllm.llm import AsyncLLM, Delta, Generation
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Answer:
+    """One whole answer, put together from its deltas."""
+
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def add(self, delta: Delta) -> None:
+        self.pieces.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+class Answers:
+    """The answers to one or more prompts: `async with` submits and cleans up, `async for` yields batches.
+
+    A batch holds every delta that has arrived since the last one, so a slow reader gets larger batches
+    instead of more of them. Answers are numbered through: prompt 0's `n` first, then prompt 1's.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.generations: list[Generation] = []
+        self._llm = llm
+        self._prompts = prompts
+        self._params = params
+        self._priority = priority or 0
+        self._timeout_s = timeout_s
+        self._pumps: list[asyncio.Task[None]] = []
+        self._arrived: list[Delta] = []
+        self._failure: Exception | None = None
+        self._open = 0
+        self._news = asyncio.Event()
+
+    async def __aenter__(self) -> Answers:
+        try:
+            for number, prompt in enumerate(self._prompts):
+                self.generations.append(self._submit(number, prompt))
+        except BaseException:
+            await self._close()
+            raise
+        self._open = len(self.generations)
+        self._pumps = [asyncio.ensure_future(self._pump(*pair)) for pair in enumerate(self.generations)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close()
+
+    def __aiter__(self) -> Answers:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        while not self._arrived:
+            if self._failure is not None:
+                raise self._failure
+            if not self._open:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        batch, self._arrived = self._arrived, []
+        return batch
+
+    async def collect(self) -> list[Answer]:
+        """Wait for the end of all answers."""
+        answers = [Answer() for _ in range(len(self._prompts) * self._params.n)]
+        async for batch in self:
+            for delta in batch:
+                answers[delta.index].add(delta)
+        return answers
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(generation.prompt_ids) for generation in self.generations)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(generation.cached_tokens for generation in self.generations)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(generation.completion_tokens for generation in self.generations)
+
+    def _submit(self, number: int, prompt: Sequence[int]) -> Generation:
+        alone = len(self._prompts) == 1
+        return self._llm.submit(
+            prompt,
+            self._params,
+            request_id=self.request_id if alone else f"{self.request_id}-{number}",
+            priority=self._priority,
+            timeout_s=self._timeout_s,
+        )
+
+    async def _pump(self, number: int, generation: Generation) -> None:
+        first_index = number * self._params.n
+        try:
+            async for delta in generation:
+                delta.index += first_index
+                self._arrived.append(delta)
+                self._news.set()
+        except Exception as error:
+            self._failure = self._failure or error
+        finally:
+            self._open -= 1
+            self._news.set()
+
+    async def _close(self) -> None:
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for generation in self.generations:
+            await generation.aclose()
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled the moment the client closes the connection."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,98 @@
+"""The web application, assembled."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.middleware.cors import CORSMiddleware
+
+from cllm.observe.metrics import EngineCollector, MetricsObserver, create_registry
+from cllm.server import generate, openai, ops
+from cllm.server.errors import install_handlers
+from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, RequestContext
+from cllm.server.state import ServerState
+
+if TYPE_CHECKING:
+    from cllm.config import Config
+    from cllm.llm import AsyncLLM
+
+_DESCRIPTION = """OpenAI's API and cLLM's own on one engine. Point any OpenAI client at `/v1`.
+
+Every parameter is honoured or refused with status 400 and its name; none is silently ignored."""
+
+
+def create_app(llm: AsyncLLM, config: Config) -> FastAPI:
+    """The server around `llm`, which is started and shut down with the app unless it is already running."""
+    app = FastAPI(
+        title="cLLM",
+        version=importlib.metadata.version("cllm"),
+        description=_DESCRIPTION,
+        lifespan=lambda _app: _lifespan(llm),
+    )
+    observer = MetricsObserver()
+    llm.observers.append(observer)
+    collector = EngineCollector(
+        config.server.metrics_prefix,
+        lambda: config.model.alias or llm.model_name,
+        llm.snapshot,
+        observer,
+    )
+    app.state.cllm = ServerState(llm, config, create_registry(collector))
+    for router in (openai.router, generate.router, ops.router):
+        app.include_router(router)
+    install_handlers(app, retry_after_s=config.server.shutdown_grace_s)
+    _add_middleware(app, config)
+    app.openapi = lambda: _openapi(app, with_key=config.server.api_key is not None)  # type: ignore[method-assign]
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(llm: AsyncLLM) -> AsyncIterator[None]:
+    if llm.ready:
+        yield
+        return
+    await llm.start()
+    try:
+        yield
+    finally:
+        await llm.shutdown()
+
+
+def _add_middleware(app: FastAPI, config: Config) -> None:
+    """Innermost first. CORS stands outside the key: a browser's preflight request cannot carry one."""
+    app.add_middleware(BodyLimit, max_bytes=config.server.max_body_bytes)
+    if config.server.api_key is not None:
+        app.add_middleware(ApiKey, key=config.server.api_key)
+    if config.server.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.server.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    app.add_middleware(RequestContext)
+
+
+def _openapi(app: FastAPI, *, with_key: bool) -> dict[str, Any]:
+    """FastAPI's description, less the 422 that this server never answers, plus the API key."""
+    if app.openapi_schema is not None:
+        return app.openapi_schema
+    schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    for path, methods in schema["paths"].items():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+            if with_key and path not in OPEN_PATHS:
+                operation["security"] = [{"ApiKey": []}]
+    components = schema["components"]
+    for unused in ("HTTPValidationError", "ValidationError"):
+        components["schemas"].pop(unused, None)
+    if with_key:
+        components["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
+    app.openapi_schema = schema
+    return schema

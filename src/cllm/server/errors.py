@@ -1,0 +1,139 @@
+"""From exceptions to answers: one table of status codes, one form of error body."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from cllm.errors import (
+    CLLMError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestCancelledError,
+    RequestTimeoutError,
+    ShuttingDownError,
+)
+from cllm.server.validation import describe_invalid
+
+log = logging.getLogger("cllm.server")
+
+CLLM_PATHS = frozenset({"/generate", "/generate_stream", "/encode", "/benchmark", "/model/info"})
+"""Endpoints whose answers carry `success`."""
+
+CLIENT_GONE = 499
+"""Status in the log of a request whose client left; nobody receives it."""
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+class ApiError(HTTPException):
+    """A refusal by the HTTP layer itself, complete with everything the error body needs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.kind = kind
+        self.param = param
+        self.code = code
+
+
+class Problem(NamedTuple):
+    """What a client is told about a failure."""
+
+    status: int
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def body(self, path: str) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"success": False, "error": error} if path in CLLM_PATHS else {"error": error}
+
+    def response(self, path: str) -> Response:
+        return JSONResponse(self.body(path), self.status, headers=self.headers)
+
+
+def problem_of(error: Exception, *, request_id: str, retry_after_s: float = 1.0) -> Problem:
+    """The public face of any exception. What is unexpected is logged, and only its request id is shown."""
+    if isinstance(error, InvalidRequestError):
+        return Problem(400, "invalid_request_error", str(error), param=error.param)
+    if isinstance(error, OverloadedError):
+        retry = _retry_after(error.retry_after_s)
+        return Problem(429, "overloaded_error", str(error), code="queue_full", headers=retry)
+    if isinstance(error, RequestTimeoutError):
+        return Problem(408, "timeout_error", str(error), code="timeout")
+    if isinstance(error, ShuttingDownError):
+        retry = _retry_after(retry_after_s)
+        return Problem(503, "unavailable_error", str(error), code="shutting_down", headers=retry)
+    if isinstance(error, RequestCancelledError):
+        return Problem(CLIENT_GONE, "cancelled_error", str(error), code="cancelled")
+    if isinstance(error, CLLMError):
+        log.error("request %s failed: %s", request_id, error)
+        return Problem(500, "server_error", str(error), code="backend_error")
+    log.error("request %s failed unexpectedly", request_id, exc_info=error)
+    message = f"An internal error occurred. The server's log has the details under request id {request_id}."
+    return Problem(500, "server_error", message, code="internal_error")
+
+
+def problem_of_http(error: HTTPException, method: str, path: str) -> Problem:
+    if isinstance(error, ApiError):
+        return Problem(error.status_code, error.kind, error.detail, error.param, error.code, error.headers)
+    message, code = str(error.detail), None
+    if error.status_code == 404:
+        message, code = f"There is no {path} here. GET /docs lists what there is.", "not_found"
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message, code = f"{method} is not allowed on {path}; use {allowed}.", "method_not_allowed"
+    return Problem(error.status_code, "invalid_request_error", message, None, code, error.headers)
+
+
+def problem_of_invalid(errors: Sequence[Mapping[str, Any]]) -> Problem:
+    param, message = describe_invalid(errors)
+    return Problem(400, "invalid_request_error", message, param=param)
+
+
+def install_handlers(app: FastAPI, retry_after_s: float) -> None:
+    """Every refusal and failure inside a route leaves in the form of `Problem`."""
+
+    async def on_cllm_error(request: Request, error: Exception) -> Response:
+        problem = problem_of(error, request_id=request.state.request_id, retry_after_s=retry_after_s)
+        return problem.response(request.url.path)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return problem_of_http(error, request.method, request.url.path).response(request.url.path)
+
+    async def on_invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return problem_of_invalid(error.errors()).response(request.url.path)
+
+    async def on_client_gone(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    app.add_exception_handler(CLLMError, on_cllm_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(ClientGoneError, on_client_gone)
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}

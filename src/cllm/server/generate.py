@@ -1,0 +1,165 @@
+"""cLLM's own endpoints."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request, Response
+
+from cllm.server.answers import Answer, Answers, unless_gone
+from cllm.server.benchmark import run_benchmark
+from cllm.server.errors import ApiError
+from cllm.server.generate_schema import (
+    DEFAULT_MAX_TOKENS,
+    BenchmarkReply,
+    BenchmarkRequest,
+    EncodeData,
+    EncodeReply,
+    EncodeRequest,
+    FailureReply,
+    GenerateData,
+    GenerateReply,
+    GenerateRequest,
+    ModelInfo,
+    ModelInfoReply,
+)
+from cllm.server.openai_replies import error_responses, event_stream
+from cllm.server.sse import DONE, EventStream, data
+from cllm.server.state import ServerState, State
+
+if TYPE_CHECKING:
+    from cllm.llm import Delta
+
+_ERRORS = error_responses(FailureReply, 400, 401, 408, 413, 429, 500, 503)
+_STREAM = 'data: {"id":"gen-1","token":[318],"text":" is","done":false}'
+
+router = APIRouter(tags=["cLLM"])
+
+
+class _Run:
+    """One prompt on its way to one answer, with the clock running from the request's arrival."""
+
+    def __init__(self, request: Request, max_tokens: int) -> None:
+        self.id = f"gen-{request.state.unique_id}"
+        self.max_tokens = max_tokens
+        self._started = time.perf_counter()
+
+    def summary(self, answer: Answer, answers: Answers) -> GenerateData:
+        elapsed = time.perf_counter() - self._started
+        return GenerateData(
+            id=self.id,
+            text=answer.text,
+            response_time=elapsed,
+            tokens_per_second=answers.completion_tokens / elapsed,
+            generated_tokens=answers.completion_tokens,
+            max_tokens=self.max_tokens,
+            prompt_tokens=answers.prompt_tokens,
+            cached_tokens=answers.cached_tokens,
+            finish_reason=answer.finish_reason,
+        )
+
+
+class _GenerateEvents:
+    """Each event holds what is new; the last one repeats the whole answer."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        self._answer = Answer()
+        self._start = f'data: {{"id":{json.dumps(run.id)},"token":'
+
+    def event(self, delta: Delta) -> str:
+        self._answer.add(delta)
+        return f'{self._start}{delta.token_ids},"text":{json.dumps(delta.text)},"done":false}}\n\n'
+
+    def end(self, answers: Answers) -> str:
+        summary = self._run.summary(self._answer, answers)
+        return data({**summary.model_dump(), "done": True}) + DONE
+
+
+@router.post("/generate", response_model=GenerateReply, responses=_ERRORS)
+async def generate(body: GenerateRequest, request: Request, state: State) -> Response:
+    """Continue a prompt."""
+    run, answers = await _prepare(body, request, state)
+
+    async def whole() -> Answer:
+        async with answers:
+            return (await answers.collect())[0]
+
+    answer = await unless_gone(request.receive, whole())
+    reply = GenerateReply(data=run.summary(answer, answers))
+    return Response(reply.model_dump_json(), media_type="application/json")
+
+
+@router.post(
+    "/generate_stream", status_code=200, response_class=EventStream, responses={**_ERRORS, **event_stream(_STREAM)}
+)
+async def generate_stream(body: GenerateRequest, request: Request, state: State) -> Response:
+    """Continue a prompt as server-sent events: `token` holds the new token ids, `text` the new text."""
+    run, answers = await _prepare(body, request, state)
+    return EventStream(answers, _GenerateEvents(run))
+
+
+@router.post("/encode", responses=error_responses(FailureReply, 400, 401, 413))
+async def encode(body: EncodeRequest, state: State) -> EncodeReply:
+    """The tokens of a text."""
+    tokens = await state.encode(body.text)
+    return EncodeReply(data=EncodeData(tokens=tokens, length=len(tokens)))
+
+
+@router.post("/benchmark", response_model=BenchmarkReply, responses=_ERRORS)
+async def benchmark(body: BenchmarkRequest, request: Request, state: State) -> Response:
+    """Put a small load on this server and measure it. One at a time."""
+    if state.benchmark_running:
+        raise ApiError(
+            429,
+            "A benchmark is running; only one can.",
+            kind="overloaded_error",
+            code="benchmark_running",
+            headers={"Retry-After": "10"},
+        )
+    state.benchmark_running = True
+    try:
+        prompt = await state.encode(body.prompt)
+        run_id = f"bench-{request.state.unique_id}"
+        measured = await unless_gone(request.receive, run_benchmark(state.llm, prompt, body, run_id))
+    finally:
+        state.benchmark_running = False
+    return Response(BenchmarkReply(data=measured).model_dump_json(), media_type="application/json")
+
+
+@router.get("/model/info", responses=error_responses(FailureReply, 401))
+async def model_info(state: State) -> ModelInfoReply:
+    """What is being served, and what a token of it costs."""
+    llm, shape, kv = state.llm, state.llm.shape, state.llm.snapshot().kv
+    info = ModelInfo(
+        name=state.served_name,
+        backend=llm.backend_name,
+        architecture=shape.architecture,
+        layers=shape.n_layers,
+        embedding_size=shape.n_embd,
+        heads=shape.n_heads,
+        kv_heads=shape.n_kv_heads,
+        vocab_size=shape.n_vocab,
+        context_length=llm.max_context,
+        trained_context_length=shape.context_length,
+        kv_layout=kv.layout,
+        kv_type_k=state.config.resources.kv_type_k,
+        kv_type_v=state.config.resources.kv_type_v,
+        kv_bytes_per_token=kv.bytes_per_unit // kv.unit_tokens,
+        kv_bytes_total=kv.total * kv.bytes_per_unit,
+    )
+    return ModelInfoReply(data=info)
+
+
+async def _prepare(body: GenerateRequest, request: Request, state: ServerState) -> tuple[_Run, Answers]:
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    run = _Run(request, max_tokens)
+    params = body.sampling(
+        max_stops=state.config.server.max_stop_strings,
+        max_tokens=max_tokens,
+    )
+    prompt = await state.encode(body.prompt)
+    answers = Answers(state.llm, [prompt], params, request_id=run.id, priority=body.priority, timeout_s=body.timeout)
+    return run, answers

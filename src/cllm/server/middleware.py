@@ -1,0 +1,121 @@
+"""Pure ASGI layers around every route: request id, API key, size of the body."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import uuid
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cllm.server.errors import ApiError, problem_of, problem_of_http
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+_SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+class RequestContext:
+    """Gives every request an id, every answer the header `x-request-id`, and every crash a decent body.
+
+    `request_id` is what the client sees; `unique_id` starts with it and is never used twice, even if the
+    client sends the same id again.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        fresh = uuid.uuid4().hex
+        asked = Headers(scope=scope).get("x-request-id", "")
+        request_id = asked if _SANE_ID.fullmatch(asked) else fresh
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        state["unique_id"] = fresh if request_id is fresh else f"{request_id}-{fresh[:12]}"
+        header = (b"x-request-id", request_id.encode())
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), header]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception as error:
+            if started:
+                raise
+            problem = problem_of(error, request_id=request_id)
+            await problem.response(scope["path"])(scope, receive, send_with_id)
+
+
+class ApiKey:
+    """Lets nobody in without the key, except to what monitors need."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._admits(scope):
+            await self.app(scope, receive, send)
+            return
+        refusal = ApiError(
+            401,
+            "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.",
+            kind="authentication_error",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await _refuse(refusal, scope, receive, send)
+
+    def _admits(self, scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        # On bytes: on strings compare_digest raises for anything but ASCII.
+        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._key)
+
+
+class BodyLimit:
+    """Stops reading a body once it is larger than allowed, announced or not."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            await _refuse(self._too_large(), scope, receive, send)
+            return
+        received = 0
+
+        async def receive_limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise self._too_large()
+            return message
+
+        await self.app(scope, receive_limited, send)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"The body is larger than {self._max_bytes} bytes (server.max_body_bytes).",
+            code="body_too_large",
+            headers={"Connection": "close"},  # what is left of the body is never read
+        )
+
+
+async def _refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    problem = problem_of_http(refusal, scope["method"], scope["path"])
+    await problem.response(scope["path"])(scope, receive, send)

@@ -1,0 +1,129 @@
+"""What OpenAI's clients get back, as models: they make the whole answers and the API's documentation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = Field(description="Prompt tokens that were found in the KV cache.")
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None = Field(description="`stop` or `length`.")
+    stop_reason: str | int | None = Field(description="The stop string or token id that ended the answer.")
+
+
+class CompletionReply(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class ReplyMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ReplyMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None = Field(description="`stop` or `length`.")
+    stop_reason: str | int | None = Field(description="The stop string or token id that ended the answer.")
+
+
+class ChatReply(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    model_config = ConfigDict(protected_namespaces=())
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "cllm"
+    max_model_len: int = Field(description="Most tokens of prompt and answer together.")
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = Field(description="The parameter that was wrong.")
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    error: ErrorDetail
+
+
+_CAUSES = {
+    400: "The request can never succeed as it is; `param` names what is wrong.",
+    401: "The API key is missing or wrong (only where the server has one).",
+    404: "No such model.",
+    408: "The request passed its deadline.",
+    413: "The body is larger than server.max_body_bytes.",
+    429: "The queue is full; try again after `Retry-After` seconds.",
+    500: "The server failed on this request; its log has the details under `x-request-id`.",
+    503: "The server is shutting down.",
+}
+
+
+def error_responses(model: type[BaseModel], *statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The documentation of the errors an endpoint may answer with."""
+    return {status: {"model": model, "description": _CAUSES[status]} for status in statuses}
+
+
+def event_stream(example: str) -> dict[int | str, dict[str, Any]]:
+    """The documentation of an endpoint that can also stream."""
+    content = {"text/event-stream": {"schema": {"type": "string"}, "example": example}}
+    return {200: {"description": "The answer, whole or as a stream.", "content": content}}

@@ -1,0 +1,58 @@
+"""For operators: is it alive, is it ready, what does it do, what is in the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, ConfigDict
+
+from cllm.server.openai_replies import ErrorReply, error_responses
+from cllm.server.state import State
+
+router = APIRouter(tags=["Operations"])
+
+
+class Health(BaseModel):
+    model_config = ConfigDict(protected_namespaces=())
+
+    status: str
+    model_loaded: bool
+    model: str
+
+
+class Readiness(BaseModel):
+    ready: bool
+
+
+@router.get("/health")
+async def health(state: State) -> Health:
+    """The process is alive. Needs no API key."""
+    return Health(status="ok", model_loaded=state.llm.ready, model=state.served_name)
+
+
+@router.get(
+    "/ready", response_model=Readiness, responses={503: {"model": Readiness, "description": "Not taking requests."}}
+)
+async def ready(state: State) -> Response:
+    """The model is loaded and requests are taken. Needs no API key."""
+    is_ready = state.llm.ready
+    return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {CONTENT_TYPE_LATEST: {"schema": {"type": "string"}}}}},
+)
+async def metrics(state: State) -> Response:
+    """Prometheus metrics. Needs no API key."""
+    return Response(generate_latest(state.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/kv", responses=error_responses(ErrorReply, 401))
+async def kv(state: State) -> dict[str, Any]:
+    """The KV cache: sizes, sequences, what is held."""
+    return state.llm.kv()

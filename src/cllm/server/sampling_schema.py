@@ -1,0 +1,80 @@
+"""The sampling parameters that every generating endpoint takes, whatever its dialect."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from cllm.engine.params import SamplingParams
+from cllm.errors import InvalidRequestError
+from cllm.server.validation import Int32, Int64, RequestModel, Text
+
+_PASSED_ON = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+)
+
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+
+
+class SamplingFields(RequestModel):
+    """`null` means the default. Ranges are checked by `SamplingParams`, once for all ways in."""
+
+    temperature: float | None = Field(None, description="0 is greedy. Default 1.")
+    top_p: float | None = Field(None, description="Keep the likeliest tokens up to this mass. Default 1.")
+    top_k: Int32 | None = Field(None, description="Keep this many likeliest tokens; 0 or -1: all.")
+    min_p: float | None = Field(None, description="Drop tokens below this share of the likeliest one's.")
+    repetition_penalty: float | None = Field(None, description="Above 1 discourages repetition. Default 1.")
+    frequency_penalty: float | None = Field(None, description="-2 to 2. Default 0.")
+    presence_penalty: float | None = Field(None, description="-2 to 2. Default 0.")
+    logit_bias: dict[str, float] | None = Field(
+        None, description="Token id -> bias from -100 to 100.", examples=[{"42": -100}]
+    )
+    seed: Int64 | None = Field(None, description="Same seed, same output, whatever else is running.")
+    stop: Text | list[Text] | None = Field(None, description="The answer ends before any of these.")
+    stop_token_ids: list[Int32] | None = Field(None, description="The answer ends at any of these tokens.")
+    ignore_eos: bool | None = Field(None, description="Go on past the end-of-answer token.")
+    min_tokens: Int32 | None = Field(None, description="No end before this many tokens. Default 0.")
+    priority: Int32 | None = Field(None, description="Lower goes first. Default 0.")
+    timeout: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Seconds after which the request fails, queued or running."
+    )
+
+    def sampling(self, *, max_stops: int, max_tokens: int | None, **own: Any) -> SamplingParams:
+        """These fields as `SamplingParams`; `own` is what the endpoint names in its own way."""
+        given = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
+        given.update((name, value) for name, value in own.items() if value is not None)
+        return SamplingParams(
+            **given,
+            max_tokens=max_tokens,
+            stop=self._stops(max_stops),
+            logit_bias=self._biases(),
+        )
+
+    def _stops(self, most: int) -> tuple[str, ...]:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stops) > most:
+            raise InvalidRequestError(
+                f"stop holds {len(stops)} strings; at most {most} are allowed (server.max_stop_strings)",
+                "stop",
+            )
+        return stops
+
+    def _biases(self) -> dict[int, float]:
+        biases: dict[int, float] = {}
+        for key, bias in (self.logit_bias or {}).items():
+            if not _TOKEN_ID.fullmatch(key):
+                raise InvalidRequestError(f"logit_bias has the key {key[:40]!r}; keys are token ids", "logit_bias")
+            biases[int(key)] = bias
+        return biases

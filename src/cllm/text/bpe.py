@@ -1,0 +1,120 @@
+"""Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) on the `tokenizers` library, equal to llama.cpp's.
+
+Two things differ between the library and llama.cpp, and both are levelled here:
+
+- Bytes a vocabulary has no token for vanish in both, but in the library their neighbours then touch and may merge.
+  They get stand-in ids behind the vocabulary, which are dropped after encoding.
+- The library's letters and digits are those of a newer Unicode version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from cllm.errors import ModelError
+from cllm.models.gguf import GGUFModel
+from cllm.text.vocab import SPECIAL_KINDS, TokenKind, Vocabulary
+
+Encoder = Callable[[list[str]], list[list[int]]]
+"""Ordinary text, several pieces at once, to token ids; runs outside the GIL."""
+
+# Letters, digits and punctuation that are new in Unicode 16; llama.cpp's tables are those of 15.1.
+_NEWER = (
+    r"\x{1B4E}-\x{1B4F}\x{1B7F}\x{1C89}-\x{1C8A}\x{A7CB}-\x{A7CD}\x{A7DA}-\x{A7DC}\x{105C0}-\x{105F3}"
+    r"\x{10D40}-\x{10D65}\x{10D6E}-\x{10D85}\x{10EC2}-\x{10EC4}\x{11380}-\x{11389}\x{1138B}\x{1138E}"
+    r"\x{11390}-\x{113B5}\x{113B7}\x{113D1}\x{113D3}-\x{113D5}\x{113D7}-\x{113D8}\x{116D0}-\x{116E3}"
+    r"\x{11BC0}-\x{11BE1}\x{11BF0}-\x{11BF9}\x{13460}-\x{143FA}\x{16100}-\x{1611D}\x{16130}-\x{16139}"
+    r"\x{16D40}-\x{16D79}\x{18CFF}\x{1CCF0}-\x{1CCF9}\x{1E5D0}-\x{1E5ED}\x{1E5F0}-\x{1E5FA}\x{1E5FF}"
+)
+_L, _N, _P = (rf"[\p{{{category}}}&&[^{_NEWER}]]" for category in "LNP")
+
+_GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?{_L}+| ?{_N}+| ?[^\s{_L}{_N}]+|\s+(?!\S)|\s+"
+_CONTRACTION = "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
+_WORDS = rf"{_CONTRACTION}|[^\r\n{_L}{_N}]?{_L}+"
+_REST = rf" ?[^\s{_L}{_N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = (rf"{_WORDS}|{_N}{{1,3}}|{_REST}",)
+_QWEN2 = (rf"{_WORDS}|{_N}|{_REST}",)
+_SMOLLM = (_N, _GPT2)
+
+# Each pattern splits what the ones before it left whole.
+_PATTERNS: dict[str, tuple[str, ...]] = {
+    "default": (rf"[{_P}$+<=>^~|]+", _GPT2, rf"{_N}+", "[0-9]{3}"),
+    "gpt-2": (_GPT2,),
+    "smollm": _SMOLLM,
+    "starcoder": _SMOLLM,
+    "refact": _SMOLLM,
+    "command-r": _SMOLLM,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
+# Here a word that is a token is that token, whatever the merges say, and prompts begin with BOS.
+_WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3"})
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the others for characters from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + n) for n, byte in enumerate(others)}
+
+
+_BYTE_TO_CHAR = _byte_alphabet()
+_CHAR_TO_BYTE = {char: bytes([byte]) for byte, char in _BYTE_TO_CHAR.items()}
+
+
+def default_add_bos(pre: str) -> bool:
+    return pre in _WHOLE_WORDS_FIRST
+
+
+def token_bytes(text: str, kind: TokenKind) -> bytes:
+    """What an ordinary token of a byte-level vocabulary stands for."""
+    if kind == TokenKind.USER_DEFINED:
+        return text.encode()
+    return b"".join(_CHAR_TO_BYTE.get(char) or char.encode() for char in text)
+
+
+def build_encoder(model: GGUFModel, vocab: Vocabulary) -> Encoder:
+    pre = model.get("tokenizer.ggml.pre", "") or "default"
+    if pre not in _PATTERNS:
+        known = ", ".join(sorted(_PATTERNS))
+        raise ModelError(
+            f"{model.path}: its pre-tokenizer {pre!r} is not supported; supported are {known}. Give another model"
+        )
+    ids = {text: i for i, text in enumerate(vocab.tokens) if vocab.kinds[i] not in SPECIAL_KINDS}
+    missing = [char for char in _BYTE_TO_CHAR.values() if char not in ids]
+    size = len(vocab.tokens)
+    bpe = models.BPE(
+        vocab=ids | {char: size + n for n, char in enumerate(missing)},
+        merges=_read_merges(model, ids),
+        ignore_merges=pre in _WHOLE_WORDS_FIRST,
+    )
+    tokenizer = Tokenizer(bpe)
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PATTERNS[pre]]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        found = (each.ids for each in tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        return [[i for i in each if i < size] for each in found] if missing else list(found)
+
+    return encode
+
+
+def _read_merges(model: GGUFModel, ids: dict[str, int]) -> list[tuple[str, str]]:
+    lines = model.get("tokenizer.ggml.merges", cast("list[str]", []))
+    if not lines:
+        raise ModelError(f"{model.path}: its tokenizer has no merges; give a complete .gguf model")
+    # The first of two equal merges counts; one that does not lead to a token can never be used.
+    merges: dict[tuple[str, str], None] = {}
+    for line in lines:
+        cut = line.find(" ", 1)
+        left, right = line[:cut], line[cut + 1 :]
+        if cut > 0 and left in ids and right in ids and left + right in ids:
+            merges.setdefault((left, right))
+    return list(merges)

@@ -1,0 +1,191 @@
+"""Text to tokens and back.
+
+`load_tokenizer` builds one from a model file. It splits text exactly as llama.cpp does; what is not text is never
+invented: a special token's name in ordinary text (`special=False`) stays text. Lone surrogates, which no UTF-8 holds,
+are encoded as U+FFFD.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from cllm.errors import InvalidRequestError, ModelError
+from cllm.models.gguf import GGUFModel
+from cllm.text import bpe, spm
+from cllm.text.bpe import Encoder
+from cllm.text.vocab import TokenKind, read_vocabulary
+
+_LONE_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+class Tokenizer(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Every token that ends an answer."""
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether prompts of this model begin with BOS."""
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The tokens that `special=True` recognises by name."""
+
+    def encode(
+        self, text: str, *, special: bool = False, add_bos: bool = True, literal: Sequence[int] = ()
+    ) -> list[int]:
+        """`literal`: ascending positions of characters that are part of no special token, even with `special`."""
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of all tokens; bytes that are no UTF-8 become U+FFFD."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The raw bytes of one token, `b""` for special tokens."""
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, for people to read: special tokens by name."""
+
+
+class TableTokenizer:
+    """A tokenizer made of a table of tokens and an encoder for ordinary text."""
+
+    def __init__(
+        self,
+        pieces: Sequence[bytes],
+        *,
+        encoder: Encoder,
+        special_tokens: Mapping[str, int],
+        always_whole: Mapping[str, int],
+        bos_id: int | None,
+        eos_ids: frozenset[int],
+        add_bos: bool,
+    ) -> None:
+        """`always_whole`: tokens that are recognised in all text, like the special ones, but are mere text."""
+        self._pieces = pieces
+        self._encode = encoder
+        self._names = {token_id: name for name, token_id in special_tokens.items()}
+        self._whole = _longest_first(always_whole.items())
+        self._whole_or_special = _longest_first([*always_whole.items(), *special_tokens.items()])
+        self.special_tokens = special_tokens
+        self.vocab_size = len(pieces)
+        self.bos_id = bos_id
+        self.eos_ids = eos_ids
+        self.add_bos = add_bos
+
+    def encode(
+        self, text: str, *, special: bool = False, add_bos: bool = True, literal: Sequence[int] = ()
+    ) -> list[int]:
+        text = _LONE_SURROGATES.sub("\ufffd", text)
+        markers = self._whole_or_special if special else self._whole
+        fragments = _cut_out(text, markers, literal)
+        encoded = iter(self._encode([each for each in fragments if isinstance(each, str)]))
+        ids = [self.bos_id] if add_bos and self.add_bos and self.bos_id is not None else []
+        for fragment in fragments:
+            if isinstance(fragment, str):
+                ids.extend(next(encoded))
+            else:
+                ids.append(fragment)
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        if skip_special:
+            return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+        parts = (self._names[i].encode() if i in self._names else self.token_bytes(i) for i in ids)
+        return b"".join(parts).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if not 0 <= token_id < self.vocab_size:
+            raise InvalidRequestError(
+                f"token id {token_id} is not in the vocabulary; ids go from 0 to {self.vocab_size - 1}"
+            )
+        return self._pieces[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        return self._names.get(token_id) or self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+class ByteTokenizer(TableTokenizer):
+    """One token per byte, then `<bos>` (256) and `<eos>` (257); ids from 258 on are fillers without text."""
+
+    BOS_ID = 256
+    EOS_ID = 257
+
+    def __init__(self, vocab_size: int = 258) -> None:
+        super().__init__(
+            [*(bytes([byte]) for byte in range(256)), *[b""] * (vocab_size - 256)],
+            encoder=lambda texts: [list(text.encode()) for text in texts],
+            special_tokens={"<bos>": self.BOS_ID, "<eos>": self.EOS_ID},
+            always_whole={},
+            bos_id=self.BOS_ID,
+            eos_ids=frozenset({self.EOS_ID}),
+            add_bos=False,
+        )
+
+
+def load_tokenizer(model: GGUFModel) -> Tokenizer:
+    vocab = read_vocabulary(model)
+    family = model.get("tokenizer.ggml.model", "")
+    if family == "gpt2":
+        encoder, token_bytes = bpe.build_encoder(model, vocab), bpe.token_bytes
+        add_bos = bpe.default_add_bos(model.get("tokenizer.ggml.pre", ""))
+    elif family == "llama":
+        encoder, token_bytes, add_bos = spm.build_encoder(model, vocab), spm.token_bytes, True
+    else:
+        raise ModelError(
+            f"{model.path}: its tokenizer {family!r} is not supported; supported are gpt2 (BPE) and llama "
+            "(sentencepiece). Give another model"
+        )
+    tokens = list(zip(vocab.tokens, vocab.kinds, strict=True))
+    return TableTokenizer(
+        [b"" if vocab.is_special(i) else token_bytes(*token) for i, token in enumerate(tokens)],
+        encoder=encoder,
+        special_tokens={text: i for i, (text, _) in enumerate(tokens) if vocab.is_special(i)},
+        always_whole={text: i for i, (text, kind) in enumerate(tokens) if kind == TokenKind.USER_DEFINED},
+        bos_id=vocab.bos_id,
+        eos_ids=vocab.eos_ids,
+        add_bos=model.get("tokenizer.ggml.add_bos_token", add_bos),
+    )
+
+
+def _longest_first(tokens: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The order in which they claim their text: where two overlap, the longer one wins."""
+    return sorted(tokens, key=lambda token: -len(token[0].encode()))
+
+
+def _cut_out(text: str, markers: list[tuple[str, int]], literal: Sequence[int]) -> list[str | int]:
+    """The text with every marker in it replaced by its id."""
+    spans: list[tuple[int, int, int | None]] = [(0, len(text), None)] if text else []
+    for marker, token_id in markers:
+        if marker in text:
+            spans = [cut for span in spans for cut in _cut_span(text, span, marker, token_id, literal)]
+    return [text[start:stop] if token_id is None else token_id for start, stop, token_id in spans]
+
+
+def _cut_span(
+    text: str, span: tuple[int, int, int | None], marker: str, token_id: int, literal: Sequence[int]
+) -> Iterable[tuple[int, int, int | None]]:
+    start, stop, taken = span
+    if taken is not None:
+        yield span
+        return
+    at = text.find(marker, start, stop)
+    while at >= 0:
+        end = at + len(marker)
+        nearest = bisect_left(literal, at)
+        if nearest < len(literal) and literal[nearest] < end:
+            at = text.find(marker, at + 1, stop)
+            continue
+        if at > start:
+            yield start, at, None
+        yield at, end, token_id
+        start = end
+        at = text.find(marker, start, stop)
+    if start < stop:
+        yield start, stop, None
