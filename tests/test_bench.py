@@ -1,4 +1,4 @@
-"""The benchmark tools: do they count, time and judge right? Against a small server of our own that speaks OpenAI's SSE."""
+"""The benchmark tools: do they count, time and judge right? They drive a small server that speaks OpenAI's streams."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from typer.testing import CliRunner
 
 from cllm.bench import peers
-from cllm.bench.cli import WORKLOADS as COMMANDS
 from cllm.bench.cli import app
 from cllm.bench.client import Answer, BenchError, Client, at_most
 from cllm.bench.figures import Figure, Run, own, summarise, times_the_peer
@@ -33,9 +31,11 @@ from cllm.bench.workloads.base import HttpWorkload, Setup
 from cllm.bench.workloads.batch import Batch
 from cllm.bench.workloads.chat import Chat
 from cllm.bench.workloads.memory import trend
+from cllm.bench.workloads.micro import Micro
 from cllm.bench.workloads.prefix import Prefix
 from cllm.bench.workloads.sequential import Sequential
 from cllm.bench.workloads.stall import Stall
+from cllm.cli import main
 
 Events = Iterator[dict[str, Any]]
 
@@ -230,7 +230,7 @@ async def test_client_asks_for_greedy_full_length_answers_with_usage() -> None:
 
 async def test_client_says_what_the_server_said() -> None:
     async with serving(TinyServer(status=429)) as server, Client(server.url) as client:
-        with pytest.raises(BenchError, match="429.*no room"):
+        with pytest.raises(BenchError, match=r"429.*no room"):
             await client.complete("a", 1)
 
 
@@ -245,7 +245,7 @@ async def test_client_refuses_errors_inside_the_stream_and_short_answers() -> No
         with pytest.raises(BenchError, match="it fell over"):
             await client.complete("a", 4)
     async with serving(TinyServer(answer=short)) as server, Client(server.url) as client:
-        with pytest.raises(BenchError, match="2 tokens.*4 were asked for"):
+        with pytest.raises(BenchError, match=r"2 tokens.*4 were asked for"):
             await client.complete("a", 4)
 
 
@@ -366,7 +366,7 @@ async def test_both_sides_get_the_same_work_in_turn() -> None:
 
 
 def test_commands_workloads_and_peer_settings_belong_together() -> None:
-    assert list(COMMANDS) == list(WORKLOADS)
+    assert {command.name for command in app.registered_commands} == {*WORKLOADS, "all"}
     for name, workloads in WORKLOADS.items():
         for workload in workloads:
             assert workload.name == name and name in workload.title
@@ -476,16 +476,51 @@ async def test_a_failed_workload_is_kept_beside_the_others(tmp_path: Path) -> No
 # -- command line ----------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_peer_is_one_line_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def bench(*args: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *args])
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def test_a_missing_peer_is_one_line_that_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    result = CliRunner().invoke(app, ["batch"])
-    assert result.exit_code == 2
-    assert "pip install 'cllm[bench]'" in result.output and "--against none" in result.output
-    assert len(result.output.strip().splitlines()) == 1
+    assert bench("batch") == 2
+    message = capsys.readouterr().err
+    assert "pip install 'cllm[bench]'" in message and "--against none" in message
+    assert len(message.strip().splitlines()) == 1
 
 
-def test_a_wrong_peer_and_a_useless_address_are_refused() -> None:
-    wrong = CliRunner().invoke(app, ["batch", "--against", "ollama"])
-    assert wrong.exit_code == 2 and "--against is 'ollama'" in wrong.output
-    useless = CliRunner().invoke(app, ["overhead", "--url", "http://127.0.0.1:1"])
-    assert useless.exit_code == 2 and "leave --url out" in useless.output
+def test_a_wrong_peer_and_a_useless_address_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("batch", "--against", "ollama") == 2
+    assert "--against is 'ollama'" in capsys.readouterr().err
+    assert bench("batch", "--against", "none", "--url", "localhost") == 2
+    assert "--url is 'localhost'" in capsys.readouterr().err
+    assert bench("overhead", "--url", "http://127.0.0.1:1") == 2
+    assert "leave --url out" in capsys.readouterr().err
+
+
+def test_every_workload_says_in_help_what_it_asks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--help") == 0
+    text = capsys.readouterr().out
+    assert "does anything get slower?" in text and "is it computed once?" in text
+
+
+def test_bench_starts_cllm_drives_it_and_writes_what_it_found(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    options = ["--backend", "fake", "--against", "none", "--quick", "--repeats", "1", "--json", str(file)]
+    assert bench("stall", *options) == 0
+    content = json.loads(file.read_text())
+    assert content["failures"] == {} and content["settings"]["quick"] is True
+    (stall,) = content["workloads"]
+    assert stall["peer"] is None and stall["runs"][0]["facts"]["backend"] == "fake"
+    assert all(row["ours"]["median"] > 0 for row in stall["rows"])
+
+
+def test_micro_measures_what_it_promises() -> None:
+    workload = Micro(running=(2, 3), prompt_tokens=40, steps=3, pool_blocks=64, tree_sequences=40)
+    (run,) = asyncio.run(workload.measure(replace(setup_for(""), url=None)))
+    assert run.metrics.keys() == {figure.key for figure in workload.figures}
+    assert all(value > 0 for value in run.metrics.values())

@@ -13,6 +13,8 @@ from cllm.config import Config, InvalidConfigError, LoadedConfig, load_config, p
 from cllm.config.keys import KEYS
 from cllm.errors import ConfigError
 
+SLOTS = Config().backend.llama_cpp.n_seq_max
+
 
 def load(file: Path | None = None, flags: Mapping[str, Any] | None = None, **environ: str) -> LoadedConfig:
     return load_config(file, flags, environ)
@@ -38,7 +40,7 @@ def yaml_file(tmp_path: Path) -> Any:
 def test_defaults_are_those_of_the_contract() -> None:
     config = load().config
     assert config == Config()
-    assert (config.model.name, config.backend.type, config.backend.llama_cpp.n_seq_max) == ("smollm2", "auto", 16)
+    assert (config.model.name, config.backend.type) == ("smollm2", "auto")
     assert (config.server.host, config.server.port, config.server.api_key) == ("127.0.0.1", 8000, None)
     assert config.scheduler.kv_cache_eviction_threshold == 0.8
     assert config.resources.kv_cache_max_memory_mb is None
@@ -175,7 +177,7 @@ def test_unknown_variables_are_errors_but_for_the_documented_ones() -> None:
         (
             "backend.llama_cpp.n_seq_max",
             257,
-            "backend.llama_cpp.n_seq_max is 257 (flag): it must be at most 256 (default 16)",
+            f"backend.llama_cpp.n_seq_max is 257 (flag): it must be at most 256 (default {SLOTS})",
         ),
     ],
 )
@@ -198,8 +200,8 @@ def test_all_problems_are_reported_at_once(yaml_file: Any) -> None:
     ("flags", "keys"),
     [
         (
-            {"resources.kv_cache_max_size": 8},
-            ("resources.kv_cache_max_size is 8 (flag)", "backend.llama_cpp.n_seq_max is 16 (default)"),
+            {"resources.kv_cache_max_size": 1},
+            ("resources.kv_cache_max_size is 1 (flag)", f"backend.llama_cpp.n_seq_max is {SLOTS} (default)"),
         ),
         (
             {"scheduler.max_running": 5, "backend.llama_cpp.n_seq_max": 4},
@@ -231,7 +233,7 @@ def test_llama_cpp_relations_do_not_bind_other_backends() -> None:
 
 def test_a_config_made_in_python_is_checked_too() -> None:
     with pytest.raises(ConfigError, match="each running request needs a sequence"):
-        Config.model_validate({"scheduler": {"max_running": 17}})
+        Config.model_validate({"scheduler": {"max_running": SLOTS + 1}})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from http_fakes import FakeLLM, client_for, config_with, served
 from starlette.types import Message
 
 from cllm.errors import (
@@ -19,6 +18,7 @@ from cllm.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
+from http_fakes import FakeLLM, client_for, config_with, served
 
 COMPLETION = {"prompt": "hi"}
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

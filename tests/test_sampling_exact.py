@@ -43,7 +43,8 @@ def reference_values(
 
 def reference_draw(
     values: Sequence[float], u: float, *, temperature: float, top_k: int, top_p: float, min_p: float
-) -> int:
+) -> set[int]:
+    """The tokens whose share of the CDF holds u: one, or several if u is within a millionth of their borders."""
     order = sorted((i for i, value in enumerate(values) if value > -math.inf), key=lambda i: (-values[i], i))
     peak = values[order[0]]
     weights = {token: math.exp((values[token] - peak) / temperature) for token in order}
@@ -54,26 +55,22 @@ def reference_draw(
         running = itertools.accumulate(weights[token] for token in order)
         size = next((i + 1 for i, total in enumerate(running) if total >= mass), len(order))
         order = order[:size]
-    kept = sorted(token for token in order if weights[token] >= min_p)
-    target = u * sum(weights[token] for token in kept)
-    running = itertools.accumulate(weights[token] for token in kept)
-    return next((token for token, total in zip(kept, running, strict=True) if total > target), kept[-1])
+    kept = sorted(token for token in order if weights[token] >= min_p and weights[token] > 0.0)
+    ends = list(itertools.accumulate(weights[token] for token in kept))
+    low, high = (u - 1e-6) * ends[-1], (u + 1e-6) * ends[-1]
+    starts = [0.0, *ends[:-1]]
+    return {token for token, start, end in zip(kept, starts, ends, strict=True) if start <= high and end >= low}
 
 
-def reference_answers(values: Sequence[float], u: float, settings_: Mapping[str, Any]) -> set[int]:
-    """The answers for every u, top_p and min_p within a millionth: more than one only right on a border."""
+def reference_answers(values: Sequence[float], u: float, truncation: Mapping[str, Any]) -> set[int]:
+    """The answers for every top_p and min_p within a millionth: more than one only right on a border."""
     near = (1.0, 1.0 - 1e-6, 1.0 + 1e-6)
-    return {
-        reference_draw(
-            values,
-            min(max(u + shift, 0.0), 1.0),
-            temperature=settings_["temperature"],
-            top_k=settings_["top_k"],
-            top_p=settings_["top_p"] * by_p if settings_["top_p"] < 1.0 else 1.0,
-            min_p=min(settings_["min_p"] * by_m, 1.0),
-        )
-        for shift, by_p, by_m in itertools.product((0.0, -1e-6, 1e-6), near, near)
-    }
+    answers = set()
+    for by_p, by_m in itertools.product(near, near):
+        top_p = truncation["top_p"] * by_p if truncation["top_p"] < 1.0 else 1.0
+        min_p = min(truncation["min_p"] * by_m, 1.0)
+        answers |= reference_draw(values, u, **{**truncation, "top_p": top_p, "min_p": min_p})
+    return answers
 
 
 TEMPERATURES = st.sampled_from([1e-6, 0.1, 0.7, 1.0, 1.5, 5.0])

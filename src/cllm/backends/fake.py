@@ -123,11 +123,11 @@ class _FakeBlocks:
 
     def write(self, chunk: Chunk, tokens: NDArray[np.int32]) -> None:
         positions = np.arange(chunk.start, chunk.start + len(tokens))
-        table = np.asarray(chunk.blocks)
+        table = np.asarray(chunk.blocks, dtype=np.int64)
         self._arena[table[positions // self._size], positions % self._size] = tokens
 
     def read(self, chunk: Chunk, length: int) -> NDArray[np.int32]:
-        table = np.asarray(chunk.blocks[: -(-length // self._size)])
+        table = np.asarray(chunk.blocks[: -(-length // self._size)], dtype=np.int64)
         cells: NDArray[np.int32] = self._arena[table].reshape(-1)[:length]
         return cells
 

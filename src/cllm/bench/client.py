@@ -88,8 +88,10 @@ class Client:
         self._http = httpx.AsyncClient(
             base_url=self.url,
             timeout=httpx.Timeout(900.0, connect=10.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            headers={"accept-encoding": "identity"},
+            # A connection per request: reusing one races with servers that close it when idle, and an idle one
+            # occupies a thread of llama-server.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            headers={"accept-encoding": "identity", "connection": "close"},
         )
 
     async def __aenter__(self) -> Client:

@@ -27,7 +27,7 @@ class PeerSettings:
 
     def __str__(self) -> str:
         layout = "unified" if self.unified else "split"
-        return f"{self.parallel} slots x {self.slot_tokens} tokens, {layout} KV, batch {self.batch}"
+        return f"slots {self.parallel} x {self.slot_tokens} tokens, {layout} KV, batch {self.batch}"
 
 
 # The first of each is the one that is used; `--tune` measures them all. Split buffers spare a slot the walk over its

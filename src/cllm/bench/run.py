@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
@@ -19,6 +20,8 @@ from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from cllm.text.tokenizer import load_tokenizer
 
+_ADDRESS = "such as http://127.0.0.1:8000"
+
 
 def make_setup(
     *,
@@ -34,9 +37,10 @@ def make_setup(
     if against == "llama-server":
         require_llama_server()
     elif against != "none" and "://" not in against:
-        raise BenchError(
-            f"--against is {against!r}; it must be llama-server, none or an address such as http://host:port"
-        )
+        raise BenchError(f"--against is {against!r}; it must be llama-server, none or an address ({_ADDRESS})")
+    if url is not None and "://" not in url:
+        raise BenchError(f"--url is {url!r}; it must be an address ({_ADDRESS})")
+    remembers = url is not None or "://" in against
     return Setup(
         model=model,
         encode=_byte_tokens if backend == "fake" else load_tokenizer(GGUFModel.open(resolve(model))).encode,
@@ -45,6 +49,8 @@ def make_setup(
         backend=backend,
         url=url,
         against=None if against == "none" else against,
+        # A server that ran before must not know this run's prompts from the last one.
+        salt=secrets.token_hex(4) if remembers else "",
         progress=progress,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -33,10 +34,10 @@ app.command()(chat)
 app.command()(generate)
 app.command()(pull)
 
-settings = typer.Typer(help="Show or check the configuration.", no_args_is_help=True, rich_markup_mode=None)
-settings.command()(show)
-settings.command()(check)
-app.add_typer(settings, name="config")
+config_commands = typer.Typer(help="Show or check the configuration.", no_args_is_help=True, rich_markup_mode=None)
+config_commands.command()(show)
+config_commands.command()(check)
+app.add_typer(config_commands, name="config")
 
 
 @app.command(
@@ -70,6 +71,7 @@ def root(
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit: 0 is well, 2 is the caller's to mend (one line says what), 1 is ours."""
     signal.signal(signal.SIGTERM, _leave)
+    _use_utf8()
     try:
         app(args=args, prog_name="cllm")
     except CLLMError as error:
@@ -80,6 +82,14 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         _report(f"unexpected {type(error).__name__}: {error}{hint}", error)
         sys.exit(1)
     sys.exit(0)
+
+
+def _use_utf8() -> None:
+    """Whatever the locale says: prompts are UTF-8 or refused, and no answer fails to print."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:

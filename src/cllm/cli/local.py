@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,8 @@ from cllm.observe.log import setup_logging, tokens_per_second
 if TYPE_CHECKING:
     from cllm.config import Config
     from cllm.engine.params import SamplingParams
-    from cllm.llm import AsyncLLM, Timings
+    from cllm.generation import Timings
+    from cllm.llm import AsyncLLM
 
 
 def prepare(file: Path | None, assignments: Sequence[str] | None, model: str | None, backend: str | None) -> Config:
@@ -61,7 +61,7 @@ async def stream_answer(
     """Hand each piece to `write` as it comes; cancelling this cancels the generation."""
     pieces = []
     finish_reason = None
-    async with aclosing(llm.submit(prompt, params)) as generation:
+    async with llm.submit(prompt, params) as generation:
         async for delta in generation:
             pieces.append(delta.text)
             write(delta.text)

@@ -19,3 +19,6 @@ def pull(name: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, s
 
 def fetch_model(name: str) -> Path:
     """The model's file, fetched with a progress bar if it is not there yet."""
+    from cllm.models.registry import resolve
+
+    return resolve(name)

@@ -134,8 +134,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        name = self._settings.model.alias or self._llm.model_name
-        print(f"cLLM is ready: {url} ({name}, {self._llm.backend_name})", flush=True)
+        print(f"cLLM is ready: {url} ({self._llm.model_name}, {self._llm.backend_name})", flush=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

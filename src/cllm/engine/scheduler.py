@@ -30,7 +30,7 @@ log = logging.getLogger("cllm.engine")
 ADMIT_SCAN = 64
 """Most waiting sequences looked at in one step."""
 
-WAIT_FOR_PREFIX_TOKENS = 32
+WAIT_FOR_PREFIX_TOKENS = 8
 """A sequence waits for another one's prompt to be computed if it can share at least this much more of it."""
 
 MAX_RECOVERIES = 2
@@ -190,10 +190,12 @@ class Scheduler:
         if not in_progress:
             return False
         sequence.key = sequence.key or sequence.tokens.tobytes()
-        shared = max(_shared_tokens(sequence, other) for other in in_progress)
-        if shared < WAIT_FOR_PREFIX_TOKENS:
-            return False
-        return shared - self.kv.peek(sequence.key) >= WAIT_FOR_PREFIX_TOKENS
+        held = self.kv.peek(sequence.key)
+        # Waiting costs no time: the other one computes exactly what this one would have to.
+        return any(
+            _shared_tokens(sequence, other) - max(held, other.num_computed) >= WAIT_FOR_PREFIX_TOKENS
+            for other in in_progress
+        )
 
     def _start(self, sequence: Sequence, cached: int) -> None:
         request = sequence.request

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 from cllm.kv.eviction import EvictionPolicy, make_policy
@@ -34,9 +35,11 @@ SAVED_OVERHEAD_BYTES = 32
 class Entry:
     """One computed sequence: running or held in a slot, or saved in the store."""
 
-    __slots__ = ("hits", "length", "node", "owner", "saved", "slot")
+    __slots__ = ("hits", "length", "node", "number", "owner", "saved", "slot")
+    _numbers = count()
 
     def __init__(self, slot: int, owner: KVSequence) -> None:
+        self.number = next(Entry._numbers)
         self.slot: int | None = slot
         self.owner: KVSequence | None = owner
         self.saved: SavedKV | None = None
@@ -441,12 +444,11 @@ def _path(entry: Entry) -> Iterator[Node[set[Entry]]]:
 
 
 def _best_holder(holders: set[Entry]) -> Entry | None:
-    """Among equals: one that waits in a slot, then a running one, then a saved one; ties by slot number."""
+    """Among equals: one that waits in a slot, then a running one, then a saved one; of those the newest."""
 
     def rank(entry: Entry) -> tuple[int, int]:
-        if entry.slot is None:
-            return (2, 0)
-        return (entry.owner is not None, entry.slot)
+        place = 2 if entry.slot is None else int(entry.owner is not None)
+        return place, -entry.number
 
     return min(holders, key=rank, default=None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 
+from cllm import __version__
 from cllm.observe.metrics import EngineCollector, MetricsObserver, create_registry
 from cllm.server import generate, openai, ops
 from cllm.server.errors import install_handlers
@@ -30,7 +30,7 @@ def create_app(llm: AsyncLLM, config: Config) -> FastAPI:
     """The server around `llm`, which is started and shut down with the app unless it is already running."""
     app = FastAPI(
         title="cLLM",
-        version=importlib.metadata.version("cllm"),
+        version=__version__,
         description=_DESCRIPTION,
         lifespan=lambda _app: _lifespan(llm),
     )

@@ -92,9 +92,7 @@ async def generate(body: GenerateRequest, request: Request, state: State) -> Res
     return Response(reply.model_dump_json(), media_type="application/json")
 
 
-@router.post(
-    "/generate_stream", status_code=200, response_class=EventStream, responses={**_ERRORS, **event_stream(_STREAM)}
-)
+@router.post("/generate_stream", response_class=Response, responses={**_ERRORS, **event_stream(_STREAM)})
 async def generate_stream(body: GenerateRequest, request: Request, state: State) -> Response:
     """Continue a prompt as server-sent events: `token` holds the new token ids, `text` the new text."""
     run, answers = await _prepare(body, request, state)

@@ -76,8 +76,8 @@ class ApiKey:
 
     def _admits(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        # On bytes: on strings compare_digest raises for anything but ASCII.
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._key)
+        # Back to the bytes that came: compare_digest takes only ASCII as strings.
+        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
 
 
 class BodyLimit:

@@ -20,7 +20,7 @@ class Health(BaseModel):
 
     status: str
     model_loaded: bool
-    model: str
+    model: str | None
 
 
 class Readiness(BaseModel):
@@ -30,7 +30,8 @@ class Readiness(BaseModel):
 @router.get("/health")
 async def health(state: State) -> Health:
     """The process is alive. Needs no API key."""
-    return Health(status="ok", model_loaded=state.llm.ready, model=state.served_name)
+    loaded = state.llm.ready
+    return Health(status="ok", model_loaded=loaded, model=state.served_name if loaded else None)
 
 
 @router.get(

@@ -108,8 +108,9 @@ class LlamaCppBackend(Backend):
         return rows
 
     def abort(self) -> None:
-        if self._context is not None:
-            self._context.abort()
+        context = self._context  # read once: another thread may be closing
+        if context is not None:
+            context.abort()
 
     def rebuild(self) -> None:
         context = self._live()
@@ -127,9 +128,10 @@ class LlamaCppBackend(Backend):
 
     def describe(self) -> str:
         library = self._library
+        threads = "1 thread" if self._threads == 1 else f"{self._threads} threads"
         attention = "flash attention" if self._flash_attention else "no flash attention"
         return (
-            f"llama.cpp (llama-cpp-python {library.version}, {library.cpu_feature()}, {self._threads} threads, "
+            f"llama.cpp (llama-cpp-python {library.version}, {library.cpu_feature()}, {threads}, "
             f"K {self._kv_type_k}, V {self._kv_type_v}, {attention})"
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class Context:
         self.slot_tokens: int = api.llama_n_ctx_seq(self._pointer)
         self.n_batch: int = api.llama_n_batch(self._pointer)
         self.n_ubatch: int = api.llama_n_ubatch(self._pointer)
-        self._batch = TokenBatch(library, self.n_batch, self.slot_tokens)
+        self._batch = TokenBatch(library, self.n_batch, self.slot_tokens + 1)
         self._logits_address = 0
         self._logits = np.empty((0, self._n_vocab), np.float32)
         self._watch_abort(True)
@@ -78,11 +79,12 @@ class Context:
             raise self._failure(code)
         return self._view(rows)
 
-    def without_abort(self, work: Callable[[], object]) -> None:
-        """Do what must not be left half done."""
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Around work that an abort must not leave half done."""
         self._watch_abort(False)
         try:
-            work()
+            yield
         finally:
             self._watch_abort(True)
 

@@ -22,8 +22,8 @@ class LlamaSlotOps:
         self._context = context
         self._library = context.library
         self._scratch: SavedKV = np.empty(0, np.uint8)
-        self._shifted: int | None = None
-        """A slot whose keys llama.cpp still has to rotate."""
+        self._shifted = False
+        """Whether there are keys that llama.cpp still has to rotate."""
 
     def length(self, slot: int) -> int:
         last: int = self._library.position_max(self._context.memory, self._checked(slot))
@@ -41,7 +41,7 @@ class LlamaSlotOps:
         the source may hold something else already."""
         size = self._state_size(source)
         if size > len(self._scratch):
-            self._scratch = np.empty(size, np.uint8)
+            self._scratch = np.empty(2 * size, np.uint8)  # what is not used is never touched, so costs nothing
         self._read(source, self._scratch[:size])
         self.load(target, self._scratch[:size])
 
@@ -69,8 +69,10 @@ class LlamaSlotOps:
         memory = self._context.memory
         if not self._library.can_shift(memory):
             raise BackendError("llama.cpp cannot shift positions of this model")
-        self._library.sequence_add(memory, self._checked(slot), start, -1 if end is None else end, delta)
-        self._shifted = slot
+        if self.length(slot) + delta > self._context.slot_tokens:
+            raise BackendError(f"slot {slot} has no positions to be shifted to by {delta}")
+        self._library.sequence_add(memory, slot, start, -1 if end is None else end, delta)
+        self._shifted = True
 
     def settle(self) -> None:
         """Have llama.cpp rotate the keys of shifted slots now.
@@ -78,17 +80,18 @@ class LlamaSlotOps:
         It does so at the beginning of a decode, so one token is computed and removed again. Nothing may read the
         keys before, and no abort may leave them half rotated, or rotated twice.
         """
-        if self._shifted is None:
+        if not self._shifted:
             return
-        slot, self._shifted = self._shifted, None
+        self._shifted = False
+        slot = min(range(self._context.slots), key=self.length)
         end = self.length(slot)
-        probe = Chunk(array("i", [0]), end, False, slot)
-        self._context.without_abort(lambda: self._context.decode([probe]))
+        with self._context.uninterrupted():
+            self._context.decode([Chunk(array("i", [0]), end, False, slot)])
         self.remove(slot, end)
 
     def forget(self) -> None:
         """The context is new and empty."""
-        self._shifted = None
+        self._shifted = False
 
     def _state_size(self, slot: int) -> int:
         self.settle()

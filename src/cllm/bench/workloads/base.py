@@ -40,6 +40,8 @@ class Setup:
     """The peer: "llama-server", an address, or None."""
     peer_settings: PeerSettings | None = None
     """Instead of the peer's best known ones."""
+    salt: str = ""
+    """Makes the prompts of this run its own."""
     progress: Callable[[str], None] = lambda line: None
 
     def sides(self, repeat: int) -> Sequence[Side]:
@@ -54,7 +56,7 @@ class Setup:
         return resolve(self.model)
 
     def prompts(self, seed: str) -> Prompts:
-        return Prompts(self.encode, seed)
+        return Prompts(self.encode, f"{seed} {self.salt}")
 
 
 class Workload(ABC):
@@ -81,7 +83,10 @@ class Workload(ABC):
 
 
 class HttpWorkload(Workload):
-    """Work for any OpenAI-compatible server. Every pass starts a fresh one, so none profits from the pass before."""
+    """Work for any OpenAI-compatible server.
+
+    Every pass starts a fresh server and has prompts of its own, so none profits from the pass before.
+    """
 
     over_http = True
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from time import monotonic, perf_counter
 from typing import Any
+from unittest.mock import patch
 
+from cllm.backends.base import Backend
 from cllm.backends.fake import FakeBackend
 from cllm.bench.figures import Figure, Run, own
 from cllm.bench.workloads.base import Metrics, Setup, Workload, busy_at_rest
@@ -18,6 +20,7 @@ from cllm.engine import scheduler as scheduler_module
 from cllm.engine.budget import StepBudget
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import build_request
+from cllm.engine.sampling import choose
 from cllm.engine.scheduler import Scheduler
 from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged import PagedKVManager
@@ -146,7 +149,6 @@ class _Sampling:
 def _timed_sampling() -> Iterator[_Sampling]:
     """The scheduler calls the sampler in the middle of `apply`; its time is taken apart there."""
     sampling = _Sampling()
-    choose = scheduler_module.choose
 
     def timed(*args: Any) -> Any:
         start = perf_counter()
@@ -154,14 +156,11 @@ def _timed_sampling() -> Iterator[_Sampling]:
         sampling.seconds += perf_counter() - start
         return chosen
 
-    scheduler_module.choose = timed
-    try:
+    with patch.object(scheduler_module, "choose", timed):
         yield sampling
-    finally:
-        scheduler_module.choose = choose
 
 
-def _bookkeeping_s(scheduler: Scheduler, backend: FakeBackend, sampling: _Sampling) -> float:
+def _bookkeeping_s(scheduler: Scheduler, backend: Backend, sampling: _Sampling) -> float:
     """One step as the engine takes it; the seconds it took beside backend and sampling."""
     sampled_before = sampling.seconds
     start = perf_counter()

@@ -1,0 +1,49 @@
+# The commands of this project. Each of them works as the first one on a bare machine with Python 3.10+ and a C++ compiler.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: help install serve test lint bench clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/.ready ## prepare .venv with everything that serving needs
+
+serve: install ## fetch the default model at first use and serve it on port 8000 (ARGS="--port 8001")
+	$(BIN)/cllm serve $(ARGS)
+
+test: $(VENV)/.ready-test ## run the whole test suite (ARGS="-k radix" for a part)
+	$(BIN)/cllm pull smollm2
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.ready-test ## ruff and mypy
+	$(BIN)/ruff check src tests benchmarks scripts
+	$(BIN)/ruff format --check src tests benchmarks scripts
+	$(BIN)/mypy
+
+bench: $(VENV)/.ready-bench ## measure cLLM beside llama.cpp's own server (under ten minutes)
+	mkdir -p bench-results
+	$(BIN)/cllm bench all --json bench-results/latest.json $(ARGS)
+
+clean: ## remove .venv and everything that was built
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(BIN)/python:
+	@echo "cLLM: making the virtual environment $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready: pyproject.toml scripts/install.py | $(BIN)/python
+	$(BIN)/python scripts/install.py
+	@touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready
+	$(BIN)/python scripts/install.py --extra test
+	@touch $@
+
+$(VENV)/.ready-bench: $(VENV)/.ready
+	$(BIN)/python scripts/install.py --extra bench
+	@touch $@

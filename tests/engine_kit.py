@@ -1,0 +1,151 @@
+"""Small builders that the engine's tests share."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from cllm.backends.base import Chunk
+from cllm.backends.fake import END_TOKEN, FakeBackend
+from cllm.engine.budget import StepBudget
+from cllm.engine.loop import Engine
+from cllm.engine.params import SamplingParams
+from cllm.engine.request import FinishReason, Output, Request, build_request
+from cllm.engine.scheduler import Scheduler
+from cllm.kv.manager import KVManager
+from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
+from cllm.kv.paged import PagedKVManager
+from cllm.kv.slots import SlotKVManager
+
+_numbers = itertools.count()
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+CONTEXT = 256
+
+
+def make_kv(backend: FakeBackend, layout: str, *, tokens: int = 1024, running: int = 8) -> KVManager:
+    if layout == "paged":
+        geometry = BlockGeometry(tokens // 4, 4)
+        backend.allocate(geometry)
+        assert isinstance(backend.ops, BlockOps)
+        return PagedKVManager(backend.ops, geometry, bytes_per_token=8, eviction_threshold=0.9, watermark=0.02)
+    slots = SlotGeometry(running, CONTEXT)
+    backend.allocate(slots)
+    assert isinstance(backend.ops, SlotOps)
+    return SlotKVManager(backend.ops, slots, bytes_per_token=8, store_bytes=tokens * 40, eviction_threshold=0.9)
+
+
+def make_scheduler(
+    backend: FakeBackend, layout: str = "paged", *, tokens: int = 1024, running: int = 8, **options: Any
+) -> Scheduler:
+    budget = StepBudget(inter_token_s=0.1, prompt_only_s=0.5, max_tokens=options.pop("max_step_tokens", 32))
+    return Scheduler(make_kv(backend, layout, tokens=tokens, running=running), budget, max_running=running, **options)
+
+
+def make_request(
+    prompt: Sequence[int] | str,
+    params: SamplingParams = GREEDY,
+    *,
+    arrival: float = 0.0,
+    timeout_s: float = 1e9,
+    priority: int = 0,
+    max_context: int = CONTEXT,
+    request_id: str | None = None,
+) -> Request:
+    ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+    return build_request(
+        request_id or f"r{next(_numbers)}",
+        ids,
+        params,
+        arrival=arrival,
+        timeout_s=timeout_s,
+        priority=priority,
+        eos_ids=frozenset({END_TOKEN}),
+        seed=params.seed or 0,
+        max_context=max_context,
+        vocab_size=320,
+    )
+
+
+def reference(request: Request, answer: int = 0) -> list[int]:
+    """What the request gives when it is alone, uncached, one token after another."""
+    from cllm.engine.sampling import TokenChooser, choose
+
+    backend = FakeBackend()
+    backend.allocate(SlotGeometry(1, 4096))
+    seed = (request.params.seed or 0) + answer
+    chooser = TokenChooser(request.params, request.prompt, end_ids=request.end_ids, seed=seed, vocab_size=320)
+    tokens: array[int] = array("i", request.prompt)
+    limit = request.sequences[answer].max_length
+    done = 0
+    while True:
+        logits = backend.step([Chunk(tokens[done:], done, True)])
+        done = len(tokens)
+        choice = choose(logits, [(0, chooser)])[0]
+        assert choice is not None
+        tokens.append(choice.token_id)
+        if choice.token_id in request.end_ids or len(tokens) >= limit:
+            return tokens[len(request.prompt) :].tolist()
+
+
+class Collector:
+    """Takes an engine's outputs and lets a test wait for ends."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.ends: dict[tuple[str, int], Output] = {}
+        self._changed = threading.Condition()
+
+    def __call__(self, outputs: list[Output]) -> None:
+        with self._changed:
+            for output in outputs:
+                key = (output.request_id, output.answer)
+                if output.token_id is not None:
+                    self.tokens.setdefault(key, []).append(output.token_id)
+                if output.reason is not None:
+                    assert key not in self.ends, f"{key} ended twice"
+                    self.ends[key] = output
+            self._changed.notify_all()
+
+    def wait_end(self, request: Request, answer: int = 0, timeout: float = 20.0) -> Output:
+        key = (request.id, answer)
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self.ends, timeout), f"{key} never ended"
+            return self.ends[key]
+
+    def wait_tokens(self, request: Request, count: int, timeout: float = 20.0) -> None:
+        key = (request.id, 0)
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.tokens.get(key, [])) >= count, timeout)
+
+
+def make_engine(layout: str = "paged", **options: Any) -> tuple[Engine, FakeBackend, Collector]:
+    backend = FakeBackend(latency_s=options.pop("latency_s", 0.0))
+    collector = Collector()
+    max_queue = options.pop("max_queue", 256)
+    engine = Engine(backend, make_scheduler(backend, layout, **options), collector, max_queue=max_queue)
+    return engine, backend, collector
+
+
+def assert_nothing_left(engine: Engine) -> None:
+    """Invariant 2: nothing outlives its request."""
+    scheduler = engine.scheduler
+    usage = scheduler.kv.usage()
+    assert usage.referenced == 0 and usage.sequences_running == 0
+    assert not scheduler.running and len(scheduler.waiting) == 0 and not scheduler.requests
+    scheduler.kv.check()
+
+
+__all__ = [
+    "CONTEXT",
+    "GREEDY",
+    "Collector",
+    "FinishReason",
+    "assert_nothing_left",
+    "make_engine",
+    "make_request",
+    "make_scheduler",
+    "reference",
+]

@@ -1,0 +1,316 @@
+"""The engine's thread: submitting, cancelling, failing, recovering and stopping, with real concurrency."""
+
+from __future__ import annotations
+
+import random
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from cllm.backends.base import Chunk
+from cllm.backends.fake import FakeBackend
+from cllm.engine.loop import Engine
+from cllm.engine.observer import RequestRecord
+from cllm.engine.params import SamplingParams
+from cllm.engine.request import FinishReason
+from cllm.errors import BackendError, OverloadedError, RequestTimeoutError, ShuttingDownError
+from engine_kit import Collector, assert_nothing_left, make_engine, make_request, reference
+
+LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture(params=["paged", "slots"])
+def running(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, FakeBackend, Collector]]:
+    engine, backend, collector = make_engine(request.param)
+    engine.start()
+    yield engine, backend, collector
+    engine.stop(0)
+    assert not engine.alive
+    assert_nothing_left(engine)
+
+
+Running = tuple[Engine, FakeBackend, Collector]
+
+
+def test_answers_are_those_of_a_lone_run(running: Running) -> None:
+    engine, _, collector = running
+    requests = [make_request(f"question {n}") for n in range(20)]
+    for request in requests:
+        engine.submit(request)
+    for request in requests:
+        collector.wait_end(request)
+        assert collector.tokens[request.id, 0] == reference(request)
+
+
+def test_cancel_while_running_frees_everything(running: Running) -> None:
+    engine, backend, collector = running
+    backend.latency_s = 0.002
+    request = make_request("talk on and on", LONG)
+    engine.submit(request)
+    collector.wait_tokens(request, 3)
+    engine.cancel(request.id)
+    assert collector.wait_end(request).reason is FinishReason.CANCELLED
+    assert request.generated < 200
+
+
+def test_cancel_interrupts_a_long_prompt_step(running: Running) -> None:
+    engine, backend, collector = running
+    entered = threading.Event()
+    backend.latency_s = 30.0
+    backend.faults.before_step = lambda chunks: entered.set()
+    request = make_request("p" * 100)
+    engine.submit(request)
+    assert entered.wait(5)
+    while not collector.ends:  # the step may not have begun to wait when the first abort comes
+        engine.cancel(request.id)
+        threading.Event().wait(0.01)
+    assert collector.wait_end(request, timeout=5).reason is FinishReason.CANCELLED
+    backend.latency_s = 0.0
+    backend.faults.before_step = None
+
+
+def test_cancelling_what_is_unknown_or_over_does_nothing(running: Running) -> None:
+    engine, _, collector = running
+    request = make_request("short")
+    engine.submit(request)
+    collector.wait_end(request)
+    engine.cancel(request.id)
+    engine.cancel("never heard of")
+    again = make_request("still alive")
+    engine.submit(again)
+    collector.wait_end(again)
+
+
+def test_a_failing_sequence_does_not_take_the_others_down(running: Running) -> None:
+    engine, backend, collector = running
+    poison = 7
+
+    def refuse_poison(chunks: Sequence[Chunk]) -> None:
+        if any(poison in chunk.tokens for chunk in chunks):
+            raise BackendError("a token nobody can compute")
+
+    backend.faults.before_step = refuse_poison
+    bad = make_request([1, 2, poison, 4])
+    good = [make_request(f"good {n}") for n in range(4)]
+    for request in (good[0], good[1], bad, good[2], good[3]):
+        engine.submit(request)
+    end = collector.wait_end(bad)
+    assert end.reason is FinishReason.ERROR and "nobody can compute" in str(end.error)
+    for request in good:
+        collector.wait_end(request)
+        assert collector.tokens[request.id, 0] == reference(request)
+
+
+def test_a_lost_context_is_rebuilt_and_requests_resume(running: Running) -> None:
+    engine, backend, collector = running
+    requests = [make_request(f"resume {n}", LONG) for n in range(3)]
+    for request in requests:
+        engine.submit(request)
+    collector.wait_tokens(requests[0], 5)
+    backend.faults.fatal = True
+    backend.faults.steps_to_fail = 1
+    for request in requests:
+        assert collector.wait_end(request).reason is FinishReason.LENGTH
+        assert collector.tokens[request.id, 0] == reference(request)
+    assert engine.rebuilds == 1 == backend.faults.rebuilds
+
+
+def test_a_context_that_stays_broken_fails_requests_not_the_engine(running: Running) -> None:
+    engine, backend, collector = running
+    backend.faults.fatal = True
+    backend.faults.steps_to_fail = 3
+    request = make_request("unlucky")
+    engine.submit(request)
+    assert collector.wait_end(request).reason is FinishReason.ERROR
+    after = make_request("lucky again")
+    engine.submit(after)
+    collector.wait_end(after)
+    assert collector.tokens[after.id, 0] == reference(after)
+
+
+def test_an_unexpected_exception_does_not_kill_the_engine(running: Running) -> None:
+    engine, backend, collector = running
+    failures = iter([RuntimeError("a bug")])
+
+    def fail_once(chunks: Sequence[Chunk]) -> None:
+        if error := next(failures, None):
+            raise error
+
+    backend.faults.before_step = fail_once
+    request = make_request("carry on")
+    engine.submit(request)
+    collector.wait_end(request)
+    assert collector.tokens[request.id, 0] == reference(request)
+    assert engine.rebuilds == 1
+
+
+def test_a_position_mismatch_is_healed_counted_and_invisible() -> None:
+    engine, backend, collector = make_engine("slots")
+    steps = iter(range(1000))
+
+    def lose_a_position(chunks: Sequence[Chunk]) -> None:
+        if next(steps) == 4:
+            _write_stray_token(backend, chunks[0])
+
+    backend.faults.before_step = lose_a_position
+    engine.start()
+    request = make_request("heal me", LONG)
+    engine.submit(request)
+    collector.wait_end(request)
+    assert collector.tokens[request.id, 0] == reference(request)
+    assert engine.scheduler.position_mismatches == 1
+    assert engine.rebuilds == 0
+    engine.stop(0)
+    assert_nothing_left(engine)
+
+
+def test_repeated_mismatches_rebuild_the_context() -> None:
+    engine, backend, collector = make_engine("slots")
+    steps = iter(range(1000))
+
+    def lose_positions(chunks: Sequence[Chunk]) -> None:
+        if next(steps) in (4, 8):
+            _write_stray_token(backend, chunks[0])
+
+    backend.faults.before_step = lose_positions
+    engine.start()
+    request = make_request("heal me twice", LONG)
+    engine.submit(request)
+    collector.wait_end(request)
+    assert collector.tokens[request.id, 0] == reference(request)
+    assert engine.scheduler.position_mismatches == 2 and engine.rebuilds == 1
+    engine.stop(0)
+    assert_nothing_left(engine)
+
+
+def test_the_queue_is_bounded() -> None:
+    engine, backend, collector = make_engine(running=1, max_queue=3)
+    gate = threading.Event()
+    backend.faults.before_step = lambda chunks: gate.wait(10) and None
+    engine.start()
+    first = make_request("runs")
+    engine.submit(first)
+    while engine.scheduler.dequeued < 1:
+        threading.Event().wait(0.001)
+    waiting = [make_request(f"waits {n}") for n in range(3)]
+    for request in waiting:
+        engine.submit(request)
+    with pytest.raises(OverloadedError, match="3 requests are waiting") as refusal:
+        engine.submit(make_request("too many"))
+    assert refusal.value.retry_after_s >= 1
+    gate.set()
+    for request in (first, *waiting):
+        collector.wait_end(request)
+    engine.submit(make_request("welcome again"))
+    engine.stop(5)
+    assert_nothing_left(engine)
+
+
+def test_a_queued_request_times_out_while_others_run() -> None:
+    engine, backend, collector = make_engine(running=1)
+    backend.latency_s = 0.002
+    engine.start()
+    engine.submit(make_request("busy", LONG))
+    late = make_request("late", arrival=engine._clock(), timeout_s=0.02)
+    engine.submit(late)
+    end = collector.wait_end(late)
+    assert end.reason is FinishReason.TIMEOUT and isinstance(end.error, RequestTimeoutError)
+    engine.stop(0)
+    assert_nothing_left(engine)
+
+
+def test_stop_lets_running_requests_end_and_refuses_the_rest() -> None:
+    engine, backend, collector = make_engine(running=1)
+    backend.latency_s = 0.001
+    engine.start()
+    running_request, waiting_request = make_request("in time", LONG), make_request("too late")
+    engine.submit(running_request)
+    collector.wait_tokens(running_request, 1)
+    engine.submit(waiting_request)
+    engine.stop(20)
+    assert collector.ends[running_request.id, 0].reason is FinishReason.LENGTH
+    assert isinstance(collector.ends[waiting_request.id, 0].error, ShuttingDownError)
+    with pytest.raises(ShuttingDownError):
+        engine.submit(make_request("after hours"))
+    assert_nothing_left(engine)
+
+
+def test_stop_does_not_wait_longer_than_its_grace() -> None:
+    engine, backend, collector = make_engine()
+    backend.latency_s = 60.0
+    engine.start()
+    request = make_request("never done" * 5)
+    engine.submit(request)
+    while engine.scheduler.dequeued < 1:
+        threading.Event().wait(0.001)
+    engine.stop(0.05)
+    assert isinstance(collector.ends[request.id, 0].error, ShuttingDownError)
+    assert_nothing_left(engine)
+
+
+def test_observers_hear_of_every_end(running: Running) -> None:
+    engine, _, collector = running
+    records: list[RequestRecord] = []
+
+    class Listener:
+        steps = 0
+
+        def on_step(self, seconds: float, prompt_tokens: int, decode_tokens: int) -> None:
+            self.steps += 1
+
+        def on_finished(self, record: RequestRecord) -> None:
+            records.append(record)
+
+        def on_eviction(self, count: int, seconds: float) -> None: ...
+
+    listener = Listener()
+    engine.add_observer(listener)
+    request = make_request("observe me", arrival=engine._clock())
+    engine.submit(request)
+    collector.wait_end(request)
+    record = records[0]
+    assert record.request_id == request.id and record.prompt_tokens == 10
+    assert record.generated_tokens == len(reference(request)) == len(record.inter_token_s) + 1
+    assert record.ttft_s is not None and 0 <= record.queued_s <= record.ttft_s <= record.total_s
+    assert listener.steps > 0
+
+
+def test_two_hundred_clients_that_come_go_and_cancel(running: Running) -> None:
+    engine, backend, collector = running
+    backend.latency_s = 0.0002
+    rng = random.Random(5)
+    requests = []
+    for n in range(200):
+        params = SamplingParams(n=rng.choice([1, 1, 1, 3]), seed=n + 1, max_tokens=rng.randint(1, 40))
+        prompt = "shared " * rng.randint(0, 10) + str(rng.randint(0, 9)) * rng.randint(1, 30)
+        requests.append(make_request(prompt, params))
+    barrier = threading.Barrier(8)
+
+    def client(mine: list[int]) -> None:
+        own = random.Random(mine[0])
+        barrier.wait()
+        for n in mine:
+            engine.submit(requests[n])
+            if own.random() < 0.4:
+                engine.cancel(requests[own.choice(mine)].id)
+
+    threads = [threading.Thread(target=client, args=(list(range(k, 200, 8)),)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for request in requests:
+        for index in range(request.params.n):
+            end = collector.wait_end(request, index)
+            if end.reason is not FinishReason.CANCELLED:
+                assert collector.tokens[request.id, index] == reference(request, index)
+    assert sum(engine.scheduler.finished.values()) == 200
+
+
+def _write_stray_token(backend: FakeBackend, chunk: Chunk) -> None:
+    """What the position check is for: the backend holds a token nobody asked it to hold."""
+    stray = Chunk(array("i", [9]), chunk.start + 40, False, chunk.slot)
+    backend.memory.write(stray, np.array([9], dtype=np.int32))

@@ -1,0 +1,195 @@
+"""cLLM's own endpoints, operations, and the page that documents them all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from cllm.errors import BackendError, InvalidRequestError, OverloadedError, ShuttingDownError
+from cllm.server.app import create_app
+from cllm.server.generate_schema import BenchmarkRequest, EncodeRequest, GenerateRequest
+from cllm.server.openai_schema import ChatRequest, CompletionRequest
+from http_fakes import KV, FakeLLM, app_for, client_for, config_with, served
+
+
+async def post(llm: FakeLLM, path: str, body: dict[str, Any]) -> httpx.Response:
+    async with client_for(llm) as client:
+        return await client.post(path, json=body)
+
+
+async def get(llm: FakeLLM, path: str) -> httpx.Response:
+    async with client_for(llm) as client:
+        return await client.get(path)
+
+
+async def test_generate() -> None:
+    llm = FakeLLM()
+    body = (await post(llm, "/generate", {"prompt": "four", "max_tokens": 5, "temperature": 0, "top_k": 3})).json()
+    data = body["data"]
+    assert body["success"] is True
+    assert data["id"] == llm.generations[0].request_id
+    assert (data["text"], data["finish_reason"]) == ("Hello", "length")
+    assert (data["generated_tokens"], data["max_tokens"]) == (5, 5)
+    assert (data["prompt_tokens"], data["cached_tokens"]) == (4, 2)
+    assert data["tokens_per_second"] == pytest.approx(5 / data["response_time"])
+    assert llm.generations[0].params.top_k == 3
+    assert llm.generations[0].closed.is_set()
+
+
+async def test_generate_stream() -> None:
+    llm = FakeLLM()
+    response = await post(llm, "/generate_stream", {"prompt": "hi", "max_tokens": 3, "stop": "!"})
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    *events, last = map(json.loads, lines)
+    assert [event["text"] for event in events] == ["H", "e", "l"]
+    assert [event["token"] for event in events] == [[72], [101], [108]]
+    assert [event["done"] for event in events] == [False, False, False]
+    assert (last["done"], last["text"], last["generated_tokens"], last["max_tokens"]) == (True, "Hel", 3, 3)
+    assert {event["id"] for event in [*events, last]} == {llm.generations[0].request_id}
+    assert llm.generations[0].params.stop == ("!",)
+
+
+async def test_encode() -> None:
+    body = (await post(FakeLLM(), "/encode", {"text": "hé"})).json()
+    assert body == {"success": True, "data": {"tokens": [104, 233], "length": 2}}
+
+
+async def test_model_info() -> None:
+    data = (await get(FakeLLM(), "/model/info")).json()["data"]
+    assert (data["name"], data["backend"], data["architecture"]) == ("tiny", "fake", "llama")
+    assert (data["context_length"], data["vocab_size"]) == (64, 0x110000)
+    assert data["kv_bytes_per_token"] == KV.bytes_per_unit // KV.unit_tokens
+    assert data["kv_bytes_total"] == KV.total * KV.bytes_per_unit
+
+
+# -- benchmark -----------------------------------------------------------------------------------------------------
+
+
+async def test_benchmark_measures_every_request() -> None:
+    llm = FakeLLM()
+    data = (await post(llm, "/benchmark", {"requests": 7, "concurrency": 3, "max_tokens": 4})).json()["data"]
+    assert (data["requests"], data["failed"], len(data["rows"])) == (7, 0, 7)
+    assert [row["generated_tokens"] for row in data["rows"]] == [4] * 7
+    assert data["tokens_per_second"] == pytest.approx(28 / data["duration"])
+    latencies = sorted(row["latency"] for row in data["rows"])
+    assert latencies[0] <= data["latency"]["p50"] <= data["latency"]["p95"] <= data["latency"]["p99"] <= latencies[-1]
+    assert all(row["ttft"] <= row["latency"] for row in data["rows"])
+    assert all(generation.params.ignore_eos for generation in llm.generations)
+    assert all(generation.closed.is_set() for generation in llm.generations)
+
+
+async def test_benchmark_keeps_to_its_concurrency() -> None:
+    llm = FakeLLM(permits=asyncio.Semaphore(0))
+    async with client_for(llm) as client:
+        asking = asyncio.ensure_future(client.post("/benchmark", json={"requests": 9, "concurrency": 3}))
+        await llm.submitted.wait()
+        assert len(llm.generations) == 3
+        busy = await client.post("/benchmark", json={})
+        assert (busy.status_code, busy.json()["error"]["code"]) == (429, "benchmark_running")
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        llm.permits = None
+        assert (await client.post("/benchmark", json={"requests": 1})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"requests": 1001}, "requests"),
+        ({"requests": 0}, "requests"),
+        ({"concurrency": 65}, "concurrency"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "x" * 65}, "prompt"),
+        ({"temperature": 1}, "temperature"),
+    ],
+)
+async def test_benchmark_is_bounded(change: dict[str, Any], param: str) -> None:
+    response = await post(FakeLLM(), "/benchmark", change)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert response.json()["success"] is False
+
+
+async def test_benchmark_reports_requests_that_fail() -> None:
+    llm = FakeLLM(failure=BackendError("it broke"), fail_at=2)
+    data = (await post(llm, "/benchmark", {"requests": 3})).json()["data"]
+    assert (data["failed"], data["latency"], data["requests_per_second"]) == (3, None, 0)
+    assert {row["error"] for row in data["rows"]} == {"it broke"}
+    overloaded = (await post(FakeLLM(failure=OverloadedError("full")), "/benchmark", {"requests": 2})).json()
+    assert overloaded["data"]["failed"] == 2
+
+
+@pytest.mark.parametrize(("failure", "status"), [(ShuttingDownError("bye"), 503), (InvalidRequestError("no"), 400)])
+async def test_benchmark_ends_with_what_would_fail_every_request(failure: Exception, status: int) -> None:
+    assert (await post(FakeLLM(failure=failure), "/benchmark", {})).status_code == status
+
+
+# -- operations ----------------------------------------------------------------------------------------------------
+
+
+async def test_health_is_about_the_process_and_ready_about_the_model() -> None:
+    for ready in (True, False):
+        llm = FakeLLM(ready=ready)
+        health, readiness = await get(llm, "/health"), await get(llm, "/ready")
+        assert (health.status_code, health.json()["status"], health.json()["model_loaded"]) == (200, "ok", ready)
+        assert (readiness.status_code, readiness.json()) == (200 if ready else 503, {"ready": ready})
+
+
+async def test_kv_is_what_the_engine_says() -> None:
+    llm = FakeLLM()
+    assert (await get(llm, "/kv")).json() == llm.kv()
+
+
+async def test_the_app_starts_and_stops_only_an_engine_that_was_not_running() -> None:
+    for running in (True, False):
+        llm = FakeLLM(ready=running)
+        app = app_for(llm)
+        async with app.router.lifespan_context(app):
+            assert llm.ready
+        assert (llm.started, llm.stopped) == ((0, 0) if running else (1, 1))
+
+
+# -- documentation -------------------------------------------------------------------------------------------------
+
+
+async def test_the_api_description_tells_the_truth() -> None:
+    schema = (await get(FakeLLM(), "/openapi.json")).json()
+    assert "ValidationError" not in json.dumps(schema)
+    for path, methods in schema["paths"].items():
+        for method, operation in methods.items():
+            assert operation["tags"], path
+            assert operation["description"], path
+            assert "422" not in operation["responses"], path
+            if method == "post":
+                errors = operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"]
+                assert errors.endswith("ErrorReply" if path.startswith("/v1") else "FailureReply")
+    stream = schema["paths"]["/generate_stream"]["post"]["responses"]["200"]["content"]
+    assert list(stream) == ["text/event-stream"]
+    (metrics,) = schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+    assert metrics.startswith("text/plain")
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatRequest, GenerateRequest, EncodeRequest, BenchmarkRequest])
+def test_documented_examples_are_valid(model: Any) -> None:
+    model.model_validate(model.model_json_schema()["example"])
+
+
+async def test_the_api_key_is_documented_where_it_is_needed() -> None:
+    paths = (await get(FakeLLM(), "/openapi.json")).json()["paths"]
+    assert "security" not in paths["/v1/models"]["get"]
+    app = create_app(FakeLLM(), config_with(api_key="secret"))  # type: ignore[arg-type]
+    schema = app.openapi()
+    assert schema["paths"]["/v1/models"]["get"]["security"] == [{"ApiKey": []}]
+    assert "security" not in schema["paths"]["/health"]["get"]
+    assert schema["components"]["securitySchemes"]["ApiKey"]["scheme"] == "bearer"
+
+
+async def test_the_pages_are_served() -> None:
+    async with served(FakeLLM()) as app, httpx.AsyncClient(base_url=app.url) as client:
+        for path in ("/docs", "/redoc"):
+            assert (await client.get(path)).status_code == 200

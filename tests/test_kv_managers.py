@@ -1,0 +1,375 @@
+"""Both KV managers under random use: invariants after every step, and memory that always spells the right tokens."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cllm.backends.base import Chunk
+from cllm.backends.fake import FakeBackend
+from cllm.kv.manager import KVManager, PositionMismatchError
+from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
+from cllm.kv.paged import PagedKVManager
+from cllm.kv.sequence import KVSequence
+from cllm.kv.slots import SlotKVManager
+
+BYTES_PER_TOKEN = 8
+Prompt = st.lists(st.integers(0, 1), min_size=1, max_size=40)
+
+
+def paged(blocks: int = 16, block_size: int = 4, **options: Any) -> tuple[FakeBackend, PagedKVManager]:
+    backend = FakeBackend()
+    geometry = BlockGeometry(blocks, block_size)
+    backend.allocate(geometry)
+    assert isinstance(backend.ops, BlockOps)
+    return backend, PagedKVManager(backend.ops, geometry, bytes_per_token=BYTES_PER_TOKEN, **options)
+
+
+def slots(
+    count: int = 4, slot_tokens: int = 64, store_tokens: int = 100, **options: Any
+) -> tuple[FakeBackend, SlotKVManager]:
+    backend = FakeBackend()
+    geometry = SlotGeometry(count, slot_tokens)
+    backend.allocate(geometry)
+    assert isinstance(backend.ops, SlotOps)
+    store_bytes = store_tokens * (BYTES_PER_TOKEN + 32)
+    manager = SlotKVManager(backend.ops, geometry, bytes_per_token=BYTES_PER_TOKEN, store_bytes=store_bytes, **options)
+    return backend, manager
+
+
+def compute(backend: FakeBackend, kv: KVManager, sequence: KVSequence, count: int) -> np.ndarray:
+    """What the scheduler does with one sequence in one step."""
+    start = sequence.num_computed
+    tokens = sequence.tokens[start : start + count]
+    logits = backend.step([Chunk(tokens, start, True, sequence.slot, sequence.blocks)])
+    sequence.num_computed += count
+    kv.verify(sequence)
+    kv.commit(sequence)
+    return logits[0]
+
+
+def held_tokens(backend: FakeBackend, sequence: KVSequence) -> list[int]:
+    chunk = Chunk(array("i"), 0, False, sequence.slot, sequence.blocks)
+    return backend.memory.read(chunk, sequence.num_computed).tolist()
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Sequences over two letters, so that prefixes are shared all the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backend, self.kv = self.build()
+        self.live: list[KVSequence] = []
+
+    def build(self) -> tuple[FakeBackend, KVManager]:
+        return paged(eviction_threshold=0.8, max_sequences=6)
+
+    @rule(prompt=Prompt)
+    def admit(self, prompt: list[int]) -> None:
+        sequence = KVSequence(prompt)
+        expected = self.kv.peek(sequence.tokens.tobytes())
+        cached = self.kv.admit(sequence)
+        if cached is None:
+            assert not sequence.admitted
+            return
+        assert cached == expected == sequence.num_computed < len(prompt)
+        self.live.append(sequence)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def advance(self, data: st.DataObject, token: int) -> None:
+        sequence = data.draw(st.sampled_from(self.live))
+        if sequence.num_computed == len(sequence.tokens):
+            sequence.tokens.append(token)
+        count = data.draw(st.integers(1, len(sequence.tokens) - sequence.num_computed))
+        self.kv.arrange()
+        if self.kv.grow(sequence, count):
+            logits = compute(self.backend, self.kv, sequence, count)
+            alone = _computed_alone(sequence.tokens[: sequence.num_computed])
+            assert np.array_equal(logits, alone)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort_a_step(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.live))
+        remaining = len(sequence.tokens) - sequence.num_computed
+        if remaining and self.kv.grow(sequence, remaining):
+            start = sequence.num_computed
+            self.backend.step([Chunk(sequence.tokens[start:], start, True, sequence.slot, sequence.blocks)])
+            self.kv.rewind(sequence)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(self.live))
+        child = KVSequence(parent.tokens[: parent.num_computed])
+        if self.kv.fork(parent, child):
+            self.live.append(child)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), keep=st.booleans())
+    def release(self, data: st.DataObject, keep: bool) -> None:
+        sequence = data.draw(st.sampled_from(self.live))
+        self.live.remove(sequence)
+        self.kv.release(sequence, keep=keep)
+        assert not sequence.admitted
+
+    @rule(idle=st.booleans())
+    def maintain(self, idle: bool) -> None:
+        self.kv.maintain(idle=idle)
+
+    @rule()
+    def arrange(self) -> None:
+        self.kv.arrange()
+
+    @rule()
+    def clear(self) -> None:
+        self.kv.clear()
+        assert self.kv.usage().evictable == 0
+
+    @rule()
+    def rebuild(self) -> None:
+        for sequence in self.live:
+            self.kv.release(sequence, keep=False)
+        self.live = []
+        self.backend.rebuild()
+        self.kv.reset()
+
+    @invariant()
+    def everything_is_accounted_for(self) -> None:
+        self.kv.check()
+        usage = self.kv.usage()
+        assert usage.free + usage.evictable + usage.referenced == usage.total
+        assert min(usage.free, usage.evictable, usage.referenced) >= 0
+        assert usage.sequences_running == len(self.live)
+        if not self.live:
+            assert usage.referenced == 0
+
+    @invariant()
+    def memory_spells_the_tokens(self) -> None:
+        for sequence in self.live:
+            assert held_tokens(self.backend, sequence) == sequence.tokens[: sequence.num_computed].tolist()
+
+
+class SlotMachine(ManagerMachine):
+    def build(self) -> tuple[FakeBackend, KVManager]:
+        return slots(eviction_threshold=0.8, max_sequences=6)
+
+
+class TinyStoreMachine(ManagerMachine):
+    """Almost no store: finished sequences live in slots or not at all."""
+
+    def build(self) -> tuple[FakeBackend, KVManager]:
+        return slots(count=3, store_tokens=12, eviction_policy="slru")
+
+
+class SegmentedMachine(ManagerMachine):
+    def build(self) -> tuple[FakeBackend, KVManager]:
+        return paged(blocks=10, block_size=2, eviction_policy="slru", watermark=0.2)
+
+
+_profile = settings(max_examples=50, stateful_step_count=40, deadline=None)
+for _machine in (ManagerMachine, SlotMachine, TinyStoreMachine, SegmentedMachine):
+    _machine.TestCase.settings = _profile
+TestPaged = ManagerMachine.TestCase
+TestSlots = SlotMachine.TestCase
+TestTinyStore = TinyStoreMachine.TestCase
+TestSegmented = SegmentedMachine.TestCase
+
+
+def _computed_alone(tokens: array[int]) -> np.ndarray:
+    backend = FakeBackend()
+    backend.allocate(SlotGeometry(1, 128))
+    return backend.step([Chunk(tokens, 0, True)])[0]
+
+
+def run_to_end(backend: FakeBackend, kv: KVManager, prompt: list[int]) -> KVSequence:
+    sequence = KVSequence(prompt)
+    assert kv.admit(sequence) is not None
+    remaining = len(prompt) - sequence.num_computed
+    assert kv.grow(sequence, remaining)
+    compute(backend, kv, sequence, remaining)
+    return sequence
+
+
+def test_paged_shares_blocks_and_computes_a_prompt_once() -> None:
+    backend, kv = paged()
+    first = run_to_end(backend, kv, list(range(12)))
+    second = KVSequence(list(range(12)))
+    assert kv.admit(second) == 8  # the last block holds the last token, which is always computed
+    assert second.blocks[:2] == first.blocks[:2]
+    assert kv.usage().referenced == 4
+
+
+def test_paged_copies_a_shared_partial_block_on_write() -> None:
+    backend, kv = paged()
+    parent = run_to_end(backend, kv, [1, 2, 3, 4, 5, 6])
+    child = KVSequence(parent.tokens)
+    assert kv.fork(parent, child)
+    assert child.blocks == parent.blocks
+    for sequence, token in ((parent, 7), (child, 8)):
+        sequence.tokens.append(token)
+        assert kv.grow(sequence, 1)
+        compute(backend, kv, sequence, 1)
+    assert child.blocks[0] == parent.blocks[0] and child.blocks[1] != parent.blocks[1]
+    assert held_tokens(backend, parent)[-1] == 7 and held_tokens(backend, child)[-1] == 8
+
+
+def test_paged_twins_end_up_on_the_same_blocks() -> None:
+    backend, kv = paged()
+    pair = [KVSequence(list(range(10))) for _ in range(2)]
+    for sequence in pair:
+        assert kv.admit(sequence) == 0
+    assert kv.usage().referenced == 6
+    for sequence in pair:
+        compute(backend, kv, sequence, 10)
+    kv.check()
+    assert pair[0].blocks[:2] == pair[1].blocks[:2]
+    assert kv.usage().referenced == 4
+
+
+def test_eviction_takes_the_oldest_and_never_what_runs() -> None:
+    backend, kv = paged(blocks=8)
+    old = run_to_end(backend, kv, [1] * 8)
+    kv.release(old)
+    recent = run_to_end(backend, kv, [2] * 8)
+    kv.release(recent)
+    running = run_to_end(backend, kv, [3] * 8)
+    newcomer = KVSequence([4] * 16)
+    assert kv.admit(newcomer) == 0
+    assert kv.peek(array("i", [1] * 9).tobytes()) == 0
+    assert kv.peek(array("i", [2] * 9).tobytes()) == 8
+    assert held_tokens(backend, running) == [3] * 8
+
+
+def test_admission_without_room_changes_nothing() -> None:
+    backend, kv = paged(blocks=4)
+    run_to_end(backend, kv, [1] * 12)
+    before = kv.usage()
+    late = KVSequence([2] * 12)
+    assert kv.admit(late) is None
+    after = kv.usage()
+    assert (before.free, before.referenced) == (after.free, after.referenced)
+    assert after.allocation_failures == before.allocation_failures + 1
+    assert not late.admitted
+
+
+def test_watermark_leaves_room_to_grow_but_never_blocks_a_lone_sequence() -> None:
+    _, kv = paged(blocks=10, watermark=0.5)
+    assert kv.admit(KVSequence([1] * 36)) is not None
+    assert kv.admit(KVSequence([2] * 4)) is None
+
+
+def test_threshold_evicts_in_the_background() -> None:
+    backend, kv = paged(blocks=10, eviction_threshold=0.5)
+    for letter in range(4):
+        kv.release(run_to_end(backend, kv, [letter] * 8))
+    kv.maintain(idle=False)
+    usage = kv.usage()
+    assert usage.evictable == 5 and usage.evictions == 3
+
+
+def test_eviction_listener_hears_of_it() -> None:
+    heard: list[tuple[int, float]] = []
+    backend, kv = paged(blocks=4)
+    kv.on_eviction = lambda count, seconds: heard.append((count, seconds))
+    kv.release(run_to_end(backend, kv, [1] * 16))
+    assert kv.admit(KVSequence([2] * 8)) == 0
+    assert [count for count, _ in heard] == [2]
+
+
+def test_slots_reuse_a_prefix_of_a_running_sequence() -> None:
+    backend, kv = slots()
+    first = run_to_end(backend, kv, [1, 2, 3, 4, 5])
+    second = KVSequence([1, 2, 3, 9])
+    assert kv.admit(second) == 3
+    assert second.slot != first.slot
+    assert held_tokens(backend, second) == [1, 2, 3]
+
+
+def test_slots_go_on_in_place_when_a_chat_continues() -> None:
+    backend, kv = slots()
+    first = run_to_end(backend, kv, [1, 2, 3, 4, 5])
+    slot = first.slot
+    kv.release(first)
+    follow_up = KVSequence([1, 2, 3, 4, 5, 6, 7])
+    assert kv.admit(follow_up) == 5
+    assert follow_up.slot == slot
+    assert kv.usage().moved_bytes == 0
+
+
+def test_slots_keep_more_sequences_than_there_are_slots() -> None:
+    backend, kv = slots(count=2, store_tokens=400)
+    for letter in range(6):
+        kv.release(run_to_end(backend, kv, [letter] * 30))
+    for letter in range(6):
+        assert kv.peek(array("i", [letter] * 31).tobytes()) == 30
+    again = KVSequence([0] * 31)
+    assert kv.admit(again) == 30
+    assert held_tokens(backend, again) == [0] * 30
+
+
+def test_slots_save_a_tail_before_it_is_cut_off() -> None:
+    backend, kv = slots(count=1, store_tokens=100)
+    kv.release(run_to_end(backend, kv, [1] * 10 + [2] * 20))
+    branch = run_to_end(backend, kv, [1] * 10 + [3] * 5)
+    kv.release(branch)
+    assert kv.peek(array("i", [1] * 10 + [2] * 21).tobytes()) == 30
+
+
+def test_slots_drop_what_a_longer_sequence_covers() -> None:
+    backend, kv = slots(count=2)
+    kv.release(run_to_end(backend, kv, [1, 2, 3]))
+    other = run_to_end(backend, kv, [1, 2, 3, 4, 5])
+    kv.release(other)
+    kv.release(run_to_end(backend, kv, [1, 2, 3, 4, 5]))
+    assert kv.usage().sequences_held == 1
+
+
+def test_running_slots_are_kept_adjacent() -> None:
+    backend, kv = slots(count=4)
+    sequences = [run_to_end(backend, kv, [letter] * 5) for letter in range(4)]
+    kv.release(sequences[1])
+    kv.arrange()
+    running = [sequence for n, sequence in enumerate(sequences) if n != 1]
+    assert sorted(sequence.slot for sequence in running) == [0, 1, 2]
+    for sequence in running:
+        assert held_tokens(backend, sequence) == sequence.tokens.tolist()
+    assert kv.usage().compactions == 1
+    assert kv.peek(array("i", [1] * 6).tobytes()) == 5  # what was in the way is still cached
+
+
+def test_slots_run_out_without_harm() -> None:
+    backend, kv = slots(count=2)
+    for letter in range(2):
+        run_to_end(backend, kv, [letter] * 3)
+    assert kv.admit(KVSequence([5, 5])) is None
+    kv.check()
+
+
+def test_a_position_mismatch_is_noticed() -> None:
+    backend, kv = slots()
+    sequence = run_to_end(backend, kv, [1, 2, 3])
+    assert isinstance(backend.ops, SlotOps)
+    backend.ops.remove(sequence.slot, 2)
+    with pytest.raises(PositionMismatchError, match="holds 2 positions, the sequence has computed 3"):
+        kv.verify(sequence)
+
+
+def test_slot_operations_of_the_fake_backend() -> None:
+    backend, _ = slots()
+    ops = backend.ops
+    assert isinstance(ops, SlotOps)
+    backend.step([Chunk(array("i", [1, 2, 3, 4]), 0, False, slot=0)])
+    ops.copy(0, 1)
+    ops.remove(0, 1, 3)
+    ops.shift(0, 3, None, -2)
+    assert ops.length(0) == 2 and ops.length(1) == 4
+    ops.keep(1)
+    assert ops.length(0) == 0 and ops.length(1) == 4

@@ -1,0 +1,299 @@
+"""The scheduler on the fake backend, stepped by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cllm.backends.fake import FakeBackend
+from cllm.engine.params import SamplingParams
+from cllm.engine.request import FinishReason, Output, Request, RequestState
+from cllm.engine.scheduler import Scheduler
+from cllm.errors import BackendError, RequestTimeoutError
+from engine_kit import CONTEXT, make_request, make_scheduler, reference
+
+LAYOUTS = ["paged", "slots"]
+
+
+def step(scheduler: Scheduler, backend: FakeBackend) -> list[Output]:
+    plan = scheduler.schedule()
+    if not plan.chunks:
+        return []
+    return scheduler.apply(plan, backend.step(plan.chunks))
+
+
+def run(scheduler: Scheduler, backend: FakeBackend, limit: int = 2000) -> list[Output]:
+    outputs: list[Output] = []
+    for _ in range(limit):
+        if not scheduler.has_work:
+            return outputs
+        outputs += step(scheduler, backend)
+        scheduler.kv.check()
+    raise AssertionError("the scheduler does not come to an end")
+
+
+def answer(outputs: list[Output], request: Request, index: int = 0) -> list[int]:
+    return [o.token_id for o in outputs if o[:2] == (request.id, index) and o.token_id is not None]
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_batched_equals_alone(layout: str) -> None:
+    backend = FakeBackend()
+    scheduler = make_scheduler(backend, layout)
+    requests = [make_request(f"prompt number {n} " * (n + 1)) for n in range(6)]
+    for request in requests:
+        scheduler.add(request)
+    outputs = run(scheduler, backend)
+    for request in requests:
+        assert answer(outputs, request) == reference(request)
+        assert request.state is RequestState.COMPLETED
+
+
+def test_cached_equals_uncached_and_costs_less(layout: str) -> None:
+    backend = FakeBackend()
+    scheduler = make_scheduler(backend, layout)
+    first, second = (make_request("a long shared prompt, the same both times") for _ in range(2))
+    scheduler.add(first)
+    first_outputs = run(scheduler, backend)
+    spent = backend.computed_tokens
+    scheduler.add(second)
+    outputs = run(scheduler, backend)
+    assert answer(outputs, second) == answer(first_outputs, first) == reference(second)
+    assert backend.computed_tokens - spent < spent / 2
+    assert second.sequences[0].cached_tokens >= 32
+
+
+def test_a_shared_prompt_is_computed_once_even_when_all_come_together(layout: str) -> None:
+    backend = FakeBackend()
+    scheduler = make_scheduler(backend, layout)
+    shared = "s" * 120
+    requests = [make_request(f"{shared} user {n}") for n in range(6)]
+    for request in requests:
+        scheduler.add(request)
+    outputs = run(scheduler, backend)
+    for request in requests:
+        assert answer(outputs, request) == reference(request)
+    generated = sum(len(answer(outputs, request)) for request in requests)
+    assert backend.computed_tokens <= 120 + 6 * 16 + generated
+
+
+def test_decodes_come_first_and_prompts_are_cut(layout: str) -> None:
+    backend = FakeBackend()
+    scheduler = make_scheduler(backend, layout, max_step_tokens=16)
+    talker = make_request("hi", SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    scheduler.add(talker)
+    step(scheduler, backend)
+    long = make_request("x" * 200)
+    scheduler.add(long)
+    for _ in range(5):
+        plan = scheduler.schedule()
+        assert plan.decode_rows == 1 and plan.sequences[0].request is talker
+        assert plan.prompt_tokens <= 16
+        scheduler.apply(plan, backend.step(plan.chunks))
+    assert answer(run(scheduler, backend), long) == reference(long)
+
+
+def test_a_short_prompt_passes_a_long_one(layout: str) -> None:
+    backend = FakeBackend()
+    scheduler = make_scheduler(backend, layout, max_step_tokens=16)
+    long, short = make_request("l" * 220), make_request("short")
+    scheduler.add(long)
+    step(scheduler, backend)
+    scheduler.add(short)
+    step(scheduler, backend)
+    assert short.first_token_at is not None and long.first_token_at is None
+    before = long.sequences[0].num_computed
+    step(scheduler, backend)
+    assert long.sequences[0].num_computed > before
+
+
+def test_priorities_and_ageing_order_the_queue() -> None:
+    backend = FakeBackend()
+    scheduler = make_scheduler(backend, running=1, ageing_s=10.0)
+    urgent = make_request("urgent", priority=-1, arrival=5.0)
+    normal = make_request("normal", arrival=0.0)
+    aged = make_request("aged", priority=1, arrival=-20.0)
+    for request in (normal, urgent, aged):
+        scheduler.add(request)
+    ends = [o.request_id for o in run(scheduler, backend) if o.reason is not None]
+    assert ends == [aged.id, urgent.id, normal.id]
+
+
+def test_preemption_recomputes_and_nothing_changes() -> None:
+    backend = FakeBackend()
+    scheduler = make_scheduler(backend, "paged", tokens=64)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    requests = [make_request(f"{n}{n}{n}{n}", params, max_context=64) for n in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    outputs = run(scheduler, backend)
+    assert scheduler.preemptions > 0
+    for request in requests:
+        assert answer(outputs, request) == reference(request)
+
+
+def test_answers_to_one_prompt_share_it(layout: str) -> None:
+    backend = FakeBackend()
+    scheduler = make_scheduler(backend, layout, running=4)
+    params = SamplingParams(n=6, temperature=1.0, seed=11, max_tokens=10)
+    request = make_request("many answers to this one", params)
+    scheduler.add(request)
+    outputs = run(scheduler, backend)
+    for index in range(6):
+        assert answer(outputs, request, index) == reference(request, index)
+    assert len({tuple(answer(outputs, request, index)) for index in range(6)}) > 1
+    assert request.state is RequestState.COMPLETED
+
+
+def test_limits_end_an_answer(layout: str) -> None:
+    backend = FakeBackend()
+    scheduler = make_scheduler(backend, layout)
+    by_length = make_request("abc", SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
+    by_context = make_request("a" * 250, SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True))
+    first = reference(make_request("abc"))[0]
+    by_stop_token = make_request("abc", SamplingParams(temperature=0.0, stop_token_ids=[first]))
+    for request in (by_length, by_context, by_stop_token):
+        scheduler.add(request)
+    ends = {o.request_id: o for o in run(scheduler, backend) if o.reason is not None}
+    assert ends[by_length.id].reason is FinishReason.LENGTH and by_length.generated == 5
+    assert ends[by_context.id].reason is FinishReason.LENGTH and by_context.generated == CONTEXT - 250
+    assert ends[by_stop_token.id].reason is FinishReason.STOP
+    assert ends[by_stop_token.id].stop_token == first
+
+
+def test_deadlines_end_queued_and_running_requests(layout: str) -> None:
+    now = [0.0]
+    backend = FakeBackend()
+    scheduler = make_scheduler(backend, layout, running=1, clock=lambda: now[0])
+    running, queued = (make_request("zz", timeout_s=5.0) for _ in range(2))
+    scheduler.add(running)
+    step(scheduler, backend)
+    scheduler.add(queued)
+    assert scheduler.expire() == []
+    now[0] = 5.0
+    ends = scheduler.expire()
+    assert {o.request_id for o in ends} == {running.id, queued.id}
+    assert all(o.reason is FinishReason.TIMEOUT and isinstance(o.error, RequestTimeoutError) for o in ends)
+    assert not scheduler.has_work and scheduler.kv.usage().referenced == 0
+    assert running.state is RequestState.TIMEOUT
+
+
+def test_a_cancelled_twin_leaves_the_others_alone(layout: str) -> None:
+    backend = FakeBackend()
+    scheduler = make_scheduler(backend, layout)
+    request = make_request("one of three", SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=6))
+    scheduler.add(request)
+    scheduler.finish(request, 0, FinishReason.CANCELLED)
+    outputs = run(scheduler, backend)
+    for index in (1, 2):
+        assert answer(outputs, request, index) == reference(request, index)
+
+
+def test_unusable_logits_fail_one_request_only(layout: str) -> None:
+    backend = FakeBackend()
+    scheduler = make_scheduler(backend, layout)
+    good, bad = make_request("good"), make_request("bad")
+    scheduler.add(good)
+    scheduler.add(bad)
+    plan = scheduler.schedule()
+    logits = backend.step(plan.chunks)
+    logits[plan.sequences.index(bad.sequences[0])] = float("nan")
+    outputs = scheduler.apply(plan, logits)
+    ended = [o for o in outputs if o.reason is not None]
+    assert [o.request_id for o in ended] == [bad.id] and isinstance(ended[0].error, BackendError)
+    assert answer(outputs + run(scheduler, backend), good) == reference(good)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, go, fail and are cancelled at random; what completes is what it would have been alone."""
+
+    @initialize(layout=st.sampled_from(LAYOUTS), tokens=st.sampled_from([128, 512]))
+    def start(self, layout: str, tokens: int) -> None:
+        self.backend = FakeBackend()
+        self.scheduler = make_scheduler(self.backend, layout, tokens=tokens, running=4, max_step_tokens=24)
+        self.live: dict[str, Request] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+
+    @rule(
+        letters=st.lists(st.sampled_from([97, 98]), min_size=1, max_size=60),
+        n=st.integers(1, 3),
+        greedy=st.booleans(),
+        max_tokens=st.integers(1, 30),
+        priority=st.integers(-1, 1),
+    )
+    def submit(self, letters: list[int], n: int, greedy: bool, max_tokens: int, priority: int) -> None:
+        params = SamplingParams(
+            n=n, temperature=0.0 if greedy else 1.0, seed=3, max_tokens=max_tokens, ignore_eos=not greedy
+        )
+        request = make_request(letters, params, priority=priority, max_context=100)
+        self.live[request.id] = request
+        self.scheduler.add(request)
+
+    @rule()
+    def step(self) -> None:
+        self._take(step(self.scheduler, self.backend))
+        self.scheduler.kv.maintain(idle=not self.scheduler.running)
+
+    @rule()
+    def step_is_lost(self) -> None:
+        plan = self.scheduler.schedule()
+        if plan.chunks:
+            self.backend.step(plan.chunks)
+            self.scheduler.rewind(plan)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), during_step=st.booleans())
+    def cancel(self, data: st.DataObject, during_step: bool) -> None:
+        request = self.live[data.draw(st.sampled_from(list(self.live)))]
+        index = data.draw(st.sampled_from([None, *range(request.params.n)]))
+        plan = self.scheduler.schedule()
+        logits = self.backend.step(plan.chunks) if during_step and plan.chunks else None
+        outputs = self.scheduler.finish(request, index, FinishReason.CANCELLED)
+        if logits is not None:
+            outputs += self.scheduler.apply(plan, logits)
+        self._take(outputs)
+
+    @rule()
+    def context_is_lost(self) -> None:
+        self._take(self.scheduler.preempt_all(BackendError("lost", fatal=True)))
+        self.backend.rebuild()
+        self.scheduler.kv.reset()
+
+    @invariant()
+    def memory_is_sound(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.kv.check()
+            usage = self.scheduler.kv.usage()
+            assert usage.free + usage.evictable + usage.referenced == usage.total
+            assert usage.sequences_running == len(self.scheduler.running)
+
+    def teardown(self) -> None:
+        if hasattr(self, "scheduler"):
+            self._take(run(self.scheduler, self.backend, limit=5000))
+            assert not self.live and not self.scheduler.requests
+            assert self.scheduler.kv.usage().referenced == 0
+
+    def _take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            request = self.live[output.request_id]
+            key = (output.request_id, output.answer)
+            if output.token_id is not None:
+                self.tokens.setdefault(key, []).append(output.token_id)
+            if output.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert self.tokens[key] == reference(request, output.answer)
+            if request.id not in self.scheduler.requests and output is _last_of(outputs, request.id):
+                del self.live[request.id]
+
+
+def _last_of(outputs: list[Output], request_id: str) -> Output:
+    return [output for output in outputs if output.request_id == request_id][-1]
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestScheduler = SchedulerMachine.TestCase
