@@ -14,14 +14,14 @@ because the backend computes only adjacent slots together.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable
 from typing import Any
 
 from cllm.kv.eviction import EvictionPolicy, make_policy
+from cllm.kv.holders import Entry, HolderIndex
 from cllm.kv.manager import KVManager, PositionMismatchError
-from cllm.kv.ops import SavedKV, SlotGeometry, SlotOps
-from cllm.kv.radix import TOKEN_BYTES, Node, RadixTree
+from cllm.kv.ops import SlotGeometry, SlotOps
+from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
 from cllm.kv.usage import KVUsage
 
@@ -30,22 +30,6 @@ SAVE_TAIL_TOKENS = 16
 
 SAVED_OVERHEAD_BYTES = 32
 """Upper bound of what a saved sequence needs per token beside its K/V (positions and the like)."""
-
-
-class Entry:
-    """One computed sequence: running or held in a slot, or saved in the store."""
-
-    __slots__ = ("hits", "length", "node", "number", "owner", "saved", "slot")
-    _numbers = count()
-
-    def __init__(self, slot: int, owner: KVSequence) -> None:
-        self.number = next(Entry._numbers)
-        self.slot: int | None = slot
-        self.owner: KVSequence | None = owner
-        self.saved: SavedKV | None = None
-        self.node: Node[set[Entry]] | None = None
-        self.length = 0
-        self.hits = 0
 
 
 class SlotKVManager(KVManager):
@@ -65,70 +49,38 @@ class SlotKVManager(KVManager):
         self._geometry = geometry
         self._ops = ops
         self._bytes_per_token = bytes_per_token
-        self._saved_token_bytes = bytes_per_token + SAVED_OVERHEAD_BYTES
-        self._store_tokens = store_bytes // self._saved_token_bytes
+        self._store_tokens = store_bytes // (bytes_per_token + SAVED_OVERHEAD_BYTES)
         self._threshold_tokens = int(self._store_tokens * eviction_threshold)
         self._max_sequences = max_sequences
-        self._policy_name = eviction_policy
         self._clock = clock
         self._evictions = self._failures = self._queried = self._hit = self._moves = self._moved_bytes = 0
         self._peak = 0
-        self._start_empty()
-
-    def _start_empty(self) -> None:
-        self._slots: list[Entry | None] = [None] * self._geometry.slots
-        self._tree: RadixTree[set[Entry]] = RadixTree(1, set(), _split_holders)
-        self._store: EvictionPolicy[Entry] = make_policy(self._policy_name)
+        self._slots: list[Entry | None] = [None] * geometry.slots
+        self._index = HolderIndex()
+        self._store: EvictionPolicy[Entry] = make_policy(eviction_policy)
         self._stored_tokens = 0
 
     # -- admission ---------------------------------------------------------------------------------------------
 
     def peek(self, key: bytes) -> int:
-        return self._tree.find(key[:-TOKEN_BYTES]).matched // TOKEN_BYTES
+        return self._index.find(key[:-TOKEN_BYTES])[0]
 
     def admit(self, sequence: KVSequence) -> int | None:
-        key = sequence.tokens.tobytes()
-        found = self._tree.find(key[:-TOKEN_BYTES])
-        cached = found.matched // TOKEN_BYTES
-        source = _best_holder(found.node.value) if cached else None
+        cached, holders = self._index.find(sequence.tokens.tobytes()[:-TOKEN_BYTES])
+        source = min(holders, key=_preference) if cached else None
         slot = self._choose_slot(source)
         if slot is None:
             self._failures += 1
             return None
-        if source is not None:
+        if source is None:
+            self._vacate(slot)
+        else:
             source.hits += 1
             self._bring(source, slot, cached)
-        else:
-            self._vacate(slot)
-        entry = Entry(slot, sequence)
-        entry.hits = source.hits if source is not None else 0
-        self._slots[slot] = entry
-        sequence.entry = entry
-        sequence.slot = slot
-        sequence.num_computed = cached
-        self._index(sequence)
+        self._occupy(slot, sequence, cached)
         self._queried += len(sequence.tokens)
         self._hit += cached
         return cached
-
-    def arrange(self) -> None:
-        """Move running sequences from the end into gaps, so that the backend computes them together."""
-        running = self._running_slots()
-        while running and running[-1] - running[0] + 1 > len(running):
-            gap = next(n for n in range(running[0], running[-1]) if n not in running)
-            entry = self._slots[running[-1]]
-            assert entry is not None and entry.owner is not None and entry.slot is not None
-            self._vacate(gap)
-            self._copy(entry.slot, gap, entry.owner.num_computed)
-            self._ops.remove(entry.slot, 0)
-            self._slots[entry.slot] = None
-            self._slots[gap] = entry
-            entry.slot = entry.owner.slot = gap
-            self._moves += 1
-            running = self._running_slots()
-
-    def grow(self, sequence: KVSequence, count: int) -> bool:
-        return sequence.num_computed + count <= self.max_tokens
 
     def fork(self, parent: KVSequence, child: KVSequence) -> bool:
         slot = self._choose_slot(None)
@@ -137,20 +89,33 @@ class SlotKVManager(KVManager):
             return False
         self._vacate(slot)
         self._copy(parent.slot, slot, parent.num_computed)
-        entry = Entry(slot, child)
-        self._slots[slot] = entry
-        child.entry = entry
-        child.slot = slot
-        child.num_computed = parent.num_computed
-        self._index(child)
+        self._occupy(slot, child, parent.num_computed)
         return True
+
+    def arrange(self) -> None:
+        """Move running sequences from the end into gaps, so that the backend computes them together."""
+        running = self._running_slots()
+        while running and running[-1] - running[0] + 1 > len(running):
+            gap = next(number for number in range(running[0], running[-1]) if number not in running)
+            entry = self._slots[running[-1]]
+            assert entry is not None and entry.owner is not None and entry.slot is not None
+            self._vacate(gap)
+            self._copy(entry.slot, gap, entry.owner.num_computed)
+            self._empty(entry.slot)
+            self._slots[gap] = entry
+            entry.slot = entry.owner.slot = gap
+            self._moves += 1
+            running = self._running_slots()
+
+    def grow(self, sequence: KVSequence, count: int) -> bool:
+        return sequence.num_computed + count <= self.max_tokens
 
     # -- after a step ------------------------------------------------------------------------------------------
 
     def commit(self, sequence: KVSequence) -> None:
-        # A token at a time is indexed when the sequence ends; whole prompt chunks at once, for others to share.
+        # Prompt chunks are indexed at once, for others to share; generated tokens when the sequence ends.
         if sequence.num_computed - sequence.entry.length > 1:
-            self._index(sequence)
+            self._index.extend(sequence.entry, sequence)
 
     def verify(self, sequence: KVSequence) -> None:
         held = self._ops.length(sequence.slot)
@@ -165,9 +130,11 @@ class SlotKVManager(KVManager):
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         entry: Entry = sequence.entry
         if keep and sequence.num_computed:
-            self._index(sequence)
+            self._index.extend(entry, sequence)
             entry.owner = None
-            self._drop_covered(entry)
+            for other in self._index.covered_by(entry):
+                if other.owner is None:
+                    self._discard(other)
         else:
             self._discard(entry)
         sequence.entry = None
@@ -179,7 +146,8 @@ class SlotKVManager(KVManager):
     def maintain(self, *, idle: bool) -> None:
         self._make_room(0, self._threshold_tokens)
         if self._max_sequences is not None:
-            while len(self._store) and len(self._store) + self._occupied() > self._max_sequences:
+            occupied = sum(entry is not None for entry in self._slots)
+            while len(self._store) and len(self._store) + occupied > self._max_sequences:
                 self._evict(self._store.peek())
 
     def clear(self) -> None:
@@ -189,51 +157,40 @@ class SlotKVManager(KVManager):
             self._evict(entry)
 
     def reset(self) -> None:
-        if any(entry is not None and entry.owner is not None for entry in self._slots):
+        if self._running_slots():
             raise ValueError("sequences still hold slots")
         # What is saved is our own memory and survives; what was only in slots is gone.
         for entry in self._held_in_slots():
-            self._forget(entry)
+            self._index.remove(entry)
         self._slots = [None] * self._geometry.slots
 
     def usage(self) -> KVUsage:
-        referenced = held = running = held_count = 0
-        longest_gap = gaps = gap = 0
-        for entry in self._slots:
-            if entry is None:
-                gaps += gap == 0
-                gap += 1
-                longest_gap = max(longest_gap, gap)
-                continue
-            gap = 0
-            if entry.owner is not None:
-                running += 1
-                referenced += entry.owner.num_computed
-            else:
-                held_count += 1
-                held += entry.length
+        running = [entry.owner for entry in self._slots if entry is not None and entry.owner is not None]
+        held = self._held_in_slots()
+        referenced = sum(owner.num_computed for owner in running)
+        evictable = sum(entry.length for entry in held) + self._stored_tokens
         total = self._geometry.tokens + self._store_tokens
-        evictable = held + self._stored_tokens
         self._peak = max(self._peak, referenced)
+        free_runs = "".join("." if entry is None else "x" for entry in self._slots).replace("x", " ").split()
         return KVUsage(
-            "slots",
-            1,
-            self._bytes_per_token,
-            total,
-            total - evictable - referenced,
-            evictable,
-            referenced,
-            self._peak,
-            running,
-            held_count + len(self._store),
-            gaps,
-            longest_gap * self._geometry.slot_tokens,
-            self._evictions,
-            self._failures,
-            self._moves,
-            self._moved_bytes,
-            self._queried,
-            self._hit,
+            layout="slots",
+            unit_tokens=1,
+            bytes_per_unit=self._bytes_per_token,
+            total=total,
+            free=total - evictable - referenced,
+            evictable=evictable,
+            referenced=referenced,
+            peak=self._peak,
+            sequences_running=len(running),
+            sequences_held=len(held) + len(self._store),
+            free_segments=len(free_runs),
+            largest_free_span=max(map(len, free_runs), default=0) * self._geometry.slot_tokens,
+            evictions=self._evictions,
+            allocation_failures=self._failures,
+            compactions=self._moves,
+            moved_bytes=self._moved_bytes,
+            query_tokens=self._queried,
+            hit_tokens=self._hit,
         )
 
     def details(self) -> dict[str, Any]:
@@ -248,29 +205,26 @@ class SlotKVManager(KVManager):
         }
 
     def check(self) -> None:
-        self._tree.check()
-        stored = 0
-        entries = [entry for entry in self._slots if entry is not None]
+        self._index.check()
         for number, entry in enumerate(self._slots):
-            if entry is None:
-                if self._ops.length(number):
-                    raise AssertionError(f"slot {number} is free but holds {self._ops.length(number)} positions")
-                continue
-            expected = entry.length if entry.owner is None else entry.owner.num_computed
-            if entry.slot != number or self._ops.length(number) != expected:
+            expected = 0
+            if entry is not None:
+                expected = entry.length if entry.owner is None else entry.owner.num_computed
+                if entry.slot != number or entry.saved is not None:
+                    raise AssertionError(f"slot {number} names a sequence that is elsewhere")
+            if self._ops.length(number) != expected:
                 raise AssertionError(f"slot {number} holds {self._ops.length(number)} positions, not {expected}")
-        holders = {holder for node in self._tree.nodes() for holder in node.value}
-        for holder in holders:
-            if holder.saved is None:
-                if holder not in entries:
+        stored = 0
+        for entry in self._index.entries():
+            if entry.saved is None:
+                if entry.slot is None or self._slots[entry.slot] is not entry:
                     raise AssertionError("the index names a sequence that is nowhere")
-            else:
-                stored += holder.length
-                if holder.slot is not None or holder not in self._store:
-                    raise AssertionError("a saved sequence is in a slot, or not evictable")
-        if stored != self._stored_tokens or stored > self._store_tokens:
+                continue
+            stored += entry.length
+            if entry.slot is not None or entry not in self._store:
+                raise AssertionError("a saved sequence is in a slot, or not evictable")
+        if not stored == self._stored_tokens <= self._store_tokens:
             raise AssertionError(f"{stored} tokens are stored, {self._stored_tokens} counted")
-        self._check_index(holders)
 
     # -- inside: slots -----------------------------------------------------------------------------------------
 
@@ -294,43 +248,52 @@ class SlotKVManager(KVManager):
         return [slot for slot in (high + 1, low - 1) if 0 <= slot < len(self._slots)]
 
     def _running_slots(self) -> list[int]:
-        return [n for n, entry in enumerate(self._slots) if entry is not None and entry.owner is not None]
+        return [number for number, entry in enumerate(self._slots) if entry is not None and entry.owner is not None]
 
     def _held_in_slots(self) -> list[Entry]:
         return [entry for entry in self._slots if entry is not None and entry.owner is None]
 
-    def _occupied(self) -> int:
-        return sum(entry is not None for entry in self._slots)
+    def _occupy(self, slot: int, sequence: KVSequence, computed: int) -> None:
+        entry = Entry(slot, sequence)
+        self._slots[slot] = entry
+        sequence.entry = entry
+        sequence.slot = slot
+        sequence.num_computed = computed
+        self._index.extend(entry, sequence)
 
     def _bring(self, source: Entry, slot: int, cached: int) -> None:
         """Make `slot` hold the first `cached` tokens of `source`."""
         if source.slot == slot:
             worth_saving = source.length - cached >= SAVE_TAIL_TOKENS
             if not (worth_saving and self._save(source)):
-                self._forget(source)
+                self._index.remove(source)
             self._slots[slot] = None
+        elif source.slot is not None:
+            self._vacate(slot)
+            self._copy(source.slot, slot, source.length)
         else:
-            # The source itself may be evicted to make room for what is saved from this slot; it is used first.
-            if source.saved is not None:
-                self._touch(source)
-            self._vacate(slot, spare=source)
-            if source.slot is not None:
-                self._copy(source.slot, slot, source.length)
-            elif source.saved is not None:
-                self._ops.load(slot, source.saved)
-                self._moved_bytes += source.saved.nbytes
+            assert source.saved is not None
+            self._store.remove(source)
+            self._store.add(source, source.hits)
+            saved = source.saved
+            # Saving what is in the slot may evict the source; its bytes are in hand.
+            self._vacate(slot)
+            self._ops.load(slot, saved)
+            self._moved_bytes += saved.nbytes
         if self._ops.length(slot) > cached:
             self._ops.remove(slot, cached)
 
-    def _vacate(self, slot: int, spare: Entry | None = None) -> None:
+    def _vacate(self, slot: int) -> None:
         """Empty a slot that nobody runs in; what it held moves to the store if there is room."""
         entry = self._slots[slot]
-        if entry is None:
-            return
-        if not self._save(entry, spare):
-            self._forget(entry)
-        self._slots[slot] = None
+        if entry is not None:
+            if not self._save(entry):
+                self._index.remove(entry)
+            self._empty(slot)
+
+    def _empty(self, slot: int) -> None:
         self._ops.remove(slot, 0)
+        self._slots[slot] = None
 
     def _copy(self, source: int, target: int, tokens: int) -> None:
         self._ops.copy(source, target)
@@ -338,13 +301,12 @@ class SlotKVManager(KVManager):
 
     # -- inside: store -----------------------------------------------------------------------------------------
 
-    def _save(self, entry: Entry, spare: Entry | None = None) -> bool:
-        """Keep a held sequence's content as bytes. Its slot is the caller's to empty. False if there is no room."""
+    def _save(self, entry: Entry) -> bool:
+        """Keep a held sequence's content as bytes; its slot is the caller's to empty. False: there is no room."""
         assert entry.slot is not None
         if entry.length > self._store_tokens:
             return False
-        if not self._make_room(entry.length, self._store_tokens, spare):
-            return False
+        self._make_room(entry.length, self._store_tokens)
         entry.saved = self._ops.save(entry.slot)
         self._moved_bytes += entry.saved.nbytes
         entry.slot = None
@@ -352,109 +314,37 @@ class SlotKVManager(KVManager):
         self._stored_tokens += entry.length
         return True
 
-    def _touch(self, entry: Entry) -> None:
-        self._store.remove(entry)
-        self._store.add(entry, entry.hits)
-
-    def _make_room(self, tokens: int, limit: int, spare: Entry | None = None) -> bool:
+    def _make_room(self, tokens: int, limit: int) -> None:
+        """Evict saved sequences until `tokens` more keep the store within `limit`."""
+        if self._stored_tokens + tokens <= limit:
+            return
         started = self._clock()
-        evicted = 0
+        before = self._stored_tokens
         while self._stored_tokens + tokens > limit and len(self._store):
-            oldest = self._store.peek()
-            if oldest is spare:
-                return False
-            evicted += oldest.length
-            self._evict(oldest)
-        if evicted and self.on_eviction is not None:
-            self.on_eviction(evicted, self._clock() - started)
-        return self._stored_tokens + tokens <= limit
+            self._evict(self._store.peek())
+        if self.on_eviction is not None:
+            self.on_eviction(before - self._stored_tokens, self._clock() - started)
 
     def _evict(self, entry: Entry) -> None:
         self._evictions += entry.length
         self._discard(entry)
 
     def _discard(self, entry: Entry) -> None:
+        """Let go of an entry wherever it is."""
         if entry.slot is not None:
-            self._ops.remove(entry.slot, 0)
-            self._slots[entry.slot] = None
+            self._empty(entry.slot)
             entry.slot = None
-        self._forget(entry)
-
-    def _forget(self, entry: Entry) -> None:
-        """Take an entry out of store and index."""
         if entry.saved is not None:
             self._store.remove(entry)
             self._stored_tokens -= entry.length
             entry.saved = None
-        node, entry.node = entry.node, None
-        while node is not None and node.parent is not None:
-            node.value.discard(entry)
-            node = self._tree.remove(node) if not node.value else node.parent
-
-    # -- inside: index -----------------------------------------------------------------------------------------
-
-    def _index(self, sequence: KVSequence) -> None:
-        """Let the index know everything the sequence has computed."""
-        entry: Entry = sequence.entry
-        start = entry.node or self._tree.root
-        key = sequence.tokens[entry.length : sequence.num_computed].tobytes()
-        found = self._tree.find(key, start)
-        node = self._tree.cut(found) if found.matched else start
-        part = node
-        while part is not start:
-            part.value.add(entry)
-            assert part.parent is not None
-            part = part.parent
-        if rest := key[found.matched :]:
-            if node.parent is not None and not node.children and node.value == {entry}:
-                node.key += rest
-            else:
-                node = self._tree.add(node, rest, {entry})
-        entry.node = node if node.parent is not None else None
-        entry.length = sequence.num_computed
-
-    def _drop_covered(self, entry: Entry) -> None:
-        """Held sequences that are a prefix of this one, or equal to it, give nothing that it does not."""
-        assert entry.node is not None
-        covered = {
-            other
-            for node in entry.node.path()
-            for other in node.value
-            if other is not entry and other.node is node and other.owner is None
-        }
-        for other in covered:
-            self._discard(other)
-
-    def _check_index(self, holders: set[Entry]) -> None:
-        for holder in holders:
-            spelled = b"".join(bytes(node.key) for node in reversed(list(_path(holder))))
-            if len(spelled) != holder.length * TOKEN_BYTES:
-                raise AssertionError("an entry's path is not as long as the entry")
-            if any(holder not in node.value for node in _path(holder)):
-                raise AssertionError("an entry is missing from its own path")
-            if holder.owner is not None and not holder.owner.tokens.tobytes().startswith(spelled):
-                raise AssertionError("an entry stands on a path that spells other tokens")
-        for node in self._tree.nodes():
-            if not node.value:
-                raise AssertionError("a node has no holder")
+        self._index.remove(entry)
 
 
-def _path(entry: Entry) -> Iterator[Node[set[Entry]]]:
-    return entry.node.path() if entry.node is not None else iter(())
-
-
-def _best_holder(holders: set[Entry]) -> Entry | None:
+def _preference(entry: Entry) -> tuple[int, int]:
     """Among equals: one that waits in a slot, then a running one, then a saved one; of those the newest."""
-
-    def rank(entry: Entry) -> tuple[int, int]:
-        place = 2 if entry.slot is None else int(entry.owner is not None)
-        return place, -entry.number
-
-    return min(holders, key=rank, default=None)
-
-
-def _split_holders(holders: set[Entry], at: int) -> tuple[set[Entry], set[Entry]]:
-    return set(holders), holders
+    place = 2 if entry.slot is None else int(entry.owner is not None)
+    return place, -entry.number
 
 
 def _describe(entry: Entry | None) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""Which computed sequences exist, and which of them begins like a prompt: the prefix index of the slots manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from cllm.kv.ops import SavedKV
+from cllm.kv.radix import TOKEN_BYTES, Node, RadixTree
+from cllm.kv.sequence import KVSequence
+
+
+class Entry:
+    """One computed sequence: running or held in a slot, or saved as bytes."""
+
+    __slots__ = ("hits", "length", "node", "number", "owner", "saved", "slot")
+    _numbers = count()
+
+    def __init__(self, slot: int, owner: KVSequence) -> None:
+        self.number = next(Entry._numbers)
+        self.slot: int | None = slot
+        self.owner: KVSequence | None = owner
+        """The running sequence, None once it has ended."""
+        self.saved: SavedKV | None = None
+        self.node: Node[set[Entry]] | None = None
+        self.length = 0
+        """Tokens the index knows of; a running sequence may be ahead by what it has generated since."""
+        self.hits = 0
+
+    def path(self) -> Iterator[Node[set[Entry]]]:
+        return self.node.path() if self.node is not None else iter(())
+
+
+class HolderIndex:
+    """A radix tree of tokens in which every node knows the entries whose path runs through it."""
+
+    def __init__(self) -> None:
+        self._tree: RadixTree[set[Entry]] = RadixTree(1, set(), lambda holders, at: (set(holders), holders))
+
+    def find(self, key: bytes) -> tuple[int, set[Entry]]:
+        """How many tokens of `key` some entry holds, and the entries that hold that many."""
+        found = self._tree.find(key)
+        return found.matched // TOKEN_BYTES, found.node.value
+
+    def extend(self, entry: Entry, sequence: KVSequence) -> None:
+        """Let the index know everything `sequence` has computed. O(new tokens)."""
+        start = entry.node or self._tree.root
+        key = sequence.tokens[entry.length : sequence.num_computed].tobytes()
+        found = self._tree.find(key, start)
+        node = self._tree.cut(found) if found.matched else start
+        part = node
+        while part is not start:
+            part.value.add(entry)
+            assert part.parent is not None
+            part = part.parent
+        if rest := key[found.matched :]:
+            if node.parent is not None and not node.children and node.value == {entry}:
+                node.key += rest
+            else:
+                node = self._tree.add(node, rest, {entry})
+        entry.node = node if node.parent is not None else None
+        entry.length = sequence.num_computed
+
+    def remove(self, entry: Entry) -> None:
+        node, entry.node = entry.node, None
+        while node is not None and node.parent is not None:
+            node.value.discard(entry)
+            node = self._tree.remove(node) if not node.value else node.parent
+
+    def covered_by(self, entry: Entry) -> set[Entry]:
+        """The entries that are a prefix of this one, or equal to it."""
+        return {other for node in entry.path() for other in node.value if other.node is node and other is not entry}
+
+    def entries(self) -> set[Entry]:
+        return {entry for node in self._tree.nodes() for entry in node.value}
+
+    def check(self) -> None:
+        self._tree.check()
+        if any(not node.value for node in self._tree.nodes()):
+            raise AssertionError("a node has no holder")
+        for entry in self.entries():
+            spelled = b"".join(bytes(node.key) for node in reversed(list(entry.path())))
+            if len(spelled) != entry.length * TOKEN_BYTES:
+                raise AssertionError("an entry's path is not as long as the entry")
+            if any(entry not in node.value for node in entry.path()):
+                raise AssertionError("an entry is missing from its own path")
+            if entry.owner is not None and not entry.owner.tokens.tobytes().startswith(spelled):
+                raise AssertionError("an entry stands on a path that spells other tokens")
