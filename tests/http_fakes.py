@@ -113,6 +113,8 @@ class FakeGeneration:
             if self.llm.failure is not None and position == self.llm.fail_at:
                 raise self.llm.failure
             if self.llm.permits is not None:
+                if self.llm.permits.locked():
+                    self.llm.starved.set()
                 await self.llm.permits.acquire()
             for index in range(self.params.n):
                 delta = FakeDelta(index, character, [ord(character)], self._logprobs(character))
@@ -135,8 +137,8 @@ class FakeGeneration:
 class FakeLLM:
     """Answers every prompt with `text`; one character is one token.
 
-    With `permits`, every token waits for one. `failure` is raised before token `fail_at`, or by `submit`
-    if that is None.
+    With `permits`, every token waits for one; `starved` says that there is none left. `failure` is raised before
+    token `fail_at`, or by `submit` if that is None.
     """
 
     config: Config = field(default_factory=Config)
@@ -157,6 +159,7 @@ class FakeLLM:
         self.observers: list[Any] = []
         self.generations: list[FakeGeneration] = []
         self.submitted = asyncio.Event()
+        self.starved = asyncio.Event()
         self.state = SNAPSHOT
 
     async def start(self) -> None:

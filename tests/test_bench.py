@@ -189,7 +189,9 @@ def test_tokens_come_from_usage_and_times_from_events_with_text() -> None:
     assert not answer.add({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 4}}, 10.9)
     assert answer.ttft == pytest.approx(0.5)
     assert answer.gaps == pytest.approx([0.3])
-    assert answer.seconds_per_token == pytest.approx(0.1)
+    answer.finished = 11.4
+    assert answer.seconds_per_token == pytest.approx(0.3)
+    assert answer.longest_silence == pytest.approx(0.6)
     assert (answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens) == (5, 4, 0)
     assert answer.text == "three tokens here!"
 
@@ -383,6 +385,7 @@ def test_ratios_are_in_our_favour_above_one_whichever_way_is_better() -> None:
     assert Figure("k", "seconds", "s", "lower").ratio(2.0, 8.0) == 4
     assert Figure("k", "speed", "tok/s", "higher").ratio(8.0, 2.0) == 4
     assert Figure("k", "seconds", "s", "lower").ratio(0.0, 8.0) is None
+    assert Figure("k", "slope", "us", "lower").ratio(2.0, -8.0) is None
 
 
 @pytest.mark.parametrize(
@@ -428,7 +431,7 @@ def test_the_table_shows_values_ratio_requirement_verdict_and_notes() -> None:
     ]
     console = Console(width=160, record=True, file=None, quiet=False, force_terminal=False)
     with console.capture() as captured:
-        print_result(console, Result("prefix", "prefix: 32 users", "llama-server", figures, runs))
+        print_result(console, Result("prefix", "prefix: 32 users", "cLLM", "llama-server", figures, runs))
     text = captured.get()
     for expected in ("10.0 s", "50.0 s", "5.00x", ">= 4x", "13,430 ms", "<= 400 ms", "8 slots", "60 % busy"):
         assert expected in text

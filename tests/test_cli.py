@@ -42,6 +42,7 @@ Here = Callable[..., Result]
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Here]:
     """Run a command in this process: what a user would see of it, but faster."""
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     for name in list(os.environ):
         if name.startswith("CLLM_"):
             monkeypatch.delenv(name)
@@ -57,6 +58,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         return Result(caught.value.code, *capsys.readouterr())
 
     yield run
+    signal.signal(signal.SIGTERM, on_sigterm)
     logging.getLogger("cllm").setLevel(logging.NOTSET)
 
 

@@ -17,6 +17,7 @@ from cllm.engine.observer import RequestRecord
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason
 from cllm.errors import BackendError, OverloadedError, RequestTimeoutError, ShuttingDownError
+from cllm.kv.ops import SlotOps
 from engine_kit import Collector, assert_nothing_left, make_engine, make_request, reference
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
@@ -314,3 +315,26 @@ def _write_stray_token(backend: FakeBackend, chunk: Chunk) -> None:
     """What the position check is for: the backend holds a token nobody asked it to hold."""
     stray = Chunk(array("i", [9]), chunk.start + 40, False, chunk.slot)
     backend.memory.write(stray, np.array([9], dtype=np.int32))
+
+
+def test_a_slot_that_lost_its_content_before_a_step_is_healed() -> None:
+    engine, backend, collector = make_engine("slots")
+    steps = iter(range(1000))
+
+    def lose_everything(chunks: Sequence[Chunk]) -> None:
+        assert isinstance(backend.ops, SlotOps)
+        if next(steps) == 4:
+            backend.ops.remove(chunks[0].slot, 0)
+        for chunk in chunks:
+            if backend.ops.length(chunk.slot) != chunk.start:
+                raise BackendError(f"slot {chunk.slot} does not hold {chunk.start} positions")
+
+    backend.faults.before_step = lose_everything
+    engine.start()
+    request = make_request("lost and found", LONG)
+    engine.submit(request)
+    collector.wait_end(request)
+    assert collector.tokens[request.id, 0] == reference(request)
+    assert engine.scheduler.position_mismatches == 1
+    engine.stop(0)
+    assert_nothing_left(engine)

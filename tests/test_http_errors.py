@@ -18,6 +18,9 @@ from cllm.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
+from cllm.server import errors
+from cllm.server.middleware import RequestContext
+from cllm.server.validation import describe_invalid
 from http_fakes import FakeLLM, client_for, config_with, served
 
 COMPLETION = {"prompt": "hi"}
@@ -402,7 +405,6 @@ async def test_a_repeated_request_id_still_makes_unique_requests() -> None:
 
 async def test_a_crash_after_the_answer_began_is_not_hidden() -> None:
     """The connection has to break: a cut-off answer must not look complete."""
-    from cllm.server.middleware import RequestContext
 
     async def breaks_off(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -417,3 +419,36 @@ async def test_a_crash_after_the_answer_began_is_not_hidden() -> None:
     with pytest.raises(ValueError, match="half way"):
         await RequestContext(breaks_off)(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
     assert [message["type"] for message in sent] == ["http.response.start"]
+
+
+def huge(count: int) -> list[tuple[str, dict[str, Any], str]]:
+    """Bodies of nothing but mistakes, and the parameter to blame."""
+    part = {"role": "user", "content": [{"type": "text"}] * count}
+    return [
+        ("/v1/completions", {"prompt": [*[5] * count, "a"]}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "stop": [1] * count}, "stop"),
+        ("/v1/completions", {"prompt": "x", "stop_token_ids": ["a"] * count}, "stop_token_ids[0]"),
+        ("/v1/completions", {"prompt": "x", **{f"k{number}": 1 for number in range(count)}}, "k0"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {str(n): "a" for n in range(count)}}, "logit_bias"),
+        ("/v1/chat/completions", {"messages": [1] * count}, "messages[0]"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * count}, "messages"),
+        ("/v1/chat/completions", {"messages": [part]}, "messages[0].content[0].text"),
+    ]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), huge(20_000), ids=lambda value: str(value)[:30])
+async def test_thousands_of_mistakes_are_one_error(
+    path: str, body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Describing every one of them would hold up everybody else for seconds."""
+    described: list[int] = []
+
+    def counted(found: Any) -> Any:
+        described.append(len(found))
+        return describe_invalid(found)
+
+    monkeypatch.setattr(errors, "describe_invalid", counted)
+    response = await post(FakeLLM(), path, body)
+    assert (response.status_code, error_of(response)["param"]) == (400, param)
+    assert described[0] <= 4
+    assert len(response.content) < 500

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -355,11 +356,11 @@ async def test_a_client_that_leaves_stops_its_generations(path: str, body: dict[
     llm = FakeLLM(permits=asyncio.Semaphore(tokens))
     async with served(llm) as app, httpx.AsyncClient(base_url=app.url) as client:
         asking = asyncio.ensure_future(client.post(path, json=body))
-        await llm.submitted.wait()
+        await llm.starved.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await app.idle.wait()
-        assert llm.generations
+        assert sum(generation.completion_tokens for generation in llm.generations) >= tokens
         assert all(generation.closed.is_set() for generation in llm.generations)
         assert app.leftovers() == []
 
@@ -442,8 +443,6 @@ async def test_a_slow_socket_gets_fewer_and_larger_writes() -> None:
 
 
 async def test_a_long_prompt_is_tokenised_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     llm = FakeLLM(max_context=10**6)
     threads: dict[int, bool] = {}
 

@@ -163,10 +163,29 @@ def test_largest_is_a_stable_sort_cut_off(seed: int, count: int, size: int) -> N
     assert largest(values, count).tolist() == sorted(order[:count])
 
 
+LAST = 1.0 - 2.0**-53
+"""The largest u there is: it selects the last token that is left."""
+
+
 def test_the_nucleus_of_equal_tokens_ends_exactly_where_it_is_reached() -> None:
     values = np.zeros(4096, np.float32)
-    assert draw(values, 0.0, 1.0 - 2.0**-53, temperature=1.0, top_k=0, top_p=0.5, min_p=0.0) == 2047
-    assert draw(values, 0.0, 1.0 - 2.0**-53, temperature=1.0, top_k=64, top_p=0.5, min_p=0.0) == 31
+    assert draw(values, 0.0, LAST, temperature=1.0, top_k=0, top_p=0.5, min_p=0.0) == 2047
+    assert draw(values, 0.0, LAST, temperature=1.0, top_k=64, top_p=0.5, min_p=0.0) == 31
+
+
+def test_a_large_nucleus_ends_exactly_where_it_is_reached() -> None:
+    values = np.full(4096, -1.0, np.float32)
+    values[:1024] = 0.0
+    total = 1024 + 3072 * math.exp(-1)
+    size = 1024 + math.ceil((0.9 * total - 1024) / math.exp(-1))
+    assert draw(values, 0.0, LAST, temperature=1.0, top_k=0, top_p=0.9, min_p=0.0) == size - 1
+
+
+def test_rounding_never_selects_an_impossible_token() -> None:
+    for seed in range(100):
+        values = np.random.default_rng(seed).normal(0, 1, 250).astype(np.float32)
+        values[200:] = -np.inf
+        assert draw(values, float(values.max()), LAST, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) == 199
 
 
 def test_the_uniform_numbers() -> None:

@@ -95,7 +95,8 @@ class FakeBackend(Backend):
         hashed ^= hashed >> np.uint64(29)
         hashed *= np.uint64(0xBF58476D1CE4E5B9)
         spread = (hashed >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22)
-        return np.add(spread, self._boost, dtype=np.float32)
+        logits: Logits = spread + self._boost
+        return logits
 
     def abort(self) -> None:
         self._aborted.set()

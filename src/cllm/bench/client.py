@@ -58,9 +58,14 @@ class Answer:
         return [later - sooner for sooner, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     @property
+    def longest_silence(self) -> float:
+        """The worst gap; one between the last text and the end counts, too."""
+        return max([*self.gaps, self.finished - self.arrivals[-1]]) if self.arrivals else self.seconds
+
+    @property
     def seconds_per_token(self) -> float:
         """Mean over all tokens after the first, however they were packed into events."""
-        return (self.arrivals[-1] - self.arrivals[0]) / (self.completion_tokens - 1)
+        return (self.seconds - self.ttft) / (self.completion_tokens - 1)
 
     def add(self, event: Mapping[str, Any], now: float) -> bool:
         """Take in one event; says whether it held text. The role event of a chat holds none."""

@@ -45,8 +45,9 @@ class Figure:
 
     def ratio(self, ours: float, peer: float) -> float | None:
         """How many times better ours is: more than 1 is in our favour, whichever way is better."""
-        over, under = (peer, ours) if self.better == "lower" else (ours, peer)
-        return over / under if under > 0 else None
+        if ours <= 0 or peer <= 0:
+            return None
+        return peer / ours if self.better == "lower" else ours / peer
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ class Result:
 
     name: str
     title: str
+    driven: str
+    """Whose figures stand in the first column: cLLM, or the address that was driven in its place."""
     peer: str | None
     figures: Sequence[Figure]
     runs: Sequence[Run]
@@ -58,6 +60,7 @@ class Result:
         return {
             "name": self.name,
             "title": self.title,
+            "driven": self.driven,
             "peer": self.peer,
             "notes": self.notes,
             "rows": [_row_json(row) for row in self.rows],
@@ -93,7 +96,7 @@ class Report:
 def print_result(console: Console, result: Result) -> None:
     table = Table(title=result.title, title_justify="left", caption="\n".join(result.notes), caption_justify="left")
     table.add_column("metric")
-    for heading in ("cLLM", result.peer or "no peer", "ratio", "required"):
+    for heading in (result.driven, result.peer or "no peer", "ratio", "required"):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     for row in result.rows:

@@ -64,7 +64,8 @@ async def run_all(workloads: Sequence[Workload], setup: Setup, report: Report, c
             report.failures[workload.title] = str(error)
             console.print("failed:", f"{workload.title}: {error}", style="red", markup=False, highlight=False)
         else:
-            result = Result(workload.name, workload.title, workload.peer_name(setup), workload.figures, runs)
+            driven, peer = setup.url or "cLLM", workload.peer_name(setup)
+            result = Result(workload.name, workload.title, driven, peer, workload.figures, runs)
             report.results.append(result)
             print_result(console, result)
         report.save()

@@ -208,8 +208,7 @@ class Engine:
             except BackendError as own_error:
                 if own_error.fatal:
                     return outputs + self._rebuild(own_error)
-                request = sequence.request
-                outputs += self.scheduler.finish(request, sequence.index, FinishReason.ERROR, own_error)
+                outputs += self.scheduler.blame(sequence, own_error)
             else:
                 outputs += self.scheduler.apply(alone, logits)
         return outputs

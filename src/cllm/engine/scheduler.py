@@ -294,6 +294,16 @@ class Scheduler:
             if sequence.running:
                 self.kv.rewind(sequence)
 
+    def blame(self, sequence: Sequence, error: BackendError) -> list[Output]:
+        """A sequence could not be computed, not even alone: it fails, unless its memory was wrong and can be redone."""
+        try:
+            self.kv.verify(sequence)
+        except PositionMismatchError as mismatch:
+            if sequence.recoveries < MAX_RECOVERIES:
+                self._heal(sequence, mismatch)
+                return []
+        return self.finish(sequence.request, sequence.index, FinishReason.ERROR, error)
+
     def preempt_all(self, error: Exception) -> list[Output]:
         """The backend's memory is lost: everything that ran is recomputed, or fails if that happened too often."""
         outputs: list[Output] = []

@@ -145,9 +145,10 @@ class Answers:
     async def _close(self) -> None:
         for pump in self._pumps:
             pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        # First what holds memory: a second cancellation could cut the wait for the pumps short.
         for generation in self.generations:
             await generation.aclose()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -155,7 +156,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task,), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGoneError
         return task.result()

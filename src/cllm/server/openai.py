@@ -56,7 +56,7 @@ async def completions(body: CompletionRequest, request: Request, state: State) -
     params = _params(state, body, max_tokens, body.logprobs)
     texts = _split(body.prompt)
     _check_count(state, len(texts), params.n)
-    prompts = [await state.encode(text) if isinstance(text, str) else text for text in texts]
+    prompts = await state.encode_all(texts)
     tokenizer = state.llm.tokenizer
     echoes: dict[int, str] = {}
     if body.echo:

@@ -8,12 +8,13 @@ from pydantic import ConfigDict, Field, model_validator
 
 from cllm.engine.params import MAX_LOGPROBS
 from cllm.server.sampling_schema import SamplingFields
-from cllm.server.validation import Int32, RequestModel, Text, Unsupported, refusal
+from cllm.server.validation import Int32, RequestModel, StrictModel, Text, Texts, Unsupported, refusal
 
 ModelName = Annotated[Text, Field(max_length=512)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 UserName = Annotated[Text, Field(max_length=256)]
 
+MAX_MESSAGES = 4096
 _PROMPT = "A string, several strings, token ids, or several lists of token ids."
 
 
@@ -51,7 +52,7 @@ class CompletionRequest(OpenAIRequest):
     )
     unsupported: ClassVar[Unsupported] = {"suffix": ("",)}
 
-    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]] = Field(description=_PROMPT)
+    prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] = Field(description=_PROMPT)
     max_tokens: Int32 | None = Field(None, description="Most tokens to generate. Default 16.")
     echo: bool | None = Field(None, description="Put the prompt in front of the answer.")
     logprobs: Int32 | None = Field(None, description="Log probabilities of so many likeliest tokens, 0 to 20.")
@@ -67,7 +68,7 @@ class CompletionRequest(OpenAIRequest):
         return self
 
 
-class TextPart(RequestModel):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: Text
 
@@ -87,7 +88,9 @@ class ChatMessage(RequestModel):
     role: Literal["system", "developer", "user", "assistant"] = Field(
         description="`developer` is another word for `system`."
     )
-    content: Text | list[TextPart] = Field(description="Text, or parts of type `text`, joined by newlines.")
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] = Field(
+        description="Text, or parts of type `text`, joined by newlines."
+    )
 
     def plain(self) -> dict[str, str]:
         """The message in the form that chat templates know."""
@@ -128,7 +131,7 @@ class ChatRequest(OpenAIRequest):
         "prompt_cache_retention": ("in_memory",),
     }
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: Int32 | None = Field(None, description="The old name of max_completion_tokens.")
     max_completion_tokens: Annotated[Int32, Field(ge=1)] | None = Field(
         None, description="Most tokens to generate. Default: as many as the context holds."

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from cllm.engine.params import SamplingParams
 from cllm.errors import InvalidRequestError
-from cllm.server.validation import Int32, Int64, RequestModel, Text
+from cllm.server.validation import Int32, Int64, RequestModel, Text, Texts, wrong
 
 _PASSED_ON = (
     "temperature",
@@ -28,6 +28,20 @@ _PASSED_ON = (
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
+def _ids_to_numbers(biases: Any) -> Any:
+    """Stops at the first wrong entry, where pydantic would report every one."""
+    if isinstance(biases, dict):
+        for key, bias in biases.items():
+            if not _TOKEN_ID.fullmatch(key):
+                raise wrong(f"has the key {key[:40]!r}; keys are token ids")
+            if type(bias) not in (int, float):
+                raise wrong(f"has a bias that is not a number for token {key}")
+    return biases
+
+
+Biases = Annotated[dict[str, float], BeforeValidator(_ids_to_numbers)]
+
+
 class SamplingFields(RequestModel):
     """`null` means the default. Ranges are checked by `SamplingParams`, once for all ways in."""
 
@@ -38,12 +52,12 @@ class SamplingFields(RequestModel):
     repetition_penalty: float | None = Field(None, description="Above 1 discourages repetition. Default 1.")
     frequency_penalty: float | None = Field(None, description="-2 to 2. Default 0.")
     presence_penalty: float | None = Field(None, description="-2 to 2. Default 0.")
-    logit_bias: dict[str, float] | None = Field(
-        None, description="Token id -> bias from -100 to 100.", examples=[{"42": -100}]
-    )
+    logit_bias: Biases | None = Field(None, description="Token id -> bias from -100 to 100.", examples=[{"42": -100}])
     seed: Int64 | None = Field(None, description="Same seed, same output, whatever else is running.")
-    stop: Text | list[Text] | None = Field(None, description="The answer ends before any of these.")
-    stop_token_ids: list[Int32] | None = Field(None, description="The answer ends at any of these tokens.")
+    stop: Text | Texts | None = Field(None, description="The answer ends before any of these.")
+    stop_token_ids: Annotated[list[Int32], Field(fail_fast=True)] | None = Field(
+        None, description="The answer ends at any of these tokens."
+    )
     ignore_eos: bool | None = Field(None, description="Go on past the end-of-answer token.")
     min_tokens: Int32 | None = Field(None, description="No end before this many tokens. Default 0.")
     priority: Int32 | None = Field(None, description="Lower goes first. Default 0.")
@@ -59,7 +73,7 @@ class SamplingFields(RequestModel):
             **given,
             max_tokens=max_tokens,
             stop=self._stops(max_stops),
-            logit_bias=self._biases(),
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
         )
 
     def _stops(self, most: int) -> tuple[str, ...]:
@@ -70,11 +84,3 @@ class SamplingFields(RequestModel):
                 "stop",
             )
         return stops
-
-    def _biases(self) -> dict[int, float]:
-        biases: dict[int, float] = {}
-        for key, bias in (self.logit_bias or {}).items():
-            if not _TOKEN_ID.fullmatch(key):
-                raise InvalidRequestError(f"logit_bias has the key {key[:40]!r}; keys are token ids", "logit_bias")
-            biases[int(key)] = bias
-        return biases

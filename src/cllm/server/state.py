@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LONG_TEXT = 20_000
-"""Characters from which on tokenising moves to a thread, so that the streams of others do not stutter."""
+LONG_TEXT = 4_000
+"""Characters, of which a thousand cost up to a millisecond, from which on tokenising moves to a thread: others'
+streams must not stutter."""
 
 
 @dataclass(slots=True)
@@ -48,7 +49,15 @@ class ServerState:
         )
 
     async def encode(self, text: str) -> list[int]:
-        return await off_loop(len(text), lambda: self.llm.tokenizer.encode(text))
+        return (await self.encode_all([text]))[0]
+
+    async def encode_all(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Strings become tokens, tokens stay."""
+        encode = self.llm.tokenizer.encode
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await off_loop(
+            size, lambda: [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        )
 
     async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         size = sum(len(message["content"]) for message in messages)

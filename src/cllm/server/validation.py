@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from reprlib import Repr
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 _SHOWN = 60
-_OWN_KINDS = frozenset({"refused", "lone_surrogate"})
+_SHOULD = re.compile("^(Input|String) should")
+_SHORT = Repr()  # looks at the beginning of a value only
+_SHORT.maxstring = _SHORT.maxother = _SHOWN
+_OWN_KINDS = frozenset({"refused", "wrong"})
 _MUST_BE = {
     "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
     "stop": "a string or a list of strings",
@@ -22,44 +27,59 @@ def _whole_characters(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PydanticCustomError(
-            "lone_surrogate", "holds half of a surrogate pair at character {at}", {"at": error.start}
-        ) from None
+        raise wrong(f"holds half of a surrogate pair at character {error.start}") from None
     return text
 
 
 Text = Annotated[str, AfterValidator(_whole_characters)]
 """A string that can be written as UTF-8."""
+Texts = Annotated[list[Text], Field(fail_fast=True)]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 Unsupported = Mapping[str, Sequence[Any]]
 
 
-class RequestModel(BaseModel):
-    """A JSON object from a client. Unknown keys and wrong types are errors, never guesses."""
+class StrictModel(BaseModel):
+    """A JSON object from a client. Unknown keys and wrong types are errors, never guesses.
+
+    Lists in requests are `fail_fast`: a list of a million wrong items is one error, not a million.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RequestModel(StrictModel):
+    """One that says of every key it refuses whether it is unknown or known and not supported."""
 
     unsupported: ClassVar[Unsupported] = {}
     """Parameters that the API knows and this server does not have, each with the values that change nothing."""
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
+    def _refuse_keys(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        taken = {}
         for name, value in data.items():
-            harmless = cls.unsupported.get(name)
-            if harmless is not None and value is not None and value not in harmless:
-                choices = ["leave it out", *(f"send {json.dumps(value)}" for value in harmless)]
+            if name in cls.model_fields:
+                taken[name] = value
+            elif name not in cls.unsupported:
+                raise refusal(name, "is not a parameter of this request")
+            elif value is not None and value not in cls.unsupported[name]:
+                choices = ["leave it out", *(f"send {json.dumps(harmless)}" for harmless in cls.unsupported[name])]
                 raise refusal(name, f"is not supported by this server; {' or '.join(choices)}")
-        return {name: value for name, value in data.items() if name not in cls.unsupported}
+        return taken
+
+
+def wrong(reason: str) -> PydanticCustomError:
+    """For validators of one value."""
+    return PydanticCustomError("wrong", "{reason}", {"reason": reason})
 
 
 def refusal(param: str, reason: str) -> PydanticCustomError:
     """For validators of a whole object, which have to say which parameter they mean."""
-    return PydanticCustomError("refused", "{reason}", {"param": param, "reason": reason})
+    return PydanticCustomError("refused", "{reason}", {"param": _shorten(param), "reason": reason})
 
 
 def describe_invalid(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
@@ -110,9 +130,13 @@ def _reason(error: Mapping[str, Any], name: str | int, errors: Sequence[Mapping[
         return "is missing"
     if kind == "too_short":
         return "is empty"
+    if kind == "too_long":
+        return f"holds more than {error['ctx']['max_length']} items"
+    if kind == "model_attributes_type":
+        return f"must be an object, not {_show(error.get('input'))}"
     if kind == "extra_forbidden":
         return "is not a parameter of this request"
-    expected = str(error["msg"]).replace("Input should be ", "must be ")
+    expected = _SHOULD.sub("must", str(error["msg"]))
     if name in _MUST_BE and len(errors) > 1:
         expected = f"must be {_MUST_BE[str(name)]}"
     return f"{expected}, not {_show(error.get('input'))}"
@@ -120,7 +144,7 @@ def _reason(error: Mapping[str, Any], name: str | int, errors: Sequence[Mapping[
 
 def _show(value: Any) -> str:
     try:
-        return _shorten(repr(value))
+        return _shorten(_SHORT.repr(value))
     except ValueError:  # an integer of more digits than Python prints
         return "a number too large to show"
 

@@ -150,16 +150,18 @@ class LlamaCppBackend(Backend):
             )
 
     def _check_chunks(self, ordered: Sequence[Chunk], context: Context) -> None:
-        """What llama.cpp would end the process for, or take silently."""
+        """What llama.cpp would take silently, or end the process for."""
         last = -1
         for chunk in ordered:
-            end = chunk.start + len(chunk.tokens)
+            held, end = self._ops.length(chunk.slot), chunk.start + len(chunk.tokens)
             if chunk.slot == last:
                 raise BackendError(f"slot {chunk.slot} has two chunks in one step")
             if not chunk.tokens:
                 raise BackendError(f"the chunk of slot {chunk.slot} has no tokens")
+            if chunk.start != held:
+                raise BackendError(f"slot {chunk.slot} holds {held} positions, but its chunk starts at {chunk.start}")
             if end > context.slot_tokens:
-                raise BackendError(f"slot {chunk.slot} holds {context.slot_tokens} positions, not {end}")
+                raise BackendError(f"slot {chunk.slot} has room for {context.slot_tokens} positions, not for {end}")
             last = chunk.slot
 
     def _context_params(self, geometry: SlotGeometry) -> Any:

@@ -36,6 +36,11 @@ _CPU_FEATURES = (
     "NEON",
 )
 
+# llama.cpp's compute threads meet hundreds of times per step, and libgomp lets each wait by spinning for up to 15 ms. When
+# anything else runs, be it our own event loop, they spin on the very core that the late one needs, and a step takes ten
+# times as long. A short spin, then sleep, costs nothing when the machine is ours. libgomp reads this when it is loaded.
+_SPIN_COUNT = "1000"
+
 
 class Log:
     """Takes llama.cpp's log lines: all go to Python logging as debug, errors are kept for our own messages."""
@@ -124,6 +129,7 @@ class Library:
 @lru_cache(maxsize=1)
 def load_library() -> Library:
     """llama.cpp, loaded at first use. Raises `ModelError` when it is not there."""
+    os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     try:
         import llama_cpp
         import llama_cpp.llama_cpp as api

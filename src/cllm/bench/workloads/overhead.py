@@ -121,8 +121,9 @@ def _metrics(rounds: Sequence[Sequence[float]]) -> Metrics:
 
 
 def _token_ms(times: Sequence[float]) -> float:
-    """Mean over all tokens after the first."""
-    return (times[-1] - times[0]) / (len(times) - 1) * 1e3
+    """Mean over all tokens that came after the first ones."""
+    later = sum(time > times[0] for time in times)
+    return (times[-1] - times[0]) / later * 1e3
 
 
 def _more_percent(ours: float, theirs: float) -> float:
