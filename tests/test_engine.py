@@ -268,7 +268,7 @@ def test_observers_hear_of_every_end(running: Running) -> None:
         def on_eviction(self, count: int, seconds: float) -> None: ...
 
     listener = Listener()
-    engine.add_observer(listener)
+    engine.scheduler.observers.append(listener)
     request = make_request("observe me", arrival=engine._clock())
     engine.submit(request)
     collector.wait_end(request)

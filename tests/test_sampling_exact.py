@@ -183,9 +183,9 @@ def test_a_large_nucleus_ends_exactly_where_it_is_reached() -> None:
 
 def test_rounding_never_selects_an_impossible_token() -> None:
     for seed in range(100):
-        values = np.random.default_rng(seed).normal(0, 1, 250).astype(np.float32)
+        values = np.random.default_rng(seed).normal(0, 8, 250).astype(np.float32)
         values[200:] = -np.inf
-        assert draw(values, float(values.max()), LAST, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) == 199
+        assert draw(values, float(values.max()), LAST, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) < 200
 
 
 def test_the_uniform_numbers() -> None:

@@ -48,8 +48,8 @@ class AsyncLLM:
         parts = await asyncio.to_thread(assemble, self.config)
         self._parts = parts
         engine = Engine(parts.backend, parts.scheduler, self._deliver, max_queue=self.config.scheduler.max_queue)
-        for observer in self.observers:
-            engine.add_observer(observer)
+        # The same list, so that whoever adds an observer later is heard too.
+        parts.scheduler.observers = self.observers
         parts.scheduler.kv.on_eviction = self._on_eviction
         engine.start()
         self._engine = engine

@@ -76,6 +76,7 @@ def _bench(
         workloads = [workload.quick() for workload in workloads]
     with console.status("starting") as status:
         setup = make_setup(
+            workloads,
             model=model,
             threads=threads or physical_cores(),
             repeats=repeats or (1 if len(names) > 1 else 3),

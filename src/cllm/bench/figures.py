@@ -41,7 +41,7 @@ class Figure:
             return ""
         if self.limit.on == "ratio":
             return f">= {self.limit.bound:g}x"
-        return f"{'<=' if self.better == 'lower' else '>='} {self.limit.bound:g} {self.unit}".rstrip()
+        return f"{'<=' if self.better == 'lower' else '>='} {self.limit.bound:,g} {self.unit}".rstrip()
 
     def ratio(self, ours: float, peer: float) -> float | None:
         """How many times better ours is: more than 1 is in our favour, whichever way is better."""

@@ -13,6 +13,7 @@ from rich.table import Table
 from cllm.bench.client import BenchError
 from cllm.bench.figures import Run
 from cllm.bench.peers import LLAMA_SERVER, require_llama_server
+from cllm.bench.prompts import Encode
 from cllm.bench.report import Report, Result, number, print_result
 from cllm.bench.workloads.base import HttpWorkload, Setup, Workload
 from cllm.errors import CLLMError
@@ -24,6 +25,7 @@ _ADDRESS = "such as http://127.0.0.1:8000"
 
 
 def make_setup(
+    workloads: Sequence[Workload],
     *,
     model: str,
     threads: int,
@@ -35,7 +37,8 @@ def make_setup(
 ) -> Setup:
     """Everything checked before the first server starts."""
     if against == "llama-server":
-        require_llama_server()
+        if any(workload.over_http for workload in workloads):
+            require_llama_server()
     elif against != "none" and "://" not in against:
         raise BenchError(f"--against is {against!r}; it must be llama-server, none or an address ({_ADDRESS})")
     if url is not None and "://" not in url:
@@ -43,7 +46,7 @@ def make_setup(
     remembers = url is not None or "://" in against
     return Setup(
         model=model,
-        encode=_byte_tokens if backend == "fake" else load_tokenizer(GGUFModel.open(resolve(model))).encode,
+        encode=_encoder(model, backend, workloads),
         threads=threads,
         repeats=repeats,
         backend=backend,
@@ -92,6 +95,8 @@ def _median_of(runs: Sequence[Run], key: str) -> str:
     return number(median(run.metrics[key] for run in runs))
 
 
-def _byte_tokens(text: str) -> Sequence[int]:
-    """The fake backend's tokens are bytes."""
-    return text.encode()
+def _encoder(model: str, backend: str, workloads: Sequence[Workload]) -> Encode:
+    """The model's tokenizer. The fake backend's tokens are bytes, and some work needs none at all."""
+    if backend == "fake" or not any(workload.needs_model for workload in workloads):
+        return str.encode
+    return load_tokenizer(GGUFModel.open(resolve(model))).encode

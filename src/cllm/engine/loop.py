@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from cllm.backends.base import Backend
-from cllm.engine.observer import EngineObserver
 from cllm.engine.request import FinishReason, Output, Request
 from cllm.engine.scheduler import Plan, Scheduler
 from cllm.engine.stats import EngineSnapshot
@@ -76,9 +75,6 @@ class Engine:
     @property
     def accepting(self) -> bool:
         return self._accepting and self._thread.is_alive()
-
-    def add_observer(self, observer: EngineObserver) -> None:
-        self.scheduler.observers.append(observer)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises at once if it cannot be taken."""

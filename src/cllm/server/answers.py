@@ -156,7 +156,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait((task,), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGoneError
         return task.result()

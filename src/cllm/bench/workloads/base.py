@@ -65,6 +65,7 @@ class Workload(ABC):
     name: ClassVar[str]
     figures: ClassVar[tuple[Figure, ...]]
     over_http: ClassVar[bool] = False
+    needs_model: ClassVar[bool] = True
 
     @property
     @abstractmethod

@@ -43,6 +43,7 @@ class Micro(Workload):
     """A whole number of blocks next to 1,000."""
 
     name = "micro"
+    needs_model = False
     figures = (
         Figure("small_step_ms", "scheduler + KV per step, 32 running", "ms", limit=own(0.3)),
         Figure("large_step_ms", "scheduler + KV per step, 256 running", "ms", limit=own(2.0)),
