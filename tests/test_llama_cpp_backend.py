@@ -8,6 +8,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def backend(module_backend: LlamaCppBackend) -> LlamaCppBackend:
     return module_backend
 
 
+@lru_cache
 def tokenise(text: str) -> array[int]:
     api = load_library().api
     model = api.llama_model_default_params()
@@ -298,22 +300,17 @@ def test_a_shifted_slot_goes_on_as_before(backend: LlamaCppBackend, prompts: lis
     assert shifted.argmax() == expected.argmax()
 
 
-def test_a_range_in_the_middle_is_cut_out(backend: LlamaCppBackend, prompts: list[array[int]]) -> None:
+def test_a_range_in_the_middle_is_cut_out(backend: LlamaCppBackend) -> None:
     ops = backend.ops
-    counting = tokenise(", ".join(map(str, range(1, 60))) + ",")
-    prefill(backend, 0, counting)
+    counting, goes_on = tokenise(", ".join(map(str, range(1, 60))) + ","), tokenise(" 60, 61, 62,")
+    prefill(backend, 0, counting[:-1])
     ops.remove(0, 20, 60)
     ops.shift(0, 60, None, -40)
-    assert ops.length(0) == len(counting) - 40
+    assert ops.length(0) == len(counting) - 41
     # The recent part is whole, so counting goes on where it was.
-    assert generate_after(backend, 0, counting) == tokenise(" 60, 61, 62,").tolist()
-    assert ops.length(0) == len(counting) - 40 + len(tokenise(" 60, 61, 62,"))
-
-
-def generate_after(backend: LlamaCppBackend, slot: int, tokens: array[int]) -> list[int]:
-    backend.ops.remove(slot, backend.ops.length(slot) - 1)
-    logits = prefill(backend, slot, tokens[-1:], backend.ops.length(slot))
-    return continue_greedily(backend, slot, logits, len(tokenise(" 60, 61, 62,")) + 1)[:-1]
+    logits = prefill(backend, 0, counting[-1:], len(counting) - 41)
+    assert continue_greedily(backend, 0, logits, len(goes_on)) == goes_on.tolist()
+    assert ops.length(0) == len(counting) - 40 + len(goes_on) - 1
 
 
 def test_a_shift_past_the_end_is_refused(backend: LlamaCppBackend, prompts: list[array[int]]) -> None:
@@ -487,7 +484,12 @@ def test_close_is_final_and_may_be_repeated(prompts: list[array[int]]) -> None:
     backend.close()
     backend.close()
     backend.abort()
-    for use in (backend.rebuild, lambda: backend.step([Chunk(prompts[0], 0, True, 0)]), lambda: ops.save(0)):
+    for use in (
+        backend.rebuild,
+        lambda: backend.step([Chunk(prompts[0], 0, True, 0)]),
+        lambda: ops.save(0),
+        lambda: ops.length(0),
+    ):
         with pytest.raises(BackendError) as caught:
             use()
         assert caught.value.fatal

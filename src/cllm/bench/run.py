@@ -76,6 +76,7 @@ async def run_all(workloads: Sequence[Workload], setup: Setup, report: Report, c
 
 async def tune_peer(workloads: Sequence[Workload], setup: Setup, console: Console) -> None:
     """Measure the peer alone under every setting that might be its best for the work."""
+    require_llama_server()
     for workload in workloads:
         if not isinstance(workload, HttpWorkload):
             continue
@@ -85,7 +86,7 @@ async def tune_peer(workloads: Sequence[Workload], setup: Setup, console: Consol
             table.add_column(f"{figure.label}, {figure.unit}".rstrip(", "), justify="right")
         for settings in LLAMA_SERVER[workload.peer_key]:
             setup.progress(f"{workload.title}: {settings}")
-            candidate = replace(setup, peer_settings=settings)
+            candidate = replace(setup, against="llama-server", peer_settings=settings)
             runs = [await workload.one_pass(candidate, "peer", repeat) for repeat in range(setup.repeats)]
             table.add_row(str(settings), *(_median_of(runs, figure.key) for figure in workload.figures))
         console.print(table)

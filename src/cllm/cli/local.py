@@ -24,9 +24,9 @@ def prepare(file: Path | None, assignments: Sequence[str] | None, model: str | N
     quiet = loaded.sources["log.level"] == "default"
     setup_logging(config.log.model_copy(update={"level": "warning"}) if quiet else config.log)
     if config.backend.kind != "fake":
-        from cllm.cli.pull import fetch_model
+        from cllm.models.registry import resolve
 
-        fetch_model(config.model.name)
+        resolve(config.model.name)
     return config
 
 

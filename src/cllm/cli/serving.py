@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from cllm.cli.pull import fetch_model
 from cllm.config import Config, ServerConfig
 from cllm.errors import ConfigError
 from cllm.llm import AsyncLLM
+from cllm.models.registry import resolve
 from cllm.observe.log import EfficiencyLog, RequestLog, setup_logging, stop_logging
 from cllm.server.app import create_app
 
@@ -35,7 +35,7 @@ def run_server(config: Config) -> int:
     setup_logging(config.log)
     with bind(config.server) as listener:
         if config.backend.kind != "fake":
-            fetch_model(config.model.name)
+            resolve(config.model.name)  # here, so that Ctrl-C ends a download
         server = Server(config, listener)
         with contextlib.suppress(asyncio.CancelledError):
             server.run(sockets=[listener])

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 PIPED_WIDTH = 200
 """Columns when nobody watches: no line of the table is broken, so that grep works."""
+MEANING_WIDTH = 120
+"""Narrower terminals do without the descriptions."""
 
 
 def show(config_file: ConfigOption = None, assignments: SetOption = None, json_file: JsonOption = None) -> None:
@@ -61,12 +63,17 @@ def _print_table(rows: dict[str, dict[str, Any]]) -> None:
 
     from cllm.config.problems import as_written
 
-    console = Console()
+    console = Console(markup=False, highlight=False)
     if not console.is_terminal:
-        console = Console(width=PIPED_WIDTH)
-    table = Table("key", "value", "from", "meaning", box=None, pad_edge=False, header_style="bold")
-    table.columns[0].no_wrap = True
+        console.width = PIPED_WIDTH
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("key", no_wrap=True)
+    table.add_column("value")
+    table.add_column("from")
+    with_meaning = console.width >= MEANING_WIDTH
+    if with_meaning:
+        table.add_column("meaning")
     for key, row in rows.items():
-        style = None if row["source"] == "default" else "bold green"
-        table.add_row(key, as_written(row["value"]), row["source"], row["description"], style=style)
-    console.print(table, markup=False)
+        cells = [key, as_written(row["value"]), row["source"]] + [row["description"]] * with_meaning
+        table.add_row(*cells, style=None if row["source"] == "default" else "bold green")
+    console.print(table)

@@ -65,7 +65,7 @@ def _byte_alphabet() -> dict[int, str]:
 
 
 _BYTE_TO_CHAR = _byte_alphabet()
-_CHAR_TO_BYTE = {char: bytes([byte]) for byte, char in _BYTE_TO_CHAR.items()}
+_TO_LATIN1 = str.maketrans({char: chr(byte) for byte, char in _BYTE_TO_CHAR.items()})
 
 
 def default_add_bos(pre: str) -> bool:
@@ -76,7 +76,10 @@ def token_bytes(text: str, kind: TokenKind) -> bytes:
     """What an ordinary token of a byte-level vocabulary stands for."""
     if kind == TokenKind.USER_DEFINED:
         return text.encode()
-    return b"".join(_CHAR_TO_BYTE.get(char) or char.encode() for char in text)
+    try:
+        return text.translate(_TO_LATIN1).encode("latin-1")
+    except UnicodeEncodeError:  # not in the byte alphabet: an addition to the vocabulary in plain spelling
+        return text.encode()
 
 
 def build_encoder(model: GGUFModel, vocab: Vocabulary) -> Encoder:

@@ -21,17 +21,20 @@ class TokenKind(IntEnum):
     BYTE = 6
 
 
+_KINDS = {kind.value: kind for kind in TokenKind}
 SPECIAL_KINDS = frozenset({TokenKind.UNKNOWN, TokenKind.CONTROL})
 """Tokens that structure a prompt; text becomes one of them only where the caller says so."""
 
-# Files seldom list every token that ends an answer, so these are recognised by name, as llama.cpp does it.
+# Files seldom list every token that ends an answer, so these are recognised by name, as llama.cpp does it
+# (but not "</s>", which is an ordinary token in some vocabularies).
 _END_NAMES = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
-    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>",
     "[e~[", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
     "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 })  # fmt: skip
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # Control tokens in function that some files mark as user-defined.
 _CONTROL_NAMES = _END_NAMES | frozenset({
@@ -68,25 +71,28 @@ def read_vocabulary(model: GGUFModel) -> Vocabulary:
         raise ModelError(
             f"{model.path}: has {len(tokens)} tokens but {len(kinds)} token types; give another .gguf file"
         )
-    named = {f"{key}_token_id": _read_id(model, key, len(tokens)) for key in ("bos", *_END_KEYS)}
-    bos_id = named.pop("bos_token_id")
     ends = {ids[name] for name in _END_NAMES if name in ids}
-    ends.update(token_id for token_id in named.values() if token_id is not None)
+    ends.update(token_id for key in _END_KEYS if (token_id := _read_id(model, key, len(tokens))) is not None)
     return Vocabulary(
         tokens=tokens,
-        kinds=[_effective_kind(kind, text) for kind, text in zip(kinds, tokens, strict=False)],
+        kinds=[
+            TokenKind.CONTROL if text in _CONTROL_NAMES else _KINDS.get(kind, TokenKind.NORMAL)
+            for kind, text in zip(kinds, tokens, strict=False)
+        ],
         ids=ids,
-        bos_id=bos_id,
+        bos_id=_read_id(model, "bos", len(tokens)),
         eos_ids=frozenset(ends),
     )
 
 
+def special_name(model: GGUFModel, key: str) -> str:
+    """The name of the token with this role ("bos", "eos"), or nothing if the model has none."""
+    tokens = model.get("tokenizer.ggml.tokens", cast("list[str]", []))
+    token_id = _read_id(model, key, len(tokens))
+    return "" if token_id is None else tokens[token_id]
+
+
 def _read_id(model: GGUFModel, key: str, size: int) -> int | None:
-    token_id = model.get(f"tokenizer.ggml.{key}_token_id", -1)
+    default = _SENTENCEPIECE_IDS.get(key, -1) if model.get("tokenizer.ggml.model", "") == "llama" else -1
+    token_id = model.get(f"tokenizer.ggml.{key}_token_id", default)
     return token_id if 0 <= token_id < size else None
-
-
-def _effective_kind(kind: int, text: str) -> TokenKind:
-    if text in _CONTROL_NAMES:
-        return TokenKind.CONTROL
-    return TokenKind(kind) if 1 <= kind <= 6 else TokenKind.NORMAL

@@ -41,7 +41,7 @@ class Context:
                 f"{library.log.reason()}",
                 fatal=True,
             )
-        self.memory = library.get_memory(self._pointer)
+        self._memory = library.get_memory(self._pointer)
         self.slot_tokens: int = api.llama_n_ctx_seq(self._pointer)
         self.n_batch: int = api.llama_n_batch(self._pointer)
         self.n_ubatch: int = api.llama_n_ubatch(self._pointer)
@@ -60,6 +60,11 @@ class Context:
         if not self._pointer:
             raise BackendError("the llama.cpp context is closed", fatal=True)
         return self._pointer
+
+    @property
+    def memory(self) -> Any:
+        """The handle of the K/V memory."""
+        return self.pointer and self._memory
 
     def abort(self) -> None:
         self._abort_data[0] = b"x"

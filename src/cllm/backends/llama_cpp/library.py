@@ -36,9 +36,9 @@ _CPU_FEATURES = (
     "NEON",
 )
 
-# llama.cpp's compute threads meet hundreds of times per step, and libgomp lets each wait by spinning for up to 15 ms. When
-# anything else runs, be it our own event loop, they spin on the very core that the late one needs, and a step takes ten
-# times as long. A short spin, then sleep, costs nothing when the machine is ours. libgomp reads this when it is loaded.
+# llama.cpp's compute threads wait for each other hundreds of times a step, and libgomp lets each spin for milliseconds
+# before it sleeps. When anything else wants to run, be it our own event loop, they spin on the very core that the late
+# one needs, and steps take ten times as long. libgomp reads this once, when it is loaded.
 _SPIN_COUNT = "1000"
 
 

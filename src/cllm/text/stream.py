@@ -1,0 +1,115 @@
+"""Tokens to text as they come, for one answer: whole characters only, and nothing from a stop string on."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from functools import lru_cache
+
+from cllm.errors import InvalidRequestError
+from cllm.text.tokenizer import Tokenizer
+
+MAX_STOP_CHARACTERS = 4096
+"""Of all stop strings of a request together; bounds the memory they cost."""
+
+
+class TextStream:
+    """Feed it tokens with `push`, send what it returns, and end with `flush`.
+
+    What was sent is always a beginning of the final text. Several stop strings: the one that is complete first counts,
+    and of those complete at the same character the longest, so the result does not depend on token borders.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._matcher = _matcher(tuple(stop)) if stop else None
+        self._state = 0
+        self._held = ""
+        self.stopped: str | None = None
+        """The stop string that was met."""
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now."""
+        raw = self._tokenizer.token_bytes(token_id)
+        if not raw and not self._skip_special:
+            raw = self._tokenizer.token_text(token_id).encode()
+        return self._release(self._decoder.decode(raw))
+
+    def flush(self) -> str:
+        """The rest, when no more tokens come. An incomplete character becomes U+FFFD."""
+        released = self._release(self._decoder.decode(b"", final=True))
+        held, self._held, self._state = self._held, "", 0
+        return released + held
+
+    def _release(self, text: str) -> str:
+        if self.stopped is not None:
+            return ""
+        if self._matcher is None:
+            return text
+        known = self._held + text
+        for end, char in enumerate(text, len(self._held) + 1):
+            self._state = self._matcher.advance(self._state, char)
+            self.stopped = self._matcher.complete[self._state]
+            if self.stopped is not None:
+                self._held = ""
+                return known[: end - len(self.stopped)]
+        certain = len(known) - self._matcher.depth[self._state]
+        self._held = known[certain:]
+        return known[:certain]
+
+
+class _StopMatcher:
+    """An Aho-Corasick automaton: constant work per character on average, however many stop strings there are.
+
+    A state stands for the longest end of the text so far that is a beginning of some stop string; 0 is none.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [0]
+        self.depth = [0]
+        """Characters of the beginning that a state stands for."""
+        self.complete: list[str | None] = [None]
+        """The longest stop string that has just been completed in a state."""
+        for stop in stops:
+            self._add(stop)
+        self._link()
+
+    def advance(self, state: int, char: str) -> int:
+        while state and char not in self._next[state]:
+            state = self._fallback[state]
+        return self._next[state].get(char, 0)
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for char in stop:
+            following = self._next[state].setdefault(char, len(self._next))
+            if following == len(self._next):
+                self._next.append({})
+                self._fallback.append(0)
+                self.depth.append(self.depth[state] + 1)
+                self.complete.append(None)
+            state = following
+        self.complete[state] = stop
+
+    def _link(self) -> None:
+        """Fallbacks, shallow states first: a state's fallback is always shallower."""
+        reached = list(self._next[0].values())
+        for state in reached:
+            for char, following in self._next[state].items():
+                self._fallback[following] = self.advance(self._fallback[state], char)
+                reached.append(following)
+            if self.complete[state] is None:
+                self.complete[state] = self.complete[self._fallback[state]]
+
+
+@lru_cache(maxsize=16)
+def _matcher(stops: tuple[str, ...]) -> _StopMatcher:
+    total = sum(map(len, stops))
+    if total > MAX_STOP_CHARACTERS:
+        raise InvalidRequestError(
+            f"the stop strings have {total} characters in all; at most {MAX_STOP_CHARACTERS} are allowed", "stop"
+        )
+    return _StopMatcher(stops)
