@@ -1,7 +1,8 @@
-"""Write the table of all settings into README.md, between its two markers, from the configuration's own definition.
+"""Write the table of all settings into README.md, between its two markers, from the settings' own descriptions.
 
-    python scripts/config_table.py            rewrite the table
-    python scripts/config_table.py --check    change nothing; exit code 1 if the table is out of date
+    python scripts/config_table.py [--check]
+
+With --check nothing is changed, and the exit code is 1 if the table is out of date.
 """
 
 from __future__ import annotations

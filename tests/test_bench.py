@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +272,7 @@ async def test_at_most_keeps_order_and_limit_and_ends_all_on_failure() -> None:
         running -= 1
         return index
 
-    assert await at_most(2, [lambda i=i: job(i) for i in range(5)]) == list(range(5))
+    assert await at_most(2, [partial(job, index) for index in range(5)]) == list(range(5))
     assert most == 2
 
     never = asyncio.Event()
@@ -466,7 +467,7 @@ async def test_a_failed_workload_is_kept_beside_the_others(tmp_path: Path) -> No
         return events
 
     async with serving(TinyServer(answer=no_usage_on_chat)) as server:
-        workloads = [replace(SMALL[2]), replace(SMALL[0])]  # prefix fails, sequential does not
+        workloads = [SMALL[2], SMALL[0]]  # prefix fails, sequential does not
         await run_all(workloads, setup_for(server.url), report, Console(quiet=True))
     content = json.loads(file.read_text())
     assert [workload["name"] for workload in content["workloads"]] == ["sequential"]
@@ -519,7 +520,9 @@ def test_bench_starts_cllm_drives_it_and_writes_what_it_found(tmp_path: Path) ->
     assert content["failures"] == {} and content["settings"]["quick"] is True
     (stall,) = content["workloads"]
     assert stall["peer"] is None and stall["runs"][0]["facts"]["backend"] == "fake"
-    assert all(row["ours"]["median"] > 0 for row in stall["rows"])
+    measured = {row["key"]: row["ours"]["median"] for row in stall["rows"]}
+    assert measured.keys() == {figure.key for figure in Stall.figures}
+    assert measured["seconds"] > 0 and measured["long_ttft_ms"] > 0
 
 
 def test_micro_measures_what_it_promises() -> None:

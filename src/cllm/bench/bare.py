@@ -18,15 +18,13 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-
-@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
-def _no_log(level: int, text: bytes, data: object) -> None:
-    pass
+# Referenced for as long as llama.cpp may call it.
+_NO_LOG = llama_cpp.llama_log_callback(lambda level, text, data: None)
 
 
 class BareLlama:
     def __init__(self, *, model: str, threads: int, slots: int, slot_tokens: int) -> None:
-        llama_cpp.llama_log_set(_no_log, ctypes.c_void_p(0))
+        llama_cpp.llama_log_set(_NO_LOG, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
         if not self._model:

@@ -91,6 +91,8 @@ def _bench(
         settings = {"model": model, "threads": setup.threads, "repeats": setup.repeats, "backend": backend}
         report = Report(describe_machine(), {**settings, "url": url, "against": against, "quick": quick}, json)
         print_machine(console, report.machine)
+        if quick:
+            console.print("small sizes: the verdicts below do not count")
         asyncio.run(run_all(workloads, setup, report, console))
     return not report.failures
 

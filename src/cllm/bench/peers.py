@@ -58,10 +58,12 @@ LLAMA_SERVER: dict[str, tuple[PeerSettings, ...]] = {
         PeerSettings(parallel=12, slot_tokens=1024, unified=True),
     ),
     "stall": (
-        PeerSettings(parallel=4, slot_tokens=3072),
-        PeerSettings(parallel=4, slot_tokens=3072, batch=256),
+        # Its default batch of 2048 lets a long prompt hold everybody up for seconds; a small one costs little here.
         PeerSettings(parallel=4, slot_tokens=3072, batch=64),
+        PeerSettings(parallel=4, slot_tokens=3072, batch=32),
         PeerSettings(parallel=4, slot_tokens=3072, unified=True, batch=64),
+        PeerSettings(parallel=4, slot_tokens=3072, batch=256),
+        PeerSettings(parallel=4, slot_tokens=3072),
     ),
 }
 

