@@ -76,7 +76,10 @@ def reference(request: Request, answer: int = 0) -> list[int]:
     backend = FakeBackend()
     backend.allocate(SlotGeometry(1, 4096))
     seed = (request.params.seed or 0) + answer
-    chooser = TokenChooser(request.params, request.prompt, end_ids=request.end_ids, seed=seed, vocab_size=320)
+    forbidden = frozenset({END_TOKEN}) if request.params.ignore_eos else frozenset()
+    chooser = TokenChooser(
+        request.params, request.prompt, end_ids=request.end_ids, forbidden=forbidden, seed=seed, vocab_size=320
+    )
     tokens: array[int] = array("i", request.prompt)
     limit = request.sequences[answer].max_length
     done = 0

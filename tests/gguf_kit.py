@@ -88,7 +88,7 @@ class LlamaVocabulary:
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         raw = text.encode()
-        room = (llama_cpp.llama_token * (len(raw) + 8))()
+        room = (llama_cpp.llama_token * (3 * len(raw) + 8))()  # a space may take three byte tokens
         count = llama_cpp.llama_tokenize(self._vocab, raw, len(raw), room, len(room), True, special)
         assert count >= 0
         return room[:count]

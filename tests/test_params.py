@@ -80,3 +80,12 @@ def test_the_edges_are_allowed(field: str, value: Any) -> None:
 def test_only_temperature_zero_is_greedy() -> None:
     assert SamplingParams(temperature=0).greedy
     assert not SamplingParams(temperature=1e-6).greedy
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("max_tokens", 1.5), ("n", True), ("temperature", "hot"), ("top_k", None)]
+)
+def test_wrong_types_are_named(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError) as error:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert error.value.param == field

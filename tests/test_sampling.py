@@ -268,3 +268,13 @@ def test_impossible_tokens_are_no_alternatives() -> None:
     [choice] = choose(row_of(1, -math.inf, 2, -math.inf), [(0, make_chooser(params, 4))])
     assert choice is not None and choice.logprob is not None
     assert [token for token, _ in choice.logprob.top] == [2, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forbidden_tokens_are_never_chosen(temperature: float) -> None:
+    logits = np.array([[9.0, 1.0, 8.0, 0.0]], np.float32)
+    params = SamplingParams(temperature=temperature, ignore_eos=True)
+    chooser = TokenChooser(params, [1], end_ids=frozenset(), forbidden=frozenset({0, 2}), seed=1, vocab_size=4)
+    for _ in range(50):
+        choice = choose(logits, [(0, chooser)])[0]
+        assert choice is not None and choice.token_id in (1, 3)

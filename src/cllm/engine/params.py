@@ -10,6 +10,7 @@ from cllm.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+_MAY_BE_NONE = ("max_tokens", "logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    """Never choose the model's end of text, so that only `max_tokens`, `stop` and `stop_token_ids` end the answer."""
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -75,8 +77,12 @@ class SamplingParams:
 
 def _check_range(params: SamplingParams, name: str, low: float, high: float | None, *, open_low: bool = False) -> None:
     value = getattr(params, name)
-    if value is None:
+    if value is None and name in _MAY_BE_NONE:
         return
+    kinds = (int, float) if isinstance(low, float) else int
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        wanted = "a number" if isinstance(low, float) else "a whole number"
+        raise InvalidRequestError(f"{name} is {value!r}; it must be {wanted}", name)
     below = value <= low if open_low else value < low
     if not math.isfinite(value) or below or (high is not None and value > high):
         above = "more than" if open_low else "at least"

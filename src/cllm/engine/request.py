@@ -173,6 +173,7 @@ def build_request(
     """A request with its sequences, ready for the engine. Answer i draws with seed + i."""
     stops = frozenset(params.stop_token_ids)
     end_ids = stops if params.ignore_eos else stops | eos_ids
+    forbidden = eos_ids - stops if params.ignore_eos else frozenset()
     request = Request(
         request_id,
         prompt,
@@ -184,7 +185,9 @@ def build_request(
     )
     limit = max_context if params.max_tokens is None else min(len(prompt) + params.max_tokens, max_context)
     for index in range(params.n):
-        chooser = TokenChooser(params, prompt, end_ids=end_ids, seed=seed + index, vocab_size=vocab_size)
+        chooser = TokenChooser(
+            params, prompt, end_ids=end_ids, forbidden=forbidden, seed=seed + index, vocab_size=vocab_size
+        )
         request.sequences.append(Sequence(request, index, chooser, limit))
     first = request.sequences[0]
     first.twins = request.sequences[1:]

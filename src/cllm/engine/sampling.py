@@ -2,7 +2,8 @@
 
 The order of work on a row:
 
-1. the token mask, `logit_bias`, and `min_tokens` (which forbids the tokens that end an answer);
+1. the token mask, `logit_bias`, `min_tokens` (which forbids the tokens that end an answer) and `ignore_eos` (which
+   forbids the model's own end of text for good, as llama-server does: nothing sensible follows it);
 2. repetition, frequency and presence penalties;
 3. the best token if greedy (of equal ones the lowest id), otherwise
 4. temperature, `top_k`, `top_p`, `min_p`, and one draw.
@@ -60,7 +61,7 @@ class TokenChooser:
     was shown an answer's tokens by `observe` goes on as the old one would have.
     """
 
-    __slots__ = ("_bias", "_bias_ids", "_end_ids", "_key", "_penalties", "generated", "params")
+    __slots__ = ("_bias", "_bias_ids", "_end_ids", "_forbidden", "_key", "_penalties", "generated", "params")
 
     def __init__(
         self,
@@ -68,9 +69,11 @@ class TokenChooser:
         prompt: Sequence[int],
         *,
         end_ids: frozenset[int],
+        forbidden: frozenset[int] = frozenset(),
         seed: int,
         vocab_size: int,
     ) -> None:
+        """`end_ids` end the answer, so they wait for `min_tokens`; `forbidden` ones are never chosen."""
         check_token_ids(params, vocab_size)
         self.params = params
         self.generated = 0
@@ -79,6 +82,7 @@ class TokenChooser:
         self._bias_ids: Ids = np.array(list(params.logit_bias), np.intp)
         self._bias = np.array(list(params.logit_bias.values()), np.float64)
         self._end_ids: Ids = np.array(sorted(end_ids), np.intp)
+        self._forbidden: Ids = np.array(sorted(forbidden), np.intp)
 
     def observe(self, token_id: int) -> None:
         """Take a token as generated."""
@@ -91,7 +95,7 @@ class TokenChooser:
         model_peak = peak = float(logits[best])
         if not math.isfinite(peak):
             return None
-        values = self._adjusted(logits, mask)
+        values = self._adjusted(logits, best, mask)
         if values is not logits:
             best = int(values.argmax())
             peak = float(values[best])
@@ -103,17 +107,20 @@ class TokenChooser:
             return Choice(token_id, None)
         return Choice(token_id, _logprob(logits, model_peak, token_id, self.params.logprobs))
 
-    def _adjusted(self, logits: Row, mask: Mask | None) -> Row:
+    def _adjusted(self, logits: Row, best: int, mask: Mask | None) -> Row:
         """The row after steps 1 and 2: a copy, or `logits` itself if nothing applies."""
         too_short = self.generated < self.params.min_tokens
         penalised = self._penalties.active
-        if mask is None and not (too_short or penalised or len(self._bias)):
+        # A greedy choice only minds a forbidden token that would be the best.
+        forbids = len(self._forbidden) > 0 and (not self.params.greedy or best in self._forbidden)
+        if mask is None and not (too_short or penalised or forbids or len(self._bias)):
             return logits
         values = logits.copy() if mask is None else logits + _bans(mask)
         if len(self._bias):
             values[self._bias_ids] = values[self._bias_ids] + self._bias
         if too_short:
             values[self._end_ids] = -np.inf
+        values[self._forbidden] = -np.inf
         if penalised:
             self._penalties.apply(values)
         return values
