@@ -97,6 +97,10 @@ def test_unusable_metadata_is_refused_by_key(tmp_path: Path, change: dict[str, o
     assert named in refusal(write_gguf(tmp_path / "m.gguf", keys))
 
 
+def test_an_architecture_that_is_no_name_is_refused(tmp_path: Path) -> None:
+    assert r"general.architecture is 'a\nb'" in refusal(write_gguf(tmp_path / "m.gguf", architecture="a\nb"))
+
+
 def test_missing_file_and_directory(tmp_path: Path) -> None:
     assert "No such file" in refusal(tmp_path / "none.gguf")
     assert "cannot be read" in refusal(tmp_path)
@@ -112,7 +116,7 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "big-endian"),
         (struct.pack("<4sIQQ", b"GGUF", 3, 0, 2**63), f"claims {2**63} metadata entries"),
         (struct.pack("<4sIQQ", b"GGUF", 3, 2**64 - 1, 0), "claims 18446744073709551615 tensors"),
-        (struct.pack("<4sIQQ", b"GGUF", 3, 0, 0), "no general.architecture"),
+        (struct.pack("<4sIQQ", b"GGUF", 3, 0, 0), "general.architecture is missing"),
         (struct.pack("<4sIQQQ40x", b"GGUF", 3, 0, 1, 2**40), "a string in its header ends at byte"),
         (struct.pack("<4sIQQQ1sI40x", b"GGUF", 3, 0, 1, 1, b"k", 99), "'k' has the unknown type 99"),
         (struct.pack("<4sIQQQ1sIIQ40x", b"GGUF", 3, 0, 1, 1, b"k", 9, 9, 1), "elements of the unknown type 9"),

@@ -100,7 +100,7 @@ def sentencepiece_keys() -> dict[str, Any]:
     shuffler = random.Random(7)
     letters = "abcdeé漢 ".replace(" ", "▁")
     pieces = {"".join(shuffler.choices(letters[:5], k=shuffler.randint(2, 5))) for _ in range(150)}
-    pieces |= {"▁" + piece for piece in list(pieces)[:60]} | {"=" * n for n in (2, 3, 4, 8)} | {"▁é", "漢字", "é漢"}
+    pieces |= {"▁" + piece for piece in sorted(pieces)[:60]} | {"=" * n for n in (2, 3, 4, 8)} | {"▁é", "漢字", "é漢"}
     ordered = sorted(pieces)
     shuffler.shuffle(ordered)
     runs = ["▁" * n for n in range(2, 17)]

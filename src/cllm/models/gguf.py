@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -225,8 +226,9 @@ def _get(metadata: Mapping[str, Any], key: str, default: T, path: Path) -> T:
 
 def _read_shape(metadata: Mapping[str, Any], path: Path) -> ModelShape:
     architecture = _get(metadata, "general.architecture", "", path)
-    if not architecture:
-        raise ModelError(f"{path}: has no general.architecture, so it is no language model; give another .gguf file")
+    if not re.fullmatch(r"[\w.-]{1,64}", architecture):
+        found = f"is {_short(architecture)}" if architecture else "is missing"
+        raise ModelError(f"{path}: general.architecture {found}, so it is no language model; give another .gguf file")
     read = _size_reader(metadata, architecture, path)
     n_embd, n_heads = read("embedding_length", None), read("attention.head_count", None)
     tokens = _get(metadata, "tokenizer.ggml.tokens", cast("list[str]", []), path)

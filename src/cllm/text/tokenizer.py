@@ -44,7 +44,10 @@ class Tokenizer(Protocol):
         """`literal`: ascending positions of characters that are part of no special token, even with `special`."""
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of all tokens; bytes that are no UTF-8 become U+FFFD."""
+        """The text of all tokens; bytes that are no UTF-8 become U+FFFD.
+
+        A sentencepiece prompt comes back with the space that encoding put before its first word.
+        """
 
     def token_bytes(self, token_id: int) -> bytes:
         """The raw bytes of one token, `b""` for special tokens."""
