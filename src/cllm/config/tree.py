@@ -85,17 +85,22 @@ class SchedulerConfig(Section):
     )
     max_queue: int = Field(default=256, ge=0, description="most requests waiting; more are refused with 429")
     kv_cache_eviction_threshold: float = Field(
-        default=0.8, gt=0, le=1, description="share of KV memory in use from which held sequences are evicted"
+        default=0.8,
+        gt=0,
+        le=1,
+        description="share of the cache in use from which held sequences are evicted (llama_cpp: of the store)",
     )
     eviction_policy: Literal["lru", "slru"] = Field(
-        default="lru", description="what goes first: lru, or slru, which spares what was found more than once"
+        default="lru", description="what goes first: lru, or slru, which spares what was found again"
     )
     inter_token_target_ms: float = Field(
         default=100.0, gt=0, description="step time to keep to while others are generating"
     )
     prefill_target_ms: float = Field(default=500.0, gt=0, description="step time to keep to while nobody is generating")
-    max_step_tokens: int = Field(default=512, ge=1, le=1 << 20, description="most tokens in one step")
-    watermark: float = Field(default=0.02, ge=0, lt=1, description="share of KV memory kept free when admitting")
+    max_step_tokens: int = Field(default=512, ge=1, le=1 << 20, description="most prompt tokens in one step")
+    watermark: float = Field(
+        default=0.02, ge=0, lt=1, description="share of KV memory kept free when admitting (paged backends)"
+    )
     ageing_s: float = Field(default=10.0, gt=0, description="waiting this long raises a request by one priority")
     request_timeout_s: float = Field(default=600.0, gt=0, description="a request older than this ends with 408")
 

@@ -115,7 +115,7 @@ _GAUGES = (
     _Value("kv_blocks", "Blocks (paged) or token cells (slots) of the KV cache.", _kv_units, "state"),
     _Value("kv_bytes", "Bytes of the KV cache.", _kv_bytes, "state"),
     _Value(
-        "kv_peak_bytes", "Most KV bytes ever in use, cached ones included.", lambda s: s.kv.peak * s.kv.bytes_per_unit
+        "kv_peak_bytes", "Most KV bytes that running requests ever held.", lambda s: s.kv.peak * s.kv.bytes_per_unit
     ),
     _Value("kv_bytes_per_token", "KV bytes of one token.", lambda s: s.kv.bytes_per_unit / s.kv.unit_tokens),
     _Value(
@@ -140,7 +140,11 @@ _COUNTERS = (
     _Value("request_success", "Ended requests by reason.", lambda s: dict(s.finished), "finished_reason"),
     _Value("kv_evictions", "Units evicted from the KV cache.", lambda s: s.kv.evictions),
     _Value("kv_compactions", "Compactions of the KV cache.", lambda s: s.kv.compactions),
-    _Value("kv_moved_bytes", "Bytes moved by compaction.", lambda s: s.kv.moved_bytes),
+    _Value(
+        "kv_moved_bytes",
+        "KV bytes copied: prefixes, saving and loading, copy on write, compaction.",
+        lambda s: s.kv.moved_bytes,
+    ),
     _Value("kv_allocation_failures", "Allocations that found no room.", lambda s: s.kv.allocation_failures),
     _Value("batch_splits", "Batches the backend had to split.", lambda s: s.batch_splits),
     _Value("engine_steps", "Steps of the engine.", lambda s: s.steps),
