@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cllm.config import load_config
 from cllm.engine.params import SamplingParams
 from cllm.engine.sampling import TokenLogprob
+from cllm.errors import ShuttingDownError
 from cllm.generation import Delta, Timings
 from cllm.llm import AsyncLLM
 
@@ -113,6 +114,9 @@ class LLM:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise ShuttingDownError("this LLM is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
