@@ -6,6 +6,8 @@ from array import array
 from dataclasses import dataclass
 from typing import Protocol
 
+from cllm.engine.request import Request
+
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
@@ -24,6 +26,27 @@ class RequestRecord:
     total_s: float
     inter_token_s: array[float]
     preemptions: int
+
+
+def record_of(request: Request, now: float, error: Exception | None) -> RequestRecord:
+    assert request.reason is not None
+    admitted = request.admitted_at if request.admitted_at is not None else now
+    first = request.first_token_at
+    return RequestRecord(
+        request_id=request.id,
+        reason=request.reason.value,
+        error=str(error) if error is not None else None,
+        prompt_tokens=len(request.prompt),
+        cached_tokens=request.sequences[0].cached_tokens,
+        generated_tokens=request.generated,
+        queued_s=admitted - request.arrival,
+        ttft_s=first - request.arrival if first is not None else None,
+        prefill_s=(first if first is not None else now) - admitted,
+        decode_s=now - first if first is not None else 0.0,
+        total_s=now - request.arrival,
+        inter_token_s=request.gaps,
+        preemptions=request.preemptions,
+    )
 
 
 class EngineObserver(Protocol):

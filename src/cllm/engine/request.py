@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from cllm.engine.params import SamplingParams
 from cllm.engine.sampling import TokenChooser, TokenLogprob
+from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
 
 
@@ -64,11 +65,11 @@ class Sequence(KVSequence):
     """One answer in the making. `tokens` is the prompt and what was generated so far."""
 
     __slots__ = (
+        "_key",
         "cached_tokens",
         "chooser",
         "ended",
         "index",
-        "key",
         "max_length",
         "n_prompt",
         "order",
@@ -90,7 +91,7 @@ class Sequence(KVSequence):
         self.ended = False
         self.recoveries = 0
         self.cached_tokens = 0
-        self.key = b""
+        self._key: bytes | None = None
         # The other answers to the same prompt; they start from this one's KV when the prompt is computed.
         self.twins: list[Sequence] = []
 
@@ -98,6 +99,30 @@ class Sequence(KVSequence):
     def remaining(self) -> int:
         """Tokens that are known and not computed yet."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def key(self) -> bytes:
+        """The tokens known at admission, as the prefix index takes them."""
+        if self._key is None:
+            self._key = self.tokens.tobytes()
+        return self._key
+
+    def forget_key(self) -> None:
+        """The sequence goes back to the queue with more tokens than it came with."""
+        self._key = None
+
+    def shared_tokens(self, other: Sequence) -> int:
+        """Tokens at the beginning of both, less the last of this one, which is always computed."""
+        ours, theirs = self.key, other.key
+        low, high = 0, min(len(ours) // TOKEN_BYTES - 1, len(theirs) // TOKEN_BYTES)
+        # Bisection over whole-prefix comparisons: a handful of memory comparisons, nothing per token.
+        while low < high:
+            middle = (low + high + 1) // 2
+            if ours[: middle * TOKEN_BYTES] == theirs[: middle * TOKEN_BYTES]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
 
 class Request:
@@ -116,7 +141,6 @@ class Request:
         "preemptions",
         "priority",
         "prompt",
-        "prompt_done_at",
         "reason",
         "sequences",
         "state",
@@ -147,7 +171,6 @@ class Request:
         self.unfinished = params.n
         self.preemptions = 0
         self.admitted_at: float | None = None
-        self.prompt_done_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.gaps: array[float] = array("f")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from cllm.backends.base import Chunk, Logits
 from cllm.engine.budget import StepBudget
-from cllm.engine.observer import EngineObserver, RequestRecord
+from cllm.engine.observer import EngineObserver, record_of
 from cllm.engine.queue import WaitingQueue
 from cllm.engine.request import FinishReason, Output, Request, RequestState, Sequence
 from cllm.engine.sampling import TokenLogprob, choose
@@ -189,11 +189,10 @@ class Scheduler:
         """Is someone computing a prompt right now that this sequence could share instead of computing it again?"""
         if not in_progress:
             return False
-        sequence.key = sequence.key or sequence.tokens.tobytes()
         held = self.kv.peek(sequence.key)
         # Waiting costs no time: the other one computes exactly what this one would have to.
         return any(
-            _shared_tokens(sequence, other) - max(held, other.num_computed) >= WAIT_FOR_PREFIX_TOKENS
+            sequence.shared_tokens(other) - max(held, other.num_computed) >= WAIT_FOR_PREFIX_TOKENS
             for other in in_progress
         )
 
@@ -215,7 +214,7 @@ class Scheduler:
         self.preemptions += 1
         sequence.request.preemptions += 1
         self._stop_running(sequence, keep=keep)
-        sequence.key = b""
+        sequence.forget_key()
         sequence.request.state = RequestState.PENDING
         self.waiting.push(sequence)
 
@@ -369,40 +368,6 @@ class Scheduler:
         if request.admitted_at is None:
             self.dequeued += 1
         self.finished[request.reason.value] += 1
-        now = self._clock()
-        admitted = request.admitted_at if request.admitted_at is not None else now
-        first = request.first_token_at
-        record = RequestRecord(
-            request_id=request.id,
-            reason=request.reason.value,
-            error=str(error) if error is not None else None,
-            prompt_tokens=len(request.prompt),
-            cached_tokens=request.sequences[0].cached_tokens,
-            generated_tokens=request.generated,
-            queued_s=admitted - request.arrival,
-            ttft_s=first - request.arrival if first is not None else None,
-            prefill_s=(first if first is not None else now) - admitted,
-            decode_s=now - first if first is not None else 0.0,
-            total_s=now - request.arrival,
-            inter_token_s=request.gaps,
-            preemptions=request.preemptions,
-        )
+        record = record_of(request, self._clock(), error)
         for observer in self.observers:
             observer.on_finished(record)
-
-
-def _shared_tokens(sequence: Sequence, other: Sequence) -> int:
-    """Tokens at the beginning of both, less the last of `sequence`, which is always computed."""
-    ours, theirs = sequence.key, other.key
-    if not theirs:
-        theirs = other.key = other.tokens.tobytes()
-    limit = min(len(ours) - 4, len(theirs))
-    low, high = 0, limit // 4
-    # Bisection over whole-prefix comparisons: a handful of memory comparisons, nothing per token.
-    while low < high:
-        middle = (low + high + 1) // 2
-        if ours[: middle * 4] == theirs[: middle * 4]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
