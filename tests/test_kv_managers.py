@@ -17,7 +17,7 @@ from cllm.kv.manager import KVManager, PositionMismatchError
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.sequence import KVSequence
-from cllm.kv.slots import SlotKVManager
+from cllm.kv.slots import SAVED_OVERHEAD_BYTES, SAVED_TOKEN_OVERHEAD_BYTES, SlotKVManager
 
 BYTES_PER_TOKEN = 8
 Prompt = st.lists(st.integers(0, 1), min_size=1, max_size=40)
@@ -38,7 +38,8 @@ def slots(
     geometry = SlotGeometry(count, slot_tokens)
     backend.allocate(geometry)
     assert isinstance(backend.ops, SlotOps)
-    store_bytes = store_tokens * (BYTES_PER_TOKEN + 32)
+    # What the manager reckons for one saved sequence of that many tokens.
+    store_bytes = store_tokens * (BYTES_PER_TOKEN + SAVED_TOKEN_OVERHEAD_BYTES) + SAVED_OVERHEAD_BYTES
     manager = SlotKVManager(backend.ops, geometry, bytes_per_token=BYTES_PER_TOKEN, store_bytes=store_bytes, **options)
     return backend, manager
 

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from cllm.backends.base import Chunk, Logits
 from cllm.engine.budget import StepBudget
@@ -35,6 +36,8 @@ WAIT_FOR_PREFIX_TOKENS = 8
 
 MAX_RECOVERIES = 2
 """Times a sequence is recomputed after a fault before it fails."""
+
+_BY_SLOT = attrgetter("slot")
 
 
 @dataclass(slots=True)
@@ -124,6 +127,8 @@ class Scheduler:
         if len(self.waiting):
             self._admit()
         self.kv.arrange()
+        # In slot order, rows come back without a copy; where there are no slots this changes nothing.
+        self.running.sort(key=_BY_SLOT)
         plan = Plan()
         prompts: list[Sequence] = []
         for sequence in self.running:

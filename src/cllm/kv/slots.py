@@ -28,8 +28,9 @@ from cllm.kv.usage import KVUsage
 SAVE_TAIL_TOKENS = 16
 """A held sequence whose slot is taken over is saved first if at least this many of its tokens would be lost."""
 
-SAVED_OVERHEAD_BYTES = 32
-"""Upper bound of what a saved sequence needs per token beside its K/V (positions and the like)."""
+SAVED_TOKEN_OVERHEAD_BYTES = 16
+SAVED_OVERHEAD_BYTES = 4096
+"""Upper bounds of what a saved sequence needs beside its K/V: positions for every token, a header for the whole."""
 
 
 class SlotKVManager(KVManager):
@@ -49,8 +50,8 @@ class SlotKVManager(KVManager):
         self._geometry = geometry
         self._ops = ops
         self._bytes_per_token = bytes_per_token
-        self._store_tokens = store_bytes // (bytes_per_token + SAVED_OVERHEAD_BYTES)
-        self._threshold_tokens = int(self._store_tokens * eviction_threshold)
+        self._store_bytes = store_bytes
+        self._threshold_bytes = int(store_bytes * eviction_threshold)
         self._max_sequences = max_sequences
         self._clock = clock
         self._evictions = self._failures = self._queried = self._hit = self._moves = self._moved_bytes = 0
@@ -58,7 +59,7 @@ class SlotKVManager(KVManager):
         self._slots: list[Entry | None] = [None] * geometry.slots
         self._index = HolderIndex()
         self._store: EvictionPolicy[Entry] = make_policy(eviction_policy)
-        self._stored_tokens = 0
+        self._stored_bytes = self._stored_tokens = 0
 
     # -- admission ---------------------------------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class SlotKVManager(KVManager):
     # -- upkeep ------------------------------------------------------------------------------------------------
 
     def maintain(self, *, idle: bool) -> None:
-        self._make_room(0, self._threshold_tokens)
+        self._make_room(0, self._threshold_bytes)
         if self._max_sequences is not None:
             occupied = sum(entry is not None for entry in self._slots)
             while len(self._store) and len(self._store) + occupied > self._max_sequences:
@@ -169,7 +170,7 @@ class SlotKVManager(KVManager):
         held = self._held_in_slots()
         referenced = sum(owner.num_computed for owner in running)
         evictable = sum(entry.length for entry in held) + self._stored_tokens
-        total = self._geometry.tokens + self._store_tokens
+        total = self._geometry.tokens + self._store_bytes // self._bytes_per_token
         self._peak = max(self._peak, referenced)
         free_runs = "".join("." if entry is None else "x" for entry in self._slots).replace("x", " ").split()
         return KVUsage(
@@ -200,7 +201,8 @@ class SlotKVManager(KVManager):
             "store": {
                 "sequences": len(self._store),
                 "tokens": self._stored_tokens,
-                "capacity_tokens": self._store_tokens,
+                "bytes": self._stored_bytes,
+                "capacity_bytes": self._store_bytes,
             },
         }
 
@@ -214,17 +216,20 @@ class SlotKVManager(KVManager):
                     raise AssertionError(f"slot {number} names a sequence that is elsewhere")
             if self._ops.length(number) != expected:
                 raise AssertionError(f"slot {number} holds {self._ops.length(number)} positions, not {expected}")
-        stored = 0
+        stored_tokens = stored_bytes = 0
         for entry in self._index.entries():
             if entry.saved is None:
                 if entry.slot is None or self._slots[entry.slot] is not entry:
                     raise AssertionError("the index names a sequence that is nowhere")
                 continue
-            stored += entry.length
+            stored_tokens += entry.length
+            stored_bytes += entry.saved.nbytes
             if entry.slot is not None or entry not in self._store:
                 raise AssertionError("a saved sequence is in a slot, or not evictable")
-        if not stored == self._stored_tokens <= self._store_tokens:
-            raise AssertionError(f"{stored} tokens are stored, {self._stored_tokens} counted")
+        if (stored_tokens, stored_bytes) != (self._stored_tokens, self._stored_bytes):
+            raise AssertionError(f"{stored_bytes} bytes are stored, {self._stored_bytes} counted")
+        if stored_bytes > self._store_bytes:
+            raise AssertionError(f"{stored_bytes} bytes are stored, {self._store_bytes} are allowed")
 
     # -- inside: slots -----------------------------------------------------------------------------------------
 
@@ -304,23 +309,25 @@ class SlotKVManager(KVManager):
     def _save(self, entry: Entry) -> bool:
         """Keep a held sequence's content as bytes; its slot is the caller's to empty. False: there is no room."""
         assert entry.slot is not None
-        if entry.length > self._store_tokens:
+        needed = entry.length * (self._bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES) + SAVED_OVERHEAD_BYTES
+        if needed > self._store_bytes:
             return False
-        self._make_room(entry.length, self._store_tokens)
+        self._make_room(needed, self._store_bytes)
         entry.saved = self._ops.save(entry.slot)
-        self._moved_bytes += entry.saved.nbytes
         entry.slot = None
         self._store.add(entry, entry.hits)
         self._stored_tokens += entry.length
+        self._stored_bytes += entry.saved.nbytes
+        self._moved_bytes += entry.saved.nbytes
         return True
 
-    def _make_room(self, tokens: int, limit: int) -> None:
-        """Evict saved sequences until `tokens` more keep the store within `limit`."""
-        if self._stored_tokens + tokens <= limit:
+    def _make_room(self, needed: int, limit: int) -> None:
+        """Evict saved sequences until `needed` more bytes keep the store within `limit`."""
+        if self._stored_bytes + needed <= limit:
             return
         started = self._clock()
         before = self._stored_tokens
-        while self._stored_tokens + tokens > limit and len(self._store):
+        while self._stored_bytes + needed > limit and len(self._store):
             self._evict(self._store.peek())
         if self.on_eviction is not None:
             self.on_eviction(before - self._stored_tokens, self._clock() - started)
@@ -337,6 +344,7 @@ class SlotKVManager(KVManager):
         if entry.saved is not None:
             self._store.remove(entry)
             self._stored_tokens -= entry.length
+            self._stored_bytes -= entry.saved.nbytes
             entry.saved = None
         self._index.remove(entry)
 

@@ -1,6 +1,7 @@
 """llama.cpp through llama-cpp-python's low-level API.
 
 library.py   the shared library, bound for long and for short calls; its log
+model.py     the weights, and the model's shape
 batch.py     one llama_batch over numpy arrays; how llama.cpp will cut it
 context.py   one llama_context: decode, logits, abort
 slots.py     memory operations on sequences
