@@ -40,7 +40,9 @@ def make_kv(backend: FakeBackend, layout: str, *, tokens: int = 1024, running: i
 def make_scheduler(
     backend: FakeBackend, layout: str = "paged", *, tokens: int = 1024, running: int = 8, **options: Any
 ) -> Scheduler:
-    budget = StepBudget(inter_token_s=0.1, prompt_only_s=0.5, max_tokens=options.pop("max_step_tokens", 32))
+    budget = StepBudget(
+        inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=0.5, max_tokens=options.pop("max_step_tokens", 32)
+    )
     return Scheduler(make_kv(backend, layout, tokens=tokens, running=running), budget, max_running=running, **options)
 
 

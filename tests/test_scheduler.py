@@ -21,7 +21,10 @@ def step(scheduler: Scheduler, backend: FakeBackend) -> list[Output]:
     plan = scheduler.schedule()
     if not plan.chunks:
         return []
-    return scheduler.apply(plan, backend.step(plan.chunks))
+    outputs = scheduler.apply(plan, backend.step(plan.chunks))
+    seconds = plan.decode_rows * 0.010 + (0.010 + plan.prompt_tokens * 0.004 if plan.prompt_tokens else 0.0)
+    scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, seconds)
+    return outputs
 
 
 def run(scheduler: Scheduler, backend: FakeBackend, limit: int = 2000) -> list[Output]:
@@ -108,8 +111,11 @@ def test_a_short_prompt_passes_a_long_one(layout: str) -> None:
     scheduler.add(short)
     step(scheduler, backend)
     assert short.first_token_at is not None and long.first_token_at is None
+    others = [make_request(f"{n} is short too") for n in range(6)]
     before = long.sequences[0].num_computed
-    step(scheduler, backend)
+    for other in others:
+        scheduler.add(other)
+        step(scheduler, backend)
     assert long.sequences[0].num_computed > before
 
 

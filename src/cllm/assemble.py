@@ -123,6 +123,7 @@ def _build(config: Config, name: str, tokenizer: Tokenizer, template: ChatTempla
         memory.kv,
         StepBudget(
             inter_token_s=config.scheduler.inter_token_target_ms / 1000,
+            max_gap_s=config.scheduler.max_gap_ms / 1000,
             prompt_only_s=config.scheduler.prefill_target_ms / 1000,
             max_tokens=config.scheduler.max_step_tokens,
         ),

@@ -19,6 +19,9 @@ def check_relations(config: Config, origins: Mapping[str, str]) -> list[str]:
     def say(key: str) -> str:
         return f"{key} is {as_written(config.at(key))}" + (f" ({origins[key]})" if key in origins else "")
 
+    if config.scheduler.max_gap_ms < config.scheduler.inter_token_target_ms:
+        gap, target = say("scheduler.max_gap_ms"), say("scheduler.inter_token_target_ms")
+        return [f"{gap} but {target}: the longest time may not be less than the mean; raise the first"]
     kind = config.backend.kind
     if kind not in AVAILABLE_BACKENDS:
         available = " or ".join(AVAILABLE_BACKENDS)

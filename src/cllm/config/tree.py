@@ -94,9 +94,12 @@ class SchedulerConfig(Section):
         default="lru", description="what goes first: lru, or slru, which spares what was found again"
     )
     inter_token_target_ms: float = Field(
-        default=100.0, gt=0, description="step time to keep to while others are generating"
+        default=100.0, gt=0, description="mean time between an answer's tokens that others' prompts may cause"
     )
-    prefill_target_ms: float = Field(default=500.0, gt=0, description="step time to keep to while nobody is generating")
+    max_gap_ms: float = Field(default=250.0, gt=0, description="longest step while somebody is generating")
+    prefill_target_ms: float = Field(
+        default=1000.0, gt=0, description="step time to keep to while nobody is generating"
+    )
     max_step_tokens: int = Field(default=512, ge=1, le=1 << 20, description="most prompt tokens in one step")
     watermark: float = Field(
         default=0.02, ge=0, lt=1, description="share of KV memory kept free when admitting (paged backends)"

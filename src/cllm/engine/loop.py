@@ -319,5 +319,5 @@ class Engine:
             finished=dict(scheduler.finished),
             uptime_s=self._clock() - self._started_at,
             last_step_s=self._last_step_s,
-            step_token_budget=scheduler.budget.prompt_tokens(len(scheduler.running)),
+            step_token_budget=scheduler.budget.chunk_tokens(len(scheduler.running)),
         )

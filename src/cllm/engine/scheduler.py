@@ -34,6 +34,9 @@ ADMIT_SCAN = 64
 WAIT_FOR_PREFIX_TOKENS = 8
 """A sequence waits for another one's prompt to be computed if it can share at least this much more of it."""
 
+OLDEST_EVERY = 4
+"""Every so many steps with prompts the oldest one goes first, however long it is."""
+
 MAX_RECOVERIES = 2
 """Times a sequence is recomputed after a fault before it fails."""
 
@@ -85,6 +88,7 @@ class Scheduler:
         self._clock = clock
         self._deadlines: list[tuple[float, str]] = []
         self._suspect = False
+        self._prompt_steps = 0
 
     # -- requests come and go ----------------------------------------------------------------------------------
 
@@ -152,20 +156,28 @@ class Scheduler:
         return True
 
     def _plan_prompts(self, plan: Plan, prompts: list[Sequence]) -> None:
-        """Prompt chunks: a quarter of the budget is the oldest one's, the rest goes to whoever is done soonest.
+        """Prompt chunks within the budget, for whoever is done soonest; every few steps for the oldest instead.
 
-        So a short prompt passes a long one, and the long one still advances. Their memory was taken at admission.
+        So a short prompt passes a long one, and the long one still advances. Few chunks are better than many: the
+        backend computes chunks of different lengths one after the other. Their memory was taken at admission.
         """
-        budget = self.budget.prompt_tokens(plan.decode_rows)
-        oldest = min(prompts, key=self.waiting.rank)
-        reserved = min(oldest.remaining, max(budget // 4, 1))
-        budget -= reserved
-        for sequence in sorted(prompts, key=lambda sequence: sequence.remaining):
-            share = reserved if sequence is oldest else 0
-            extra = min(sequence.remaining - share, budget)
-            budget -= extra
-            if share + extra:
-                plan.add_prompt(sequence, share + extra)
+        wanted = sum(sequence.remaining for sequence in prompts)
+        budget = self.budget.prompt_tokens(plan.decode_rows, len(prompts) + len(self.waiting), wanted)
+        if budget == 0:
+            return
+        rank = self.waiting.rank
+        prompts.sort(key=lambda sequence: (sequence.remaining, rank(sequence)))
+        self._prompt_steps += 1
+        if self._prompt_steps % OLDEST_EVERY == 0:
+            oldest = min(prompts, key=rank)
+            prompts.remove(oldest)
+            prompts.insert(0, oldest)
+        for sequence in prompts:
+            count = min(sequence.remaining, budget)
+            if count == 0:
+                break
+            plan.add_prompt(sequence, count)
+            budget -= count
 
     def _admit(self) -> None:
         """Take sequences from the queue while there is room, in order; those that better wait are passed over."""

@@ -39,7 +39,7 @@ _CPU_FEATURES = (
 # llama.cpp's compute threads wait for each other hundreds of times a step, and libgomp lets each spin for milliseconds
 # before it sleeps. When anything else wants to run, be it our own event loop, they spin on the very core that the late
 # one needs, and steps take ten times as long. libgomp reads this once, when it is loaded.
-_SPIN_COUNT = "5000"
+_SPIN_COUNT = "50000"
 
 
 class Log:

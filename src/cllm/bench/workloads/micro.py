@@ -83,7 +83,7 @@ class Micro(Workload):
         with FakeBackend(vocab_size=VOCABULARY) as backend, _timed_sampling() as sampling:
             backend.allocate(geometry)
             kv = PagedKVManager(backend.ops, geometry, bytes_per_token=4)  # type: ignore[arg-type]
-            budget = StepBudget(inter_token_s=1.0, prompt_only_s=1.0, max_tokens=1 << 16)
+            budget = StepBudget(inter_token_s=1.0, max_gap_s=1.0, prompt_only_s=1.0, max_tokens=1 << 16)
             scheduler = Scheduler(kv, budget, max_running=running)
             self._add_requests(scheduler, running)
             while len(scheduler.waiting) or any(sequence.remaining > 1 for sequence in scheduler.running):

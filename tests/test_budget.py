@@ -1,0 +1,89 @@
+"""The step budget on a machine whose costs are known exactly."""
+
+from __future__ import annotations
+
+import pytest
+
+from cllm.engine.budget import REMEASURE_ROWS_EVERY, SMALLEST_CHUNK, StepBudget
+
+ROW_S, TOKEN_S = 0.010, 0.004
+
+
+def make(max_tokens: int = 512) -> StepBudget:
+    return StepBudget(inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=1.0, max_tokens=max_tokens)
+
+
+def cost(prompt_tokens: int, rows: int, scale: float = 1.0) -> float:
+    return scale * (rows * ROW_S + (ROW_S + prompt_tokens * TOKEN_S if prompt_tokens else 0.0))
+
+
+def run(budget: StepBudget, *, rows: int, prompts: int, steps: int, scale: float = 1.0) -> list[tuple[int, float]]:
+    """Steps with endless prompts: (prompt tokens, seconds) of each."""
+    taken = []
+    for _ in range(steps):
+        tokens = budget.prompt_tokens(rows, prompts, 10_000)
+        seconds = cost(tokens, rows, scale)
+        budget.observe(tokens, rows, seconds)
+        taken.append((tokens, seconds))
+    return taken
+
+
+def test_without_answers_chunks_fill_the_prompt_target() -> None:
+    steps = run(make(), rows=0, prompts=1, steps=20)
+    assert steps[0][0] == 64
+    assert 0.9 < steps[-1][1] <= 1.0
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_beside_answers_no_step_exceeds_the_longest_gap_and_the_mean_keeps_the_target(rows: int) -> None:
+    budget = make()
+    run(budget, rows=rows, prompts=0, steps=3)
+    run(budget, rows=0, prompts=1, steps=10)
+    steps = run(budget, rows=rows, prompts=1, steps=200)[20:]
+    assert max(seconds for _, seconds in steps) <= 0.25 * 1.02
+    mean = sum(seconds for _, seconds in steps) / len(steps)
+    assert mean <= max(0.1, 3 * rows * ROW_S) * 1.1 + ROW_S
+    assert sum(tokens for tokens, _ in steps) > 0
+
+
+def test_where_many_wait_for_their_first_token_chunks_are_longer() -> None:
+    few, many = make(), make()
+    for budget in (few, many):
+        run(budget, rows=2, prompts=0, steps=3)
+        run(budget, rows=0, prompts=1, steps=10)
+    assert sum(t for t, _ in run(many, rows=2, prompts=6, steps=50)) > sum(
+        t for t, _ in run(few, rows=2, prompts=1, steps=50)
+    )
+
+
+def test_it_follows_a_machine_that_becomes_slower() -> None:
+    budget = make()
+    run(budget, rows=3, prompts=0, steps=3)
+    run(budget, rows=0, prompts=1, steps=10)
+    run(budget, rows=3, prompts=1, steps=50)
+    slow = run(budget, rows=3, prompts=1, steps=300, scale=2.0)
+    assert max(seconds for _, seconds in slow[100:]) <= 0.25 * 1.02
+
+
+def test_prompts_advance_even_where_answers_alone_take_too_long() -> None:
+    steps = run(make(), rows=100, prompts=1, steps=100)
+    assert {tokens for tokens, _ in steps[10:]} >= {SMALLEST_CHUNK}
+
+
+def test_a_short_prompt_goes_at_once() -> None:
+    budget = make()
+    run(budget, rows=0, prompts=1, steps=5)
+    run(budget, rows=3, prompts=0, steps=5)
+    assert budget.prompt_tokens(3, 1, 5) == 5
+
+
+def test_rows_are_measured_again_from_time_to_time() -> None:
+    budget = make()
+    run(budget, rows=1, prompts=0, steps=1)
+    steps = run(budget, rows=1, prompts=4, steps=REMEASURE_ROWS_EVERY * 4)
+    assert any(tokens == 0 for tokens, _ in steps)
+
+
+def test_chunks_never_exceed_the_step_limit() -> None:
+    budget = make(max_tokens=24)
+    assert max(tokens for tokens, _ in run(budget, rows=0, prompts=1, steps=20)) == 24
