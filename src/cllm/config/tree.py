@@ -96,7 +96,9 @@ class SchedulerConfig(Section):
     inter_token_target_ms: float = Field(
         default=100.0, gt=0, description="mean time between an answer's tokens that others' prompts may cause"
     )
-    max_gap_ms: float = Field(default=250.0, gt=0, description="longest step while somebody is generating")
+    max_gap_ms: float = Field(
+        default=250.0, gt=0, description="longest step while few are generating; the more are, the longer"
+    )
     prefill_target_ms: float = Field(
         default=1000.0, gt=0, description="step time to keep to while nobody is generating"
     )
