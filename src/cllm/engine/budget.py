@@ -9,9 +9,9 @@ more for prompts because a backend reads all its weights once more for them, whi
 
 Prompts hold up the answers, so they live on an allowance: every step earns them the time that the inter-token target
 leaves, and they spend it in chunks. Large chunks use the machine better: llama.cpp on two cores computes 16 tokens at
-149 a second, 64 at 194, 256 at 223. So a chunk is as long as the longest gap permits that an answer may have to bear, and
-where many answers run, so that their rows alone take long, it may be several times as long as those. Where more wait
-for their first token than for their next, chunks are as long as with no answers.
+149 a second, 64 at 194, 256 at 223. So a chunk is as long as the longest gap permits that an answer may have to bear,
+and where many answers run, so that their rows alone take long, it may be several times as long as those. Where more
+wait for their first token than for their next, chunks are as long as with no answers.
 
     step        decode  decode  decode+chunk  decode  decode  decode+chunk
     allowance     ▂       ▅        █ → 0        ▂       ▅        █ → 0
