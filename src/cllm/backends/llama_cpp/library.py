@@ -36,11 +36,6 @@ _CPU_FEATURES = (
     "NEON",
 )
 
-# llama.cpp's compute threads wait for each other hundreds of times a step, and libgomp lets each spin for milliseconds
-# before it sleeps. When anything else wants to run, be it our own event loop, they spin on the very core that the late
-# one needs, and steps take ten times as long. libgomp reads this once, when it is loaded.
-_SPIN_COUNT = "50000"
-
 
 class Log:
     """Takes llama.cpp's log lines: all go to Python logging as debug, errors are kept for our own messages."""
@@ -129,7 +124,6 @@ class Library:
 @lru_cache(maxsize=1)
 def load_library() -> Library:
     """llama.cpp, loaded at first use. Raises `ModelError` when it is not there."""
-    os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     try:
         import llama_cpp
         import llama_cpp.llama_cpp as api
