@@ -152,8 +152,8 @@ def test_tracebacks_follow_their_line_in_text_and_stay_inside_it_in_json(capsys:
 def test_levels_bind_us_and_only_warnings_of_others_show(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(LogConfig(level="debug"))
     logging.getLogger("cllm.kv").debug("ours")
-    logging.getLogger("uvicorn.error").info("chatter")
-    logging.getLogger("uvicorn.error").warning("theirs")
+    logging.getLogger("another.library").info("chatter")
+    logging.getLogger("another.library").warning("theirs")
     assert [line.split()[-1] for line in written(capsys)] == ["ours", "theirs"]
 
 
