@@ -18,12 +18,10 @@ from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Output, build_request
 from cllm.engine.stats import EngineSnapshot
 from cllm.errors import InvalidRequestError, ShuttingDownError
-from cllm.generation import Delta, Generation, Timings
+from cllm.generation import Generation
 from cllm.models.shape import ModelShape
 from cllm.text.chat import ChatTemplate
 from cllm.text.tokenizer import Tokenizer
-
-__all__ = ["AsyncLLM", "Delta", "Generation", "Timings"]
 
 GIL_SWITCH_S = 5e-4
 """How long Python lets one thread hold the interpreter while another waits; the engine must not wait 5 ms a step."""

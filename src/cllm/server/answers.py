@@ -14,7 +14,8 @@ from cllm.server.errors import ClientGoneError
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
     from cllm.engine.sampling import TokenLogprob
-    from cllm.llm import AsyncLLM, Delta, Generation
+    from cllm.generation import Delta, Generation
+    from cllm.llm import AsyncLLM
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ from cllm.server.sse import DONE, EventStream, data
 from cllm.server.state import ServerState, State
 
 if TYPE_CHECKING:
-    from cllm.llm import Delta
+    from cllm.generation import Delta
 
 _ERRORS = error_responses(FailureReply, 400, 401, 408, 413, 429, 500, 503)
 _STREAM = 'data: {"id":"gen-1","token":[318],"text":" is","done":false}'

@@ -22,7 +22,7 @@ from cllm.server.sse import DONE, data
 
 if TYPE_CHECKING:
     from cllm.engine.sampling import TokenLogprob
-    from cllm.llm import Delta
+    from cllm.generation import Delta
     from cllm.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0

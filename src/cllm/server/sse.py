@@ -12,7 +12,7 @@ from cllm.server.answers import Answers, unless_gone
 from cllm.server.errors import ClientGoneError, problem_of
 
 if TYPE_CHECKING:
-    from cllm.llm import Delta
+    from cllm.generation import Delta
 
 DONE = "data: [DONE]\n\n"
 
