@@ -130,11 +130,6 @@ class ManagerMachine(RuleBasedStateMachine):
         self.kv.arrange()
 
     @rule()
-    def clear(self) -> None:
-        self.kv.clear()
-        assert self.kv.usage().evictable == 0
-
-    @rule()
     def rebuild(self) -> None:
         for sequence in self.live:
             self.kv.release(sequence, keep=False)

@@ -176,9 +176,6 @@ class AsyncLLM:
             raise
         return generation
 
-    def clear_cache(self) -> None:
-        self._running.clear_cache()
-
     # -- inside ------------------------------------------------------------------------------------------------
 
     @property

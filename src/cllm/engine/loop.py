@@ -98,11 +98,6 @@ class Engine:
         if request_id in self._in_step:
             self.backend.abort()
 
-    def clear_cache(self) -> None:
-        """Drop everything that is cached and not in use."""
-        self._inbox.append(self._on_clear)
-        self._wake.set()
-
     def stop(self, grace_s: float) -> None:
         """Take no more requests, refuse those that wait, let running ones end within `grace_s`; then join."""
         with self._submit_lock:
@@ -284,10 +279,6 @@ class Engine:
     def _on_cancel(self, request_id: str, index: int | None, reason: FinishReason) -> list[Output]:
         request = self.scheduler.requests.get(request_id)
         return self.scheduler.finish(request, index, reason) if request is not None else []
-
-    def _on_clear(self) -> list[Output]:
-        self.scheduler.kv.clear()
-        return []
 
     # -- publishing --------------------------------------------------------------------------------------------
 

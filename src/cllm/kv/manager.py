@@ -72,10 +72,6 @@ class KVManager(ABC):
         """Between steps: evict down to the threshold, tidy up. Bounded work unless idle."""
 
     @abstractmethod
-    def clear(self) -> None:
-        """Drop everything that is cached and not in use."""
-
-    @abstractmethod
     def reset(self) -> None:
         """The backend's memory is new and empty. No sequence may be admitted at this time."""
 

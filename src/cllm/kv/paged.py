@@ -170,9 +170,6 @@ class PagedKVManager(KVManager):
             self._spans = self._pool.free_spans()
             self._spans_at = now
 
-    def clear(self) -> None:
-        self._evict(self._evictable)
-
     def reset(self) -> None:
         if self._running:
             raise ValueError(f"{len(self._running)} sequences still hold memory")

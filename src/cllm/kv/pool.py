@@ -57,9 +57,6 @@ class BlockPool:
             if left == 0:
                 free.append(block)
 
-    def references(self, block: int) -> int:
-        return self._references[block]
-
     def is_shared(self, block: int) -> bool:
         return self._references[block] > 1
 

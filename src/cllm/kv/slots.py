@@ -151,12 +151,6 @@ class SlotKVManager(KVManager):
             while len(self._store) and len(self._store) + occupied > self._max_sequences:
                 self._evict(self._store.peek())
 
-    def clear(self) -> None:
-        while len(self._store):
-            self._evict(self._store.peek())
-        for entry in self._held_in_slots():
-            self._evict(entry)
-
     def reset(self) -> None:
         if self._running_slots():
             raise ValueError("sequences still hold slots")
