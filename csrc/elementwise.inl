@@ -1,0 +1,106 @@
+// Everything that is not a matrix product or attention: norm, rotation, activation, quantising rows of activations.
+// Included once per instruction set. Lengths need not be whole vectors; the rest is done one by one, at the end.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace cllm {
+namespace CLLM_NS {
+
+static void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
+    Vec squares[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
+    int64_t i = 0;
+    for (; i + 4 * Vec::lanes <= n; i += 4 * Vec::lanes)
+        for (int k = 0; k < 4; ++k) {
+            const Vec part = Vec::load(x + i + k * Vec::lanes);
+            squares[k] = fma(part, part, squares[k]);
+        }
+    float total = ((squares[0] + squares[1]) + (squares[2] + squares[3])).sum();
+    for (; i < n; ++i) total += x[i] * x[i];
+    const float factor = 1.0f / std::sqrt(total / float(n) + eps);
+    const Vec factors = Vec::all(factor);
+    for (i = 0; i + Vec::lanes <= n; i += Vec::lanes)
+        (Vec::load(x + i) * factors * Vec::load(weight + i)).store(out + i);
+    for (; i < n; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+static void add(const float* x, int64_t n, float* to) {
+    int64_t i = 0;
+    for (; i + Vec::lanes <= n; i += Vec::lanes) (Vec::load(to + i) + Vec::load(x + i)).store(to + i);
+    for (; i < n; ++i) to[i] += x[i];
+}
+
+CLLM_INLINE Vec silu(Vec x) { return x / (Vec::all(1.0f) + vexp(Vec::zero() - x)); }
+
+static void silu_mul(const float* gate, const float* up, int64_t n, float* out) {
+    int64_t i = 0;
+    for (; i + Vec::lanes <= n; i += Vec::lanes) (silu(Vec::load(gate + i)) * Vec::load(up + i)).store(out + i);
+    if (i == n) return;
+    float last_gate[Vec::lanes] = {}, last_up[Vec::lanes] = {}, last[Vec::lanes];
+    for (int64_t k = i; k < n; ++k) last_gate[k - i] = gate[k], last_up[k - i] = up[k];
+    (silu(Vec::load(last_gate)) * Vec::load(last_up)).store(last);
+    for (int64_t k = i; k < n; ++k) out[k] = last[k - i];
+}
+
+static void rope(float* heads, int n_heads, int head_dim, int n_rot, const float* cosines, const float* sines, bool neox,
+                 float scale) {
+    const int half = n_rot / 2;
+    for (int head = 0; head < n_heads; ++head) {
+        float* x = heads + int64_t(head) * head_dim;
+        const int step = neox ? 1 : 2, partner = neox ? half : 1;
+        for (int i = 0; i < half; ++i) {
+            const float a = x[i * step], b = x[i * step + partner];
+            x[i * step] = (a * cosines[i] - b * sines[i]) * scale;
+            x[i * step + partner] = (a * sines[i] + b * cosines[i]) * scale;
+        }
+        for (int i = n_rot; i < head_dim; ++i) x[i] *= scale;
+    }
+}
+
+CLLM_INLINE float largest_magnitude_of_32(const float* x) {
+    Vec best = vabs(Vec::load(x));
+    for (int i = Vec::lanes; i < 32; i += Vec::lanes) best = vmax(best, vabs(Vec::load(x + i)));
+    return best.max();
+}
+
+// The 16 values x * factor, rounded, as bytes; returns their sum.
+CLLM_INLINE int32_t round_16(const float* x, float factor, int8_t* out) {
+#if defined(CLLM_AVX512)
+    const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(factor)));
+    _mm_storeu_si128((__m128i*)out, _mm512_cvtsepi32_epi8(whole));
+    return _mm512_reduce_add_epi32(whole);
+#else
+    float rounded[16];
+    for (int i = 0; i < 16; i += Vec::lanes) vround(Vec::load(x + i) * Vec::all(factor)).store(rounded + i);
+    int32_t sum = 0;
+    for (int i = 0; i < 16; ++i) {
+        out[i] = int8_t(rounded[i]);
+        sum += out[i];
+    }
+    return sum;
+#endif
+}
+
+static void quantise_row(const float* x, int64_t row, const QuantRows& out) {
+    const int64_t groups = out.cols / 32, panel = row / kPanelRows, lane = row % kPanelRows;
+    int8_t* values = out.values + panel * kPanelRows * out.cols + lane * 4;
+    for (int64_t g = 0; g < groups; ++g) {
+        const float peak = largest_magnitude_of_32(x + g * 32);
+        const float factor = peak > 0.0f ? 127.0f / peak : 0.0f, scale = peak / 127.0f;
+        alignas(64) int8_t bytes[32];
+        const int32_t low = round_16(x + g * 32, factor, bytes), high = round_16(x + g * 32 + 16, factor, bytes + 16);
+        for (int quad = 0; quad < 8; ++quad)
+            std::memcpy(values + (g * 8 + quad) * 4 * kPanelRows, bytes + quad * 4, 4);
+        const int64_t at = (panel * groups + g) * kPanelRows + lane;
+        out.scales[at] = scale;
+        out.sums[at] = scale * float(low + high);
+        out.offsets32[at] = -128 * (low + high);
+        const int64_t at16 = (panel * groups * 2 + g * 2) * kPanelRows + lane;
+        out.offsets16[at16] = -128 * low;
+        out.offsets16[at16 + kPanelRows] = -128 * high;
+    }
+}
+
+}  // namespace CLLM_NS
+}  // namespace cllm

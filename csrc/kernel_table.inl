@@ -1,0 +1,26 @@
+// The table of one instruction set's kernels; included after all of them.
+#pragma once
+
+#include "kernels.h"
+
+namespace cllm {
+namespace CLLM_NS {
+
+#if defined(CLLM_AVX512)
+#define CLLM_NAME "avx512"
+constexpr bool kBiased = true;
+#elif defined(CLLM_AVX2)
+#define CLLM_NAME "avx2"
+constexpr bool kBiased = false;
+#else
+#define CLLM_NAME "generic"
+constexpr bool kBiased = false;
+#endif
+
+static constexpr Kernels kTable = {
+    CLLM_NAME, kBiased, matmul,   quantise_row, rms_norm,     rope,
+    silu_mul,  add,     write_kv, attend,       merge_states, finish_state,
+};
+
+}  // namespace CLLM_NS
+}  // namespace cllm

@@ -1,0 +1,89 @@
+// The functions that exist once per instruction set, behind one table that is chosen at start.
+#pragma once
+
+#include <cstdint>
+
+#include "kv_layout.h"
+#include "packed.h"
+
+namespace cllm {
+
+// Rows of activations, quantised in groups of 32 columns, each row by itself.
+//
+// Rows lie in panels of four, so that a kernel reads the same columns of several rows from neighbouring bytes:
+// value (row, col) is at values[(row / 4 * cols + col / 4 * 4) * 4 + row % 4 * 4 + col % 4], number (row, i) of the others
+// at [(row / 4 * count + i) * 4 + row % 4], where count is how many numbers a row has.
+struct QuantRows {
+    int64_t cols = 0;
+    int8_t* values = nullptr;      // -127..127
+    float* scales = nullptr;       // cols / 32 a row
+    float* sums = nullptr;         // cols / 32 a row: scale * sum of the group's values, what a minimum is multiplied with
+    int32_t* offsets32 = nullptr;  // cols / 32 a row: -128 * sum of the group's values, what undoes `biased` weights
+    int32_t* offsets16 = nullptr;  // cols / 16 a row: the same for groups of 16
+};
+constexpr int kPanelRows = 4;
+
+// What attention of one (query tile, kv head) needs. Query rows are consecutive tokens of one sequence.
+struct AttendJob {
+    const KVLayout* layout;
+    const uint8_t* arena;
+    const int32_t* blocks;  // the sequence's block table
+    int layer;
+    int kv_head;
+    int heads;             // query heads that share this kv head
+    int tokens;            // query tokens in the tile
+    int first_position;    // of the first of them; token i sees positions [0, first_position + i]
+    const float* q;        // [tokens][heads][head_dim], rotated and scaled by 1/sqrt(head_dim)
+    int64_t q_stride;      // floats from one token's queries to the next
+};
+
+// A query's running softmax over some positions: sum of exp(score - peak) * v, sum of exp(score - peak), peak.
+// Laid out as head_dim floats, then the sum, then the peak: head_dim + 2 floats.
+
+struct Kernels {
+    const char* name;  // "generic", "avx2", "avx512"
+    bool biased;       // how q8 weights must be packed
+
+    // --- matrix products (matmul) ---
+    // out[m][r] (+)= sum over columns, for input rows [0, m) and the tiles [first_tile, last_tile) of `w`.
+    // Of the inputs, quantised ones serve quantised weights and `floats` ([m][cols]) the others.
+    // `scratch`: matmul_scratch_bytes(w.cols) bytes of the calling thread's own, aligned to 64.
+    void (*matmul)(const PackedMatrix& w, const QuantRows& quants, const float* floats, int64_t m, int64_t first_tile,
+                   int64_t last_tile, float* out, int64_t out_stride, bool add, uint8_t* scratch);
+
+    // --- element-wise (elementwise) ---
+    void (*quantise_row)(const float* x, int64_t row, const QuantRows& out);
+    void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
+    // Rotates n_heads heads in place by the angles whose cosines and sines (n_rot / 2 each) are given; neox: pairs are
+    // (i, i + n_rot/2), otherwise (2i, 2i + 1). All values are multiplied by `scale` too.
+    void (*rope)(float* heads, int n_heads, int head_dim, int n_rot, const float* cosines, const float* sines, bool neox,
+                 float scale);
+    // out = silu(gate) * up
+    void (*silu_mul)(const float* gate, const float* up, int64_t n, float* out);
+    void (*add)(const float* x, int64_t n, float* to);
+
+    // --- attention (attention) ---
+    // Store K and V of one token ([n_kv_heads][head_dim] each) at `slot` of `block`.
+    void (*write_kv)(const KVLayout& layout, uint8_t* block, int layer, int slot, const float* k, const float* v);
+    // Softmax state over positions [begin, end) that each query may see, end - begin <= kSplit, begin a multiple of it;
+    // states[(token * heads + head) * (head_dim + 2)]. A query that sees none of them gets sum 0, peak -infinity.
+    void (*attend)(const AttendJob& job, int begin, int end, float* states, uint8_t* scratch);
+    // into = into combined with `later`, n_states states; into must hold the earlier positions.
+    void (*merge_states)(float* into, const float* later, int64_t n_states, int head_dim);
+    // out[i] = state's weighted sum / its sum, for one state.
+    void (*finish_state)(const float* state, int head_dim, float* out);
+};
+
+constexpr int kSplit = 256;  // positions whose scores are computed together; fixed, so that results are
+
+// Query tokens to take together for a model with this many query heads per kv head, and what `attend` needs for that.
+int attention_tile_tokens(int heads);
+size_t attend_scratch_bytes(int head_dim, int heads);
+
+CLLM_INLINE size_t matmul_scratch_bytes(int64_t cols) { return size_t(cols) * kTileRows; }
+
+const Kernels& generic_kernels();
+const Kernels* avx2_kernels();    // null where the build has none
+const Kernels* avx512_kernels();  // null where the build has none
+
+}  // namespace cllm

@@ -1,0 +1,10 @@
+#include "attention.inl"
+#include "elementwise.inl"
+#include "matmul_generic.inl"
+#include "kernel_table.inl"
+
+namespace cllm {
+
+const Kernels& generic_kernels() { return generic::kTable; }
+
+}  // namespace cllm

@@ -1,0 +1,62 @@
+// Where K and V of a token lie in the arena.
+//
+// The arena is an array of equal blocks; a block holds `block_size` tokens (a multiple of 16) of all layers:
+//
+//   block -> layer -> [ K: kv head -> tile of 16 tokens | V: kv head -> tile of 16 tokens ]
+//
+// so moving a block is one copy, and a layer's part of a block is contiguous. Inside a tile:
+//
+//   K  f16   [head_dim][16 tokens]: a lane is a token, and a dot product with many keys needs no sum over lanes
+//   V  f16   [16 tokens][head_dim]
+//   q8_0, q4_0: the same order, with one f16 scale per token and 32 dimensions; see kv_tiles.inl
+//
+// A token takes exactly the bytes that cllm.kv.memory computes: 2, 34/32 or 18/32 a value.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "half.h"
+
+namespace cllm {
+
+constexpr int kTileTokens = 16;
+
+enum class KVType : uint8_t { f16, q8_0, q4_0 };
+
+CLLM_INLINE size_t kv_bytes(KVType type, int64_t values) {
+    switch (type) {
+        case KVType::f16: return size_t(values) * 2;
+        case KVType::q8_0: return size_t(values) / 32 * 34;
+        case KVType::q4_0: return size_t(values) / 32 * 18;
+    }
+    return 0;
+}
+
+struct KVLayout {
+    int n_layers = 0;
+    int n_kv_heads = 0;
+    int head_dim = 0;
+    int block_size = 16;
+    KVType k_type = KVType::f16;
+    KVType v_type = KVType::f16;
+
+    CLLM_INLINE size_t k_tile_bytes() const { return kv_bytes(k_type, int64_t(head_dim) * kTileTokens); }
+    CLLM_INLINE size_t v_tile_bytes() const { return kv_bytes(v_type, int64_t(head_dim) * kTileTokens); }
+    CLLM_INLINE int tiles_per_block() const { return block_size / kTileTokens; }
+    CLLM_INLINE size_t k_layer_bytes() const { return size_t(n_kv_heads) * tiles_per_block() * k_tile_bytes(); }
+    CLLM_INLINE size_t v_layer_bytes() const { return size_t(n_kv_heads) * tiles_per_block() * v_tile_bytes(); }
+    CLLM_INLINE size_t layer_bytes() const { return k_layer_bytes() + v_layer_bytes(); }
+    CLLM_INLINE size_t block_bytes() const { return size_t(n_layers) * layer_bytes(); }
+
+    // Offsets within a block.
+    CLLM_INLINE size_t k_tile(int layer, int kv_head, int tile) const {
+        return size_t(layer) * layer_bytes() + (size_t(kv_head) * tiles_per_block() + tile) * k_tile_bytes();
+    }
+    CLLM_INLINE size_t v_tile(int layer, int kv_head, int tile) const {
+        return size_t(layer) * layer_bytes() + k_layer_bytes() +
+               (size_t(kv_head) * tiles_per_block() + tile) * v_tile_bytes();
+    }
+};
+
+}  // namespace cllm

@@ -1,0 +1,20 @@
+// One tile of weights and where its products go: what the vectorised files share.
+#pragma once
+
+#include "kernels.h"
+
+namespace cllm {
+namespace CLLM_NS {
+
+struct TileJob {
+    const PackedMatrix& w;
+    const QuantRows& inputs;
+    int64_t tile;
+    const uint8_t* unpacked;  // the tile's nibbles as bytes, or null
+    float* out;
+    int64_t out_stride;
+    bool add;
+};
+
+}  // namespace CLLM_NS
+}  // namespace cllm

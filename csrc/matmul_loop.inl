@@ -1,0 +1,19 @@
+// The order in which tiles and inputs are gone through; included inside the namespace of a file that defines kMaxTokens,
+// kInputBytes, kUnpackFrom, kRunTile and unpack_nibbles.
+
+static void matmul(const PackedMatrix& w, const QuantRows& quants, const float* floats, int64_t m, int64_t first_tile,
+                   int64_t last_tile, float* out, int64_t out_stride, bool add, uint8_t* scratch) {
+    if (!w.quantised()) return matmul_any_float(w, floats, m, first_tile, last_tile, out, out_stride, add);
+    int64_t stretch = kInputBytes / w.cols / kMaxTokens * kMaxTokens;
+    if (stretch < kMaxTokens) stretch = kMaxTokens;
+    for (int64_t begin = 0; begin < m; begin += stretch) {
+        const int64_t end = begin + stretch < m ? begin + stretch : m;
+        for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+            const bool unpack = w.packing == Packing::q4 && end - begin >= kUnpackFrom;
+            if (unpack) unpack_nibbles(w.data + size_t(tile) * w.tile_bytes(), w.cols / 32, scratch);
+            const TileJob job{w, quants, tile, unpack ? scratch : nullptr, out, out_stride, add};
+            for (int64_t row = begin; row < end; row += kMaxTokens)
+                kRunTile[end - row < kMaxTokens ? end - row : kMaxTokens](job, row);
+        }
+    }
+}

@@ -1,0 +1,61 @@
+// Memory straight from the operating system: zero at first, taken page by page as it is touched, given back whole.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <vector>
+
+namespace cllm {
+
+class Region {
+public:
+    Region() = default;
+    explicit Region(size_t bytes);  // throws std::bad_alloc
+    ~Region();
+    Region(Region&& other) noexcept;
+    Region& operator=(Region&& other) noexcept;
+
+    uint8_t* data() const { return data_; }
+    size_t size() const { return size_; }
+
+private:
+    uint8_t* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+// Weights, one after another in large regions, so that big pages can be used; freed together.
+class Shelf {
+public:
+    uint8_t* take(size_t bytes);  // aligned to 64
+    size_t taken() const { return taken_; }
+
+private:
+    std::vector<Region> regions_;
+    size_t used_ = 0;  // of the last region
+    size_t taken_ = 0;
+};
+
+// An array that only grows, aligned to 64; what it held is lost when it does.
+template <class T>
+class Buffer {
+public:
+    T* data() const { return data_.get(); }
+    size_t size() const { return size_; }
+    void ensure(size_t count) {
+        if (count <= size_) return;
+        data_.reset();
+        data_.reset(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64))));
+        size_ = count;
+    }
+
+private:
+    struct Free {
+        void operator()(T* p) const { ::operator delete(p, std::align_val_t(64)); }
+    };
+    std::unique_ptr<T, Free> data_;
+    size_t size_ = 0;
+};
+
+}  // namespace cllm

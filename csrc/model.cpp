@@ -1,0 +1,163 @@
+#include "model.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <stdexcept>
+
+namespace cllm {
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
+
+void check_range(const char* name, int64_t value, int64_t low, int64_t high) {
+    if (value < low || value > high)
+        refuse(std::string(name) + " is " + std::to_string(value) + ", not between " + std::to_string(low) + " and " +
+               std::to_string(high));
+}
+
+// What each role of a layer must be: a vector of `rows` numbers (cols 0) or a matrix.
+struct Slot {
+    const char* role;
+    Vector Layer::*vector;
+    PackedMatrix Layer::*matrix;
+    int64_t rows, cols;
+};
+
+std::vector<Slot> layer_slots(const Shape& s) {
+    const int64_t embd = s.n_embd, q = s.q_size(), kv = s.kv_size(), ff = s.n_ff, dim = s.head_dim;
+    return {
+        {"attn_norm", &Layer::attn_norm, nullptr, embd, 0}, {"ffn_norm", &Layer::ffn_norm, nullptr, embd, 0},
+        {"attn_q.bias", &Layer::q_bias, nullptr, q, 0},     {"attn_k.bias", &Layer::k_bias, nullptr, kv, 0},
+        {"attn_v.bias", &Layer::v_bias, nullptr, kv, 0},    {"attn_q_norm", &Layer::q_norm, nullptr, dim, 0},
+        {"attn_k_norm", &Layer::k_norm, nullptr, dim, 0},   {"attn_q", nullptr, &Layer::q, q, embd},
+        {"attn_k", nullptr, &Layer::k, kv, embd},           {"attn_v", nullptr, &Layer::v, kv, embd},
+        {"attn_output", nullptr, &Layer::output, embd, q},  {"ffn_gate", nullptr, &Layer::gate, ff, embd},
+        {"ffn_up", nullptr, &Layer::up, ff, embd},          {"ffn_down", nullptr, &Layer::down, embd, ff},
+    };
+}
+
+constexpr int64_t kTilesPerTask = 64;
+
+struct PackWork {
+    ThreadPool& pool;
+    GgmlType type;
+    const uint8_t* raw;
+    const PackedMatrix& form;
+    uint8_t* target;
+    std::atomic<bool> sound{true};
+
+    static void run(void* context, int) {
+        auto& work = *static_cast<PackWork*>(context);
+        const int64_t tiles = work.form.tiles();
+        work.pool.phase((tiles + kTilesPerTask - 1) / kTilesPerTask, [&](int64_t task) {
+            const int64_t first = task * kTilesPerTask, last = std::min(tiles, first + kTilesPerTask);
+            if (!pack_tiles(work.type, work.raw, work.form, work.target, first, last)) work.sound = false;
+        });
+    }
+};
+
+}  // namespace
+
+void Shape::check() const {
+    check_range("n_layers", n_layers, 1, 4096);
+    check_range("n_embd", n_embd, 1, 1 << 17);
+    check_range("n_kv_heads", n_kv_heads, 1, 1024);
+    check_range("n_heads", n_heads, n_kv_heads, 1024);
+    check_range("head_dim", head_dim, 8, 512);
+    check_range("n_ff", n_ff, 1, 1 << 20);
+    check_range("n_vocab", n_vocab, 1, 1 << 22);
+    check_range("rope_dims", rope_dims, 2, head_dim);
+    if (n_heads % n_kv_heads) refuse("n_heads is " + std::to_string(n_heads) + ", no multiple of n_kv_heads");
+    if (head_dim % 8) refuse("head_dim is " + std::to_string(head_dim) + ", no multiple of 8");
+    if (rope_dims % 2) refuse("rope_dims is " + std::to_string(rope_dims) + ", which is odd");
+    if (!(rms_eps >= 0 && rms_eps < 1)) refuse("rms_eps is " + std::to_string(rms_eps));
+    if (!(rope_base > 0 && std::isfinite(rope_base))) refuse("rope_base is " + std::to_string(rope_base));
+    if (!(rope_frequency_scale > 0 && std::isfinite(rope_frequency_scale)))
+        refuse("rope_frequency_scale is " + std::to_string(rope_frequency_scale));
+}
+
+Model::Model(const Shape& s, const Kernels& k, ThreadPool& pool) : shape(s), kernels(k), pool_(pool) {
+    shape.check();
+    layers.resize(size_t(shape.n_layers));
+}
+
+void Model::load(int layer, const std::string& role, GgmlType type, int64_t rows, int64_t cols, const uint8_t* raw,
+                 size_t bytes) {
+    if (sealed_) refuse("the model is sealed");
+    if (rows < 1 || cols < 1 || rows > (1 << 22) || cols > (1 << 22)) refuse(role + " has an impossible size");
+    const size_t needed = raw_row_bytes(type, cols) * size_t(rows);
+    if (bytes != needed)
+        refuse(role + " has " + std::to_string(bytes) + " bytes, not the " + std::to_string(needed) + " its size needs");
+    if (layer < 0) {
+        if (role == "token_embd") return load_matrix(token_embd, role, type, rows, cols, shape.n_vocab, shape.n_embd, raw);
+        if (role == "output") return load_matrix(output, role, type, rows, cols, shape.n_vocab, shape.n_embd, raw);
+        if (role == "output_norm") return load_vector(output_norm, role, type, rows, cols, shape.n_embd, raw);
+        if (role == "rope_freqs") return load_vector(rope_factors_, role, type, rows, cols, shape.rope_dims / 2, raw);
+    } else if (layer < shape.n_layers) {
+        for (const Slot& slot : layer_slots(shape)) {
+            if (role != slot.role) continue;
+            const std::string what = "layer " + std::to_string(layer) + " " + role;
+            Layer& to = layers[size_t(layer)];
+            if (slot.vector) return load_vector(to.*slot.vector, what, type, rows, cols, slot.rows, raw);
+            return load_matrix(to.*slot.matrix, what, type, rows, cols, slot.rows, slot.cols, raw);
+        }
+    }
+    refuse("there is no tensor " + role + " in layer " + std::to_string(layer));
+}
+
+void Model::load_vector(Vector& to, const std::string& what, GgmlType type, int64_t rows, int64_t cols, int64_t expected,
+                        const uint8_t* raw) {
+    if (rows != 1 || cols != expected)
+        refuse(what + " has " + std::to_string(rows * cols) + " values, not " + std::to_string(expected));
+    Vector values(size_t(cols), 0.0f);
+    if (!read_raw_row(type, raw, cols, values.data())) refuse(what + " holds values that are not finite");
+    to = std::move(values);
+}
+
+void Model::load_matrix(PackedMatrix& to, const std::string& what, GgmlType type, int64_t rows, int64_t cols,
+                        int64_t expected_rows, int64_t expected_cols, const uint8_t* raw) {
+    if (rows != expected_rows || cols != expected_cols)
+        refuse(what + " is " + std::to_string(rows) + " x " + std::to_string(cols) + ", not " +
+               std::to_string(expected_rows) + " x " + std::to_string(expected_cols));
+    if (to.data) refuse(what + " was loaded before");
+    PackedMatrix form = packed_form(type, rows, cols, kernels.biased);
+    uint8_t* target = shelf_.take(form.bytes());
+    PackWork work{pool_, type, raw, form, target};
+    pool_.run(PackWork::run, &work);
+    if (!work.sound) refuse(what + " holds values that are not finite");
+    form.data = target;
+    to = form;
+}
+
+void Model::seal() {
+    if (!token_embd.data) refuse("token_embd is missing");
+    if (output_norm.empty()) refuse("output_norm is missing");
+    if (!output.data) output = token_embd;
+    widest_input = output.cols;
+    any_float = !output.quantised();
+    const auto slots = layer_slots(shape);
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const std::string where = " of layer " + std::to_string(i) + " is missing";
+        if (layers[i].attn_norm.empty()) refuse("attn_norm" + where);
+        if (layers[i].ffn_norm.empty()) refuse("ffn_norm" + where);
+        for (const Slot& slot : slots) {
+            if (!slot.matrix) continue;
+            const PackedMatrix& matrix = layers[i].*slot.matrix;
+            if (!matrix.data) refuse(slot.role + where);
+            widest_input = std::max(widest_input, matrix.cols);
+            any_float = any_float || !matrix.quantised();
+        }
+    }
+    const int pairs = shape.rope_dims / 2;
+    rope_frequencies.resize(size_t(pairs));
+    for (int i = 0; i < pairs; ++i) {
+        const double factor = rope_factors_.empty() ? 1.0 : double(rope_factors_[size_t(i)]);
+        rope_frequencies[size_t(i)] =
+            std::pow(shape.rope_base, -2.0 * i / shape.rope_dims) * shape.rope_frequency_scale / factor;
+    }
+    sealed_ = true;
+}
+
+}  // namespace cllm

@@ -1,0 +1,207 @@
+// The engine as Python sees it; src/cllm/_native.pyi says what each call does.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <stdexcept>
+#include <string>
+
+#include "dispatch.h"
+#include "forward.h"
+#include "limits.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace cllm {
+namespace {
+
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using IntTable = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatTable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+[[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+KVType kv_type(const std::string& name) {
+    if (name == "f16") return KVType::f16;
+    if (name == "q8_0") return KVType::q8_0;
+    if (name == "q4_0") return KVType::q4_0;
+    refuse("there is no K/V type " + name);
+}
+
+int checked_threads(int threads) {
+    if (threads < 1 || threads > 1024) refuse("threads is " + number(threads));
+    return threads;
+}
+
+class Engine {
+public:
+    Engine(const std::string& instruction_set, int threads, const Shape& shape)
+        : pool_(checked_threads(threads)), model_(shape, select_kernels(instruction_set), pool_), forward_(model_, pool_) {}
+
+    std::string instruction_set() const { return model_.kernels.name; }
+    int threads() const { return pool_.size(); }
+    size_t weight_bytes() const { return model_.weight_bytes(); }
+    size_t kv_bytes() const { return arena_.size(); }
+
+    void load(int layer, const std::string& role, int type, int64_t rows, int64_t cols, const Bytes& data) {
+        model_.load(layer, role, GgmlType(type), rows, cols, data.data(), data.size());
+    }
+    void seal() { model_.seal(); }
+
+    void allocate(int64_t blocks, int block_size, const std::string& type_k, const std::string& type_v) {
+        const Shape& s = model_.shape;
+        const KVLayout layout{s.n_layers, s.n_kv_heads, s.head_dim, block_size, kv_type(type_k), kv_type(type_v)};
+        if (blocks < 1 || blocks > INT32_MAX) refuse("blocks is " + number(blocks));
+        if (block_size < kTileTokens || block_size % kTileTokens || block_size > (1 << 16))
+            refuse("block_size is " + number(block_size) + ", no multiple of " + number(kTileTokens));
+        if (s.head_dim % 32 && (layout.k_type != KVType::f16 || layout.v_type != KVType::f16))
+            refuse("head_dim is " + number(s.head_dim) + ", no multiple of 32, so K/V can only be f16");
+        if (size_t(blocks) > (size_t(1) << 46) / layout.block_bytes()) throw std::bad_alloc();
+        arena_ = Region();
+        arena_ = Region(size_t(blocks) * layout.block_bytes());
+        layout_ = layout;
+        blocks_ = blocks;
+    }
+
+    bool step(const Ints& tokens, const IntTable& chunks, const Ints& blocks, const FloatTable& logits) {
+        require_ready();
+        read_chunks(tokens, chunks, blocks, logits);
+        return forward_.step(tokens.data(), chunks_, layout_, arena_.data(), logits.data());
+    }
+    void abort() { forward_.abort(); }
+
+    void copy_blocks(const IntTable& pairs) {
+        require_ready();
+        if (pairs.shape(1) != 2) refuse("pairs has rows of " + number(pairs.shape(1)) + ", not 2");
+        const size_t bytes = layout_.block_bytes();
+        for (size_t i = 0; i < pairs.shape(0) * 2; ++i) check_block(pairs.data()[i]);
+        for (size_t i = 0; i < pairs.shape(0); ++i) {
+            const int32_t *pair = pairs.data() + i * 2;
+            if (pair[0] != pair[1])
+                std::memcpy(arena_.data() + pair[1] * bytes, arena_.data() + pair[0] * bytes, bytes);
+        }
+    }
+
+    void set_profiling(bool on) { forward_.set_profiling(on); }
+    std::map<std::string, double> profile() {
+        const auto seconds = forward_.take_profile();
+        std::map<std::string, double> named;
+        for (int i = 0; i < int(Phase::count); ++i) named[kPhaseNames[i]] = seconds[size_t(i)];
+        return named;
+    }
+
+private:
+    void require_ready() const {
+        if (!model_.sealed()) refuse("the model is not sealed");
+        if (!arena_.data()) refuse("no K/V memory is allocated");
+    }
+    void check_block(int32_t block) const {
+        if (block < 0 || block >= blocks_) refuse("block " + number(block) + " is not one of " + number(blocks_));
+    }
+
+    void read_chunks(const Ints& tokens, const IntTable& table, const Ints& blocks, const FloatTable& logits) {
+        if (table.shape(1) != 4) refuse("chunks has rows of " + number(table.shape(1)) + ", not 4");
+        chunks_.clear();
+        int64_t n_tokens = 0, n_blocks = 0, n_logits = 0;
+        for (size_t i = 0; i < table.shape(0); ++i) {
+            const int32_t* row = table.data() + i * 4;
+            if (row[0] < 1 || row[1] < 0 || row[3] < 0) refuse("chunk " + number(i) + " has a negative number or no token");
+            if (int64_t(row[3]) * layout_.block_size < int64_t(row[1]) + row[0])
+                refuse("chunk " + number(i) + " ends at position " + number(int64_t(row[1]) + row[0]) + ", its " +
+                       number(row[3]) + " blocks hold " + number(int64_t(row[3]) * layout_.block_size));
+            if (n_blocks + row[3] > int64_t(blocks.size())) refuse("blocks has only " + number(blocks.size()) + " numbers");
+            chunks_.push_back({row[0], row[1], row[2] != 0, blocks.data() + n_blocks});
+            n_tokens += row[0];
+            n_blocks += row[3];
+            n_logits += row[2] != 0;
+        }
+        if (n_tokens != int64_t(tokens.size())) refuse("chunks have " + number(n_tokens) + " tokens, tokens " + number(tokens.size()));
+        if (n_blocks != int64_t(blocks.size())) refuse("chunks have " + number(n_blocks) + " blocks, blocks " + number(blocks.size()));
+        if (int64_t(logits.shape(0)) < n_logits || int64_t(logits.shape(1)) != model_.shape.n_vocab)
+            refuse("logits is " + number(logits.shape(0)) + " x " + number(logits.shape(1)) + ", needed are " + number(n_logits) +
+                   " x " + number(model_.shape.n_vocab));
+        for (size_t i = 0; i < blocks.size(); ++i) check_block(blocks.data()[i]);
+        for (size_t i = 0; i < tokens.size(); ++i)
+            if (tokens.data()[i] < 0 || tokens.data()[i] >= model_.shape.n_vocab)
+                refuse("token " + number(tokens.data()[i]) + " is not one of " + number(model_.shape.n_vocab));
+    }
+
+    ThreadPool pool_;
+    Model model_;
+    Forward forward_;
+    Region arena_;
+    KVLayout layout_;
+    int64_t blocks_ = 0;
+    std::vector<Chunk> chunks_;
+};
+
+std::vector<std::string> instruction_sets() {
+    std::vector<std::string> names;
+    for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
+    return names;
+}
+
+// A matrix packed and unpacked again: what the kernels will take its weights for.
+nb::ndarray<nb::numpy, float, nb::ndim<2>> pack_roundtrip(int type, int64_t rows, int64_t cols, const Bytes& data, bool biased) {
+    if (rows < 1 || cols < 1 || rows > (1 << 22) || cols > (1 << 22)) refuse("the matrix has an impossible size");
+    PackedMatrix form = packed_form(GgmlType(type), rows, cols, biased);
+    if (data.size() != raw_row_bytes(GgmlType(type), cols) * size_t(rows)) refuse("data has another size than the matrix");
+    std::vector<uint8_t> packed(form.bytes());
+    if (!pack_tiles(GgmlType(type), data.data(), form, packed.data(), 0, form.tiles())) refuse("values are not finite");
+    form.data = packed.data();
+    float* out = new float[size_t(rows * cols)];
+    nb::capsule owner(out, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+    for (int64_t row = 0; row < rows; ++row) unpack_row(form, row, out + row * cols);
+    return {out, {size_t(rows), size_t(cols)}, owner};
+}
+
+std::map<std::string, double> limits(const std::string& instruction_set, int threads, double seconds, size_t model_bytes) {
+    const MachineLimits found = measure_limits(select_kernels(instruction_set).name, threads, seconds, model_bytes);
+    return {{"int8_macs_per_s", found.int8_macs_per_s},
+            {"grouped_int8_macs_per_s", found.grouped_int8_macs_per_s},
+            {"read_bytes_per_s", found.read_bytes_per_s},
+            {"model_read_bytes_per_s", found.model_read_bytes_per_s}};
+}
+
+}  // namespace
+}  // namespace cllm
+
+NB_MODULE(_native, m) {
+    using namespace cllm;
+    const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+    m.def("instruction_sets", &instruction_sets);
+    m.def("pack_roundtrip", &pack_roundtrip, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a, "biased"_a);
+    m.def("measure_limits", &limits, "instruction_set"_a, "threads"_a, "seconds"_a, "model_bytes"_a);
+    nb::class_<Engine>(m, "Engine")
+        .def(
+            "__init__",
+            [](Engine* self, const std::string& instruction_set, int threads, int n_layers, int n_embd, int n_heads,
+               int n_kv_heads, int head_dim, int n_ff, int n_vocab, double rms_eps, double rope_base, int rope_dims,
+               bool rope_neox, double rope_frequency_scale) {
+                new (self) Engine(instruction_set, threads,
+                                  Shape{n_layers, n_embd, n_heads, n_kv_heads, head_dim, n_ff, n_vocab, float(rms_eps),
+                                        rope_base, rope_dims, rope_neox, rope_frequency_scale});
+            },
+            nb::kw_only(), "instruction_set"_a, "threads"_a, "n_layers"_a, "n_embd"_a, "n_heads"_a, "n_kv_heads"_a,
+            "head_dim"_a, "n_ff"_a, "n_vocab"_a, "rms_eps"_a, "rope_base"_a, "rope_dims"_a, "rope_neox"_a,
+            "rope_frequency_scale"_a)
+        .def_prop_ro("instruction_set", &Engine::instruction_set)
+        .def_prop_ro("threads", &Engine::threads)
+        .def_prop_ro("weight_bytes", &Engine::weight_bytes)
+        .def_prop_ro("kv_bytes", &Engine::kv_bytes)
+        .def("load", &Engine::load, "layer"_a, "role"_a, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a)
+        .def("seal", &Engine::seal)
+        .def("allocate", &Engine::allocate, nb::kw_only(), "blocks"_a, "block_size"_a, "type_k"_a, "type_v"_a)
+        .def("step", &Engine::step, "tokens"_a, "chunks"_a, "blocks"_a, "logits"_a.noconvert(), no_gil)
+        .def("abort", &Engine::abort)
+        .def("copy_blocks", &Engine::copy_blocks, "pairs"_a)
+        .def("set_profiling", &Engine::set_profiling, "on"_a)
+        .def("profile", &Engine::profile);
+}

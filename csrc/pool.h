@@ -1,0 +1,59 @@
+// Threads that work on one step together.
+//
+// `run` starts a function on every thread, the caller among them. Inside it the threads go through the same phases: each
+// takes tasks by `next` until none is left, then waits at `barrier`. A waiting thread spins, because phases last
+// microseconds, but yields after a while in case the others have no core; between runs threads sleep.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace cllm {
+
+class ThreadPool {
+public:
+    explicit ThreadPool(int threads);
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    int size() const { return int(workers_.size()) + 1; }
+
+    // Calls work(context, thread) on all threads; returns when all have returned. `work` must not throw.
+    void run(void (*work)(void*, int), void* context);
+
+    // The next task of the phase; each number comes once. Tasks end where the caller says.
+    int64_t next() { return task_.fetch_add(1, std::memory_order_relaxed); }
+
+    // Until all threads are here; then a new phase begins, its tasks numbered from 0.
+    void barrier();
+
+    // Every task of [0, count) once, on whichever thread comes first, then a barrier.
+    template <class Work>
+    void phase(int64_t count, Work&& work) {
+        for (int64_t task = next(); task < count; task = next()) work(task);
+        barrier();
+    }
+
+private:
+    void serve(int thread);
+    void wait_for_run(uint64_t seen);
+
+    std::vector<std::thread> workers_;
+    void (*work_)(void*, int) = nullptr;
+    void* context_ = nullptr;
+    alignas(64) std::atomic<int64_t> task_{0};
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<uint64_t> generation_{0};
+    alignas(64) std::atomic<uint64_t> runs_{0};
+    std::atomic<bool> closing_{false};
+    std::atomic<int> sleepers_{0};
+    std::mutex mutex_;
+    std::condition_variable wake_;
+};
+
+}  // namespace cllm

@@ -1,0 +1,223 @@
+// One float vector type, `Vec`, in three builds: 16 lanes (AVX-512), 8 lanes (AVX2 + FMA + F16C), 8 lanes of plain C++.
+//
+// A file that includes this is compiled once per instruction set, with CLLM_AVX512 or CLLM_AVX2 or neither defined, and
+// puts everything into CLLM_NS so that the builds do not mix. Every operation has one fixed rounding: `fma` rounds once in
+// all builds, and sums over lanes use one fixed tree. Results are equal for equal input within a build, not across builds.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "half.h"
+
+#if defined(CLLM_AVX512)
+// GCC 12 warns of the undefined operands in its own header.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#define CLLM_NS avx512
+#elif defined(CLLM_AVX2)
+#include <immintrin.h>
+#define CLLM_NS avx2
+#else
+#define CLLM_NS generic
+#endif
+
+namespace cllm {
+namespace CLLM_NS {
+
+#if defined(CLLM_AVX512)
+
+struct Vec {
+    static constexpr int lanes = 16;
+    __m512 v;
+    static CLLM_INLINE Vec zero() { return {_mm512_setzero_ps()}; }
+    static CLLM_INLINE Vec all(float x) { return {_mm512_set1_ps(x)}; }
+    static CLLM_INLINE Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+    static CLLM_INLINE Vec load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+    static CLLM_INLINE Vec load_bf16(const uint16_t* p) {
+        const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+    }
+    static CLLM_INLINE Vec load_i8(const int8_t* p) {
+        return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+    }
+    CLLM_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
+    CLLM_INLINE void store_f16(uint16_t* p) const {
+        _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+    CLLM_INLINE float sum() const { return _mm512_reduce_add_ps(v); }
+    CLLM_INLINE float max() const { return _mm512_reduce_max_ps(v); }
+};
+CLLM_INLINE Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+CLLM_INLINE Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+CLLM_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+CLLM_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+CLLM_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+CLLM_INLINE Vec vmax(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+CLLM_INLINE Vec vmin(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+CLLM_INLINE Vec vabs(Vec a) { return {_mm512_abs_ps(a.v)}; }
+CLLM_INLINE Vec vround(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// Of `lanes` bytes, the low and the high nibbles, each minus 8.
+CLLM_INLINE void load_nibbles(const uint8_t* p, Vec& low, Vec& high) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), eight = _mm512_set1_epi32(8);
+    low = {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_epi32(bytes, _mm512_set1_epi32(15)), eight))};
+    high = {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_srli_epi32(bytes, 4), eight))};
+}
+// a * 2^n for whole n, which may reach below the smallest normal number.
+CLLM_INLINE Vec scale_by_power(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+
+#elif defined(CLLM_AVX2)
+
+struct Vec {
+    static constexpr int lanes = 8;
+    __m256 v;
+    static CLLM_INLINE Vec zero() { return {_mm256_setzero_ps()}; }
+    static CLLM_INLINE Vec all(float x) { return {_mm256_set1_ps(x)}; }
+    static CLLM_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+    static CLLM_INLINE Vec load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))}; }
+    static CLLM_INLINE Vec load_bf16(const uint16_t* p) {
+        const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+    }
+    static CLLM_INLINE Vec load_i8(const int8_t* p) {
+        return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)))};
+    }
+    CLLM_INLINE void store(float* p) const { _mm256_storeu_ps(p, v); }
+    CLLM_INLINE void store_f16(uint16_t* p) const {
+        _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+    CLLM_INLINE float sum() const {
+        __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+        return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+    }
+    CLLM_INLINE float max() const {
+        __m128 half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+        return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+    }
+};
+CLLM_INLINE Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+CLLM_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
+CLLM_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+CLLM_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+CLLM_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+CLLM_INLINE Vec vmax(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+CLLM_INLINE Vec vmin(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
+CLLM_INLINE Vec vabs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
+CLLM_INLINE Vec vround(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+CLLM_INLINE void load_nibbles(const uint8_t* p, Vec& low, Vec& high) {
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), eight = _mm256_set1_epi32(8);
+    low = {_mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(bytes, _mm256_set1_epi32(15)), eight))};
+    high = {_mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(bytes, 4), eight))};
+}
+CLLM_INLINE Vec scale_by_power(Vec a, Vec n) {
+    // In two halves, so that 2^n itself may be subnormal.
+    const __m256i whole = _mm256_cvtps_epi32(n.v);
+    const __m256i first = _mm256_srai_epi32(whole, 1);
+    const __m256i second = _mm256_sub_epi32(whole, first);
+    const __m256i bias = _mm256_set1_epi32(127);
+    const __m256 x = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(first, bias), 23));
+    const __m256 y = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(second, bias), 23));
+    return {_mm256_mul_ps(_mm256_mul_ps(a.v, x), y)};
+}
+
+#else
+
+struct Vec {
+    static constexpr int lanes = 8;
+    float v[lanes];
+    template <class F>
+    static CLLM_INLINE Vec each(F value) {
+        Vec out;
+        for (int i = 0; i < lanes; ++i) out.v[i] = value(i);
+        return out;
+    }
+    static CLLM_INLINE Vec zero() { return all(0.0f); }
+    static CLLM_INLINE Vec all(float x) {
+        return each([&](int) { return x; });
+    }
+    static CLLM_INLINE Vec load(const float* p) {
+        return each([&](int i) { return p[i]; });
+    }
+    static CLLM_INLINE Vec load_f16(const uint16_t* p) {
+        return each([&](int i) { return f16_to_f32(p[i]); });
+    }
+    static CLLM_INLINE Vec load_bf16(const uint16_t* p) {
+        return each([&](int i) { return bf16_to_f32(p[i]); });
+    }
+    static CLLM_INLINE Vec load_i8(const int8_t* p) {
+        return each([&](int i) { return float(p[i]); });
+    }
+    CLLM_INLINE void store(float* p) const {
+        for (int i = 0; i < lanes; ++i) p[i] = v[i];
+    }
+    CLLM_INLINE void store_f16(uint16_t* p) const {
+        for (int i = 0; i < lanes; ++i) p[i] = f32_to_f16(v[i]);
+    }
+    CLLM_INLINE float sum() const { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+    CLLM_INLINE float max() const {
+        float best = v[0];
+        for (int i = 1; i < lanes; ++i) best = v[i] > best ? v[i] : best;
+        return best;
+    }
+};
+CLLM_INLINE Vec operator+(Vec a, Vec b) {
+    return Vec::each([&](int i) { return a.v[i] + b.v[i]; });
+}
+CLLM_INLINE Vec operator-(Vec a, Vec b) {
+    return Vec::each([&](int i) { return a.v[i] - b.v[i]; });
+}
+CLLM_INLINE Vec operator*(Vec a, Vec b) {
+    return Vec::each([&](int i) { return a.v[i] * b.v[i]; });
+}
+CLLM_INLINE Vec operator/(Vec a, Vec b) {
+    return Vec::each([&](int i) { return a.v[i] / b.v[i]; });
+}
+// Without a fused instruction a correctly rounded fma is a slow library call; two roundings, always, are as repeatable.
+CLLM_INLINE Vec fma(Vec a, Vec b, Vec c) {
+    return Vec::each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+}
+CLLM_INLINE Vec vmax(Vec a, Vec b) {
+    return Vec::each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+CLLM_INLINE Vec vmin(Vec a, Vec b) {
+    return Vec::each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+CLLM_INLINE Vec vabs(Vec a) {
+    return Vec::each([&](int i) { return std::fabs(a.v[i]); });
+}
+CLLM_INLINE Vec vround(Vec a) {
+    return Vec::each([&](int i) { return std::nearbyint(a.v[i]); });
+}
+CLLM_INLINE void load_nibbles(const uint8_t* p, Vec& low, Vec& high) {
+    low = Vec::each([&](int i) { return float(int(p[i] & 15) - 8); });
+    high = Vec::each([&](int i) { return float(int(p[i] >> 4) - 8); });
+}
+CLLM_INLINE Vec scale_by_power(Vec a, Vec n) {
+    return Vec::each([&](int i) { return std::ldexp(a.v[i], int(n.v[i])); });
+}
+
+#endif
+
+// e^x, good to about 2 units in the last place for x <= 88; exactly 0 for x below -104 (and for -infinity).
+CLLM_INLINE Vec vexp(Vec x) {
+    const Vec clamped = vmax(vmin(x, Vec::all(88.7f)), Vec::all(-104.0f));
+    const Vec n = vround(clamped * Vec::all(1.44269504088896341f));
+    Vec r = fma(n, Vec::all(-0.693359375f), clamped);
+    r = fma(n, Vec::all(2.12194440e-4f), r);
+    Vec p = Vec::all(1.9875691500e-4f);
+    p = fma(p, r, Vec::all(1.3981999507e-3f));
+    p = fma(p, r, Vec::all(8.3334519073e-3f));
+    p = fma(p, r, Vec::all(4.1665795894e-2f));
+    p = fma(p, r, Vec::all(1.6666665459e-1f));
+    p = fma(p, r, Vec::all(5.0000001201e-1f));
+    p = fma(p, r * r, r + Vec::all(1.0f));
+    return scale_by_power(p, n);
+}
+
+}  // namespace CLLM_NS
+}  // namespace cllm

@@ -1,0 +1,51 @@
+// The buffers of a step. They grow to the largest step seen and are then reused: a step allocates nothing after warm-up.
+#pragma once
+
+#include <vector>
+
+#include "memory.h"
+#include "model.h"
+
+namespace cllm {
+
+// Memory behind a QuantRows.
+struct QuantBuffer {
+    QuantRows rows;
+
+    void ensure(int64_t n_rows, int64_t cols) {
+        const size_t padded = size_t(n_rows + kPanelRows - 1) / kPanelRows * kPanelRows;
+        const size_t groups = padded * size_t(cols / 32);
+        values_.ensure(padded * size_t(cols));
+        scales_.ensure(groups);
+        sums_.ensure(groups);
+        offsets32_.ensure(groups);
+        offsets16_.ensure(groups * 2);
+        rows = {cols, values_.data(), scales_.data(), sums_.data(), offsets32_.data(), offsets16_.data()};
+    }
+
+private:
+    Buffer<int8_t> values_;
+    Buffer<float> scales_, sums_;
+    Buffer<int32_t> offsets32_, offsets16_;
+};
+
+// What a thread has for itself.
+struct ThreadSpace {
+    Buffer<uint8_t> matmul, attend;
+    Buffer<float> row;             // one row of the widest activation
+    Buffer<float> states, merged;  // of one attention tile
+};
+
+struct Workspace {
+    Buffer<float> x;             // [rows][n_embd], the residual stream
+    Buffer<float> q, k, v, attended, gate, up;
+    Buffer<float> normed;        // [rows][widest], inputs of matrices that want floats
+    Buffer<float> cosines, sines;  // [rows][rope_dims / 2]
+    Buffer<float> states;        // of attention tiles whose splits are computed apart
+    QuantBuffer embd, heads, ff;
+    std::vector<ThreadSpace> threads;
+
+    void ensure(const Model& model, int64_t rows, int n_threads);
+};
+
+}  // namespace cllm

@@ -1,0 +1,69 @@
+"""The C++ engine, as Python sees it (csrc/module.cpp)."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+def instruction_sets() -> list[str]:
+    """Those this CPU runs, the best one first; "generic" is always there."""
+
+class Engine:
+    """A model's weights, its K/V arena and the threads that run it. Life: construct, `load` each tensor, `seal`,
+    `allocate`, then `step`s. One thread at a time calls it, except `abort`."""
+
+    def __init__(
+        self,
+        *,
+        instruction_set: str,
+        threads: int,
+        n_layers: int,
+        n_embd: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        n_ff: int,
+        n_vocab: int,
+        rms_eps: float,
+        rope_base: float,
+        rope_dims: int,
+        rope_neox: bool,
+        rope_frequency_scale: float,
+    ) -> None:
+        """`instruction_set` "auto" takes the best one. Raises ValueError with what is wrong with a number."""
+
+    @property
+    def instruction_set(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def kv_bytes(self) -> int: ...
+    def load(self, layer: int, role: str, ggml_type: int, rows: int, cols: int, data: NDArray[np.uint8]) -> None:
+        """Pack one tensor; `data` is copied. `layer` is -1 for what belongs to none.
+
+        Roles: token_embd, output, output_norm, rope_freqs; in layers attn_norm, attn_q, attn_k, attn_v, attn_output,
+        attn_q.bias, attn_k.bias, attn_v.bias, attn_q_norm, attn_k_norm, ffn_norm, ffn_gate, ffn_up, ffn_down.
+        A vector has one row. Raises ValueError for a wrong size, an unknown type or role, or values that are not finite.
+        """
+
+    def seal(self) -> None:
+        """All tensors are there. Raises ValueError with what is missing. Without `output` the head is token_embd."""
+
+    def allocate(self, *, blocks: int, block_size: int, type_k: str, type_v: str) -> None:
+        """Reserve the arena (memory is taken as it is used). Raises ValueError or MemoryError. Again: starts anew, empty."""
+
+    def step(self, tokens: Ints, chunks: Ints, blocks: Ints, logits: NDArray[np.float32]) -> bool:
+        """Compute chunks of tokens; False if `abort` ended it early. The GIL is released.
+
+        `tokens` holds those of all chunks, one after another. `chunks` has a row per chunk: number of tokens, first
+        position, 1 if it wants the logits of its last token, number of blocks. `blocks` holds all block tables, one after
+        another. `logits` has a row for each chunk that wants one. Raises ValueError if any of that does not fit.
+        """
+
+    def abort(self) -> None:
+        """End the step in progress at its next layer, from any thread; without one, nothing happens."""
+
+    def copy_blocks(self, pairs: Ints) -> None:
+        """Copy whole blocks, a row (source, target) each."""
