@@ -8,6 +8,12 @@
 namespace cllm {
 namespace CLLM_NS {
 
+#if defined(CLLM_AVX512)
+constexpr int kPanelRows = 6;
+#else
+constexpr int kPanelRows = 4;
+#endif
+
 static void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
     Vec squares[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
     int64_t i = 0;

@@ -19,11 +19,9 @@ double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-int64_t panels(int64_t rows) { return (rows + kPanelRows - 1) / kPanelRows; }
-
 // Rows that one thread takes when K and V are stored: tokens that share a tile of K share its cache lines, so where there
 // are many rows a thread takes as many as a tile has.
-int64_t rows_to_store(int64_t rows) { return rows < 4 * kTileTokens ? kPanelRows : kTileTokens; }
+int64_t rows_to_store(int64_t rows) { return rows < 4 * kTileTokens ? 4 : kTileTokens; }
 
 }  // namespace
 
@@ -33,6 +31,15 @@ void Forward::phase(Phase which, int thread, int64_t tasks, Work&& work) {
     const double start = now();
     pool_.phase(tasks, work);
     profile_[size_t(which)] += now() - start;
+}
+
+// Each row once; a panel of quantised rows is written by one thread, since its rows share cache lines.
+template <class Work>
+void Forward::each_panel(Phase which, int thread, Work&& work) {
+    const int64_t size = kernels_.panel_rows;
+    phase(which, thread, (rows_ + size - 1) / size, [&](int64_t panel) {
+        for (int64_t row = panel * size; row < std::min(rows_, (panel + 1) * size); ++row) work(row);
+    });
 }
 
 std::array<double, size_t(Phase::count)> Forward::take_profile() {
@@ -107,15 +114,13 @@ void Forward::run(int thread) {
 
 void Forward::embed(int thread) {
     const Shape& s = model_.shape;
-    phase(Phase::norm, thread, panels(rows_), [&](int64_t task) {
-        for (int64_t row = task * kPanelRows; row < std::min(rows_, (task + 1) * kPanelRows); ++row) {
-            unpack_row(model_.token_embd, tokens_[row], work_.x.data() + row * s.n_embd);
-            const int pairs = s.rope_dims / 2;
-            for (int i = 0; i < pairs; ++i) {
-                const double angle = positions_[size_t(row)] * model_.rope_frequencies[size_t(i)];
-                work_.cosines.data()[row * pairs + i] = float(std::cos(angle));
-                work_.sines.data()[row * pairs + i] = float(std::sin(angle));
-            }
+    const int pairs = s.rope_dims / 2;
+    each_panel(Phase::norm, thread, [&](int64_t row) {
+        unpack_row(model_.token_embd, tokens_[row], work_.x.data() + row * s.n_embd);
+        for (int i = 0; i < pairs; ++i) {
+            const double angle = positions_[size_t(row)] * model_.rope_frequencies[size_t(i)];
+            work_.cosines.data()[row * pairs + i] = float(std::cos(angle));
+            work_.sines.data()[row * pairs + i] = float(std::sin(angle));
         }
     });
 }
@@ -128,22 +133,22 @@ bool Forward::run_layer(int index, int thread) {
     const int64_t run = rows_to_store(rows_), store_tasks = (rows_ + run - 1) / run;
     // Decided by one thread before a barrier, read by all behind it.
     if (thread == 0) stopping_ = abort_.load(std::memory_order_relaxed);
-    normalise(layer.attn_norm.data(), rows_, thread);
+    normalise(layer.attn_norm.data(), thread);
     if (stopping_) return false;
     if (fewer) {
         // Only K and V of the other rows are of use.
-        multiply({{&layer.k, work_.k.data(), 0}, {&layer.v, work_.v.data(), 0}}, work_.embd, rows_, false, thread, Phase::qkv);
+        multiply({{&layer.k, work_.k.data(), 0}, {&layer.v, work_.v.data(), 0}}, work_.embd, false, thread, Phase::qkv);
         phase(Phase::rope, thread, store_tasks, [&](int64_t task) {
             for (int64_t row = task * run; row < std::min(rows_, (task + 1) * run); ++row) store_keys(layer, index, row);
         });
         if (wanted_.empty()) return false;
         keep_wanted_rows(thread);
-        normalise(layer.attn_norm.data(), rows_, thread);
-        multiply({{&layer.q, work_.q.data(), 0}}, work_.embd, rows_, false, thread, Phase::qkv);
+        normalise(layer.attn_norm.data(), thread);
+        multiply({{&layer.q, work_.q.data(), 0}}, work_.embd, false, thread, Phase::qkv);
         phase(Phase::rope, thread, rows_, [&](int64_t row) { rotate_queries(layer, row); });
     } else {
         multiply({{&layer.q, work_.q.data(), 0}, {&layer.k, work_.k.data(), 0}, {&layer.v, work_.v.data(), 0}}, work_.embd,
-                 rows_, false, thread, Phase::qkv);
+                 false, thread, Phase::qkv);
         phase(Phase::rope, thread, store_tasks, [&](int64_t task) {
             for (int64_t row = task * run; row < std::min(rows_, (task + 1) * run); ++row) {
                 rotate_queries(layer, row);
@@ -152,12 +157,10 @@ bool Forward::run_layer(int index, int thread) {
         });
     }
     attend(index, thread);
-    phase(Phase::quantise, thread, panels(rows_), [&](int64_t task) {
-        const int64_t size = model_.shape.q_size();
-        for (int64_t row = task * kPanelRows; row < std::min(rows_, (task + 1) * kPanelRows); ++row)
-            quantise(work_.attended.data() + row * size, size, row, work_.heads);
-    });
-    multiply({{&layer.output, work_.x.data(), 0}}, work_.heads, rows_, true, thread, Phase::output);
+    const int64_t size = model_.shape.q_size();
+    each_panel(Phase::quantise, thread,
+               [&](int64_t row) { quantise(work_.attended.data() + row * size, size, row, work_.heads); });
+    multiply({{&layer.output, work_.x.data(), 0}}, work_.heads, true, thread, Phase::output);
     feed_forward(index, thread);
     return true;
 }
@@ -165,17 +168,15 @@ bool Forward::run_layer(int index, int thread) {
 void Forward::feed_forward(int index, int thread) {
     const Layer& layer = model_.layers[size_t(index)];
     const int64_t ff = model_.shape.n_ff;
-    normalise(layer.ffn_norm.data(), rows_, thread);
-    multiply({{&layer.gate, work_.gate.data(), 0}, {&layer.up, work_.up.data(), 0}}, work_.embd, rows_, false, thread,
+    normalise(layer.ffn_norm.data(), thread);
+    multiply({{&layer.gate, work_.gate.data(), 0}, {&layer.up, work_.up.data(), 0}}, work_.embd, false, thread,
              Phase::gate_up);
-    phase(Phase::activation, thread, panels(rows_), [&](int64_t task) {
-        for (int64_t row = task * kPanelRows; row < std::min(rows_, (task + 1) * kPanelRows); ++row) {
-            float* out = work_.threads[size_t(thread)].row.data();
-            kernels_.silu_mul(work_.gate.data() + row * ff, work_.up.data() + row * ff, ff, out);
-            quantise(out, ff, row, work_.ff);
-        }
+    float* activated = work_.threads[size_t(thread)].row.data();
+    each_panel(Phase::activation, thread, [&](int64_t row) {
+        kernels_.silu_mul(work_.gate.data() + row * ff, work_.up.data() + row * ff, ff, activated);
+        quantise(activated, ff, row, work_.ff);
     });
-    multiply({{&layer.down, work_.x.data(), 0}}, work_.ff, rows_, true, thread, Phase::down);
+    multiply({{&layer.down, work_.x.data(), 0}}, work_.ff, true, thread, Phase::down);
 }
 
 // The rest of the step is about the wanted rows alone: move them to the front.
@@ -196,18 +197,16 @@ void Forward::keep_wanted_rows(int thread) {
 }
 
 void Forward::compute_logits(int thread) {
-    normalise(model_.output_norm.data(), rows_, thread);
-    multiply({{&model_.output, logits_, 0}}, work_.embd, rows_, false, thread, Phase::head);
+    normalise(model_.output_norm.data(), thread);
+    multiply({{&model_.output, logits_, 0}}, work_.embd, false, thread, Phase::head);
 }
 
-void Forward::normalise(const float* weight, int64_t rows, int thread) {
+void Forward::normalise(const float* weight, int thread) {
     const int64_t embd = model_.shape.n_embd;
-    phase(Phase::norm, thread, panels(rows), [&](int64_t task) {
-        float* out = work_.threads[size_t(thread)].row.data();
-        for (int64_t row = task * kPanelRows; row < std::min(rows, (task + 1) * kPanelRows); ++row) {
-            kernels_.rms_norm(work_.x.data() + row * embd, weight, embd, model_.shape.rms_eps, out);
-            quantise(out, embd, row, work_.embd);
-        }
+    float* normed = work_.threads[size_t(thread)].row.data();
+    each_panel(Phase::norm, thread, [&](int64_t row) {
+        kernels_.rms_norm(work_.x.data() + row * embd, weight, embd, model_.shape.rms_eps, normed);
+        quantise(normed, embd, row, work_.embd);
     });
 }
 
@@ -216,8 +215,7 @@ void Forward::quantise(const float* row, int64_t cols, int64_t at, QuantBuffer& 
     if (model_.any_float) std::memcpy(work_.normed.data() + at * cols, row, size_t(cols) * sizeof(float));
 }
 
-void Forward::multiply(std::initializer_list<Product> wanted, const QuantBuffer& quants, int64_t rows, bool add, int thread,
-                       Phase which) {
+void Forward::multiply(std::initializer_list<Product> wanted, const QuantBuffer& quants, bool add, int thread, Phase which) {
     std::array<Product, 3> products;
     std::copy(wanted.begin(), wanted.end(), products.begin());
     int64_t tiles = 0, tasks = 0;
@@ -233,7 +231,7 @@ void Forward::multiply(std::initializer_list<Product> wanted, const QuantBuffer&
         while (task >= products[i].tasks) task -= products[i++].tasks;
         const PackedMatrix& w = *products[i].weights;
         const int64_t first = task * per_task, last = std::min(w.tiles(), first + per_task);
-        kernels_.matmul(w, quants.rows, work_.normed.data(), rows, first, last, products[i].out, w.rows, add, scratch);
+        kernels_.matmul(w, quants.rows, work_.normed.data(), rows_, first, last, products[i].out, w.rows, add, scratch);
     });
 }
 

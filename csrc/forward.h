@@ -61,10 +61,9 @@ private:
     void compute_logits(int thread);
     void keep_wanted_rows(int thread);
 
-    void normalise(const float* weight, int64_t rows, int thread);
+    void normalise(const float* weight, int thread);
     void quantise(const float* row, int64_t cols, int64_t at, QuantBuffer& to);
-    void multiply(std::initializer_list<Product> products, const QuantBuffer& quants, int64_t rows, bool add, int thread,
-                  Phase phase);
+    void multiply(std::initializer_list<Product> products, const QuantBuffer& quants, bool add, int thread, Phase phase);
     void rotate_queries(const Layer& layer, int64_t row);
     void store_keys(const Layer& layer, int index, int64_t row);
     void attend(int layer, int thread);
@@ -73,6 +72,8 @@ private:
     void put_states(const Tile& tile, int kv_head, const float* states);
     template <class Work>
     void phase(Phase which, int thread, int64_t tasks, Work&& work);
+    template <class Work>
+    void each_panel(Phase which, int thread, Work&& work);
 
     const Model& model_;
     ThreadPool& pool_;

@@ -18,8 +18,7 @@ constexpr bool kBiased = false;
 #endif
 
 static constexpr Kernels kTable = {
-    CLLM_NAME, kBiased, matmul,   quantise_row, rms_norm,     rope,
-    silu_mul,  add,     write_kv, attend,       merge_states, finish_state,
+    CLLM_NAME, kBiased, kPanelRows, matmul, quantise_row, rms_norm, rope, silu_mul, add, write_kv, attend, merge_states, finish_state,
 };
 
 }  // namespace CLLM_NS

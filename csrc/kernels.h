@@ -10,9 +10,9 @@ namespace cllm {
 
 // Rows of activations, quantised in groups of 32 columns, each row by itself.
 //
-// Rows lie in panels of four, so that a kernel reads the same columns of several rows from neighbouring bytes:
-// value (row, col) is at values[(row / 4 * cols + col / 4 * 4) * 4 + row % 4 * 4 + col % 4], number (row, i) of the others
-// at [(row / 4 * count + i) * 4 + row % 4], where count is how many numbers a row has.
+// Rows lie in panels of P = Kernels::panel_rows, so that a kernel reads the same columns of several rows from neighbouring
+// bytes: value (row, col) is at values[(row / P * cols + col / 4 * 4) * P + row % P * 4 + col % 4], number (row, i) of the
+// others at [(row / P * count + i) * P + row % P], where count is how many numbers a row has.
 struct QuantRows {
     int64_t cols = 0;
     int8_t* values = nullptr;      // -127..127
@@ -21,7 +21,6 @@ struct QuantRows {
     int32_t* offsets32 = nullptr;  // cols / 32 a row: -128 * sum of the group's values, what undoes `biased` weights
     int32_t* offsets16 = nullptr;  // cols / 16 a row: the same for groups of 16
 };
-constexpr int kPanelRows = 4;
 
 // What attention of one (query tile, kv head) needs. Query rows are consecutive tokens of one sequence.
 struct AttendJob {
@@ -43,6 +42,7 @@ struct AttendJob {
 struct Kernels {
     const char* name;  // "generic", "avx2", "avx512"
     bool biased;       // how q8 weights must be packed
+    int panel_rows;    // of quantised activations
 
     // --- matrix products (matmul) ---
     // out[m][r] (+)= sum over columns, for input rows [0, m) and the tiles [first_tile, last_tile) of `w`.
@@ -80,7 +80,8 @@ constexpr int kSplit = 256;  // positions whose scores are computed together; fi
 int attention_tile_tokens(int heads);
 size_t attend_scratch_bytes(int head_dim, int heads);
 
-CLLM_INLINE size_t matmul_scratch_bytes(int64_t cols) { return size_t(cols) * kTileRows; }
+// Room for two tiles of nibbles, unpacked.
+CLLM_INLINE size_t matmul_scratch_bytes(int64_t cols) { return size_t(cols) * kTileRows * 2; }
 
 const Kernels& generic_kernels();
 const Kernels* avx2_kernels();    // null where the build has none

@@ -11,7 +11,7 @@
 namespace cllm {
 namespace CLLM_NS {
 
-constexpr int kMaxTokens = 4;
+constexpr int kTilesTogether = 1;
 constexpr int64_t kInputBytes = 400000;  // of inputs that are gone through for one tile: they stay in the L2 cache
 constexpr int64_t kUnpackFrom = 8;       // inputs from which on it pays to unpack a tile of nibbles once into the L1 cache
 
@@ -139,8 +139,11 @@ static void unpack_nibbles(const uint8_t* tile, int64_t groups, uint8_t* bytes) 
         }
 }
 
-using RunTile = void (*)(const TileJob&, int64_t);
-constexpr RunTile kRunTile[kMaxTokens + 1] = {nullptr, run_tile<1>, run_tile<2>, run_tile<3>, run_tile<4>};
+using RunTiles = void (*)(const TileJob&, int64_t);
+constexpr RunTiles kRunTiles[kTilesTogether + 1][kPanelRows + 1] = {
+    {},
+    {nullptr, run_tile<1>, run_tile<2>, run_tile<3>, run_tile<4>},
+};
 
 #include "matmul_loop.inl"
 

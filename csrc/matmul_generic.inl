@@ -1,6 +1,7 @@
 // Products with quantised weights for any CPU: plain loops over the packed layout, one input row at a time.
 #pragma once
 
+#include "elementwise.inl"
 #include "matmul_float.inl"
 
 namespace cllm {

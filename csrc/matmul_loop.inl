@@ -1,19 +1,21 @@
-// The order in which tiles and inputs are gone through; included inside the namespace of a file that defines kMaxTokens,
-// kInputBytes, kUnpackFrom, kRunTile and unpack_nibbles.
+// The order in which tiles and inputs are gone through; included inside the namespace of a file that defines
+// kTilesTogether, kInputBytes, kUnpackFrom, kRunTiles and unpack_nibbles.
 
 static void matmul(const PackedMatrix& w, const QuantRows& quants, const float* floats, int64_t m, int64_t first_tile,
                    int64_t last_tile, float* out, int64_t out_stride, bool add, uint8_t* scratch) {
     if (!w.quantised()) return matmul_any_float(w, floats, m, first_tile, last_tile, out, out_stride, add);
-    int64_t stretch = kInputBytes / w.cols / kMaxTokens * kMaxTokens;
-    if (stretch < kMaxTokens) stretch = kMaxTokens;
+    int64_t stretch = kInputBytes / w.cols / kPanelRows * kPanelRows;
+    if (stretch < kPanelRows) stretch = kPanelRows;
     for (int64_t begin = 0; begin < m; begin += stretch) {
         const int64_t end = begin + stretch < m ? begin + stretch : m;
-        for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-            const bool unpack = w.packing == Packing::q4 && end - begin >= kUnpackFrom;
-            if (unpack) unpack_nibbles(w.data + size_t(tile) * w.tile_bytes(), w.cols / 32, scratch);
+        const bool unpack = w.packing == Packing::q4 && end - begin >= kUnpackFrom;
+        for (int64_t tile = first_tile; tile < last_tile; tile += kTilesTogether) {
+            const int64_t tiles = last_tile - tile < kTilesTogether ? last_tile - tile : kTilesTogether;
+            for (int64_t r = 0; unpack && r < tiles; ++r)
+                unpack_nibbles(w.data + size_t(tile + r) * w.tile_bytes(), w.cols / 32, scratch + r * w.cols * kTileRows);
             const TileJob job{w, quants, tile, unpack ? scratch : nullptr, out, out_stride, add};
-            for (int64_t row = begin; row < end; row += kMaxTokens)
-                kRunTile[end - row < kMaxTokens ? end - row : kMaxTokens](job, row);
+            for (int64_t row = begin; row < end; row += kPanelRows)
+                kRunTiles[tiles][end - row < kPanelRows ? end - row : kPanelRows](job, row);
         }
     }
 }

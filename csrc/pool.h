@@ -1,8 +1,8 @@
 // Threads that work on one step together.
 //
 // `run` starts a function on every thread, the caller among them. Inside it the threads go through the same phases: each
-// takes tasks by `next` until none is left, then waits at `barrier`. A waiting thread spins, because phases last
-// microseconds, but yields after a while in case the others have no core; between runs threads sleep.
+// takes tasks by `next` until none is left, then waits at `barrier`. A waiting thread spins first, because phases last
+// microseconds, and sleeps after a while: where cores are scarce, spinning would keep the others from theirs.
 #pragma once
 
 #include <atomic>
@@ -13,6 +13,21 @@
 #include <vector>
 
 namespace cllm {
+
+// A number that only rises, and threads that wait for it to.
+class Signal {
+public:
+    uint64_t value() const { return value_.load(std::memory_order_acquire); }
+    void raise();
+    // Until the value is another than `seen`: spins so many times, then sleeps.
+    void wait_beyond(uint64_t seen, int spins);
+
+private:
+    alignas(64) std::atomic<uint64_t> value_{0};
+    std::atomic<int> sleepers_{0};
+    std::mutex mutex_;
+    std::condition_variable wake_;
+};
 
 class ThreadPool {
 public:
@@ -41,19 +56,14 @@ public:
 
 private:
     void serve(int thread);
-    void wait_for_run(uint64_t seen);
 
     std::vector<std::thread> workers_;
     void (*work_)(void*, int) = nullptr;
     void* context_ = nullptr;
     alignas(64) std::atomic<int64_t> task_{0};
     alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<uint64_t> generation_{0};
-    alignas(64) std::atomic<uint64_t> runs_{0};
+    Signal phases_, runs_;
     std::atomic<bool> closing_{false};
-    std::atomic<int> sleepers_{0};
-    std::mutex mutex_;
-    std::condition_variable wake_;
 };
 
 }  // namespace cllm

@@ -7,8 +7,8 @@ namespace cllm {
 namespace {
 
 // Quantised inputs exist only in whole groups; a model with other sizes has float weights there and needs none.
-void ensure_quants(QuantBuffer& buffer, int64_t rows, int64_t cols) {
-    if (cols % 32 == 0) buffer.ensure(rows, cols);
+void ensure_quants(QuantBuffer& buffer, int64_t rows, int64_t cols, int panel_rows) {
+    if (cols % 32 == 0) buffer.ensure(rows, cols, panel_rows);
 }
 
 }  // namespace
@@ -27,9 +27,9 @@ void Workspace::ensure(const Model& model, int64_t rows, int n_threads) {
     if (model.any_float) normed.ensure(n * widest);
     cosines.ensure(n * size_t(s.rope_dims / 2));
     sines.ensure(n * size_t(s.rope_dims / 2));
-    ensure_quants(embd, rows, s.n_embd);
-    ensure_quants(heads, rows, s.q_size());
-    ensure_quants(ff, rows, s.n_ff);
+    ensure_quants(embd, rows, s.n_embd, model.kernels.panel_rows);
+    ensure_quants(heads, rows, s.q_size(), model.kernels.panel_rows);
+    ensure_quants(ff, rows, s.n_ff, model.kernels.panel_rows);
     threads.resize(size_t(n_threads));
     const int tile_tokens = attention_tile_tokens(s.group());
     for (ThreadSpace& own : threads) {

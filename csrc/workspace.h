@@ -12,8 +12,8 @@ namespace cllm {
 struct QuantBuffer {
     QuantRows rows;
 
-    void ensure(int64_t n_rows, int64_t cols) {
-        const size_t padded = size_t(n_rows + kPanelRows - 1) / kPanelRows * kPanelRows;
+    void ensure(int64_t n_rows, int64_t cols, int panel_rows) {
+        const size_t padded = size_t((n_rows + panel_rows - 1) / panel_rows * panel_rows);
         const size_t groups = padded * size_t(cols / 32);
         values_.ensure(padded * size_t(cols));
         scales_.ensure(groups);
