@@ -14,6 +14,8 @@
 // overwritten; their V is never touched, as 0 * NaN is not 0.
 #pragma once
 
+#include <utility>
+
 #include "attention_sizes.h"
 #include "kv_tiles.inl"
 #include "simd.h"
@@ -21,9 +23,15 @@
 namespace cllm {
 namespace CLLM_NS {
 
-constexpr int kRowBlock = 6;
-// Vectors of running sums that fit in the registers, with room for what they are computed from.
-constexpr int kAccumulators = Vec::lanes == 16 ? 24 : 12;
+// kRowBlock: rows computed together; kAccumulators: vectors of running sums that fit in the registers beside what they are
+// computed from; kDirectRows: up to so many rows, converting halves anew for each block of rows beats storing them as floats.
+#if defined(CLLM_AVX512)
+constexpr int kRowBlock = 6, kAccumulators = 24, kDirectRows = 12;
+#elif defined(CLLM_AVX2)
+constexpr int kRowBlock = 6, kAccumulators = 12, kDirectRows = 12;
+#else
+constexpr int kRowBlock = 2, kAccumulators = 4, kDirectRows = 2;
+#endif
 
 // The largest power of two up to `most` of which `rows` fit.
 constexpr int vectors_per_row(int rows, int most) {
@@ -43,12 +51,16 @@ struct Floats {
     static CLLM_INLINE Vec load(const Value* p) { return Vec::load(p); }
 };
 
-// Tiles of one chunk, and those to fetch from memory meanwhile.
+// Positions of one chunk, counted from the split's first; its tiles, and those to fetch from memory meanwhile.
 struct Chunk {
-    int begin, end;  // positions, counted from the split's first
-    const uint8_t* tiles[kChunkTiles];
-    const uint8_t* ahead[kChunkTiles];
+    int begin, end;
+    const uint8_t* const* tiles;
+    const uint8_t* const* ahead;
 };
+
+// e^x for x <= 0. Beside the peak's weight, which is 1, one below e^-60 cannot be told from e^-60; but its products with
+// values would be subnormal numbers, which are slow.
+CLLM_INLINE Vec weight_of(Vec x) { return exp_within(vmax(x, Vec::all(-60.0f))); }
 
 struct RowBlock {
     int first, rows;
@@ -156,111 +168,121 @@ static void add_values(const Chunk& chunk, int first, int last, int head_dim, co
 using ScoreBlock = void (*)(const Chunk&, int, int, const float* const*, float*);
 using AddValues = void (*)(const Chunk&, int, int, int, const float*, float*, int);
 
-template <class Source>
-static ScoreBlock score_block_of(int rows) {
-    static constexpr ScoreBlock table[kRowBlock] = {score_block<Source, 1>, score_block<Source, 2>, score_block<Source, 3>,
-                                                    score_block<Source, 4>, score_block<Source, 5>, score_block<Source, 6>};
+// The function for a number of rows, 1 to kRowBlock.
+template <class Source, int... kRows>
+static ScoreBlock score_block_for(int rows, std::integer_sequence<int, kRows...>) {
+    static constexpr ScoreBlock table[] = {score_block<Source, kRows + 1>...};
     return table[rows - 1];
 }
 
-template <class Source>
-static AddValues add_values_of(int rows) {
-    static constexpr AddValues table[kRowBlock] = {add_values<Source, 1>, add_values<Source, 2>, add_values<Source, 3>,
-                                                   add_values<Source, 4>, add_values<Source, 5>, add_values<Source, 6>};
+template <class Source, int... kRows>
+static AddValues add_values_for(int rows, std::integer_sequence<int, kRows...>) {
+    static constexpr AddValues table[] = {add_values<Source, kRows + 1>...};
     return table[rows - 1];
 }
 
-// One call of `attend`: the job, how its rows are cut into blocks, and where its intermediate results lie.
+using RowCounts = std::make_integer_sequence<int, kRowBlock>;
+
+// One call of `attend`: the job, how its rows are cut into blocks, where its tiles and its intermediate results lie.
 struct Attention {
+    static constexpr int kMaxTiles = kSplit / kTileTokens;
+
     const AttendJob& job;
     const KVLayout& layout;
-    int begin, end;       // positions
-    int rows, n_blocks;   // query rows, row blocks
-    int head_dim, width;  // width: head_dim rounded up to whole vectors
-    size_t block_bytes, k_offset, v_offset;
-    float *sums, *scores, *floats;
+    int begin, end;                    // positions
+    int head_dim, width;               // width: head_dim rounded up to whole vectors
+    int rows, n_blocks, block_rows, n_larger;  // of the row blocks, the first n_larger have one row more than block_rows
+    int n_chunks;
+    float *sums, *scores;
+    const uint8_t* tiles[2 * kMaxTiles + kChunkTiles];  // of K, whole chunks; then of V; then whatever the last may fetch
+    const uint8_t* float_tiles[kChunkTiles];
 
     Attention(const AttendJob& j, int first, int last, uint8_t* scratch)
-        : job(j), layout(*j.layout), begin(first), end(last), rows(j.tokens * j.heads),
-          n_blocks((rows + kRowBlock - 1) / kRowBlock), head_dim(layout.head_dim),
-          width((head_dim + Vec::lanes - 1) / Vec::lanes * Vec::lanes), block_bytes(layout.block_bytes()),
-          k_offset(layout.k_tile(j.layer, j.kv_head, 0)), v_offset(layout.v_tile(j.layer, j.kv_head, 0)) {
+        : job(j), layout(*j.layout), begin(first), end(last), head_dim(layout.head_dim),
+          width((head_dim + Vec::lanes - 1) / Vec::lanes * Vec::lanes), rows(j.tokens * j.heads),
+          n_blocks((rows + kRowBlock - 1) / kRowBlock), block_rows(rows / n_blocks), n_larger(rows % n_blocks),
+          n_chunks((end - begin + kChunkTokens - 1) / kChunkTokens) {
         const AttendScratch offsets(head_dim, rows);
         const uintptr_t misaligned = reinterpret_cast<uintptr_t>(scratch) % kScratchAlign;
         float* base = reinterpret_cast<float*>(scratch + (misaligned ? kScratchAlign - misaligned : 0));
         sums = base + offsets.sums;
         scores = base + offsets.scores;
-        floats = base + offsets.chunk;
+        for (int t = 0; t < kChunkTiles; ++t) {
+            float_tiles[t] = reinterpret_cast<const uint8_t*>(base + offsets.chunk + size_t(t) * kTileTokens * head_dim);
+        }
+        locate();
+    }
+
+    void locate() {
+        const size_t block_bytes = layout.block_bytes();
+        const size_t k_offset = layout.k_tile(job.layer, job.kv_head, 0), k_bytes = layout.k_tile_bytes();
+        const size_t v_offset = layout.v_tile(job.layer, job.kv_head, 0), v_bytes = layout.v_tile_bytes();
+        const int32_t* block = job.blocks + begin / layout.block_size;
+        int tile = begin % layout.block_size / kTileTokens;
+        const uint8_t** of_values = tiles + n_chunks * kChunkTiles;
+        for (int i = 0; i < n_chunks * kChunkTiles; ++i) {
+            // Places behind the last tile are filled with it: they may be fetched, but are not used.
+            if (begin + i * kTileTokens >= end) {
+                tiles[i] = tiles[i - 1];
+                of_values[i] = of_values[i - 1];
+                continue;
+            }
+            const uint8_t* base = job.arena + size_t(*block) * block_bytes;
+            tiles[i] = base + k_offset + size_t(tile) * k_bytes;
+            of_values[i] = base + v_offset + size_t(tile) * v_bytes;
+            if (++tile == layout.tiles_per_block()) {
+                tile = 0;
+                ++block;
+            }
+        }
+        for (int t = 0; t < kChunkTiles; ++t) tiles[2 * n_chunks * kChunkTiles + t] = of_values[n_chunks * kChunkTiles - 1];
     }
 
     // Positions of the split that a row may see, perhaps none.
     CLLM_INLINE int visible(int row) const {
-        const int limit = job.first_position + row / job.heads + 1;
+        const int limit = job.first_position + (job.tokens == 1 ? 0 : row / job.heads) + 1;
         return limit <= begin ? 0 : (limit < end ? limit : end) - begin;
     }
 
-    // Blocks differ by at most one row in size.
     CLLM_INLINE RowBlock block(int index) const {
-        const int size = rows / n_blocks, larger = rows % n_blocks;
-        const int first = index * size + (index < larger ? index : larger);
-        const int count = size + (index < larger ? 1 : 0);
+        const int first = index * block_rows + (index < n_larger ? index : n_larger);
+        const int count = block_rows + (index < n_larger ? 1 : 0);
         return {first, count, visible(first), visible(first + count - 1)};
     }
 
-    CLLM_INLINE int n_chunks() const { return (end - begin + kChunkTokens - 1) / kChunkTokens; }
-
-    CLLM_INLINE const uint8_t* tile_at(int position, bool of_values) const {
-        const uint8_t* base = job.arena + size_t(job.blocks[position / layout.block_size]) * block_bytes;
-        const size_t tile = size_t(position % layout.block_size / kTileTokens);
-        return base + (of_values ? v_offset + tile * layout.v_tile_bytes() : k_offset + tile * layout.k_tile_bytes());
-    }
-
     // Chunks are numbered through: those of K, then those of V.
-    CLLM_INLINE void locate(int index, const uint8_t** tiles) const {
-        const bool of_values = index >= n_chunks();
-        const int first = begin + (of_values ? index - n_chunks() : index) * kChunkTokens;
-        for (int t = 0; t < kChunkTiles; ++t) {
-            const int position = first + t * kTileTokens;
-            tiles[t] = position < end ? tile_at(position, of_values) : tiles[0];
-        }
-    }
-
     CLLM_INLINE Chunk chunk(int index) const {
-        Chunk c;
-        c.begin = (index < n_chunks() ? index : index - n_chunks()) * kChunkTokens;
-        c.end = c.begin + kChunkTokens < end - begin ? c.begin + kChunkTokens : end - begin;
-        locate(index, c.tiles);
-        locate(index + 1 < 2 * n_chunks() ? index + 1 : index, c.ahead);
-        return c;
+        const int first = (index < n_chunks ? index : index - n_chunks) * kChunkTokens;
+        const int last = first + kChunkTokens < end - begin ? first + kChunkTokens : end - begin;
+        return {first, last, tiles + index * kChunkTiles, tiles + (index + 1) * kChunkTiles};
     }
 
-    // With few rows, converting halves anew for each block of rows is cheaper than storing them as floats.
-    CLLM_INLINE bool reads_arena(KVType type) const { return type == KVType::f16 && n_blocks <= 2; }
+    CLLM_INLINE bool reads_arena(KVType type) const { return type == KVType::f16 && rows <= kDirectRows; }
 
     CLLM_INLINE const float* query(int row) const {
         return job.q + row / job.heads * job.q_stride + row % job.heads * head_dim;
     }
 
-    // Replaces the chunk's tiles by floats in the scratch memory.
+    // The chunk as floats in the scratch memory.
     template <class Widen>
-    CLLM_INLINE void widen(Chunk& c, KVType type, Widen widen_tile) const {
+    CLLM_INLINE Chunk widened(const Chunk& c, KVType type, Widen widen) const {
         for (int t = 0; t * kTileTokens < c.end - c.begin; ++t) {
-            float* out = floats + size_t(t) * kTileTokens * head_dim;
-            widen_tile(type, c.tiles[t], c.ahead[t], head_dim, out);
-            c.tiles[t] = reinterpret_cast<const uint8_t*>(out);
+            float* out = reinterpret_cast<float*>(const_cast<uint8_t*>(float_tiles[t]));
+            widen(type, c.tiles[t], c.ahead[t], head_dim, out);
         }
+        return {c.begin, c.end, float_tiles, c.ahead};
     }
 
     void score() const {
         const bool direct = reads_arena(layout.k_type);
-        for (int index = 0; index < n_chunks(); ++index) {
-            Chunk c = chunk(index);
-            if (!direct) widen(c, layout.k_type, widen_k_tile);
+        for (int index = 0; index < n_chunks; ++index) {
+            const Chunk c = direct ? chunk(index) : widened(chunk(index), layout.k_type, widen_k_tile);
             for (int b = 0; b < n_blocks; ++b) {
                 const RowBlock of = block(b);
                 const int last = of.visible_to_any < c.end ? of.visible_to_any : c.end;
                 if (last <= c.begin) continue;
-                const ScoreBlock run = direct ? score_block_of<Halves>(of.rows) : score_block_of<Floats>(of.rows);
+                const ScoreBlock run = direct ? score_block_for<Halves>(of.rows, RowCounts())
+                                              : score_block_for<Floats>(of.rows, RowCounts());
                 const float* q[kRowBlock];
                 for (int r = 0; r < of.rows; ++r) q[r] = query(of.first + r);
                 run(c, (last - c.begin + kTileTokens - 1) / kTileTokens, head_dim, q,
@@ -269,29 +291,46 @@ struct Attention {
         }
     }
 
-    // Turns a row's scores into weights and writes the state's sum and peak.
-    void soften(int row, float* state) const {
-        const int n = visible(row);
-        float* x = scores + size_t(row) * kScoreStride;
-        const int padded = (n + Vec::lanes - 1) / Vec::lanes * Vec::lanes;
-        for (int i = n; i < padded; ++i) x[i] = -INFINITY;
-        Vec peaks = Vec::all(-INFINITY);
-        for (int i = 0; i < padded; i += Vec::lanes) peaks = vmax(peaks, Vec::load(x + i));
-        const float peak = peaks.max();
-        Vec total = Vec::zero();
-        for (int i = 0; i < padded; i += Vec::lanes) {
-            const Vec weight = vexp(Vec::load(x + i) - Vec::all(peak));
-            weight.store(x + i);
-            total = total + weight;
+    // Each row's largest visible score; what follows it in its last vector becomes -infinity.
+    void find_peaks(const RowBlock& of, float* states) const {
+        float limits[2 * Vec::lanes];
+        for (int i = 0; i < 2 * Vec::lanes; ++i) limits[i] = i < Vec::lanes ? INFINITY : -INFINITY;
+        for (int row = of.first; row < of.first + of.rows; ++row) {
+            float* x = scores + size_t(row) * kScoreStride;
+            const int n = visible(row);
+            Vec peaks = Vec::all(-INFINITY);
+            int i = 0;
+            for (; i + Vec::lanes <= n; i += Vec::lanes) peaks = vmax(Vec::load(x + i), peaks);
+            if (i < n) {
+                const Vec last = vmin(Vec::load(x + i), Vec::load(limits + Vec::lanes - (n - i)));
+                last.store(x + i);
+                peaks = vmax(last, peaks);
+            }
+            states[size_t(row) * (head_dim + 2) + head_dim + 1] = peaks.max();
         }
-        state[head_dim] = total.sum();
-        state[head_dim + 1] = peak;
+    }
+
+    // Turns scores into weights and adds them up. Apart from find_peaks, so that rows overlap in the pipeline.
+    void soften(const RowBlock& of, float* states) const {
+        for (int row = of.first; row < of.first + of.rows; ++row) {
+            float* x = scores + size_t(row) * kScoreStride;
+            float* sum_and_peak = states + size_t(row) * (head_dim + 2) + head_dim;
+            const Vec peak = Vec::all(sum_and_peak[1]);
+            const int n = visible(row);
+            Vec total = Vec::zero();
+            for (int i = 0; i < n; i += Vec::lanes) {
+                const Vec weight = weight_of(Vec::load(x + i) - peak);
+                weight.store(x + i);
+                total = total + weight;
+            }
+            sum_and_peak[0] = total.sum();
+        }
     }
 
     void add_chunk(const Chunk& c, const RowBlock& of, bool direct) const {
         const auto run = [&](int row, int n_rows, int first, int last) {
             if (first >= last) return;
-            const AddValues add = direct ? add_values_of<Halves>(n_rows) : add_values_of<Floats>(n_rows);
+            const AddValues add = direct ? add_values_for<Halves>(n_rows, RowCounts()) : add_values_for<Floats>(n_rows, RowCounts());
             add(c, first - c.begin, last - c.begin, head_dim, scores + size_t(row) * kScoreStride + c.begin,
                 sums + size_t(row) * width, width);
         };
@@ -307,9 +346,9 @@ struct Attention {
     void add_up() const {
         const bool direct = reads_arena(layout.v_type) && head_dim == width;
         for (size_t i = 0; i < size_t(rows) * width; ++i) sums[i] = 0.0f;
-        for (int index = 0; index < n_chunks(); ++index) {
-            Chunk c = chunk(n_chunks() + index);
-            if (!direct) widen(c, layout.v_type, widen_v_tile);
+        for (int index = 0; index < n_chunks; ++index) {
+            const Chunk found = chunk(n_chunks + index);
+            const Chunk c = direct ? found : widened(found, layout.v_type, widen_v_tile);
             for (int b = 0; b < n_blocks; ++b) add_chunk(c, block(b), direct);
         }
     }
@@ -319,7 +358,10 @@ static void attend(const AttendJob& job, int begin, int end, float* states, uint
     const Attention attention(job, begin, end, scratch);
     const int head_dim = attention.head_dim;
     attention.score();
-    for (int row = 0; row < attention.rows; ++row) attention.soften(row, states + size_t(row) * (head_dim + 2));
+    for (int b = 0; b < attention.n_blocks; ++b) {
+        attention.find_peaks(attention.block(b), states);
+        attention.soften(attention.block(b), states);
+    }
     attention.add_up();
     for (int row = 0; row < attention.rows; ++row) {
         std::memcpy(states + size_t(row) * (head_dim + 2), attention.sums + size_t(row) * attention.width,
@@ -336,8 +378,8 @@ static void merge_states(float* into, const float* later, int64_t n_states, int 
             continue;
         }
         const float peak = into[head_dim + 1] > later[head_dim + 1] ? into[head_dim + 1] : later[head_dim + 1];
-        const float keep = vexp(Vec::all(into[head_dim + 1] - peak)).max();
-        const float gain = vexp(Vec::all(later[head_dim + 1] - peak)).max();
+        const float keep = weight_of(Vec::all(into[head_dim + 1] - peak)).max();
+        const float gain = weight_of(Vec::all(later[head_dim + 1] - peak)).max();
         for (int d = 0; d <= head_dim; ++d) into[d] = into[d] * keep + later[d] * gain;
         into[head_dim + 1] = peak;
     }

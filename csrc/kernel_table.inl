@@ -19,6 +19,7 @@ constexpr bool kBiased = false;
 
 static constexpr Kernels kTable = {
     CLLM_NAME, kBiased, kPanelRows, matmul, quantise_row, rms_norm, rope, silu_mul, add, write_kv, attend, merge_states, finish_state,
+    argmax, group_maxima, ids_between, weigh, sum_kept,
 };
 
 }  // namespace CLLM_NS

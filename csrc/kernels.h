@@ -72,6 +72,22 @@ struct Kernels {
     void (*merge_states)(float* into, const float* later, int64_t n_states, int head_dim);
     // out[i] = state's weighted sum / its sum, for one state.
     void (*finish_state)(const float* state, int head_dim, float* out);
+
+    // --- sampling (sampling): over a row of n values, of which any may be -infinity ---
+    // The first of the largest values, or the first NaN if there is one.
+    int64_t (*argmax)(const float* values, int64_t n);
+    // Maxima of disjoint groups of kMaximaGroup values, as many as fit; returns how many. They leave NaN out.
+    int64_t (*group_maxima)(const float* values, int64_t n, float* maxima);
+    // The ids of the values in [low, high), in their order; returns how many. `low` is finite.
+    int64_t (*ids_between)(const float* values, int64_t n, float low, float high, int32_t* ids);
+    // weights = exp((value - peak) / temperature), or 0 if that is less than min_weight or e^-87; block_sums has the sum of
+    // each kWeightBlock of them. `weights` has room for whole blocks.
+    void (*weigh)(const float* values, int64_t n, float peak, double temperature, float min_weight, float* weights,
+                  double* block_sums);
+    // block_sums of those weights alone that are at least min_weight and whose values are at least `cut`, which is finite;
+    // returns how many values are.
+    int64_t (*sum_kept)(const float* values, const float* weights, int64_t n, float cut, float min_weight,
+                        double* block_sums);
 };
 
 constexpr int kSplit = 256;  // positions whose scores are computed together; fixed, so that results are
@@ -79,6 +95,10 @@ constexpr int kSplit = 256;  // positions whose scores are computed together; fi
 // Query tokens to take together for a model with this many query heads per kv head, and what `attend` needs for that.
 int attention_tile_tokens(int heads);
 size_t attend_scratch_bytes(int head_dim, int heads);
+
+constexpr int kMaximaGroup = 32;
+constexpr int kWeightBlock = 256;
+CLLM_INLINE int64_t weight_blocks(int64_t n) { return (n + kWeightBlock - 1) / kWeightBlock; }
 
 // Room for two tiles of nibbles, unpacked.
 CLLM_INLINE size_t matmul_scratch_bytes(int64_t cols) { return size_t(cols) * kTileRows * 2; }

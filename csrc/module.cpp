@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -12,6 +13,7 @@
 #include "dispatch.h"
 #include "forward.h"
 #include "limits.h"
+#include "sampling.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -22,6 +24,8 @@ namespace {
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using IntTable = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatRows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using FloatTable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
@@ -162,6 +166,44 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> pack_roundtrip(int type, int64_t rows
     return {out, {size_t(rows), size_t(cols)}, owner};
 }
 
+int64_t checked_length(size_t length) {
+    if (length < 1 || length > INT32_MAX) refuse("a row has " + number(int64_t(length)) + " values");
+    return int64_t(length);
+}
+
+double checked_peak(double peak) {
+    if (!std::isfinite(peak)) refuse("the largest value is not finite");
+    return peak;
+}
+
+std::vector<int64_t> argmax_rows(const RowSampler& sampler, const FloatRows& rows) {
+    std::vector<int64_t> best;
+    for (size_t i = 0; i < rows.shape(0); ++i)
+        best.push_back(sampler.argmax(rows.data() + i * rows.shape(1), checked_length(rows.shape(1))));
+    return best;
+}
+
+int64_t draw(const RowSampler& sampler, const Floats& values, double peak, double u, double temperature, int64_t top_k,
+             double top_p, double min_p) {
+    return sampler.draw(values.data(), checked_length(values.size()), checked_peak(peak), u, {temperature, top_k, top_p, min_p});
+}
+
+double log_total(const RowSampler& sampler, const Floats& values, double peak) {
+    return sampler.log_total(values.data(), checked_length(values.size()), checked_peak(peak));
+}
+
+nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> largest(const RowSampler& sampler, const Floats& values, int64_t count) {
+    if (count < 1) refuse("count is " + number(count));
+    auto* ids = new std::vector<int64_t>();
+    nb::capsule owner(ids, [](void* p) noexcept { delete static_cast<std::vector<int64_t>*>(p); });
+    const int64_t length = checked_length(values.size());
+    {
+        nb::gil_scoped_release no_gil;
+        *ids = sampler.largest(values.data(), length, count);
+    }
+    return {ids->data(), {ids->size()}, owner};
+}
+
 std::map<std::string, double> limits(const std::string& instruction_set, int threads, double seconds, size_t model_bytes) {
     const MachineLimits found = measure_limits(select_kernels(instruction_set).name, threads, seconds, model_bytes);
     return {{"int8_macs_per_s", found.int8_macs_per_s},
@@ -179,6 +221,15 @@ NB_MODULE(_native, m) {
     m.def("instruction_sets", &instruction_sets);
     m.def("pack_roundtrip", &pack_roundtrip, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a, "biased"_a);
     m.def("measure_limits", &limits, "instruction_set"_a, "threads"_a, "seconds"_a, "model_bytes"_a);
+    nb::class_<RowSampler>(m, "RowSampler")
+        .def(
+            "__init__",
+            [](RowSampler* self, const std::string& instruction_set) { new (self) RowSampler(select_kernels(instruction_set)); },
+            "instruction_set"_a)
+        .def("argmax_rows", &argmax_rows, "rows"_a, no_gil)
+        .def("draw", &draw, "values"_a, "peak"_a, "u"_a, nb::kw_only(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, no_gil)
+        .def("log_total", &log_total, "values"_a, "peak"_a, no_gil)
+        .def("largest", &largest, "values"_a, "count"_a);
     nb::class_<Engine>(m, "Engine")
         .def(
             "__init__",

@@ -66,8 +66,23 @@ CLLM_INLINE void load_nibbles(const uint8_t* p, Vec& low, Vec& high) {
     low = {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_epi32(bytes, _mm512_set1_epi32(15)), eight))};
     high = {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_srli_epi32(bytes, 4), eight))};
 }
-// a * 2^n for whole n, which may reach below the smallest normal number.
+// a * 2^n for whole n, where both a and the result are normal numbers.
 CLLM_INLINE Vec scale_by_power(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+// One bit per lane: is a >= b? Never where one of them is NaN.
+CLLM_INLINE uint32_t at_least(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
+// x where a >= b, otherwise 0.
+CLLM_INLINE Vec where_at_least(Vec a, Vec b, Vec x) {
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ), x.v)};
+}
+// A sum of vectors in float64.
+struct DoubleSum {
+    __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+    CLLM_INLINE void add(Vec x) {
+        low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(x.v)));
+        high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1)));
+    }
+    CLLM_INLINE double total() const { return _mm512_reduce_add_pd(_mm512_add_pd(low, high)); }
+};
 
 #elif defined(CLLM_AVX2)
 
@@ -115,21 +130,35 @@ CLLM_INLINE void load_nibbles(const uint8_t* p, Vec& low, Vec& high) {
     high = {_mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(bytes, 4), eight))};
 }
 CLLM_INLINE Vec scale_by_power(Vec a, Vec n) {
-    // In two halves, so that 2^n itself may be subnormal.
-    const __m256i whole = _mm256_cvtps_epi32(n.v);
-    const __m256i first = _mm256_srai_epi32(whole, 1);
-    const __m256i second = _mm256_sub_epi32(whole, first);
-    const __m256i bias = _mm256_set1_epi32(127);
-    const __m256 x = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(first, bias), 23));
-    const __m256 y = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(second, bias), 23));
-    return {_mm256_mul_ps(_mm256_mul_ps(a.v, x), y)};
+    const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n.v), 23);
+    return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.v), exponent))};
 }
+CLLM_INLINE uint32_t at_least(Vec a, Vec b) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_GE_OQ))); }
+CLLM_INLINE Vec where_at_least(Vec a, Vec b, Vec x) { return {_mm256_and_ps(_mm256_cmp_ps(a.v, b.v, _CMP_GE_OQ), x.v)}; }
+struct DoubleSum {
+    __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
+    CLLM_INLINE void add(Vec x) {
+        low = _mm256_add_pd(low, _mm256_cvtps_pd(_mm256_castps256_ps128(x.v)));
+        high = _mm256_add_pd(high, _mm256_cvtps_pd(_mm256_extractf128_ps(x.v, 1)));
+    }
+    CLLM_INLINE double total() const {
+        const __m256d both = _mm256_add_pd(low, high);
+        const __m128d half = _mm_add_pd(_mm256_castpd256_pd128(both), _mm256_extractf128_pd(both, 1));
+        return _mm_cvtsd_f64(_mm_add_sd(half, _mm_unpackhi_pd(half, half)));
+    }
+};
 
 #else
 
+// The compiler's own vectors: it splits them into what the CPU has. Loops over plain arrays mostly stay scalar.
+typedef float Lanes __attribute__((vector_size(32), aligned(16)));
+typedef int32_t IntLanes __attribute__((vector_size(32), aligned(16)));
+typedef uint16_t HalfLanes __attribute__((vector_size(16)));
+typedef double DoubleLanes __attribute__((vector_size(64), aligned(16)));
+
 struct Vec {
     static constexpr int lanes = 8;
-    float v[lanes];
+    Lanes v;
     template <class F>
     static CLLM_INLINE Vec each(F value) {
         Vec out;
@@ -141,10 +170,17 @@ struct Vec {
         return each([&](int) { return x; });
     }
     static CLLM_INLINE Vec load(const float* p) {
-        return each([&](int i) { return p[i]; });
+        Vec out;
+        std::memcpy(&out.v, p, sizeof out.v);
+        return out;
     }
     static CLLM_INLINE Vec load_f16(const uint16_t* p) {
-        return each([&](int i) { return f16_to_f32(p[i]); });
+        // As f16_to_f32, without branches: times 2^112 brings the exponent into float's range, exactly.
+        HalfLanes halves;
+        std::memcpy(&halves, p, sizeof halves);
+        const IntLanes bits = __builtin_convertvector(halves, IntLanes), rest = (bits & 0x7fff) << 13;
+        const IntLanes finite = (IntLanes)((Lanes)rest * 5.192296858534828e33f), special = rest | 0x7f800000;
+        return {(Lanes)(((bits & 0x8000) << 16) | (rest >= 0x7c00 << 13 ? special : finite))};
     }
     static CLLM_INLINE Vec load_bf16(const uint16_t* p) {
         return each([&](int i) { return bf16_to_f32(p[i]); });
@@ -152,9 +188,7 @@ struct Vec {
     static CLLM_INLINE Vec load_i8(const int8_t* p) {
         return each([&](int i) { return float(p[i]); });
     }
-    CLLM_INLINE void store(float* p) const {
-        for (int i = 0; i < lanes; ++i) p[i] = v[i];
-    }
+    CLLM_INLINE void store(float* p) const { std::memcpy(p, &v, sizeof v); }
     CLLM_INLINE void store_f16(uint16_t* p) const {
         for (int i = 0; i < lanes; ++i) p[i] = f32_to_f16(v[i]);
     }
@@ -165,49 +199,44 @@ struct Vec {
         return best;
     }
 };
-CLLM_INLINE Vec operator+(Vec a, Vec b) {
-    return Vec::each([&](int i) { return a.v[i] + b.v[i]; });
-}
-CLLM_INLINE Vec operator-(Vec a, Vec b) {
-    return Vec::each([&](int i) { return a.v[i] - b.v[i]; });
-}
-CLLM_INLINE Vec operator*(Vec a, Vec b) {
-    return Vec::each([&](int i) { return a.v[i] * b.v[i]; });
-}
-CLLM_INLINE Vec operator/(Vec a, Vec b) {
-    return Vec::each([&](int i) { return a.v[i] / b.v[i]; });
-}
+CLLM_INLINE Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
+CLLM_INLINE Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
+CLLM_INLINE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
+CLLM_INLINE Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 // Without a fused instruction a correctly rounded fma is a slow library call; two roundings, always, are as repeatable.
-CLLM_INLINE Vec fma(Vec a, Vec b, Vec c) {
-    return Vec::each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
-}
-CLLM_INLINE Vec vmax(Vec a, Vec b) {
-    return Vec::each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
-}
-CLLM_INLINE Vec vmin(Vec a, Vec b) {
-    return Vec::each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
-}
-CLLM_INLINE Vec vabs(Vec a) {
-    return Vec::each([&](int i) { return std::fabs(a.v[i]); });
-}
-CLLM_INLINE Vec vround(Vec a) {
-    return Vec::each([&](int i) { return std::nearbyint(a.v[i]); });
-}
+CLLM_INLINE Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
+CLLM_INLINE Vec vmax(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
+CLLM_INLINE Vec vmin(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
+CLLM_INLINE Vec vabs(Vec a) { return {(Lanes)((IntLanes)a.v & 0x7fffffff)}; }
+// For magnitudes below 2^22, which is all that is rounded here: adding 1.5 * 2^23 leaves no room for a fraction.
+CLLM_INLINE Vec vround(Vec a) { return {(a.v + 12582912.0f) - 12582912.0f}; }
 CLLM_INLINE void load_nibbles(const uint8_t* p, Vec& low, Vec& high) {
     low = Vec::each([&](int i) { return float(int(p[i] & 15) - 8); });
     high = Vec::each([&](int i) { return float(int(p[i] >> 4) - 8); });
 }
 CLLM_INLINE Vec scale_by_power(Vec a, Vec n) {
-    return Vec::each([&](int i) { return std::ldexp(a.v[i], int(n.v[i])); });
+    return {(Lanes)((IntLanes)a.v + __builtin_convertvector(n.v, IntLanes) * (1 << 23))};
 }
+CLLM_INLINE uint32_t at_least(Vec a, Vec b) {
+    const IntLanes bits = (a.v >= b.v) & IntLanes{1, 2, 4, 8, 16, 32, 64, 128};
+    uint64_t pairs[4];
+    std::memcpy(pairs, &bits, sizeof bits);
+    const uint64_t all = (pairs[0] | pairs[1]) | (pairs[2] | pairs[3]);
+    return uint32_t(all | all >> 32);
+}
+CLLM_INLINE Vec where_at_least(Vec a, Vec b, Vec x) { return {(Lanes)((a.v >= b.v) & (IntLanes)x.v)}; }
+struct DoubleSum {
+    DoubleLanes v = {};
+    CLLM_INLINE void add(Vec x) { v += __builtin_convertvector(x.v, DoubleLanes); }
+    CLLM_INLINE double total() const { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+};
 
 #endif
 
-// e^x, good to about 2 units in the last place for x <= 88; exactly 0 for x below -104 (and for -infinity).
-CLLM_INLINE Vec vexp(Vec x) {
-    const Vec clamped = vmax(vmin(x, Vec::all(88.7f)), Vec::all(-104.0f));
-    const Vec n = vround(clamped * Vec::all(1.44269504088896341f));
-    Vec r = fma(n, Vec::all(-0.693359375f), clamped);
+// e^x for -87 <= x <= 88.7, good to about 2 units in the last place.
+CLLM_INLINE Vec exp_within(Vec x) {
+    const Vec n = vround(x * Vec::all(1.44269504088896341f));
+    Vec r = fma(n, Vec::all(-0.693359375f), x);
     r = fma(n, Vec::all(2.12194440e-4f), r);
     Vec p = Vec::all(1.9875691500e-4f);
     p = fma(p, r, Vec::all(1.3981999507e-3f));
@@ -218,6 +247,9 @@ CLLM_INLINE Vec vexp(Vec x) {
     p = fma(p, r * r, r + Vec::all(1.0f));
     return scale_by_power(p, n);
 }
+
+// e^x; stays at e^-87 below -87, since smaller numbers are subnormal and slow, and at e^88.7 above 88.7.
+CLLM_INLINE Vec vexp(Vec x) { return exp_within(vmax(vmin(x, Vec::all(88.7f)), Vec::all(-87.0f))); }
 
 }  // namespace CLLM_NS
 }  // namespace cllm

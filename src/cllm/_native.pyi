@@ -8,6 +8,52 @@ Ints = NDArray[np.int32]
 def instruction_sets() -> list[str]:
     """Those this CPU runs, the best one first; "generic" is always there."""
 
+def pack_roundtrip(
+    ggml_type: int, rows: int, cols: int, data: NDArray[np.uint8], biased: bool
+) -> NDArray[np.float32]:
+    """A matrix of GGUF's blocks, packed and unpacked again: what the kernels take its weights for. For tests.
+
+    Raises ValueError for a wrong size, an unknown type, or values that are not finite.
+    """
+
+def measure_limits(instruction_set: str, threads: int, seconds: float, model_bytes: int) -> dict[str, float]:
+    """What the machine can do at most: int8_macs_per_s, grouped_int8_macs_per_s (with a scale per 32 columns),
+    read_bytes_per_s (over 256 MB), model_read_bytes_per_s (over `model_bytes`). Each is measured for `seconds`.
+
+    Raises ValueError for an instruction set that this CPU does not run, or numbers that make no sense.
+    """
+
+class RowSampler:
+    """Drawing tokens from rows of logits, as cllm.engine.draw defines it. Any thread may call it. The GIL is released.
+
+    Raises ValueError for an empty row, and for a `peak` that is not finite.
+    """
+
+    def __init__(self, instruction_set: str) -> None:
+        """`instruction_set` "auto" takes the best one."""
+
+    def argmax_rows(self, rows: NDArray[np.float32]) -> list[int]:
+        """Of each row the first of its largest values, or its first NaN."""
+
+    def draw(
+        self,
+        values: NDArray[np.float32],
+        peak: float,
+        u: float,
+        *,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+    ) -> int:
+        """The token that `u` in [0, 1) selects."""
+
+    def log_total(self, values: NDArray[np.float32], peak: float) -> float:
+        """The logarithm of the sum of exp(values)."""
+
+    def largest(self, values: NDArray[np.float32], count: int) -> NDArray[np.intp]:
+        """Ids of the `count` (at least 1) largest values, in the order of ids."""
+
 class Engine:
     """A model's weights, its K/V arena and the threads that run it. Life: construct, `load` each tensor, `seal`,
     `allocate`, then `step`s. One thread at a time calls it, except `abort`."""
@@ -67,3 +113,9 @@ class Engine:
 
     def copy_blocks(self, pairs: Ints) -> None:
         """Copy whole blocks, a row (source, target) each."""
+
+    def set_profiling(self, on: bool) -> None:
+        """Whether steps note how long their phases take."""
+
+    def profile(self) -> dict[str, float]:
+        """Seconds by phase since the last call."""

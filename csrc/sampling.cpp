@@ -1,0 +1,254 @@
+#include "sampling.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <stdexcept>
+
+namespace cllm {
+namespace {
+
+constexpr int64_t kFew = 256;    // candidates for a nucleus that are tried before the whole row is searched
+constexpr int64_t kBand = 1024;  // values that may lie between the bounds of a search when it ends
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+struct Item {
+    float value;
+    int32_t index;
+};
+
+// The best first; of equal values the one that comes first in the row.
+bool is_better(const Item& a, const Item& b) { return a.value > b.value || (a.value == b.value && a.index < b.index); }
+
+// Memory of the size of a row would otherwise come from the system, page by page, at every token.
+struct Scratch {
+    std::vector<float> maxima, weights;
+    std::vector<double> sums, few;
+    std::vector<int32_t> ids;
+    std::vector<Item> items;
+};
+
+thread_local Scratch thread_scratch;
+
+// Never shorter than before: a vector that shrinks and grows fills itself with zeros each time.
+template <class T>
+T* room_for(int64_t count, std::vector<T>& memory) {
+    if (int64_t(memory.size()) < count) memory.resize(size_t(count));
+    return memory.data();
+}
+
+// Reorders items so that the best of them which together reach `mass` come first, and returns how many they are: at least
+// one, all if that is not enough.
+template <class WeightOf>
+size_t best_that_reach(double mass, std::vector<Item>& items, WeightOf weight_of) {
+    const auto first = items.begin();
+    std::ptrdiff_t low = 0, high = std::ptrdiff_t(items.size());  // the answer is in (low, high]
+    double below = 0.0;                                           // what the first `low` weigh
+    while (high - low > 1) {
+        const std::ptrdiff_t middle = low + (high - low) / 2;
+        std::nth_element(first + low, first + middle, first + high, is_better);
+        double sum = below;
+        for (std::ptrdiff_t i = low; i < middle; ++i) sum += weight_of(items[size_t(i)].index);
+        if (sum >= mass) {
+            high = middle;
+        } else {
+            low = middle;
+            below = sum;
+        }
+    }
+    return size_t(high);
+}
+
+struct Place {
+    int64_t index;
+    double before;  // the sum of what comes before it
+};
+
+// The first index whose running sum passes `target`. If rounding put that beyond the total: the last that weighs something.
+template <class WeightOf>
+Place place_of(double target, int64_t n, WeightOf weight_of) {
+    Place last{0, 0.0};
+    double sum = 0.0;
+    for (int64_t i = 0; i < n; ++i) {
+        const double weight = weight_of(i);
+        if (weight > 0.0) last = {i, sum};
+        sum += weight;
+        if (sum > target) return last;
+    }
+    return last;
+}
+
+double total(const std::vector<double>& sums) { return std::accumulate(sums.begin(), sums.end(), 0.0); }
+
+struct Ids {
+    int32_t* ids;
+    int64_t count;
+    const int32_t* begin() const { return ids; }
+    const int32_t* end() const { return ids + count; }
+};
+
+// One row at work.
+class Row {
+public:
+    Row(const Kernels& kernels, const float* values, int64_t n, double peak, double temperature)
+        : kernels_(kernels), values_(values), n_(n), peak_(peak), temperature_(std::max(temperature, double(FLT_MIN))) {}
+
+    Ids find_largest(int64_t count) {
+        Ids found = find_between(floor_of(count), INFINITY);
+        if (count >= found.count) return found;
+        std::vector<Item>& items = items_of(found);
+        std::nth_element(items.begin(), items.begin() + (count - 1), items.end(), is_better);
+        const Item last = items[size_t(count - 1)];
+        std::remove_if(found.ids, found.ids + found.count, [&](int32_t id) { return is_better(last, {values_[id], id}); });
+        return {found.ids, count};
+    }
+
+    double weigh(float min_weight) {
+        scratch_.sums.resize(size_t(weight_blocks(n_)));
+        float* weights = room_for(weight_blocks(n_) * kWeightBlock, scratch_.weights);
+        kernels_.weigh(values_, n_, float(peak_), temperature_, min_weight, weights, scratch_.sums.data());
+        return total(scratch_.sums);
+    }
+
+    int64_t draw(double u, const Truncation& truncation) {
+        const double top_p = truncation.top_p, min_p = truncation.min_p;
+        if (0 < truncation.top_k && truncation.top_k < n_) {
+            const Ids found = find_largest(truncation.top_k);
+            const double sum = weigh_few(found);
+            return draw_from_few(found, top_p < 1.0 ? top_p * sum : kInfinity, min_p, u);
+        }
+        if (!(top_p < 1.0)) {
+            weigh(float(min_p));
+            return draw_from_row(-FLT_MAX, 0.0f, u);
+        }
+        const double mass = top_p * weigh(0.0f);
+        const float floor = floor_of(kFew);
+        const Ids found = find_between(floor, INFINITY);
+        if (weigh_few(found) >= mass) return draw_from_few(found, mass, min_p, u);
+        // What is lighter than this holds less than 1 - top_p together, so `mass` is reached without it.
+        const double light = (1.0 - top_p) / top_p * mass / double(n_);
+        const float cut = drop_tail(mass, floor, float(peak_ + temperature_ * std::log(light)));
+        const float min_weight = float(min_p);
+        sum_kept(cut, min_weight);
+        return draw_from_row(cut, min_weight, u);
+    }
+
+private:
+    // A finite number that is at most the `count`-th largest of the finite values, and usually close to it.
+    float floor_of(int64_t count) {
+        float* maxima = room_for(n_ / kMaximaGroup, scratch_.maxima);
+        const int64_t groups = kernels_.group_maxima(values_, n_, maxima);
+        if (count > groups) return -FLT_MAX;
+        // The count-th largest of the maxima of disjoint groups is at most the count-th largest value.
+        std::nth_element(maxima, maxima + count - 1, maxima + groups, std::greater<float>());
+        return std::max(-FLT_MAX, maxima[count - 1]);
+    }
+
+    Ids find_between(float low, float high) {
+        int32_t* ids = room_for(n_, scratch_.ids);
+        return {ids, kernels_.ids_between(values_, n_, low, high, ids)};
+    }
+
+    std::vector<Item>& items_of(const Ids& found) {
+        scratch_.items.clear();
+        for (const int32_t id : found) scratch_.items.push_back({values_[id], id});
+        return scratch_.items;
+    }
+
+    // The weights of the ids found, in float64; returns their sum.
+    double weigh_few(const Ids& found) {
+        scratch_.few.clear();
+        for (const int32_t id : found) scratch_.few.push_back(std::exp((double(values_[id]) - peak_) / temperature_));
+        return total(scratch_.few);
+    }
+
+    // From the ids found: the heaviest that together reach `mass`, at least one, and of those what min_p leaves.
+    int64_t draw_from_few(const Ids& found, double mass, double min_p, double u) {
+        if (!found.count) throw std::invalid_argument("the row has no finite value");
+        std::vector<double>& few = scratch_.few;
+        if (mass < kInfinity) {
+            std::vector<Item>& items = items_of(found);
+            for (size_t i = 0; i < items.size(); ++i) items[i].index = int32_t(i);
+            const auto weight_of = [&](int32_t index) { return few[size_t(index)]; };
+            const size_t kept = best_that_reach(mass, items, weight_of);
+            for (size_t i = kept; i < items.size(); ++i) few[size_t(items[i].index)] = 0.0;
+        }
+        for (double& weight : few)
+            if (weight < min_p) weight = 0.0;
+        const Place place = place_of(u * total(few), int64_t(few.size()), [&](int64_t i) { return few[size_t(i)]; });
+        return found.ids[place.index];
+    }
+
+    int64_t sum_kept(float cut, float min_weight) {
+        return kernels_.sum_kept(values_, scratch_.weights.data(), n_, cut, min_weight, scratch_.sums.data());
+    }
+
+    // The value that the heaviest which together reach `mass` are not below; of equal ones those too many get weight 0.
+    // Guesses are where the answer may be near; each pass over the row then halves the range.
+    float drop_tail(double mass, float first_guess, float second_guess) {
+        float low = -FLT_MAX, high = INFINITY;  // what is at least `low` reaches the mass, what is at least `high` does not
+        int64_t from_low = n_, from_high = 0;   // how many values are at least that
+        double above = 0.0;                     // what is at least `high` weighs this
+        float guess = first_guess;
+        for (int pass = 0; from_low - from_high > kBand; ++pass) {
+            const int64_t count = sum_kept(guess, 0.0f);
+            const double sum = total(scratch_.sums);
+            if (sum >= mass) {
+                low = guess;
+                from_low = count;
+            } else {
+                high = guess;
+                from_high = count;
+                above = sum;
+            }
+            const bool is_between = low < second_guess && second_guess < high;
+            guess = pass == 0 && is_between ? second_guess : float((double(low) + double(high)) / 2.0);
+            if (!(low < guess && guess < high)) break;  // no number is between them
+        }
+        std::vector<Item>& items = items_of(find_between(low, high));
+        if (items.empty()) throw std::invalid_argument("the row has no finite value");
+        float* weights = scratch_.weights.data();
+        const size_t kept = best_that_reach(mass - above, items, [&](int32_t id) { return double(weights[id]); });
+        const float cut = std::max_element(items.begin(), items.begin() + std::ptrdiff_t(kept), is_better)->value;
+        for (size_t i = kept; i < items.size(); ++i)
+            if (items[i].value == cut) weights[items[i].index] = 0.0f;
+        return cut;
+    }
+
+    // By the block sums of what is at least `cut` and weighs at least min_weight.
+    int64_t draw_from_row(float cut, float min_weight, double u) const {
+        const std::vector<double>& sums = scratch_.sums;
+        const double target = u * total(sums);
+        const Place block = place_of(target, int64_t(sums.size()), [&](int64_t i) { return sums[size_t(i)]; });
+        const int64_t start = block.index * kWeightBlock;
+        const float *values = values_ + start, *weights = scratch_.weights.data() + start;
+        const auto weight_of = [&](int64_t i) { return values[i] >= cut && weights[i] >= min_weight ? double(weights[i]) : 0.0; };
+        return start + place_of(target - block.before, std::min<int64_t>(kWeightBlock, n_ - start), weight_of).index;
+    }
+
+    const Kernels& kernels_;
+    const float* values_;
+    const int64_t n_;
+    const double peak_, temperature_;
+    Scratch& scratch_ = thread_scratch;
+};
+
+}  // namespace
+
+int64_t RowSampler::draw(const float* values, int64_t n, double peak, double u, const Truncation& truncation) const {
+    return Row(kernels_, values, n, peak, truncation.temperature).draw(u, truncation);
+}
+
+double RowSampler::log_total(const float* values, int64_t n, double peak) const {
+    return peak + std::log(Row(kernels_, values, n, peak, 1.0).weigh(0.0f));
+}
+
+std::vector<int64_t> RowSampler::largest(const float* values, int64_t n, int64_t count) const {
+    const Ids found = Row(kernels_, values, n, 0.0, 1.0).find_largest(count);
+    return {found.begin(), found.end()};
+}
+
+}  // namespace cllm
