@@ -54,6 +54,20 @@ def test_metadata_comes_back_as_written(tiny: Path) -> None:
     assert model.get("general.missing", "default") == "default"
 
 
+def test_the_tensor_directory_leads_to_the_data(tmp_path: Path) -> None:
+    tensors = {"one.weight": np.arange(96, dtype=np.float32).reshape(3, 32), "two.bias": np.arange(5, dtype=np.float32)}
+    model = GGUFModel.open(
+        write_gguf(tmp_path / "t.gguf", LLAMA_KEYS | {"llama.vocab_size": 5, "general.alignment": 64}, tensors=tensors)
+    )
+    content = model.path.read_bytes()
+    assert {name: (info.type, info.shape) for name, info in model.tensors.items()} == {
+        "one.weight": (0, (32, 3)),
+        "two.bias": (0, (5,)),
+    }
+    for name, info in model.tensors.items():
+        assert content[info.offset : info.offset + info.size] == tensors[name].tobytes()
+
+
 def test_a_value_of_another_type_than_the_default_is_refused(tiny: Path) -> None:
     with pytest.raises(ModelError, match=r"tiny\.gguf: the metadata key general\.name is a str, not a int"):
         GGUFModel.open(tiny).get("general.name", 1)
@@ -127,6 +141,14 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         (struct.pack("<4sIQQQ1sIQIQ", b"GGUF", 3, 1, 0, 1, b"t", 1, 32, 999, 0), "'t', of the unknown type 999"),
         (struct.pack("<4sIQQQ1sIQIQ", b"GGUF", 3, 1, 0, 1, b"t", 1, 33, 2, 0), "rows of 33, not whole blocks of 32"),
         (struct.pack("<4sIQQQ1sIQIQ", b"GGUF", 3, 1, 0, 1, b"t", 1, 2**63, 0, 0), "tensor 't' ends at byte"),
+        (struct.pack("<4sIQQQ1sIQQIQ", b"GGUF", 3, 1, 0, 1, b"t", 2, 2**63, 2**63, 0, 0), "tensor 't' ends at byte"),
+        (struct.pack("<4sIQQQ1sIQIQ", b"GGUF", 3, 1, 0, 1, b"t", 1, 1, 0, 2**64 - 1), "tensor 't' ends at byte"),
+        (struct.pack("<4sIQQQ1sIQQIQ", b"GGUF", 3, 1, 0, 1, b"t", 2, 2**63, 0, 0, 0), "'t' has a dimension of 0"),
+        (struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 1, 0, 1, b"t", 0, 2, 0), "rows of 1, not whole blocks of 32"),
+        (
+            struct.pack("<4sIQQ" + "Q1sIQIQ" * 2 + "64x", b"GGUF", 3, 2, 0, *(1, b"t", 1, 1, 0, 0) * 2),
+            "the tensor 't' occurs twice",
+        ),
     ],
 )
 def test_foreign_and_damaged_files_are_refused(tmp_path: Path, content: bytes, said: str) -> None:
@@ -139,6 +161,16 @@ def test_a_tensor_past_the_end_is_named_with_both_sizes(tiny: Path) -> None:
     whole = tiny.read_bytes()
     tiny.write_bytes(whole[:-1])
     assert f"tensor 'two.weight' ends at byte {len(whole)}, the file has {len(whole) - 1}" in refusal(tiny)
+
+
+def test_tensors_that_share_their_bytes_are_refused(tiny: Path) -> None:
+    # The second tensor, 1,024 bytes at 512, becomes one of 1,536 at 0; two of that size are more than the file holds.
+    content = bytearray(tiny.read_bytes()[:-1024] + bytes(1024 - 32 * 4))
+    for name, rows in ((b"one.weight", 11), (b"two.weight", 11)):
+        at = content.index(name) + len(name)
+        content[at : at + 32] = struct.pack("<IQQIQ", 2, 32, rows, 0, 0)
+    tiny.write_bytes(content)
+    assert "its tensors overlap, as they take 2816 bytes" in refusal(tiny)
 
 
 def test_every_truncation_is_refused(tmp_path: Path, tiny_bytes: bytes) -> None:

@@ -7,6 +7,7 @@ turns whatever is wrong with a file into one `ModelError` line.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import re
@@ -14,7 +15,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
@@ -52,9 +53,22 @@ class _DamagedError(Exception):
     """What is wrong with the file, without its name."""
 
 
+class TensorInfo(NamedTuple):
+    """One entry of the tensor directory; its bytes lie inside the file."""
+
+    type: int
+    """GGML's number of it."""
+    shape: tuple[int, ...]
+    """As in the file: the length of a row first."""
+    offset: int
+    """From the start of the file."""
+    size: int
+    """In bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class GGUFModel:
-    """The metadata of one model file."""
+    """The header of one model file: metadata and tensor directory."""
 
     path: Path
     name: str
@@ -62,6 +76,7 @@ class GGUFModel:
     size_bytes: int
     metadata: Mapping[str, Any] = field(repr=False)
     """Scalars as Python values, arrays of strings as lists, arrays of numbers as numpy arrays."""
+    tensors: Mapping[str, TensorInfo] = field(repr=False)
 
     def get(self, key: str, default: T) -> T:
         """The value of `key`, which must be of the default's type (a `None` default takes any type)."""
@@ -76,7 +91,7 @@ class GGUFModel:
                 if size < _HEADER.size:
                     raise _DamagedError(f"has only {size} bytes, so it is no GGUF model")
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    metadata = _HeaderReader(data).read()
+                    metadata, tensors = _HeaderReader(data).read()
         except OSError as error:
             raise ModelError(
                 f"{path}: cannot be read ({error.strerror or error}); give the path of a .gguf file"
@@ -84,7 +99,7 @@ class GGUFModel:
         except _DamagedError as error:
             raise ModelError(f"{path}: {error}; fetch it again or give another .gguf file") from error
         name = _get(metadata, "general.name", "", path) or path.stem
-        return cls(path, name, _read_shape(metadata, path), size, metadata)
+        return cls(path, name, _read_shape(metadata, path), size, metadata, tensors)
 
 
 class _HeaderReader:
@@ -95,14 +110,13 @@ class _HeaderReader:
         self._size = len(data)
         self._at = 0
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         try:
             tensors, pairs = self._read_counts()
             metadata = self._read_metadata(pairs)
-            self._check_tensors(tensors, metadata)
+            return metadata, self._read_tensors(tensors, metadata)
         except struct.error as error:
             raise _DamagedError(f"is cut short: it ends after {self._size} bytes, inside its header") from error
-        return metadata
 
     def _read_counts(self) -> tuple[int, int]:
         magic, version, tensors, pairs = _HEADER.unpack_from(self._data)
@@ -144,31 +158,45 @@ class _HeaderReader:
             raise _DamagedError(f"is damaged: the metadata array {_short(key)} has elements of the unknown type {kind}")
         return self._read_numbers(_SCALARS[kind], count, key)
 
-    def _check_tensors(self, count: int, metadata: Mapping[str, Any]) -> None:
+    def _read_tensors(self, count: int, metadata: Mapping[str, Any]) -> dict[str, TensorInfo]:
         """Every tensor's data must lie inside the file; a half-fetched file fails here."""
         self._check_fits(count, _MIN_TENSOR, "tensors")
         if metadata.get("split.count", 1) not in (0, 1):
             raise _DamagedError(
                 f"is one of {metadata['split.count']} parts; merge them into one file first (llama-gguf-split --merge)"
             )
-        ends = [self._read_tensor_extent() for _ in range(count)]
+        tensors: dict[str, TensorInfo] = {}
+        for _ in range(count):
+            name = self._read_string()
+            if name in tensors:
+                raise _DamagedError(f"is damaged: the tensor {_short(name)} occurs twice")
+            tensors[name] = self._read_tensor(name)
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0:
             raise _DamagedError(f"is damaged: general.alignment is {alignment!r}")
         start = -(-self._at // alignment) * alignment
-        for name, end in ends:
-            if start + end > self._size:
+        for name, tensor in tensors.items():
+            end = start + tensor.offset + tensor.size
+            if end > self._size:
                 raise _DamagedError(
-                    f"is cut short: tensor {_short(name)} ends at byte {start + end}, the file has {self._size}"
+                    f"is cut short: tensor {_short(name)} ends at byte {end}, the file has {self._size}"
                 )
+            tensors[name] = tensor._replace(offset=start + tensor.offset)
+        total = sum(tensor.size for tensor in tensors.values())
+        if total > self._size:
+            raise _DamagedError(
+                f"is damaged: its tensors overlap, as they take {total} bytes and the file has {self._size}"
+            )
+        return tensors
 
-    def _read_tensor_extent(self) -> tuple[str, int]:
-        """A tensor's name, and where its data ends, counted from the start of all tensor data."""
-        name = self._read_string()
+    def _read_tensor(self, name: str) -> TensorInfo:
+        """What follows a tensor's name, with its offset counted from the start of all tensor data."""
         dimensions = self._read_number(_U32)
         if dimensions > _MAX_DIMENSIONS:
             raise _DamagedError(f"is damaged: tensor {_short(name)} has {dimensions} dimensions")
-        shape = [self._read_number(_U64) for _ in range(dimensions)]
+        shape = tuple([self._read_number(_U64) for _ in range(dimensions)])
+        if 0 in shape:
+            raise _DamagedError(f"is damaged: tensor {_short(name)} has a dimension of 0")
         kind, offset = self._read_number(_U32), self._read_number(_U64)
         if kind not in GGML_QUANT_SIZES:
             raise _DamagedError(
@@ -176,14 +204,10 @@ class _HeaderReader:
                 "installed package gguf (pip install -U gguf)"
             )
         per_block, block_bytes = GGML_QUANT_SIZES[kind]
-        elements = 1
-        for length in shape:
-            elements *= length
-        if shape and shape[0] % per_block:
-            raise _DamagedError(
-                f"is damaged: tensor {_short(name)} has rows of {shape[0]}, not whole blocks of {per_block}"
-            )
-        return name, offset + elements // per_block * block_bytes
+        row = shape[0] if shape else 1
+        if row % per_block:
+            raise _DamagedError(f"is damaged: tensor {_short(name)} has rows of {row}, not whole blocks of {per_block}")
+        return TensorInfo(kind, shape, offset, math.prod(shape) // per_block * block_bytes)
 
     def _read_string(self) -> str:
         start = self._at + 8

@@ -1,0 +1,143 @@
+"""The backend over the C++ engine: chunks become three arrays, and one call computes them.
+
+    chunks ──► tokens   5 9 2 8 4 7 …     of all chunks, one after another
+               rows     4 0 1 2           a chunk each: tokens, first position, wants logits, blocks
+               table    7 3 9 4 0 …       all block tables, one after another
+
+The engine checks what it is given against its own geometry, so a wrong block or position is an error here, never a
+write outside the arena.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm._native import Engine, instruction_sets
+from cllm.backends.base import Backend, Chunk, Logits
+from cllm.backends.native.loader import load_engine
+from cllm.errors import BackendError, ConfigError, StepAbortedError
+from cllm.kv.ops import BlockGeometry, Geometry
+from cllm.models.gguf import GGUFModel
+
+
+class NativeBackend(Backend):
+    name = "native"
+
+    def __init__(self, model: GGUFModel, *, threads: int, instruction_set: str, kv_type_k: str, kv_type_v: str) -> None:
+        _check_instruction_set(instruction_set)
+        self.shape = model.shape
+        self._kv_types = {"type_k": kv_type_k, "type_v": kv_type_v}
+        self._geometry: BlockGeometry | None = None
+        self._logits = self._room_for_logits(1)
+        self._engine: Engine | None = load_engine(model, threads=threads, instruction_set=instruction_set)
+
+    def allocate(self, geometry: Geometry) -> None:
+        if not isinstance(geometry, BlockGeometry):
+            raise BackendError("the native engine keeps its K/V in blocks, not in slots")
+        self._reserve(geometry)
+        self._geometry = geometry
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._ready().kv_bytes
+
+    @property
+    def ops(self) -> NativeBackend:
+        self._ready()
+        return self
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        engine = self._ready()
+        try:
+            engine.copy_blocks(np.array(pairs, np.int32).reshape(-1, 2))
+        except ValueError as error:
+            raise BackendError(f"the native engine refused to copy blocks: {error}") from error
+
+    def step(self, chunks: Sequence[Chunk]) -> Logits:
+        """The rows lie in one buffer that every step uses again."""
+        engine = self._ready()
+        if not chunks:
+            return self._logits[:0]
+        tokens, rows, table = _as_arrays(chunks)
+        wanted = int(np.count_nonzero(rows[:, 2]))
+        if wanted > len(self._logits):
+            self._logits = self._room_for_logits(2 * wanted)  # pages that no row reaches are never touched
+        logits = self._logits[:wanted]
+        try:
+            finished = engine.step(tokens, rows, table, logits)
+        except (ValueError, MemoryError) as error:
+            reason = str(error) or "out of memory"
+            raise BackendError(f"the native engine refused a step of {len(tokens)} tokens: {reason}") from error
+        if not finished:
+            raise StepAbortedError("the step was aborted")
+        return logits
+
+    def abort(self) -> None:
+        engine = self._engine  # read once: another thread may be closing
+        if engine is not None:
+            engine.abort()
+
+    def rebuild(self) -> None:
+        self._ready()
+        assert self._geometry is not None
+        self._reserve(self._geometry)
+
+    def close(self) -> None:
+        self._engine = None
+
+    def describe(self) -> str:
+        engine = self._open()
+        threads = "1 thread" if engine.threads == 1 else f"{engine.threads} threads"
+        return f"native ({engine.instruction_set}), {threads}"
+
+    def _open(self) -> Engine:
+        if self._engine is None:
+            raise BackendError("the native engine is closed", fatal=True)
+        return self._engine
+
+    def _ready(self) -> Engine:
+        if self._engine is None or self._geometry is None:
+            raise BackendError("the native engine has no memory: allocate() was not called, or close() was", fatal=True)
+        return self._engine
+
+    def _reserve(self, geometry: BlockGeometry) -> None:
+        try:
+            self._open().allocate(blocks=geometry.blocks, block_size=geometry.block_size, **self._kv_types)
+        except ValueError as error:
+            raise ConfigError(f"the native engine cannot keep K/V as configured: {error}") from error
+        except MemoryError as error:
+            raise ConfigError(
+                f"the native engine found no address space for {geometry.tokens} tokens of K/V; "
+                "lower resources.kv_cache_max_memory_mb"
+            ) from error
+
+    def _room_for_logits(self, rows: int) -> Logits:
+        return np.empty((rows, self.shape.n_vocab), np.float32)
+
+
+def _as_arrays(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    # In every step, for every block of every sequence: one call of C per chunk and list, nothing per item.
+    tokens: array[int] = array("i")
+    table: array[int] = array("i")
+    rows: list[int] = []
+    for chunk in chunks:
+        tokens += chunk.tokens
+        table.fromlist(chunk.blocks)
+        rows += (len(chunk.tokens), chunk.start, chunk.wants_logits, len(chunk.blocks))
+    return (
+        np.frombuffer(tokens, np.int32),
+        np.array(rows, np.int32).reshape(-1, 4),
+        np.frombuffer(table, np.int32),
+    )
+
+
+def _check_instruction_set(asked: str) -> None:
+    available = instruction_sets()
+    if asked != "auto" and asked not in available:
+        raise ConfigError(
+            f"backend.native.instruction_set is {asked}, but this CPU and build have {', '.join(available)}; use auto"
+        )

@@ -1,0 +1,122 @@
+"""What the header of a GGUF file must hold for the engine: the model's numbers, and its tensors with their sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from cllm.errors import ModelError
+from cllm.models.gguf import GGUFModel
+
+# Whether an architecture pairs the dimension i of a head with i + half of them (or, if not, 2i with 2i + 1).
+ROPE_NEOX = {"llama": False, "qwen2": True, "qwen3": True}
+
+
+class Wanted(NamedTuple):
+    """A tensor as the engine takes it: `role` is its name without layer and ".weight", a vector has one row."""
+
+    name: str
+    layer: int
+    role: str
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What the metadata says beyond `ModelShape`."""
+
+    n_ff: int
+    rms_eps: float
+    rope_base: float
+    rope_dims: int
+    rope_frequency_scale: float
+
+
+def read_numbers(model: GGUFModel) -> Numbers:
+    architecture, factor = model.shape.architecture, rope_factor(model)
+    scaled = model.get(f"{architecture}.rope.scaling.type", "linear") == "linear"
+    return Numbers(
+        n_ff=_feed_forward_length(model),
+        rms_eps=_positive(model, "attention.layer_norm_rms_epsilon", None),
+        rope_base=_positive(model, "rope.freq_base", 10000.0),
+        rope_dims=int(number(model, "rope.dimension_count", model.shape.head_dim_k)),
+        rope_frequency_scale=1.0 / factor if scaled else 1.0,
+    )
+
+
+def _feed_forward_length(model: GGUFModel) -> int:
+    key = f"{model.shape.architecture}.feed_forward_length"
+    value = model.get(key, cast(Any, None))
+    if isinstance(value, list) and value and all(entry == value[0] for entry in value):
+        value = value[0]  # one entry per layer, all the same
+    if type(value) is not int or not 0 < value < 2**31:
+        raise ModelError(
+            f"{model.path}: the metadata key {key} is {shown(value)}, not a usable size; give another .gguf file"
+        )
+    return value
+
+
+def rope_factor(model: GGUFModel) -> float:
+    """How much longer positions are stretched; a factor of 0 stands for none."""
+    for suffix in ("rope.scaling.factor", "rope.scale_linear"):
+        if f"{model.shape.architecture}.{suffix}" in model.metadata:
+            return _positive(model, suffix, 1.0) if number(model, suffix, 1.0) else 1.0
+    return 1.0
+
+
+def number(model: GGUFModel, suffix: str, default: float) -> float:
+    return model.get(f"{model.shape.architecture}.{suffix}", float(default))
+
+
+def _positive(model: GGUFModel, suffix: str, default: float | None) -> float:
+    key = f"{model.shape.architecture}.{suffix}"
+    if default is None and key not in model.metadata:
+        raise ModelError(f"{model.path}: the metadata key {key} is missing; give a complete .gguf model")
+    value = number(model, suffix, default or 0.0)
+    if not (math.isfinite(value) and value > 0):
+        raise ModelError(
+            f"{model.path}: the metadata key {key} is {value}, not a positive number; give another .gguf file"
+        )
+    return value
+
+
+def outer_tensors(model: GGUFModel, rope_dims: int) -> Iterator[Wanted]:
+    shape = model.shape
+    yield Wanted("token_embd.weight", -1, "token_embd", shape.n_vocab, shape.n_embd)
+    yield Wanted("output_norm.weight", -1, "output_norm", 1, shape.n_embd)
+    yield Wanted("output.weight", -1, "output", shape.n_vocab, shape.n_embd)
+    if shape.architecture == "llama":
+        yield Wanted("rope_freqs.weight", -1, "rope_freqs", 1, rope_dims // 2)
+
+
+def layer_tensors(model: GGUFModel, layer: int, n_ff: int) -> Iterator[Wanted]:
+    shape = model.shape
+    n_embd, head_dim = shape.n_embd, shape.head_dim_k
+    q_size, kv_size = shape.n_heads * head_dim, shape.n_kv_heads * head_dim
+    sizes = {
+        "attn_norm.weight": (1, n_embd),
+        "attn_q.weight": (q_size, n_embd),
+        "attn_k.weight": (kv_size, n_embd),
+        "attn_v.weight": (kv_size, n_embd),
+        "attn_q.bias": (1, q_size),
+        "attn_k.bias": (1, kv_size),
+        "attn_v.bias": (1, kv_size),
+        "attn_output.weight": (n_embd, q_size),
+        "ffn_norm.weight": (1, n_embd),
+        "ffn_gate.weight": (n_ff, n_embd),
+        "ffn_up.weight": (n_ff, n_embd),
+        "ffn_down.weight": (n_embd, n_ff),
+    }
+    if shape.architecture == "qwen3":
+        sizes |= {"attn_q_norm.weight": (1, head_dim), "attn_k_norm.weight": (1, head_dim)}
+    for name, (rows, cols) in sizes.items():
+        yield Wanted(f"blk.{layer}.{name}", layer, name.removesuffix(".weight"), rows, cols)
+
+
+def shown(value: object, limit: int = 60) -> str:
+    """A value from a file, fit for one line."""
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."
