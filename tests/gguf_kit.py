@@ -32,7 +32,7 @@ def write_gguf(
 ) -> Path:
     writer = GGUFWriter(path, architecture)
     for key, value in metadata.items():
-        _add(writer, key, value)
+        add_value(writer, key, value)
     for name, data in (tensors or {}).items():
         writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType.F32)
     writer.write_header_to_file()
@@ -42,7 +42,7 @@ def write_gguf(
     return path
 
 
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
