@@ -1,65 +1,20 @@
 // Attention of a tile of query rows over one split of a sequence's positions.
 //
-// A row is a (token, head) pair; all rows of a tile share the kv head, so a K or V vector is fetched and converted once for
-// many of them. Work goes in chunks of kChunkTiles tiles and, inside, in blocks of at most kRowBlock rows:
+// A row is a (token, head) pair; all rows of a tile share the kv head, so a K or V vector is fetched and converted
+// once for many of them. Work goes in chunks of kChunkTiles tiles and, inside, in blocks of at most kRowBlock rows:
+// the scores of the whole split, then each row's weights, their sum and their peak, then the weighted sums of V.
 //
-//   scores   a lane is a key:        score[row][key] = sum over d of q[row][d] * k[d][key]
-//   softmax  of each row's visible scores: weights, their sum, their peak
-//   values   a lane is a dimension:  sums[row][d] = sum over positions of weight[row][position] * v[position][d]
-//
-// Both sums are one chain of `fma` in ascending order from zero for each (row, key) and (row, d), whatever the number of
-// rows, tiles and chunks around it: that is what makes results independent of the batch. Blocking only shares loads.
-//
-// Slots that were never written may hold anything, NaN too. Their scores are computed, as lanes are independent, and then
-// overwritten; their V is never touched, as 0 * NaN is not 0.
+// Slots that were never written may hold anything, NaN too. Their scores are computed, as lanes are independent, and
+// then overwritten; their V is never touched, as 0 * NaN is not 0. The same goes for positions a row may not see.
 #pragma once
 
-#include <utility>
-
-#include "attention_sizes.h"
-#include "kv_tiles.inl"
-#include "simd.h"
+#include "attention_kernels.inl"
 
 namespace cllm {
 namespace CLLM_NS {
 
-// kRowBlock: rows computed together; kAccumulators: vectors of running sums that fit in the registers beside what they are
-// computed from; kDirectRows: up to so many rows, converting halves anew for each block of rows beats storing them as floats.
-#if defined(CLLM_AVX512)
-constexpr int kRowBlock = 6, kAccumulators = 24, kDirectRows = 12;
-#elif defined(CLLM_AVX2)
-constexpr int kRowBlock = 6, kAccumulators = 12, kDirectRows = 12;
-#else
-constexpr int kRowBlock = 2, kAccumulators = 4, kDirectRows = 2;
-#endif
-
-// The largest power of two up to `most` of which `rows` fit.
-constexpr int vectors_per_row(int rows, int most) {
-    while (most > 1 && rows * most > kAccumulators) most /= 2;
-    return most;
-}
-
-// What the kernels read: tiles in the arena, or a chunk that was turned into floats.
-struct Halves {
-    using Value = uint16_t;
-    static constexpr bool in_arena = true;
-    static CLLM_INLINE Vec load(const Value* p) { return Vec::load_f16(p); }
-};
-struct Floats {
-    using Value = float;
-    static constexpr bool in_arena = false;
-    static CLLM_INLINE Vec load(const Value* p) { return Vec::load(p); }
-};
-
-// Positions of one chunk, counted from the split's first; its tiles, and those to fetch from memory meanwhile.
-struct Chunk {
-    int begin, end;
-    const uint8_t* const* tiles;
-    const uint8_t* const* ahead;
-};
-
-// e^x for x <= 0. Beside the peak's weight, which is 1, one below e^-60 cannot be told from e^-60; but its products with
-// values would be subnormal numbers, which are slow.
+// e^x for x <= 0. Beside the peak's weight, which is 1, one below e^-60 cannot be told from e^-60; but its products
+// with values would be subnormal numbers, which are slow.
 CLLM_INLINE Vec weight_of(Vec x) { return exp_within(vmax(x, Vec::all(-60.0f))); }
 
 struct RowBlock {
@@ -68,134 +23,19 @@ struct RowBlock {
     int visible_to_any;
 };
 
-// Scores of kRows rows and kTiles tiles.
-template <class Source, int kRows, int kTiles>
-static CLLM_INLINE void score_tiles(const uint8_t* const* tiles, const uint8_t* const* ahead, int head_dim,
-                                    const float* const* q, float* scores) {
-    using Value = typename Source::Value;
-    constexpr int kVecs = kTiles * kVecsPerTile;
-    const Value* keys[kTiles];
-    for (int t = 0; t < kTiles; ++t) keys[t] = reinterpret_cast<const Value*>(tiles[t]);
-    Vec sums[kRows][kVecs];
-    for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVecs; ++v) sums[r][v] = Vec::zero();
-    }
-#pragma GCC unroll 2
-    for (int d = 0; d < head_dim; ++d) {
-        // A cache line of halves holds two dimensions.
-        if (Source::in_arena && d % 2 == 0) {
-#pragma GCC unroll 8
-            for (int t = 0; t < kTiles; ++t) __builtin_prefetch(ahead[t] + d * int(kTileTokens * sizeof(Value)));
-        }
-        Vec k[kVecs];
-#pragma GCC unroll 8
-        for (int v = 0; v < kVecs; ++v) {
-            k[v] = Source::load(keys[v / kVecsPerTile] + d * kTileTokens + v % kVecsPerTile * Vec::lanes);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-            const Vec query = Vec::all(q[r][d]);
-#pragma GCC unroll 8
-            for (int v = 0; v < kVecs; ++v) sums[r][v] = fma(query, k[v], sums[r][v]);
-        }
-    }
-    for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVecs; ++v) sums[r][v].store(scores + r * kScoreStride + v * Vec::lanes);
-    }
-}
-
-// Scores of a block of rows with the chunk's first `n_tiles` tiles.
-template <class Source, int kRows>
-static void score_block(const Chunk& chunk, int n_tiles, int head_dim, const float* const* q, float* scores) {
-    constexpr int kTogether = vectors_per_row(kRows * kVecsPerTile, kChunkTiles);
-    int tile = 0;
-    for (; tile + kTogether <= n_tiles; tile += kTogether) {
-        score_tiles<Source, kRows, kTogether>(chunk.tiles + tile, chunk.ahead + tile, head_dim, q,
-                                              scores + tile * kTileTokens);
-    }
-    for (; tile < n_tiles; ++tile) {
-        score_tiles<Source, kRows, 1>(chunk.tiles + tile, chunk.ahead + tile, head_dim, q, scores + tile * kTileTokens);
-    }
-}
-
-// Adds tokens [first, last) of the chunk to kVecs vectors of each row's sums, from dimension `column` on.
-template <class Source, int kRows, int kVecs>
-static CLLM_INLINE void add_columns(const Chunk& chunk, int first, int last, int head_dim, int column,
-                                    const float* weights, float* sums, int sums_stride) {
-    using Value = typename Source::Value;
-    Vec sum[kRows][kVecs];
-    for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVecs; ++v) sum[r][v] = Vec::load(sums + r * sums_stride + column + v * Vec::lanes);
-    }
-    for (int token = first; token < last;) {
-        const int tile = token / kTileTokens, offset = token % kTileTokens * head_dim + column;
-        const Value* row = reinterpret_cast<const Value*>(chunk.tiles[tile]) + offset;
-        const uint8_t* ahead = chunk.ahead[tile] + offset * int(sizeof(Value));
-        const int stop = (tile + 1) * kTileTokens < last ? (tile + 1) * kTileTokens : last;
-        for (; token < stop; ++token, row += head_dim, ahead += head_dim * int(sizeof(Value))) {
-            if (Source::in_arena) {
-                for (int at = 0; at < kVecs * Vec::lanes * int(sizeof(Value)); at += 64) __builtin_prefetch(ahead + at);
-            }
-            Vec value[kVecs];
-#pragma GCC unroll 8
-            for (int v = 0; v < kVecs; ++v) value[v] = Source::load(row + v * Vec::lanes);
-#pragma GCC unroll 8
-            for (int r = 0; r < kRows; ++r) {
-                const Vec weight = Vec::all(weights[r * kScoreStride + token]);
-#pragma GCC unroll 8
-                for (int v = 0; v < kVecs; ++v) sum[r][v] = fma(weight, value[v], sum[r][v]);
-            }
-        }
-    }
-    for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVecs; ++v) sum[r][v].store(sums + r * sums_stride + column + v * Vec::lanes);
-    }
-}
-
-template <class Source, int kRows>
-static void add_values(const Chunk& chunk, int first, int last, int head_dim, const float* weights, float* sums,
-                       int sums_stride) {
-    constexpr int kVecs = vectors_per_row(kRows, 4);
-    int column = 0;
-    for (; column + kVecs * Vec::lanes <= sums_stride; column += kVecs * Vec::lanes) {
-        add_columns<Source, kRows, kVecs>(chunk, first, last, head_dim, column, weights, sums, sums_stride);
-    }
-    for (; column < sums_stride; column += Vec::lanes) {
-        add_columns<Source, kRows, 1>(chunk, first, last, head_dim, column, weights, sums, sums_stride);
-    }
-}
-
-using ScoreBlock = void (*)(const Chunk&, int, int, const float* const*, float*);
-using AddValues = void (*)(const Chunk&, int, int, int, const float*, float*, int);
-
-// The function for a number of rows, 1 to kRowBlock.
-template <class Source, int... kRows>
-static ScoreBlock score_block_for(int rows, std::integer_sequence<int, kRows...>) {
-    static constexpr ScoreBlock table[] = {score_block<Source, kRows + 1>...};
-    return table[rows - 1];
-}
-
-template <class Source, int... kRows>
-static AddValues add_values_for(int rows, std::integer_sequence<int, kRows...>) {
-    static constexpr AddValues table[] = {add_values<Source, kRows + 1>...};
-    return table[rows - 1];
-}
-
-using RowCounts = std::make_integer_sequence<int, kRowBlock>;
-
 // One call of `attend`: the job, how its rows are cut into blocks, where its tiles and its intermediate results lie.
 struct Attention {
     static constexpr int kMaxTiles = kSplit / kTileTokens;
 
     const AttendJob& job;
     const KVLayout& layout;
-    int begin, end;                    // positions
-    int head_dim, width;               // width: head_dim rounded up to whole vectors
-    int rows, n_blocks, block_rows, n_larger;  // of the row blocks, the first n_larger have one row more than block_rows
+    int begin, end;                            // positions
+    int head_dim, width;                       // width: head_dim rounded up to whole vectors
+    int rows, n_blocks, block_rows, n_larger;  // the first n_larger row blocks have one row more than block_rows
     int n_chunks;
-    float *sums, *scores;
-    const uint8_t* tiles[2 * kMaxTiles + kChunkTiles];  // of K, whole chunks; then of V; then whatever the last may fetch
-    const uint8_t* float_tiles[kChunkTiles];
+    float *sums, *scores, *floats;
+    const uint8_t* tiles[2 * kMaxTiles + kChunkTiles];  // whole chunks of K, then of V, then what the last one fetches
+    const uint8_t* float_tiles[kChunkTiles];            // a chunk in `floats`
 
     Attention(const AttendJob& j, int first, int last, uint8_t* scratch)
         : job(j), layout(*j.layout), begin(first), end(last), head_dim(layout.head_dim),
@@ -207,8 +47,9 @@ struct Attention {
         float* base = reinterpret_cast<float*>(scratch + (misaligned ? kScratchAlign - misaligned : 0));
         sums = base + offsets.sums;
         scores = base + offsets.scores;
+        floats = base + offsets.chunk;
         for (int t = 0; t < kChunkTiles; ++t) {
-            float_tiles[t] = reinterpret_cast<const uint8_t*>(base + offsets.chunk + size_t(t) * kTileTokens * head_dim);
+            float_tiles[t] = reinterpret_cast<const uint8_t*>(floats + size_t(t) * kTileTokens * head_dim);
         }
         locate();
     }
@@ -219,8 +60,9 @@ struct Attention {
         const size_t v_offset = layout.v_tile(job.layer, job.kv_head, 0), v_bytes = layout.v_tile_bytes();
         const int32_t* block = job.blocks + begin / layout.block_size;
         int tile = begin % layout.block_size / kTileTokens;
-        const uint8_t** of_values = tiles + n_chunks * kChunkTiles;
-        for (int i = 0; i < n_chunks * kChunkTiles; ++i) {
+        const int n = n_chunks * kChunkTiles;
+        const uint8_t** of_values = tiles + n;
+        for (int i = 0; i < n; ++i) {
             // Places behind the last tile are filled with it: they may be fetched, but are not used.
             if (begin + i * kTileTokens >= end) {
                 tiles[i] = tiles[i - 1];
@@ -235,7 +77,7 @@ struct Attention {
                 ++block;
             }
         }
-        for (int t = 0; t < kChunkTiles; ++t) tiles[2 * n_chunks * kChunkTiles + t] = of_values[n_chunks * kChunkTiles - 1];
+        for (int t = 0; t < kChunkTiles; ++t) of_values[n + t] = of_values[n - 1];
     }
 
     // Positions of the split that a row may see, perhaps none.
@@ -259,16 +101,22 @@ struct Attention {
 
     CLLM_INLINE bool reads_arena(KVType type) const { return type == KVType::f16 && rows <= kDirectRows; }
 
-    CLLM_INLINE const float* query(int row) const {
-        return job.q + row / job.heads * job.q_stride + row % job.heads * head_dim;
+    CLLM_INLINE void find_queries(const RowBlock& of, const float** q) const {
+        int token = of.first / job.heads, head = of.first % job.heads;
+        for (int r = 0; r < of.rows; ++r) {
+            q[r] = job.q + token * job.q_stride + head * head_dim;
+            if (++head == job.heads) {
+                head = 0;
+                ++token;
+            }
+        }
     }
 
     // The chunk as floats in the scratch memory.
     template <class Widen>
     CLLM_INLINE Chunk widened(const Chunk& c, KVType type, Widen widen) const {
         for (int t = 0; t * kTileTokens < c.end - c.begin; ++t) {
-            float* out = reinterpret_cast<float*>(const_cast<uint8_t*>(float_tiles[t]));
-            widen(type, c.tiles[t], c.ahead[t], head_dim, out);
+            widen(type, c.tiles[t], c.ahead[t], head_dim, floats + size_t(t) * kTileTokens * head_dim);
         }
         return {c.begin, c.end, float_tiles, c.ahead};
     }
@@ -284,7 +132,7 @@ struct Attention {
                 const ScoreBlock run = direct ? score_block_for<Halves>(of.rows, RowCounts())
                                               : score_block_for<Floats>(of.rows, RowCounts());
                 const float* q[kRowBlock];
-                for (int r = 0; r < of.rows; ++r) q[r] = query(of.first + r);
+                find_queries(of, q);
                 run(c, (last - c.begin + kTileTokens - 1) / kTileTokens, head_dim, q,
                     scores + size_t(of.first) * kScoreStride + c.begin);
             }
@@ -330,10 +178,12 @@ struct Attention {
     void add_chunk(const Chunk& c, const RowBlock& of, bool direct) const {
         const auto run = [&](int row, int n_rows, int first, int last) {
             if (first >= last) return;
-            const AddValues add = direct ? add_values_for<Halves>(n_rows, RowCounts()) : add_values_for<Floats>(n_rows, RowCounts());
+            const AddValues add = direct ? add_values_for<Halves>(n_rows, RowCounts())
+                                         : add_values_for<Floats>(n_rows, RowCounts());
             add(c, first - c.begin, last - c.begin, head_dim, scores + size_t(row) * kScoreStride + c.begin,
                 sums + size_t(row) * width, width);
         };
+        // Rows of a block differ in what they see by a few positions at most; those are added row by row.
         const int common = of.visible_to_all < c.end ? of.visible_to_all : c.end;
         run(of.first, of.rows, c.begin, common);
         if (of.visible_to_any <= c.begin || common == c.end) return;

@@ -8,11 +8,12 @@
 
 namespace cllm {
 
-constexpr int kTileQueryRows = 48;                         // (token, head) pairs that share one pass over K and V
-constexpr int kChunkTiles = 4;                             // tiles of K or V that are worked on together: they fit in L1
+constexpr int kTileQueryRows = 48;  // (token, head) pairs that share one pass over K and V
+constexpr int kChunkTiles = 4;      // tiles of K or V that are worked on together: they fit in the first-level cache
 constexpr int kChunkTokens = kChunkTiles * kTileTokens;
-constexpr int kScoreStride = kSplit + 16;                  // floats; not a power of two, so that rows share no cache sets
+constexpr int kScoreStride = kSplit + 16;  // floats; no power of two, so that rows do not compete for cache sets
 constexpr int kScratchAlign = 64;
+static_assert(kSplit % kChunkTokens == 0, "a split is a whole number of chunks");
 
 // Offsets into the scratch memory, in floats from its first aligned byte.
 struct AttendScratch {

@@ -64,6 +64,24 @@ static void rope(float* heads, int n_heads, int head_dim, int n_rot, const float
     }
 }
 
+// The Hadamard transform of each head, scaled to keep lengths, in parts of the largest power of two that divides it. Dot
+// products of two heads stay what they were, but a value far larger than its neighbours, which would set the scale for all
+// of them when they are quantised, is shared out among all.
+static void spread(float* heads, int n_heads, int head_dim) {
+    const int part = head_dim & -head_dim;
+    const float scale = 1.0f / std::sqrt(float(part));
+    for (float* x = heads; x < heads + int64_t(n_heads) * head_dim; x += part) {
+        for (int half = 1; half < part; half *= 2)
+            for (int i = 0; i < part; i += 2 * half)
+                for (int j = i; j < i + half; ++j) {
+                    const float a = x[j], b = x[j + half];
+                    x[j] = a + b;
+                    x[j + half] = a - b;
+                }
+        for (int i = 0; i < part; ++i) x[i] *= scale;
+    }
+}
+
 CLLM_INLINE float largest_magnitude_of_32(const float* x) {
     Vec best = vabs(Vec::load(x));
     for (int i = Vec::lanes; i < 32; i += Vec::lanes) best = vmax(best, vabs(Vec::load(x + i)));

@@ -245,6 +245,7 @@ void Forward::rotate_queries(const Layer& layer, int64_t row) {
     const int64_t pairs = s.rope_dims / 2;
     kernels_.rope(q, s.n_heads, s.head_dim, s.rope_dims, work_.cosines.data() + row * pairs, work_.sines.data() + row * pairs,
                   s.rope_neox, float(1.0 / std::sqrt(double(s.head_dim))));
+    if (layout_->k_type != KVType::f16) kernels_.spread(q, s.n_heads, s.head_dim);
 }
 
 void Forward::store_keys(const Layer& layer, int index, int64_t row) {
@@ -258,6 +259,9 @@ void Forward::store_keys(const Layer& layer, int index, int64_t row) {
     const int64_t pairs = s.rope_dims / 2;
     kernels_.rope(k, s.n_kv_heads, s.head_dim, s.rope_dims, work_.cosines.data() + row * pairs,
                   work_.sines.data() + row * pairs, s.rope_neox, 1.0f);
+    // Queries are spread as keys are, and attended values back again, so nothing but the rounding changes.
+    if (layout_->k_type != KVType::f16) kernels_.spread(k, s.n_kv_heads, s.head_dim);
+    if (layout_->v_type != KVType::f16) kernels_.spread(v, s.n_kv_heads, s.head_dim);
     const int position = positions_[size_t(row)], size = layout_->block_size;
     uint8_t* block = arena_ + size_t(tables_[size_t(row)][position / size]) * layout_->block_bytes();
     kernels_.write_kv(*layout_, block, index, position % size, k, v);
@@ -325,6 +329,7 @@ void Forward::put_states(const Tile& tile, int kv_head, const float* states) {
             float* out = work_.attended.data() + int64_t(tile.row + token) * s.q_size() +
                          (int64_t(kv_head) * s.group() + head) * s.head_dim;
             kernels_.finish_state(states, s.head_dim, out);
+            if (layout_->v_type != KVType::f16) kernels_.spread(out, 1, s.head_dim);
             states += s.head_dim + 2;
         }
 }

@@ -58,6 +58,8 @@ struct Kernels {
     // (i, i + n_rot/2), otherwise (2i, 2i + 1). All values are multiplied by `scale` too.
     void (*rope)(float* heads, int n_heads, int head_dim, int n_rot, const float* cosines, const float* sines, bool neox,
                  float scale);
+    // Spreads each head's values evenly by an orthogonal transform that is its own inverse (kernel: hadamard).
+    void (*spread)(float* heads, int n_heads, int head_dim);
     // out = silu(gate) * up
     void (*silu_mul)(const float* gate, const float* up, int64_t n, float* out);
     void (*add)(const float* x, int64_t n, float* to);
@@ -84,10 +86,10 @@ struct Kernels {
     // each kWeightBlock of them. `weights` has room for whole blocks.
     void (*weigh)(const float* values, int64_t n, float peak, double temperature, float min_weight, float* weights,
                   double* block_sums);
-    // block_sums of those weights alone that are at least min_weight and whose values are at least `cut`, which is finite;
-    // returns how many values are.
-    int64_t (*sum_kept)(const float* values, const float* weights, int64_t n, float cut, float min_weight,
-                        double* block_sums);
+    // The same sums of those weights alone that are at least min_weight and whose values are at least `cut`, a finite number.
+    void (*sum_kept)(const float* values, const float* weights, int64_t n, float cut, float min_weight, double* block_sums);
+    // For each of kCuts cuts, all finite: how many values are at least that, and the sum of their weights.
+    void (*sums_from)(const float* values, const float* weights, int64_t n, const float* cuts, int64_t* counts, double* sums);
 };
 
 constexpr int kSplit = 256;  // positions whose scores are computed together; fixed, so that results are
@@ -98,6 +100,7 @@ size_t attend_scratch_bytes(int head_dim, int heads);
 
 constexpr int kMaximaGroup = 32;
 constexpr int kWeightBlock = 256;
+constexpr int kCuts = 3;
 CLLM_INLINE int64_t weight_blocks(int64_t n) { return (n + kWeightBlock - 1) / kWeightBlock; }
 
 // Room for two tiles of nibbles, unpacked.

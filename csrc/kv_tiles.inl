@@ -1,4 +1,4 @@
-// K and V in the arena: writing a token, and turning tiles into floats. The order of tiles is in kv_layout.h; inside one:
+// K and V in the arena: writing a token, and turning tiles into floats. kv_layout.h has the order of tiles; inside one:
 //
 //   K f16    [head_dim][16 tokens]
 //   K q8_0   per 32 dimensions: 16 f16 scales, then [32][16 tokens] signed bytes
@@ -37,6 +37,34 @@ static CLLM_INLINE void round_to_scale(const float* x, uint16_t scale, float low
     }
 }
 
+static CLLM_INLINE void quantise_to_bytes(const float* x, uint16_t scale, uint8_t* data) {
+    float rounded[kQuantGroup];
+    round_to_scale(x, scale, -127.0f, 127.0f, rounded);
+    for (int i = 0; i < kQuantGroup; ++i) data[i] = uint8_t(int8_t(rounded[i]));
+}
+
+// With 16 steps the best scale is not the one that just reaches the largest value: it is tried a little finer, which cuts
+// that value off, and coarser, and from its other side. The value furthest from zero becomes about -8, the one number
+// without a counterpart.
+static CLLM_INLINE uint16_t best_scale_of_nibbles(const float* x, float furthest) {
+    uint16_t best = 0;
+    float least = INFINITY;
+    for (const float steps : {-8.0f, -7.25f, -8.75f, -9.5f, 7.0f, 7.75f}) {
+        const uint16_t scale = stored_scale(furthest / steps);
+        const Vec stored = Vec::all(f16_to_f32(scale));
+        float rounded[kQuantGroup];
+        round_to_scale(x, scale, -8.0f, 7.0f, rounded);
+        Vec squares = Vec::zero();
+        for (int i = 0; i < kQuantGroup; i += Vec::lanes) {
+            const Vec error = Vec::load(x + i) - Vec::load(rounded + i) * stored;
+            squares = fma(error, error, squares);
+        }
+        const float error = squares.sum();
+        if (error < least) least = error, best = scale;
+    }
+    return best;
+}
+
 // Quantises 32 values into `data` (32 or 16 bytes) and returns the scale.
 static uint16_t quantise_group(KVType type, const float* x, uint8_t* data) {
     Vec largest = Vec::load(x), smallest = largest;
@@ -45,15 +73,13 @@ static uint16_t quantise_group(KVType type, const float* x, uint8_t* data) {
         smallest = vmin(smallest, Vec::load(x + i));
     }
     const float top = largest.max(), bottom = (Vec::zero() - smallest).max();
-    float rounded[kQuantGroup];
     if (type == KVType::q8_0) {
         const uint16_t scale = stored_scale((top > bottom ? top : bottom) / 127.0f);
-        round_to_scale(x, scale, -127.0f, 127.0f, rounded);
-        for (int i = 0; i < kQuantGroup; ++i) data[i] = uint8_t(int8_t(rounded[i]));
+        quantise_to_bytes(x, scale, data);
         return scale;
     }
-    // The value furthest from zero becomes -8, the one number without a counterpart.
-    const uint16_t scale = stored_scale((top > bottom ? top : -bottom) / -8.0f);
+    const uint16_t scale = best_scale_of_nibbles(x, top > bottom ? top : -bottom);
+    float rounded[kQuantGroup];
     round_to_scale(x, scale, -8.0f, 7.0f, rounded);
     for (int i = 0; i < kQuantGroup / 2; ++i) {
         data[i] = uint8_t(int(rounded[i] + 8.0f) | int(rounded[kQuantGroup / 2 + i] + 8.0f) << 4);

@@ -167,7 +167,7 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> pack_roundtrip(int type, int64_t rows
 }
 
 int64_t checked_length(size_t length) {
-    if (length < 1 || length > INT32_MAX) refuse("a row has " + number(int64_t(length)) + " values");
+    if (length < 1 || length > (1 << 24)) refuse("a row has " + number(int64_t(length)) + " values");
     return int64_t(length);
 }
 

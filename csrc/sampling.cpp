@@ -11,8 +11,8 @@
 namespace cllm {
 namespace {
 
-constexpr int64_t kFew = 256;    // candidates for a nucleus that are tried before the whole row is searched
-constexpr int64_t kBand = 1024;  // values that may lie between the bounds of a search when it ends
+constexpr int64_t kFew = 512;    // the best tokens, which are usually enough for top_p
+constexpr int64_t kMany = 1024;  // more than this are better dealt with as a row than one by one
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 struct Item {
@@ -83,6 +83,19 @@ Place place_of(double target, int64_t n, WeightOf weight_of) {
 
 double total(const std::vector<double>& sums) { return std::accumulate(sums.begin(), sums.end(), 0.0); }
 
+// How much to take of what is best: so many tokens, or so much weight, whichever comes first.
+struct Goal {
+    int64_t count;
+    double mass;
+};
+
+// A value, how many are at least that, and what these weigh.
+struct Bound {
+    float value;
+    int64_t count;
+    double sum;
+};
+
 struct Ids {
     int32_t* ids;
     int64_t count;
@@ -97,13 +110,14 @@ public:
         : kernels_(kernels), values_(values), n_(n), peak_(peak), temperature_(std::max(temperature, double(FLT_MIN))) {}
 
     Ids find_largest(int64_t count) {
-        Ids found = find_between(floor_of(count), INFINITY);
-        if (count >= found.count) return found;
-        std::vector<Item>& items = items_of(found);
+        find_between(floor_of(count), INFINITY);
+        if (count >= found_.count) return found_;
+        std::vector<Item>& items = items_found();
         std::nth_element(items.begin(), items.begin() + (count - 1), items.end(), is_better);
         const Item last = items[size_t(count - 1)];
-        std::remove_if(found.ids, found.ids + found.count, [&](int32_t id) { return is_better(last, {values_[id], id}); });
-        return {found.ids, count};
+        std::remove_if(found_.ids, found_.ids + found_.count, [&](int32_t id) { return is_better(last, {values_[id], id}); });
+        found_.count = count;
+        return found_;
     }
 
     double weigh(float min_weight) {
@@ -115,25 +129,30 @@ public:
 
     int64_t draw(double u, const Truncation& truncation) {
         const double top_p = truncation.top_p, min_p = truncation.min_p;
-        if (0 < truncation.top_k && truncation.top_k < n_) {
-            const Ids found = find_largest(truncation.top_k);
-            const double sum = weigh_few(found);
-            return draw_from_few(found, top_p < 1.0 ? top_p * sum : kInfinity, min_p, u);
+        const int64_t top_k = 0 < truncation.top_k && truncation.top_k < n_ ? truncation.top_k : n_;
+        if (top_k < n_ && top_k <= kMany) {
+            find_largest(top_k);
+            const double sum = weigh_few();
+            return draw_from_few(top_p < 1.0 ? top_p * sum : kInfinity, min_p, u);
         }
-        if (!(top_p < 1.0)) {
+        if (top_k == n_ && !(top_p < 1.0)) {
             weigh(float(min_p));
             return draw_from_row(-FLT_MAX, 0.0f, u);
         }
-        const double mass = top_p * weigh(0.0f);
-        const float floor = floor_of(kFew);
-        const Ids found = find_between(floor, INFINITY);
-        if (weigh_few(found) >= mass) return draw_from_few(found, mass, min_p, u);
-        // What is lighter than this holds less than 1 - top_p together, so `mass` is reached without it.
-        const double light = (1.0 - top_p) / top_p * mass / double(n_);
-        const float cut = drop_tail(mass, floor, float(peak_ + temperature_ * std::log(light)));
-        const float min_weight = float(min_p);
-        sum_kept(cut, min_weight);
-        return draw_from_row(cut, min_weight, u);
+        double sum = weigh(0.0f);
+        float cut = -FLT_MAX;
+        if (top_k < n_) {
+            cut = find_cut({top_k, kInfinity}, find_few());
+            sum = sum_kept(cut, 0.0f);
+        }
+        if (top_p < 1.0) {
+            const double mass = top_p * sum;
+            const Bound few = find_few();
+            if (few.sum >= mass) return draw_from_few(mass, min_p, u);
+            cut = find_cut({n_, mass}, few);
+        }
+        sum_kept(cut, float(min_p));
+        return draw_from_row(cut, float(min_p), u);
     }
 
 private:
@@ -147,30 +166,38 @@ private:
         return std::max(-FLT_MAX, maxima[count - 1]);
     }
 
-    Ids find_between(float low, float high) {
-        int32_t* ids = room_for(n_, scratch_.ids);
-        return {ids, kernels_.ids_between(values_, n_, low, high, ids)};
+    void find_between(float low, float high) {
+        found_.ids = room_for(n_, scratch_.ids);
+        found_.count = kernels_.ids_between(values_, n_, low, high, found_.ids);
     }
 
-    std::vector<Item>& items_of(const Ids& found) {
+    // About kFew of the best, and what they weigh; none if equal ones make them too many.
+    Bound find_few() {
+        const float floor = floor_of(kFew);
+        find_between(floor, INFINITY);
+        if (found_.count > kMany) return {std::nextafter(float(peak_), INFINITY), 0, 0.0};
+        return {floor, found_.count, weigh_few()};
+    }
+
+    std::vector<Item>& items_found() {
         scratch_.items.clear();
-        for (const int32_t id : found) scratch_.items.push_back({values_[id], id});
+        for (const int32_t id : found_) scratch_.items.push_back({values_[id], id});
         return scratch_.items;
     }
 
     // The weights of the ids found, in float64; returns their sum.
-    double weigh_few(const Ids& found) {
+    double weigh_few() {
         scratch_.few.clear();
-        for (const int32_t id : found) scratch_.few.push_back(std::exp((double(values_[id]) - peak_) / temperature_));
+        for (const int32_t id : found_) scratch_.few.push_back(std::exp((double(values_[id]) - peak_) / temperature_));
         return total(scratch_.few);
     }
 
     // From the ids found: the heaviest that together reach `mass`, at least one, and of those what min_p leaves.
-    int64_t draw_from_few(const Ids& found, double mass, double min_p, double u) {
-        if (!found.count) throw std::invalid_argument("the row has no finite value");
+    int64_t draw_from_few(double mass, double min_p, double u) {
+        if (!found_.count) throw std::invalid_argument("the row has no finite value");
         std::vector<double>& few = scratch_.few;
         if (mass < kInfinity) {
-            std::vector<Item>& items = items_of(found);
+            std::vector<Item>& items = items_found();
             for (size_t i = 0; i < items.size(); ++i) items[i].index = int32_t(i);
             const auto weight_of = [&](int32_t index) { return few[size_t(index)]; };
             const size_t kept = best_that_reach(mass, items, weight_of);
@@ -179,40 +206,52 @@ private:
         for (double& weight : few)
             if (weight < min_p) weight = 0.0;
         const Place place = place_of(u * total(few), int64_t(few.size()), [&](int64_t i) { return few[size_t(i)]; });
-        return found.ids[place.index];
+        return found_.ids[place.index];
     }
 
-    int64_t sum_kept(float cut, float min_weight) {
-        return kernels_.sum_kept(values_, scratch_.weights.data(), n_, cut, min_weight, scratch_.sums.data());
+    double sum_kept(float cut, float min_weight) {
+        kernels_.sum_kept(values_, scratch_.weights.data(), n_, cut, min_weight, scratch_.sums.data());
+        return total(scratch_.sums);
     }
 
-    // The value that the heaviest which together reach `mass` are not below; of equal ones those too many get weight 0.
-    // Guesses are where the answer may be near; each pass over the row then halves the range.
-    float drop_tail(double mass, float first_guess, float second_guess) {
-        float low = -FLT_MAX, high = INFINITY;  // what is at least `low` reaches the mass, what is at least `high` does not
-        int64_t from_low = n_, from_high = 0;   // how many values are at least that
-        double above = 0.0;                     // what is at least `high` weighs this
-        float guess = first_guess;
-        for (int pass = 0; from_low - from_high > kBand; ++pass) {
-            const int64_t count = sum_kept(guess, 0.0f);
-            const double sum = total(scratch_.sums);
-            if (sum >= mass) {
-                low = guess;
-                from_low = count;
-            } else {
-                high = guess;
-                from_high = count;
-                above = sum;
+    // The smallest value of the best tokens that together reach the goal, which is below `high`. Equal ones that are too many
+    // get weight 0. Each pass over the row narrows the range of values that it may be in.
+    float find_cut(const Goal& goal, Bound high) {
+        Bound low{-FLT_MAX, n_, kInfinity};
+        bool narrower = true;
+        while (low.count - high.count > kMany && narrower) {
+            float cuts[kCuts];
+            int64_t counts[kCuts];
+            double sums[kCuts];
+            spread_cuts(low.value, high.value, cuts);
+            kernels_.sums_from(values_, scratch_.weights.data(), n_, cuts, counts, sums);
+            narrower = false;
+            for (int i = 0; i < kCuts; ++i) {
+                if (!(low.value < cuts[i] && cuts[i] < high.value)) continue;
+                (counts[i] >= goal.count || sums[i] >= goal.mass ? low : high) = {cuts[i], counts[i], sums[i]};
+                narrower = true;
             }
-            const bool is_between = low < second_guess && second_guess < high;
-            guess = pass == 0 && is_between ? second_guess : float((double(low) + double(high)) / 2.0);
-            if (!(low < guess && guess < high)) break;  // no number is between them
         }
-        std::vector<Item>& items = items_of(find_between(low, high));
-        if (items.empty()) throw std::invalid_argument("the row has no finite value");
+        find_between(low.value, high.value);
+        return cut_of_found({goal.count - high.count, goal.mass - high.sum});
+    }
+
+    // Between the bounds; as long as there is no lower one, downwards in steps that grow from pass to pass.
+    void spread_cuts(float low, float high, float* cuts) const {
+        const double distance = std::max({peak_ - double(high), temperature_, std::fabs(peak_) * 1e-5});
+        const double step = low > -FLT_MAX ? (double(high) - double(low)) / (kCuts + 1) : distance / 8.0;
+        for (int i = 0; i < kCuts; ++i) cuts[i] = float(std::max(double(high) - step * (i + 1), double(-FLT_MAX)));
+    }
+
+    // The same, if only those found are left to choose from.
+    float cut_of_found(const Goal& goal) {
+        if (!found_.count) throw std::invalid_argument("the row has no finite value");
         float* weights = scratch_.weights.data();
-        const size_t kept = best_that_reach(mass - above, items, [&](int32_t id) { return double(weights[id]); });
-        const float cut = std::max_element(items.begin(), items.begin() + std::ptrdiff_t(kept), is_better)->value;
+        std::vector<Item>& items = items_found();
+        const auto weight_of = [&](int32_t id) { return double(weights[id]); };
+        const size_t kept = std::min(size_t(goal.count), best_that_reach(goal.mass, items, weight_of));
+        if (kept < items.size()) std::nth_element(items.begin(), items.begin() + std::ptrdiff_t(kept - 1), items.end(), is_better);
+        const float cut = items[kept - 1].value;
         for (size_t i = kept; i < items.size(); ++i)
             if (items[i].value == cut) weights[items[i].index] = 0.0f;
         return cut;
@@ -234,6 +273,7 @@ private:
     const int64_t n_;
     const double peak_, temperature_;
     Scratch& scratch_ = thread_scratch;
+    Ids found_{nullptr, 0};
 };
 
 }  // namespace

@@ -99,22 +99,46 @@ static void weigh(const float* values, int64_t n, float peak, double temperature
     }
 }
 
-static int64_t sum_kept(const float* values, const float* weights, int64_t n, float cut, float min_weight,
-                        double* block_sums) {
+static void sum_kept(const float* values, const float* weights, int64_t n, float cut, float min_weight, double* block_sums) {
     const Vec cuts = Vec::all(cut), min_weights = Vec::all(min_weight);
     float buffer[kWeightBlock];
-    int64_t count = 0;
     for (int64_t start = 0; start < n; start += kWeightBlock) {
         const float* block = whole_block(values, n, start, buffer);
         DoubleSum sum;
         for (int i = 0; i < kWeightBlock; i += Vec::lanes) {
             const Vec x = Vec::load(block + i), weight = Vec::load(weights + start + i);
             sum.add(where_at_least(weight, min_weights, where_at_least(x, cuts, weight)));
-            count += __builtin_popcount(at_least(x, cuts));
         }
         block_sums[start / kWeightBlock] = sum.total();
     }
-    return count;
+}
+
+static void sums_from(const float* values, const float* weights, int64_t n, const float* cuts, int64_t* counts, double* sums) {
+    const Vec one = Vec::all(1.0f);
+    float buffer[kWeightBlock];
+    Vec row_counts[kCuts];
+    DoubleSum row_sums[kCuts];
+    for (int c = 0; c < kCuts; ++c) row_counts[c] = Vec::zero();
+    for (int64_t start = 0; start < n; start += kWeightBlock) {
+        const float* block = whole_block(values, n, start, buffer);
+        // Within a block in float32, which adds less of an error than the weights have.
+        Vec block_sums[kCuts];
+        for (int c = 0; c < kCuts; ++c) block_sums[c] = Vec::zero();
+        for (int i = 0; i < kWeightBlock; i += Vec::lanes) {
+            const Vec x = Vec::load(block + i), weight = Vec::load(weights + start + i);
+            for (int c = 0; c < kCuts; ++c) {
+                row_counts[c] = add_where_at_least(row_counts[c], x, Vec::all(cuts[c]), one);
+                block_sums[c] = add_where_at_least(block_sums[c], x, Vec::all(cuts[c]), weight);
+            }
+        }
+        for (int c = 0; c < kCuts; ++c) row_sums[c].add(block_sums[c]);
+    }
+    for (int c = 0; c < kCuts; ++c) {
+        DoubleSum count;
+        count.add(row_counts[c]);
+        counts[c] = int64_t(count.total());
+        sums[c] = row_sums[c].total();
+    }
 }
 
 }  // namespace CLLM_NS

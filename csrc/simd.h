@@ -74,6 +74,10 @@ CLLM_INLINE uint32_t at_least(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v
 CLLM_INLINE Vec where_at_least(Vec a, Vec b, Vec x) {
     return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ), x.v)};
 }
+// sum + x where a >= b, otherwise sum.
+CLLM_INLINE Vec add_where_at_least(Vec sum, Vec a, Vec b, Vec x) {
+    return {_mm512_mask_add_ps(sum.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ), sum.v, x.v)};
+}
 // A sum of vectors in float64.
 struct DoubleSum {
     __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
@@ -135,6 +139,7 @@ CLLM_INLINE Vec scale_by_power(Vec a, Vec n) {
 }
 CLLM_INLINE uint32_t at_least(Vec a, Vec b) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_GE_OQ))); }
 CLLM_INLINE Vec where_at_least(Vec a, Vec b, Vec x) { return {_mm256_and_ps(_mm256_cmp_ps(a.v, b.v, _CMP_GE_OQ), x.v)}; }
+CLLM_INLINE Vec add_where_at_least(Vec sum, Vec a, Vec b, Vec x) { return sum + where_at_least(a, b, x); }
 struct DoubleSum {
     __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
     CLLM_INLINE void add(Vec x) {
@@ -151,8 +156,10 @@ struct DoubleSum {
 #else
 
 // The compiler's own vectors: it splits them into what the CPU has. Loops over plain arrays mostly stay scalar.
+#pragma GCC diagnostic ignored "-Wpsabi"  // no vector is ever passed: all functions are inlined
 typedef float Lanes __attribute__((vector_size(32), aligned(16)));
 typedef int32_t IntLanes __attribute__((vector_size(32), aligned(16)));
+typedef uint32_t UnsignedLanes __attribute__((vector_size(32), aligned(16)));
 typedef uint16_t HalfLanes __attribute__((vector_size(16)));
 typedef double DoubleLanes __attribute__((vector_size(64), aligned(16)));
 
@@ -179,8 +186,10 @@ struct Vec {
         HalfLanes halves;
         std::memcpy(&halves, p, sizeof halves);
         const IntLanes bits = __builtin_convertvector(halves, IntLanes), rest = (bits & 0x7fff) << 13;
-        const IntLanes finite = (IntLanes)((Lanes)rest * 5.192296858534828e33f), special = rest | 0x7f800000;
-        return {(Lanes)(((bits & 0x8000) << 16) | (rest >= 0x7c00 << 13 ? special : finite))};
+        const IntLanes finite = (IntLanes)((Lanes)rest * 5.192296858534828e33f);
+        // The sum's top bit is set for infinity and NaN only.
+        const IntLanes special = (IntLanes)((UnsignedLanes)rest + 0x70800000u) >> 31;
+        return {(Lanes)((bits & 0x8000) << 16 | finite | (special & 0x7f800000))};
     }
     static CLLM_INLINE Vec load_bf16(const uint16_t* p) {
         return each([&](int i) { return bf16_to_f32(p[i]); });
@@ -205,8 +214,22 @@ CLLM_INLINE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 CLLM_INLINE Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 // Without a fused instruction a correctly rounded fma is a slow library call; two roundings, always, are as repeatable.
 CLLM_INLINE Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
-CLLM_INLINE Vec vmax(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
-CLLM_INLINE Vec vmin(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
+// All bits of the lanes where a > b, or a >= b. Comparing whole vectors, gcc goes lane by lane where registers are shorter.
+template <bool or_equal>
+CLLM_INLINE Vec is_greater(Vec a, Vec b) {
+    typedef float Half __attribute__((vector_size(16)));
+    Half x[2], y[2];
+    std::memcpy(x, &a.v, sizeof x);
+    std::memcpy(y, &b.v, sizeof y);
+    for (int i = 0; i < 2; ++i) x[i] = or_equal ? (Half)(x[i] >= y[i]) : (Half)(x[i] > y[i]);
+    return Vec::load((const float*)x);
+}
+CLLM_INLINE Vec select(Vec mask, Vec a, Vec b) {
+    const IntLanes bits = (IntLanes)mask.v;
+    return {(Lanes)((bits & (IntLanes)a.v) | (~bits & (IntLanes)b.v))};
+}
+CLLM_INLINE Vec vmax(Vec a, Vec b) { return select(is_greater<false>(a, b), a, b); }
+CLLM_INLINE Vec vmin(Vec a, Vec b) { return select(is_greater<false>(b, a), a, b); }
 CLLM_INLINE Vec vabs(Vec a) { return {(Lanes)((IntLanes)a.v & 0x7fffffff)}; }
 // For magnitudes below 2^22, which is all that is rounded here: adding 1.5 * 2^23 leaves no room for a fraction.
 CLLM_INLINE Vec vround(Vec a) { return {(a.v + 12582912.0f) - 12582912.0f}; }
@@ -218,13 +241,14 @@ CLLM_INLINE Vec scale_by_power(Vec a, Vec n) {
     return {(Lanes)((IntLanes)a.v + __builtin_convertvector(n.v, IntLanes) * (1 << 23))};
 }
 CLLM_INLINE uint32_t at_least(Vec a, Vec b) {
-    const IntLanes bits = (a.v >= b.v) & IntLanes{1, 2, 4, 8, 16, 32, 64, 128};
+    const IntLanes bits = (IntLanes)is_greater<true>(a, b).v & IntLanes{1, 2, 4, 8, 16, 32, 64, 128};
     uint64_t pairs[4];
     std::memcpy(pairs, &bits, sizeof bits);
     const uint64_t all = (pairs[0] | pairs[1]) | (pairs[2] | pairs[3]);
     return uint32_t(all | all >> 32);
 }
-CLLM_INLINE Vec where_at_least(Vec a, Vec b, Vec x) { return {(Lanes)((a.v >= b.v) & (IntLanes)x.v)}; }
+CLLM_INLINE Vec where_at_least(Vec a, Vec b, Vec x) { return select(is_greater<true>(a, b), x, Vec::zero()); }
+CLLM_INLINE Vec add_where_at_least(Vec sum, Vec a, Vec b, Vec x) { return sum + where_at_least(a, b, x); }
 struct DoubleSum {
     DoubleLanes v = {};
     CLLM_INLINE void add(Vec x) { v += __builtin_convertvector(x.v, DoubleLanes); }
