@@ -20,14 +20,13 @@ test: $(VENV)/.ready-test ## run the whole test suite (ARGS="-k radix" for a par
 	$(BIN)/cllm pull smollm2
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: $(VENV)/.ready-test ## ruff and mypy
+lint: $(VENV)/.ready-dev ## ruff and mypy
 	$(BIN)/ruff check src tests benchmarks scripts
 	$(BIN)/ruff format --check src tests benchmarks scripts
 	$(BIN)/mypy
 
-bench: $(VENV)/.ready-bench ## measure cLLM beside llama.cpp's own server (under ten minutes)
-	mkdir -p bench-results
-	$(BIN)/cllm bench all --json bench-results/latest.json $(ARGS)
+bench: $(VENV)/.ready-bench ## measure cLLM beside llama.cpp's own server (under ten minutes); bench-results/index.html
+	$(BIN)/cllm bench all --json bench-results/latest.json --report bench-results $(ARGS)
 
 clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -36,14 +35,19 @@ $(BIN)/python:
 	@echo "cLLM: making the virtual environment $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.ready: pyproject.toml scripts/install.py | $(BIN)/python
+# Each stamp stands for one part of the environment, so that nothing is compiled twice, and nothing that is not needed.
+$(VENV)/.ready: pyproject.toml CMakeLists.txt $(wildcard csrc/*) scripts/install.py | $(BIN)/python
 	$(BIN)/python scripts/install.py
 	@touch $@
 
-$(VENV)/.ready-test: $(VENV)/.ready
-	$(BIN)/python scripts/install.py --extra test
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(BIN)/python scripts/install.py test
+	@touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready-dev
+	$(BIN)/python scripts/install.py llama-cpp
 	@touch $@
 
 $(VENV)/.ready-bench: $(VENV)/.ready
-	$(BIN)/python scripts/install.py --extra bench
+	$(BIN)/python scripts/install.py llama-cpp bench
 	@touch $@

@@ -1,13 +1,16 @@
-"""Install cLLM into the environment of the Python that runs this: the package, llama.cpp, and extras on request.
+"""Install into the environment of the Python that runs this.
 
-llama.cpp is compiled for the processor at hand, which takes minutes. This says so before it starts and shows a line of
-progress while it runs, from the compiler's own "[12/193]" counts. Only the standard library is used: nothing is
-installed yet when this runs.
+    python scripts/install.py                    cLLM itself, with its native engine
+    python scripts/install.py test llama-cpp     what these extras of it need; cLLM is there already
+
+Both can compile for a while. This says so before it starts and shows a line of progress while it runs, from the
+compiler's own "[12/193]" counts. Only the standard library is used: nothing is installed yet when this runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import re
 import subprocess
@@ -19,22 +22,47 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 STEP = re.compile(r"^\s*\[(\d+)/(\d+)\]")
 LINES_KEPT = 40
+LLAMA_CPP = "llama-cpp"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--extra", action="append", default=[], help="also install this extra of pyproject.toml")
-    extras = parser.parse_args().extra
-    wanted = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-    if code := pip("install", "--quiet", "--editable", wanted, what="installing cLLM and what it needs"):
-        return code
-    if importlib.util.find_spec("llama_cpp") is not None:
-        return 0
-    print(
-        "cLLM: compiling llama.cpp for this processor. It takes about ten minutes on two cores, once.",
-        flush=True,
-    )
-    return pip("install", "--verbose", "--editable", f"{ROOT}[llama-cpp]", what="compiling llama.cpp")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("extras", nargs="*", metavar="EXTRA", help="extras of pyproject.toml")
+    extras: list[str] = parser.parse_args().extras
+    return install_extras(extras) if extras else install_package()
+
+
+def install_package() -> int:
+    print("cLLM: installing cLLM. Its native engine is compiled, which takes about a minute on two cores.", flush=True)
+    # Verbose, because pip hides the compiler's counts otherwise.
+    return pip("install", "--verbose", "--editable", str(ROOT), what="compiling and installing cLLM")
+
+
+def install_extras(extras: list[str]) -> int:
+    """Their requirements alone: installing cLLM with them would compile its engine once more."""
+    for extra in extras:
+        arguments = ["install", "--quiet"]
+        what = f"installing what {extra} needs"
+        if extra == LLAMA_CPP:
+            if importlib.util.find_spec("llama_cpp") is not None:
+                continue
+            print(
+                "cLLM: compiling llama.cpp for this processor, to compare with. "
+                "It takes about ten minutes on two cores, once.",
+                flush=True,
+            )
+            arguments, what = ["install", "--verbose"], "compiling llama.cpp"
+        if code := pip(*arguments, *requirements(extra), what=what):
+            return code
+    return 0
+
+
+def requirements(extra: str) -> list[str]:
+    """What the installed cLLM declares for an extra, as pip takes it."""
+    declared = [line.partition(";") for line in importlib.metadata.requires("cllm") or []]
+    return [
+        requirement.strip() for requirement, _, marker in declared if re.search(rf"extra == ['\"]{extra}['\"]", marker)
+    ]
 
 
 def pip(*arguments: str, what: str) -> int:

@@ -88,3 +88,61 @@ def test_rows_are_measured_again_from_time_to_time() -> None:
 def test_chunks_never_exceed_the_step_limit() -> None:
     budget = make(max_tokens=24)
     assert max(tokens for tokens, _ in run(budget, rows=0, prompts=1, steps=20)) == 24
+
+
+def test_prompts_use_the_whole_allowance() -> None:
+    """The mean comes near the target: what one step leaves unspent is not lost."""
+    budget = make()
+    run(budget, rows=3, prompts=0, steps=3)
+    run(budget, rows=0, prompts=1, steps=10)
+    steps = run(budget, rows=3, prompts=1, steps=400)[50:]
+    assert 0.09 < sum(seconds for _, seconds in steps) / len(steps) <= 0.102
+
+
+# -- a backend whose rows are far cheaper together, and to which small chunks cost no more than large ones ----------
+
+
+def batching_cost(prompt_tokens: int, rows: int) -> float:
+    return 0.0032 + rows * 0.00085 + prompt_tokens * 0.0012
+
+
+def run_long_prompt(budget: StepBudget, rows: int, prompt: int = 2600) -> list[tuple[int, float]]:
+    """Streams come one after another with short prompts, run for a while, then a long prompt arrives."""
+
+    def step(running: int, wanted: int) -> tuple[int, float]:
+        tokens = budget.prompt_tokens(running, 1, wanted) if wanted else 0
+        seconds = batching_cost(tokens, running)
+        budget.observe(tokens, running, seconds)
+        return tokens, seconds
+
+    def compute(running: int, wanted: int) -> list[tuple[int, float]]:
+        steps = []
+        while wanted:
+            steps.append(step(running, wanted))
+            wanted -= steps[-1][0]
+        return steps
+
+    for running in range(rows):
+        compute(running, 32)
+    for _ in range(10):
+        step(rows, 0)
+    return compute(rows, prompt)
+
+
+@pytest.mark.parametrize(
+    ("rows", "longest", "total"), [(1, 0.102, 3.4), (3, 0.102, 3.4), (16, 0.11, 3.9), (32, 0.2, 4.8)]
+)
+def test_a_long_prompt_beside_rows_that_are_cheaper_together(rows: int, longest: float, total: float) -> None:
+    """The prompt alone would take 3.1 s."""
+    budget = StepBudget(inter_token_s=0.1, max_gap_s=0.1, prompt_only_s=1.0, max_tokens=512)
+    steps = run_long_prompt(budget, rows)
+    assert max(seconds for _, seconds in steps) <= longest
+    assert sum(seconds for _, seconds in steps) <= total
+
+
+def test_another_number_of_rows_is_measured_before_prompts_go_on() -> None:
+    budget = make()
+    run(budget, rows=1, prompts=0, steps=3)
+    run(budget, rows=0, prompts=1, steps=5)
+    taken = [tokens for tokens, _ in run(budget, rows=8, prompts=1, steps=6)]
+    assert taken[0] == 0 and any(taken)

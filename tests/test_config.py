@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from cllm.config import Config, InvalidConfigError, LoadedConfig, load_config, parse_assignment
 from cllm.config.keys import KEYS
+from cllm.config.relations import check_backend_relations
 from cllm.errors import ConfigError
 
 SLOTS = Config().backend.llama_cpp.n_seq_max
@@ -44,7 +45,6 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert (config.server.host, config.server.port, config.server.api_key) == ("127.0.0.1", 8000, None)
     assert config.scheduler.kv_cache_eviction_threshold == 0.8
     assert config.resources.kv_cache_max_memory_mb is None
-    assert config.backend.kind == "llama_cpp"
 
 
 def test_every_key_is_described_on_one_line_and_has_a_source() -> None:
@@ -196,44 +196,71 @@ def test_all_problems_are_reported_at_once(yaml_file: Any) -> None:
     assert len(found) == 5
 
 
-@pytest.mark.parametrize(
-    ("flags", "keys"),
-    [
-        (
-            {"resources.kv_cache_max_size": 1},
-            ("resources.kv_cache_max_size is 1 (flag)", f"backend.llama_cpp.n_seq_max is {SLOTS} (default)"),
-        ),
-        (
-            {"scheduler.max_running": 5, "backend.llama_cpp.n_seq_max": 4},
-            ("scheduler.max_running is 5 (flag)", "backend.llama_cpp.n_seq_max is 4 (flag)"),
-        ),
-        (
-            {"resources.kv_type_v": "q8_0", "backend.llama_cpp.flash_attention": False},
-            ("resources.kv_type_v is q8_0 (flag)", "backend.llama_cpp.flash_attention is false (flag)"),
-        ),
-        (
-            {"backend.llama_cpp.n_ubatch": 4096},
-            ("backend.llama_cpp.n_ubatch is 4096 (flag)", "backend.llama_cpp.n_batch is 2048 (default)"),
-        ),
-        (
-            {"scheduler.max_step_tokens": 4096},
-            ("scheduler.max_step_tokens is 4096 (flag)", "backend.llama_cpp.n_batch is 2048 (default)"),
-        ),
-        ({"backend.type": "native"}, ("backend.type is native (flag)", "use llama_cpp or fake")),
-    ],
-)
+LLAMA_CPP_RELATIONS = [
+    (
+        {"resources.kv_cache_max_size": 1},
+        ("resources.kv_cache_max_size is 1 (flag)", f"backend.llama_cpp.n_seq_max is {SLOTS} (default)"),
+    ),
+    (
+        {"scheduler.max_running": 5, "backend.llama_cpp.n_seq_max": 4},
+        ("scheduler.max_running is 5 (flag)", "backend.llama_cpp.n_seq_max is 4 (flag)"),
+    ),
+    (
+        {"resources.kv_type_v": "q8_0", "backend.llama_cpp.flash_attention": False},
+        ("resources.kv_type_v is q8_0 (flag)", "backend.llama_cpp.flash_attention is false (flag)"),
+    ),
+    (
+        {"backend.llama_cpp.n_ubatch": 4096},
+        ("backend.llama_cpp.n_ubatch is 4096 (flag)", "backend.llama_cpp.n_batch is 2048 (default)"),
+    ),
+    (
+        {"scheduler.max_step_tokens": 4096},
+        ("scheduler.max_step_tokens is 4096 (flag)", "backend.llama_cpp.n_batch is 2048 (default)"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "keys"), LLAMA_CPP_RELATIONS)
 def test_impossible_relations_name_both_sides(flags: dict[str, object], keys: tuple[str, ...]) -> None:
-    (problem,) = problems(flags=flags)
+    (problem,) = problems(flags={"backend.type": "llama_cpp", **flags})
     assert all(key in problem for key in keys)
 
 
-def test_llama_cpp_relations_do_not_bind_other_backends() -> None:
-    assert load(flags={"backend.type": "fake", "scheduler.max_running": 200}).config.scheduler.max_running == 200
+@pytest.mark.parametrize(("flags", "keys"), LLAMA_CPP_RELATIONS)
+def test_auto_leaves_them_open_until_the_model_has_decided(flags: dict[str, object], keys: tuple[str, ...]) -> None:
+    config = load(flags=flags).config
+    (problem,) = check_backend_relations(config, "llama_cpp")
+    assert all(key.partition(" (")[0] in problem for key in keys)
+    assert check_backend_relations(config, "native") == []
+
+
+def test_native_blocks_are_whole_tiles() -> None:
+    assert problems(flags={"backend.type": "native", "resources.block_size": 24}) == (
+        "resources.block_size is 24 (flag): the native backend needs a multiple of 16",
+    )
+    assert load(flags={"backend.type": "native", "resources.block_size": 64}).config.resources.block_size == 64
+
+
+def test_a_backend_that_is_not_there_is_refused() -> None:
+    (problem,) = problems(flags={"backend.type": "torch"})
+    assert "backend.type is torch (flag)" in problem and "use native or llama_cpp or fake" in problem
+
+
+def test_the_longest_gap_may_not_be_less_than_the_mean() -> None:
+    (problem,) = problems(flags={"scheduler.max_gap_ms": 50.0})
+    assert "scheduler.max_gap_ms is 50 (flag)" in problem
+    assert "scheduler.inter_token_target_ms is 100 (default)" in problem
+    assert load(flags={"scheduler.inter_token_target_ms": 400.0}).config.scheduler.max_gap_ms is None
+
+
+def test_relations_of_one_backend_do_not_bind_others() -> None:
+    flags = {"scheduler.max_running": 200, "resources.block_size": 24}
+    assert load(flags={"backend.type": "fake", **flags}).config.scheduler.max_running == 200
 
 
 def test_a_config_made_in_python_is_checked_too() -> None:
     with pytest.raises(ConfigError, match="each running request needs a sequence"):
-        Config.model_validate({"scheduler": {"max_running": SLOTS + 1}})
+        Config.model_validate({"backend": {"type": "llama_cpp"}, "scheduler": {"max_running": SLOTS + 1}})
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,10 @@ from cllm.config.keys import KEYS
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "cllm"
-NAMES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "src/cllm/kv/README.md"]
+NAMES = [
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+    *("docs/architecture.md", "docs/benchmarks.md", "src/cllm/kv/README.md"),
+]
 DOCUMENTS = [ROOT / name for name in NAMES]
 ADDRESS = "http://127.0.0.1:8000"
 
@@ -227,13 +230,14 @@ def test_the_python_face_runs(capsys: pytest.CaptureFixture[str], monkeypatch: p
 # -- layers --------------------------------------------------------------------------------------------------------
 
 LAYERS = [
-    {"errors"},
+    {"errors", "_native"},
     {"kv", "models", "config"},
     {"backends", "text"},
     {"engine"},
     {"observe", "assemble", "generation"},
     {"llm"},
-    {"offline", "server", "bench"},
+    {"offline", "bench"},
+    {"server"},
     {"cli"},
     {"__init__", "__main__"},
 ]

@@ -9,10 +9,11 @@ from pathlib import Path
 import psutil
 
 from cllm.backends.base import Backend
-from cllm.config import Config
+from cllm.config import Config, InvalidConfigError
+from cllm.config.relations import check_backend_relations
 from cllm.engine.budget import StepBudget
 from cllm.engine.scheduler import Scheduler
-from cllm.errors import ConfigError
+from cllm.errors import ConfigError, ModelError
 from cllm.kv.manager import KVManager
 from cllm.kv.memory import MIB, bytes_per_token, plan_blocks, plan_slots
 from cllm.kv.ops import BlockOps, Geometry, SlotOps
@@ -27,6 +28,8 @@ log = logging.getLogger("cllm")
 
 DEFAULT_CONTEXT_CAP = 8192
 PAGED_MAX_RUNNING = 256
+LLAMA_CPP_MAX_GAP_MS = 250.0
+"""Steps of this length let llama.cpp compute prompts at nearly full speed."""
 
 
 @dataclass(slots=True)
@@ -61,7 +64,7 @@ def assemble(config: Config) -> Parts:
 
 
 def _open_model(config: Config) -> tuple[str, Tokenizer, ChatTemplate, Backend]:
-    if config.backend.kind == "fake":
+    if config.backend.type == "fake":
         from cllm.backends.fake import FakeBackend
 
         fake = config.backend.fake
@@ -70,15 +73,68 @@ def _open_model(config: Config) -> tuple[str, Tokenizer, ChatTemplate, Backend]:
     path = resolve(config.model.name)
     model = GGUFModel.open(path)
     name = config.model.name if not Path(config.model.name).suffix else path.stem
-    return name, load_tokenizer(model), _chat_template(config, model), _open_llama_cpp(config, path)
+    return name, load_tokenizer(model), _chat_template(config, model), _open_backend(config, model)
 
 
-def _open_llama_cpp(config: Config, path: Path) -> Backend:
+def _open_backend(config: Config, model: GGUFModel) -> Backend:
+    """The backend that was asked for; with auto, native or else llama_cpp."""
+    kind = config.backend.type
+    if kind == "llama_cpp":
+        return _open_llama_cpp(config, model)
+    refusal = _native_refusal(model)
+    if refusal is None:
+        _check_relations(config, "native")
+        return _open_native(config, model)
+    if kind == "native":
+        raise ModelError(f"native cannot run {model.path.name}: {refusal}; use --backend llama_cpp")
+    _check_llama_cpp_installed(f"native cannot run {model.path.name}: {refusal}")
+    log.warning("native cannot run %s: %s; using llama_cpp", model.path.name, refusal)
+    _check_relations(config, "llama_cpp")
+    return _open_llama_cpp(config, model)
+
+
+def _native_refusal(model: GGUFModel) -> str | None:
+    """Why the native engine cannot run the model, or None."""
+    try:
+        from cllm.backends.native import unsupported
+    except ImportError as error:
+        return f"its extension does not load ({error}); install cLLM again"
+    return unsupported(model)
+
+
+def _check_llama_cpp_installed(otherwise: str) -> None:
+    from cllm.backends.llama_cpp.library import load_library
+
+    try:
+        load_library()
+    except ModelError as error:
+        raise ModelError(f"{otherwise}; and {error}") from error
+
+
+def _check_relations(config: Config, kind: str) -> None:
+    """What `backend.type` auto left open."""
+    if problems := check_backend_relations(config, kind):
+        raise InvalidConfigError(problems)
+
+
+def _open_native(config: Config, model: GGUFModel) -> Backend:
+    from cllm.backends.native import NativeBackend
+
+    return NativeBackend(
+        model,
+        threads=config.backend.threads or physical_cores(),
+        instruction_set=config.backend.native.instruction_set,
+        kv_type_k=config.resources.kv_type_k,
+        kv_type_v=config.resources.kv_type_v,
+    )
+
+
+def _open_llama_cpp(config: Config, model: GGUFModel) -> Backend:
     from cllm.backends.llama_cpp import LlamaCppBackend
 
     settings = config.backend.llama_cpp
     return LlamaCppBackend(
-        path,
+        model.path,
         threads=config.backend.threads or physical_cores(),
         n_batch=settings.n_batch,
         n_ubatch=settings.n_ubatch,
@@ -116,17 +172,12 @@ def _build(config: Config, name: str, tokenizer: Tokenizer, template: ChatTempla
             f"resources.max_context_length is {context}, but the model was trained for {shape.context_length} tokens; "
             f"set it to at most {shape.context_length}"
         )
-    budget = _budget_bytes(config, token_bytes, context)
-    slots = config.backend.kind == "llama_cpp" or config.backend.fake.layout == "slots"
+    budget = _budget_bytes(config, backend, token_bytes, context)
+    slots = backend.name == "llama_cpp" or (backend.name == "fake" and config.backend.fake.layout == "slots")
     memory = (_slot_memory if slots else _block_memory)(config, backend, budget, token_bytes, context)
     scheduler = Scheduler(
         memory.kv,
-        StepBudget(
-            inter_token_s=config.scheduler.inter_token_target_ms / 1000,
-            max_gap_s=config.scheduler.max_gap_ms / 1000,
-            prompt_only_s=config.scheduler.prefill_target_ms / 1000,
-            max_tokens=config.scheduler.max_step_tokens,
-        ),
+        _step_budget(config, backend),
         max_running=memory.max_running,
         ageing_s=config.scheduler.ageing_s,
     )
@@ -141,11 +192,23 @@ def _build(config: Config, name: str, tokenizer: Tokenizer, template: ChatTempla
     return Parts(name, tokenizer, template, backend, scheduler, token_bytes, memory.max_context)
 
 
-def _budget_bytes(config: Config, token_bytes: int, context: int) -> int:
+def _step_budget(config: Config, backend: Backend) -> StepBudget:
+    settings = config.scheduler
+    least_ms = LLAMA_CPP_MAX_GAP_MS if backend.name == "llama_cpp" else 0.0
+    gap_ms = settings.max_gap_ms or max(settings.inter_token_target_ms, least_ms)
+    return StepBudget(
+        inter_token_s=settings.inter_token_target_ms / 1000,
+        max_gap_s=gap_ms / 1000,
+        prompt_only_s=settings.prefill_target_ms / 1000,
+        max_tokens=settings.max_step_tokens,
+    )
+
+
+def _budget_bytes(config: Config, backend: Backend, token_bytes: int, context: int) -> int:
     asked = config.resources.kv_cache_max_memory_mb
     if asked is not None:
         return int(asked * MIB)
-    if config.backend.kind == "fake":
+    if backend.name == "fake":
         return context * PAGED_MAX_RUNNING * token_bytes
     return int(psutil.virtual_memory().available * config.resources.kv_memory_fraction)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import numpy as np
@@ -33,7 +33,7 @@ class Chunk:
     start: int
     wants_logits: bool
     slot: int = 0
-    blocks: Sequence[int] = ()
+    blocks: list[int] = field(default_factory=list)
 
 
 class Backend(ABC):

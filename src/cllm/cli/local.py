@@ -23,7 +23,7 @@ def prepare(file: Path | None, assignments: Sequence[str] | None, model: str | N
     config = loaded.config
     quiet = loaded.sources["log.level"] == "default"
     setup_logging(config.log.model_copy(update={"level": "warning"}) if quiet else config.log)
-    if config.backend.kind != "fake":
+    if config.backend.type != "fake":
         from cllm.models.registry import resolve
 
         resolve(config.model.name)

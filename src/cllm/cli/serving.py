@@ -34,7 +34,7 @@ def run_server(config: Config) -> int:
     """Serve until a signal comes; the exit code. The port is taken first: nothing is loaded in vain."""
     setup_logging(config.log)
     with bind(config.server) as listener:
-        if config.backend.kind != "fake":
+        if config.backend.type != "fake":
             resolve(config.model.name)  # here, so that Ctrl-C ends a download
         server = Server(config, listener)
         with contextlib.suppress(asyncio.CancelledError):

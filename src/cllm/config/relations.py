@@ -1,8 +1,11 @@
-"""What must hold between settings. What also needs the model (KV bytes) is checked when it is loaded."""
+"""What must hold between settings. What also needs the model (KV bytes) is checked when it is loaded.
+
+Some of it concerns one backend only. With `backend.type` auto, that is checked once the model has decided which it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from cllm.config.problems import as_written
@@ -10,25 +13,54 @@ from cllm.config.problems import as_written
 if TYPE_CHECKING:
     from cllm.config.tree import Config
 
-AVAILABLE_BACKENDS = ("llama_cpp", "fake")
+AVAILABLE_BACKENDS = ("native", "llama_cpp", "fake")
+NATIVE_TILE_TOKENS = 16
+"""The native engine stores so many tokens of a block together."""
+
+Say = Callable[[str], str]
+"""From a key to "key is value", with the place the value comes from where that is known."""
 
 
 def check_relations(config: Config, origins: Mapping[str, str]) -> list[str]:
     """One line for each contradiction. `origins` tells where a key's value came from, for the message."""
-
-    def say(key: str) -> str:
-        return f"{key} is {as_written(config.at(key))}" + (f" ({origins[key]})" if key in origins else "")
-
-    if config.scheduler.max_gap_ms < config.scheduler.inter_token_target_ms:
-        gap, target = say("scheduler.max_gap_ms"), say("scheduler.inter_token_target_ms")
-        return [f"{gap} but {target}: the longest time may not be less than the mean; raise the first"]
-    kind = config.backend.kind
+    gap, target = config.scheduler.max_gap_ms, config.scheduler.inter_token_target_ms
+    say = _sayer(config, origins)
+    if gap is not None and gap < target:
+        return [
+            f"{say('scheduler.max_gap_ms')} but {say('scheduler.inter_token_target_ms')}: "
+            "the longest time may not be less than the mean; raise the first"
+        ]
+    kind = config.backend.type
+    if kind == "auto":
+        return []
     if kind not in AVAILABLE_BACKENDS:
         available = " or ".join(AVAILABLE_BACKENDS)
         return [f"{say('backend.type')}, which this version does not have: use {available}"]
-    if kind != "llama_cpp":
-        return []
+    return check_backend_relations(config, kind, origins)
 
+
+def check_backend_relations(config: Config, kind: str, origins: Mapping[str, str] | None = None) -> list[str]:
+    """The same for what only concerns the backend `kind`."""
+    say = _sayer(config, origins or {})
+    if kind == "native":
+        return _check_native(config, say)
+    return _check_llama_cpp(config, say) if kind == "llama_cpp" else []
+
+
+def _sayer(config: Config, origins: Mapping[str, str]) -> Say:
+    def say(key: str) -> str:
+        return f"{key} is {as_written(config.at(key))}" + (f" ({origins[key]})" if key in origins else "")
+
+    return say
+
+
+def _check_native(config: Config, say: Say) -> list[str]:
+    if config.resources.block_size % NATIVE_TILE_TOKENS == 0:
+        return []
+    return [f"{say('resources.block_size')}: the native backend needs a multiple of {NATIVE_TILE_TOKENS}"]
+
+
+def _check_llama_cpp(config: Config, say: Say) -> list[str]:
     llama, resources, scheduler = config.backend.llama_cpp, config.resources, config.scheduler
     slots = say("backend.llama_cpp.n_seq_max")
     batch = say("backend.llama_cpp.n_batch")

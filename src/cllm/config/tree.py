@@ -11,6 +11,7 @@ from cllm.config.problems import InvalidConfigError
 from cllm.config.relations import check_relations
 
 BackendType = Literal["auto", "native", "llama_cpp", "torch", "fake"]
+InstructionSet = Literal["auto", "generic", "avx2", "avx512"]
 KVType = Literal["f16", "q8_0", "q4_0"]
 LLAMA_CPP_MAX_SEQ = 256
 """llama.cpp's own compiled-in limit of sequences per context."""
@@ -32,6 +33,12 @@ class ModelConfig(Section):
     alias: str | None = Field(default=None, min_length=1, description="name shown to clients (null: the model's name)")
 
 
+class NativeConfig(Section):
+    instruction_set: InstructionSet = Field(
+        default="auto", description="instructions to use; auto takes the best that the CPU has"
+    )
+
+
 class LlamaCppConfig(Section):
     n_seq_max: int = Field(
         default=8, ge=1, le=LLAMA_CPP_MAX_SEQ, description="sequences that run at once, each with a full context"
@@ -50,15 +57,13 @@ class FakeConfig(Section):
 
 
 class BackendConfig(Section):
-    type: BackendType = Field(default="auto", description="what runs the model; auto takes the best there is")
+    type: BackendType = Field(
+        default="auto", description="what runs the model; auto is native, or llama_cpp for models native cannot run"
+    )
     threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads (null: one per physical core)")
+    native: NativeConfig = NativeConfig()
     llama_cpp: LlamaCppConfig = LlamaCppConfig()
     fake: FakeConfig = FakeConfig()
-
-    @property
-    def kind(self) -> Literal["native", "llama_cpp", "torch", "fake"]:
-        """`type` with auto decided."""
-        return "llama_cpp" if self.type == "auto" else self.type
 
 
 class ResourcesConfig(Section):
@@ -76,7 +81,9 @@ class ResourcesConfig(Section):
     )
     kv_type_k: KVType = Field(default="f16", description="type of cached keys")
     kv_type_v: KVType = Field(default="f16", description="type of cached values")
-    block_size: int = Field(default=16, ge=1, le=1024, description="tokens in a KV block (paged backends)")
+    block_size: int = Field(
+        default=16, ge=1, le=1024, description="tokens in a KV block (paged backends; native: a multiple of 16)"
+    )
 
 
 class SchedulerConfig(Section):
@@ -96,8 +103,11 @@ class SchedulerConfig(Section):
     inter_token_target_ms: float = Field(
         default=100.0, gt=0, description="mean time between an answer's tokens that others' prompts may cause"
     )
-    max_gap_ms: float = Field(
-        default=250.0, gt=0, description="longest step while few are generating; the more are, the longer"
+    max_gap_ms: float | None = Field(
+        default=None,
+        gt=0,
+        description="longest step while few are generating; the more are, the longer (null: inter_token_target_ms; "
+        "llama_cpp: at least 250, since small chunks of prompts cost it more)",
     )
     prefill_target_ms: float = Field(
         default=1000.0, gt=0, description="step time to keep to while nobody is generating"

@@ -4,14 +4,18 @@ The model of a step is
 
     seconds = decode rows x row cost + (row cost + prompt tokens x token cost, if there are any)
 
-Both costs are moving averages, so they follow the machine, the model and the lengths at hand. The row cost counts once
-more for prompts because a backend reads all its weights once more for them, which is most of what a row costs too.
+Both costs are moving averages, so they follow the machine, the model and the lengths at hand. Rows together cost less
+than each alone, so the row cost is kept apart for 1, 2-3, 4-7, 8-15 … rows; where one of these is not known yet, a step
+without prompts measures it first. The row cost counts once more for prompts because a backend reads all its weights
+once more for them, which is most of what a row costs too.
 
 Prompts hold up the answers, so they live on an allowance: every step earns them the time that the inter-token target
-leaves, and they spend it in chunks. Large chunks use the machine better: llama.cpp on two cores computes 16 tokens at
-149 a second, 64 at 194, 256 at 223. So a chunk is as long as the longest gap permits that an answer may have to bear,
-and where many answers run, so that their rows alone take long, it may be several times as long as those. Where more
-wait for their first token than for their next, chunks are as long as with no answers.
+leaves, and they spend it in chunks as long as the longest gap permits that an answer may have to bear. If that is the
+target itself, every step has a chunk, which suits a backend to which small chunks cost no more than large ones. If it
+is longer, chunks are larger and fewer, which suits one that reads all its weights for each: llama.cpp on two cores
+computes 16 tokens at 149 a second, 64 at 194, 256 at 223. Where many answers run, so that their rows alone take long,
+a chunk may be several times as long as those. Where more wait for their first token than for their next, chunks are as
+long as with no answers.
 
     step        decode  decode  decode+chunk  decode  decode  decode+chunk
     allowance     ▂       ▅        █ → 0        ▂       ▅        █ → 0
@@ -41,7 +45,7 @@ class StepBudget:
         self._max_gap_s = max_gap_s
         self._prompt_only_s = prompt_only_s
         self._max_tokens = max_tokens
-        self._row_s = 0.0
+        self._row_s: dict[int, float] = {}
         self._token_s = 0.0
         self._saved_s = max_gap_s
         self._mixed_steps = REMEASURE_ROWS_EVERY
@@ -51,7 +55,7 @@ class StepBudget:
         """The largest chunk beside `decode_rows` answers."""
         if self._token_s == 0.0:
             return min(FIRST_CHUNK, self._max_tokens)
-        seconds = self._chunk_s(decode_rows) - self._row_s
+        seconds = self._chunk_s(decode_rows) - self._one_row_s(decode_rows)
         # Clamped before the conversion: a fast backend makes the quotient huge.
         fitting = min(seconds / self._token_s, float(self._max_tokens))
         return max(int(fitting), min(SMALLEST_CHUNK, self._max_tokens))
@@ -62,34 +66,39 @@ class StepBudget:
         count = min(wanted, self.chunk_tokens(decode_rows))
         if decode_rows == 0:
             return count
-        if self._mixed_steps >= REMEASURE_ROWS_EVERY:
+        if self._mixed_steps >= REMEASURE_ROWS_EVERY or decode_rows.bit_length() not in self._row_s:
             return 0
         # A full account pays for the smallest chunk even where that costs more than the account can hold.
-        cost = self._row_s + count * self._token_s
+        cost = self._one_row_s(decode_rows) + count * self._token_s
         return count if self._saved_s >= min(cost, self._chunk_s(decode_rows)) else 0
 
     def observe(self, prompt_tokens: int, decode_rows: int, seconds: float) -> None:
         """Learn from a step, and keep the account."""
-        rows_s = decode_rows * self._row_s
+        row_s = self._one_row_s(decode_rows)
+        rows_s = decode_rows * row_s
         if prompt_tokens == 0:
             if decode_rows:
-                self._row_s = _blend(self._row_s, seconds / decode_rows)
+                self._row_s[decode_rows.bit_length()] = _blend(row_s, seconds / decode_rows)
                 self._mixed_steps = 0
         else:
             self._mixed_steps += decode_rows > 0
             spent = max(0.0, seconds - rows_s)
             self._saved_s -= spent
             # A step that took less than its rows alone should have says nothing about prompt tokens.
-            if spent > self._row_s:
-                self._token_s = _blend(self._token_s, (spent - self._row_s) / prompt_tokens)
+            if spent > row_s:
+                self._token_s = _blend(self._token_s, (spent - row_s) / prompt_tokens)
         chunk_s = self._chunk_s(decode_rows)
         earned = chunk_s if self._crowded else max(self._inter_token_s - rows_s, PROMPT_SHARE * rows_s)
-        self._saved_s = min(max(self._saved_s, 0.0) + earned, chunk_s)
+        self._saved_s = min(max(self._saved_s, 0.0) + earned, chunk_s + earned)
+
+    def _one_row_s(self, decode_rows: int) -> float:
+        """What a row costs among so many; 0: not known."""
+        return self._row_s.get(max(decode_rows, 1).bit_length(), 0.0)
 
     def _chunk_s(self, decode_rows: int) -> float:
         if decode_rows == 0 or self._crowded:
             return self._prompt_only_s
-        rows_s = decode_rows * self._row_s
+        rows_s = decode_rows * self._one_row_s(decode_rows)
         return max(self._max_gap_s - rows_s, min(CHUNK_SHARE * rows_s, self._prompt_only_s))
 
 

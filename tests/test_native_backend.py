@@ -1,0 +1,242 @@
+"""The native backend on the real model, step by step. Rows are compared bit by bit."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from cllm._native import instruction_sets
+from cllm.backends.base import Chunk, Logits
+from cllm.backends.native import NativeBackend
+from cllm.errors import BackendError, ConfigError, StepAbortedError
+from cllm.kv.memory import KV_TYPES, MIB, bytes_per_token
+from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry
+from cllm.models.gguf import GGUFModel
+from cllm.models.registry import resolve
+
+pytestmark = pytest.mark.model
+
+BLOCKS, BLOCK_SIZE = 128, 16
+TOKENS = array("i", (np.arange(1, 600, dtype=np.int64) * 7919 % 49_000).tolist())
+"""Ids that mean nothing; what is compared is whether the same is computed."""
+
+
+def make(**settings: Any) -> NativeBackend:
+    defaults = {"threads": 2, "instruction_set": "auto", "kv_type_k": "f16", "kv_type_v": "f16"}
+    return NativeBackend(GGUFModel.open(resolve("smollm2")), **(defaults | settings))
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[NativeBackend]:
+    with make() as opened:
+        assert isinstance(opened, NativeBackend)
+        opened.allocate(BlockGeometry(BLOCKS, BLOCK_SIZE))
+        yield opened
+
+
+def table(first: int, tokens: int) -> list[int]:
+    return list(range(first, first + -(-tokens // BLOCK_SIZE)))
+
+
+def chunk(start: int, end: int, blocks: list[int], *, wants: bool = True) -> Chunk:
+    return Chunk(TOKENS[start:end], start, wants, blocks=blocks)
+
+
+def row(backend: NativeBackend, *chunks: Chunk) -> Logits:
+    """A copy of the last row of a step."""
+    return backend.step(chunks)[-1].copy()
+
+
+# -- steps ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_come_in_the_order_of_the_chunks_that_want_them(backend: NativeBackend) -> None:
+    first = row(backend, chunk(0, 40, table(0, 40)))
+    second = row(backend, chunk(0, 7, table(3, 7)))
+    third = row(backend, chunk(0, 100, table(4, 100)))
+    rows = backend.step(
+        [
+            chunk(0, 100, table(20, 100)),
+            chunk(0, 23, table(30, 23), wants=False),
+            chunk(0, 7, table(40, 7)),
+            chunk(0, 40, table(50, 40)),
+        ]
+    )
+    assert rows.dtype == np.float32 and rows.shape == (3, backend.shape.n_vocab)
+    assert np.array_equal(rows, [third, second, first])
+
+
+@pytest.mark.parametrize("size", [1, 5, 16, 33])
+def test_chunks_of_any_size_give_the_same_row(backend: NativeBackend, size: int) -> None:
+    whole = row(backend, chunk(0, 70, table(0, 70)))
+    blocks = table(60, 70)[::-1]
+    for start in range(0, 70, size):
+        end = min(start + size, 70)
+        rows = backend.step([chunk(start, end, blocks, wants=end == 70)])
+    assert np.array_equal(rows[0], whole)
+
+
+def test_a_table_may_be_longer_than_its_tokens_need(backend: NativeBackend) -> None:
+    short = row(backend, chunk(0, 20, table(0, 20)))
+    assert np.array_equal(row(backend, chunk(0, 20, [*table(10, 20), 90, 91, 92])), short)
+
+
+def test_steps_without_rows_and_without_chunks(backend: NativeBackend) -> None:
+    assert backend.step([]).shape == (0, backend.shape.n_vocab)
+    assert backend.step([chunk(0, 5, [0], wants=False)]).shape == (0, backend.shape.n_vocab)
+
+
+def test_more_rows_than_ever_before(backend: NativeBackend) -> None:
+    alone = row(backend, chunk(0, 3, [0]))
+    rows = backend.step([chunk(0, 3, [block]) for block in range(80)])
+    assert rows.shape[0] == 80 and all(np.array_equal(one, alone) for one in rows)
+
+
+def test_what_is_computed_is_kept_and_shared(backend: NativeBackend) -> None:
+    shared = table(0, 64)
+    row(backend, chunk(0, 64, shared))
+    expected = row(backend, chunk(0, 100, table(20, 100)))
+    rows = backend.step([chunk(64, 100, [*shared, *range(50, 53)]), chunk(64, 100, [*shared, *range(60, 63)])])
+    assert np.array_equal(rows, [expected, expected])
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_a_copied_block_goes_on_like_its_source(backend: NativeBackend) -> None:
+    row(backend, chunk(0, 24, [5, 6]))
+    ops = backend.ops
+    assert isinstance(ops, BlockOps)
+    ops.copy_blocks([(5, 70), (6, 71)])
+    expected = row(backend, chunk(24, 30, [5, 6]))
+    row(backend, chunk(0, 24, [5, 6][::-1]))  # the source is written over
+    assert np.array_equal(row(backend, chunk(24, 30, [70, 71])), expected)
+    ops.copy_blocks([])
+    with pytest.raises(BackendError, match="copy"):
+        ops.copy_blocks([(0, BLOCKS)])
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+def test_the_arena_takes_the_bytes_that_are_planned_and_touches_none(kv_type: str) -> None:
+    with make(kv_type_k=kv_type, kv_type_v=kv_type) as backend:
+        shape = backend.shape
+        token = bytes_per_token(
+            n_layers=shape.n_layers,
+            n_kv_heads=shape.n_kv_heads,
+            head_dim_k=shape.head_dim_k,
+            head_dim_v=shape.head_dim_v,
+            type_k=kv_type,
+            type_v=kv_type,
+        )
+        before = psutil.Process().memory_info().rss
+        backend.allocate(BlockGeometry(8192, BLOCK_SIZE))
+        assert backend.kv_bytes == 8192 * BLOCK_SIZE * token
+        row(backend, chunk(0, 20, [0, 8191]))
+        assert psutil.Process().memory_info().rss - before < 64 * MIB < backend.kv_bytes
+
+
+def test_a_rebuilt_context_computes_the_same(backend: NativeBackend) -> None:
+    ops = backend.ops
+    expected = row(backend, chunk(0, 50, table(0, 50)))
+    taken = backend.kv_bytes
+    backend.rebuild()
+    assert backend.kv_bytes == taken
+    assert np.array_equal(row(backend, chunk(0, 50, table(7, 50))), expected)
+    ops.copy_blocks([(7, 20)])
+    assert np.array_equal(row(backend, chunk(16, 50, [20, 8, 9, 10])), expected)
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Chunk(array("i"), 0, True, blocks=[0]),
+        Chunk(array("i", [49_152]), 0, True, blocks=[0]),
+        Chunk(array("i", [-1]), 0, True, blocks=[0]),
+        Chunk(array("i", [1]), -1, True, blocks=[0]),
+        Chunk(array("i", [1]), 0, True, blocks=[]),
+        Chunk(array("i", [1]), 0, True, blocks=[BLOCKS]),
+        Chunk(array("i", [1]), 0, True, blocks=[-1]),
+        Chunk(array("i", range(17)), 0, True, blocks=[0]),
+        Chunk(array("i", [1]), 16, True, blocks=[0]),
+    ],
+    ids=["no tokens", "token too large", "token negative", "before 0", "no blocks", "block too large", "block negative",
+         "too few blocks", "past the table"],
+)  # fmt: skip
+def test_impossible_chunks_are_errors_and_harm_nothing(backend: NativeBackend, wrong: Chunk) -> None:
+    expected = row(backend, chunk(0, 20, [30, 31]))
+    for chunks in ([wrong], [chunk(0, 20, [40, 41]), wrong]):
+        with pytest.raises(BackendError) as caught:
+            backend.step(chunks)
+        assert not caught.value.fatal and "\n" not in str(caught.value)
+    assert np.array_equal(row(backend, chunk(0, 20, [30, 31])), expected)
+
+
+def test_an_abort_ends_the_step_and_no_other(backend: NativeBackend) -> None:
+    expected = row(backend, chunk(0, 500, table(0, 500)))
+    ended = threading.Event()
+
+    def interrupt() -> None:
+        while not ended.wait(0.001):
+            backend.abort()
+
+    other = threading.Thread(target=interrupt)
+    other.start()
+    try:
+        with pytest.raises(StepAbortedError):
+            backend.step([chunk(0, 500, table(40, 500))])
+    finally:
+        ended.set()
+        other.join()
+    backend.abort()  # between steps: nothing to end
+    assert np.array_equal(row(backend, chunk(0, 500, table(40, 500))), expected)
+
+
+def test_it_needs_blocks_and_memory() -> None:
+    with make() as backend:
+        with pytest.raises(BackendError, match="allocate"):
+            backend.step([chunk(0, 1, [0])])
+        with pytest.raises(BackendError, match="blocks"):
+            backend.allocate(SlotGeometry(4, 256))
+        with pytest.raises(ConfigError) as caught:
+            backend.allocate(BlockGeometry(8, 24))
+        assert "\n" not in str(caught.value) and "24" in str(caught.value)
+
+
+def test_more_than_the_address_space_is_one_line() -> None:
+    with make() as backend, pytest.raises(ConfigError, match="kv_cache_max_memory_mb") as caught:
+        backend.allocate(BlockGeometry(2**31 - 1, 1024))
+    assert "\n" not in str(caught.value)
+
+
+def test_close_is_final_and_may_be_repeated() -> None:
+    backend = make()
+    backend.allocate(BlockGeometry(8, 16))
+    ops = backend.ops
+    backend.close()
+    backend.close()
+    backend.abort()
+    for use in (backend.rebuild, lambda: backend.step([chunk(0, 1, [0])]), lambda: ops.copy_blocks([(0, 1)])):
+        with pytest.raises(BackendError) as caught:
+            use()
+        assert caught.value.fatal
+
+
+def test_it_says_what_it_is(backend: NativeBackend) -> None:
+    assert backend.describe() == f"native ({instruction_sets()[0]}), 2 threads"
+    with make(threads=1, instruction_set="generic") as generic:
+        assert generic.describe() == "native (generic), 1 thread"
+
+
+def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cllm.backends.native.backend.instruction_sets", lambda: ["avx2", "generic"])
+    with pytest.raises(ConfigError, match=r"backend\.native\.instruction_set is avx512.* avx2, generic; use auto"):
+        make(instruction_set="avx512")
