@@ -1,201 +1,54 @@
-"""The benchmark tools: do they count, time and judge right? They drive a small server that speaks OpenAI's streams."""
+"""The benchmarks: do they send what they say, in turn, and keep what they measured whatever happens?"""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean, median, pstdev
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
-from cllm.bench import peers
+from bench_kit import Events, TinyServer, bench, measured, plain_answer, serving, setup_for, words
 from cllm.bench.cli import app
-from cllm.bench.client import Answer, BenchError, Client, at_most
-from cllm.bench.figures import Figure, Run, own, summarise, times_the_peer
+from cllm.bench.client import Client
+from cllm.bench.figures import OURS
+from cllm.bench.http import BenchError
+from cllm.bench.load import at_most, at_times
 from cllm.bench.machine import describe_machine
-from cllm.bench.peers import LLAMA_SERVER
+from cllm.bench.peers import PEERS
+from cllm.bench.peers import base as peers_base
 from cllm.bench.prompts import Prompts
-from cllm.bench.report import Report, Result, number, print_result
-from cllm.bench.run import run_all
-from cllm.bench.sse import EventReader
-from cllm.bench.stats import last_fifth_over_first, percentile, slope
-from cllm.bench.workloads import WORKLOADS
-from cllm.bench.workloads.base import HttpWorkload, Setup
+from cllm.bench.report import Report
+from cllm.bench.run import run_all, tune_peers
+from cllm.bench.servers import already_running
+from cllm.bench.sizes import last, resize
+from cllm.bench.watch import Watcher
+from cllm.bench.workloads import SHORT, WORKLOADS
+from cllm.bench.workloads.base import Setup
 from cllm.bench.workloads.batch import Batch
 from cllm.bench.workloads.chat import Chat
-from cllm.bench.workloads.memory import trend
+from cllm.bench.workloads.generator import Generator
 from cllm.bench.workloads.micro import Micro
+from cllm.bench.workloads.mixed import Mixed
+from cllm.bench.workloads.over_http import HttpWorkload
 from cllm.bench.workloads.prefix import Prefix
 from cllm.bench.workloads.sequential import Sequential
+from cllm.bench.workloads.snapshots import ONE_LOCK, OPEN_LOCK, Snapshots
+from cllm.bench.workloads.soak import Soak
 from cllm.bench.workloads.stall import Stall
-from cllm.cli import main
-
-Events = Iterator[dict[str, Any]]
-
-
-def words(text: str) -> list[int]:
-    """A tokenizer for tests: one token per word."""
-    return [len(word) for word in text.split()]
-
-
-def plain_answer(body: dict[str, Any], prompt_tokens: int) -> Events:
-    """One token per event; a role event first in chats; usage in an event of its own."""
-    is_chat = "messages" in body
-    if is_chat:
-        yield {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
-    for number_of_token in range(body["max_tokens"]):
-        text = f"w{number_of_token} "
-        yield {"choices": [{"index": 0, "delta": {"content": text}} if is_chat else {"index": 0, "text": text}]}
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": body["max_tokens"]}
-    yield {"choices": [], "usage": usage | {"prompt_tokens_details": {"cached_tokens": 1}}}
-
-
-@dataclass
-class TinyServer:
-    """Just enough HTTP to be driven: a model list and streamed answers."""
-
-    answer: Callable[[dict[str, Any], int], Events] = plain_answer
-    status: int = 200
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    running: int = 0
-    most_running: int = 0
-    url: str = ""
-
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                length = next(
-                    (
-                        int(line.split(b":")[1])
-                        for line in head.split(b"\r\n")
-                        if line.lower().startswith(b"content-length")
-                    ),
-                    0,
-                )
-                body = await reader.readexactly(length)
-                if head.startswith(b"GET"):
-                    self._send(writer, 200, b'{"data": [{"id": "tiny"}]}')
-                elif self.status != 200:
-                    self._send(writer, self.status, b'{"error": {"message": "no room"}}')
-                else:
-                    await self._stream(writer, json.loads(body))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-    async def _stream(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
-        self.bodies.append(body)
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-        prompt = body.get("prompt") or " ".join(message["content"] for message in body["messages"])
-        for event in self.answer(body, len(words(prompt))):
-            self._chunk(writer, b"data: " + json.dumps(event).encode() + b"\n\n")
-            await writer.drain()
-            await asyncio.sleep(0)
-        self._chunk(writer, b"data: [DONE]\n\n")
-        self.running -= 1
-        writer.write(b"0\r\n\r\n")
-        await writer.drain()
-
-    @staticmethod
-    def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
-        writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-
-    @staticmethod
-    def _send(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
-        writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-
-
-@asynccontextmanager
-async def serving(server: TinyServer) -> AsyncIterator[TinyServer]:
-    listener = await asyncio.start_server(server.handle, "127.0.0.1", 0)
-    server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-    try:
-        yield server
-    finally:
-        listener.close()
-
-
-def setup_for(url: str, against: str | None = None, repeats: int = 1) -> Setup:
-    return Setup(model="tiny", encode=words, threads=1, repeats=repeats, url=url, against=against)
-
-
-# -- statistics ------------------------------------------------------------------------------------------------------
-
-
-def test_percentiles_lie_between_the_nearest_values() -> None:
-    assert percentile([1, 2, 3, 4, 5], 50) == 3
-    assert percentile([10, 20], 95) == pytest.approx(19.5)
-    assert percentile([7], 99) == 7
-
-
-def test_fifths_compare_medians_so_one_outlier_does_not_count() -> None:
-    assert last_fifth_over_first([1.0] * 100) == 1
-    assert last_fifth_over_first([1.0] * 80 + [2.0] * 20) == 2
-    assert last_fifth_over_first([1.0] * 99 + [500.0]) == 1
-    assert last_fifth_over_first([2.0, 3.0]) == 1.5
-
-
-def test_slope() -> None:
-    assert slope([0, 1, 2, 3], [5, 7, 9, 11]) == pytest.approx(2)
-    assert slope([0, 10, 20], [4, 4, 4]) == 0
-
-
-def test_memory_trend_forgives_the_warm_up_and_sees_a_leak() -> None:
-    warm_up = [(done, 300.0 + done) for done in range(1, 21)]
-    flat = trend(warm_up + [(done, 320.0) for done in range(21, 101)])
-    assert flat["growth_percent"] == 0 and flat["slope_bytes"] == 0 and flat["final_mb"] == 320
-    leaking = trend(warm_up + [(done, 300.0 + done) for done in range(21, 101)])
-    assert leaking["growth_percent"] > 10 and leaking["slope_bytes"] == pytest.approx(1e6)
-
-
-# -- events ----------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.text(alphabet="ab{}:é,", max_size=12), max_size=8), st.lists(st.integers(1, 9), min_size=1))
-def test_events_survive_any_cut_of_the_bytes(payloads: list[str], cuts: list[int]) -> None:
-    expected = [payload.encode() for payload in payloads]
-    raw = b": ping\n\n" + b"".join(b"event: x\r\ndata: " + payload + b"\r\n\r\n" for payload in expected)
-    reader, found, position = EventReader(), [], 0
-    while position < len(raw):
-        size = cuts[position % len(cuts)]
-        found += reader.feed(raw[position : position + size])
-        position += size
-    assert found == expected
-
-
-def test_an_unfinished_line_is_not_an_event() -> None:
-    reader = EventReader()
-    assert reader.feed(b'data: {"a"') == []
-    assert reader.feed(b": 1}\n") == [b'{"a": 1}']
-
-
-def test_tokens_come_from_usage_and_times_from_events_with_text() -> None:
-    answer = Answer()
-    answer.started = 10.0
-    assert not answer.add({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, 10.1)
-    assert answer.add({"choices": [{"delta": {"content": "three tokens here"}}]}, 10.5)
-    assert not answer.add({"choices": [{"delta": {"content": ""}}]}, 10.6)
-    assert answer.add({"choices": [{"delta": {"content": "!"}}]}, 10.8)
-    assert not answer.add({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 4}}, 10.9)
-    assert answer.ttft == pytest.approx(0.5)
-    assert answer.gaps == pytest.approx([0.3])
-    answer.finished = 11.4
-    assert answer.seconds_per_token == pytest.approx(0.3)
-    assert answer.longest_silence == pytest.approx(0.6)
-    assert (answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens) == (5, 4, 0)
-    assert answer.text == "three tokens here!"
-
 
 # -- prompts ---------------------------------------------------------------------------------------------------------
 
@@ -212,52 +65,13 @@ def test_prompts_have_the_wanted_length_and_differ(encode: Callable[[str], Any],
     assert Prompts(encode, "other").text(tokens) != texts[0]
 
 
-def test_a_prompt_is_never_empty() -> None:
-    assert Prompts(lambda text: text.encode(), "seed").text(1)
+def test_a_prompt_is_never_empty_and_a_rough_one_about_as_long_as_wanted() -> None:
+    prompts = Prompts(str.encode, "seed")
+    assert prompts.text(1) and prompts.rough(1)
+    assert mean(len(prompts.rough(500)) for _ in range(20)) == pytest.approx(500, rel=0.1)
 
 
-# -- client ----------------------------------------------------------------------------------------------------------
-
-
-async def test_client_asks_for_greedy_full_length_answers_with_usage() -> None:
-    async with serving(TinyServer()) as server, Client(server.url + "/v1/") as client:
-        answer = await client.complete("a b c", 5)
-        assert (answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens) == (3, 5, 1)
-        assert answer.text == "w0 w1 w2 w3 w4 "
-        assert 0 < answer.ttft <= answer.seconds
-        assert len(answer.gaps) == 4
-    body = server.bodies[0]
-    assert body["model"] == "tiny" and body["temperature"] == 0 and body["ignore_eos"] is True
-    assert body["stream_options"] == {"include_usage": True}
-
-
-async def test_client_says_what_the_server_said() -> None:
-    async with serving(TinyServer(status=429)) as server, Client(server.url) as client:
-        with pytest.raises(BenchError, match=r"429.*no room"):
-            await client.complete("a", 1)
-
-
-async def test_client_refuses_errors_inside_the_stream_and_short_answers() -> None:
-    def broken(body: dict[str, Any], prompt_tokens: int) -> Events:
-        yield {"error": {"message": "it fell over"}}
-
-    def short(body: dict[str, Any], prompt_tokens: int) -> Events:
-        yield from plain_answer(body | {"max_tokens": 2}, prompt_tokens)
-
-    async with serving(TinyServer(answer=broken)) as server, Client(server.url) as client:
-        with pytest.raises(BenchError, match="it fell over"):
-            await client.complete("a", 4)
-    async with serving(TinyServer(answer=short)) as server, Client(server.url) as client:
-        with pytest.raises(BenchError, match=r"2 tokens.*4 were asked for"):
-            await client.complete("a", 4)
-
-
-async def test_nobody_at_the_address() -> None:
-    async with serving(TinyServer()) as server:
-        url = server.url
-    with pytest.raises(BenchError, match="no OpenAI-compatible server answers"):
-        async with Client(url):
-            pass
+# -- how requests are sent -------------------------------------------------------------------------------------------
 
 
 async def test_at_most_keeps_order_and_limit_and_ends_all_on_failure() -> None:
@@ -292,6 +106,38 @@ async def test_at_most_keeps_order_and_limit_and_ends_all_on_failure() -> None:
     assert cancelled.is_set()
 
 
+async def test_at_times_waits_for_nobody_and_ends_all_on_failure() -> None:
+    started: list[str] = []
+    let_go = asyncio.Event()
+
+    async def first() -> None:
+        started.append("first")
+        await let_go.wait()
+
+    async def second() -> None:
+        started.append("second")
+        let_go.set()
+
+    # The first one only ends because the second starts beside it.
+    await asyncio.wait_for(at_times([(0.0, first), (0.01, second)]), 30)
+    assert started == ["first", "second"]
+
+    cancelled = asyncio.Event()
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async def fails() -> None:
+        raise BenchError("no")
+
+    with pytest.raises(BenchError):
+        await asyncio.wait_for(at_times([(0.0, waits), (0.0, fails), (3600.0, waits)]), 30)
+    assert cancelled.is_set()
+
+
 # -- workloads -------------------------------------------------------------------------------------------------------
 
 SMALL: list[HttpWorkload] = [
@@ -300,16 +146,27 @@ SMALL: list[HttpWorkload] = [
     Prefix(users=4, at_a_time=2, system_tokens=40, question_tokens=5, answer_tokens=3),
     Chat(chats=3, turns=2, at_a_time=2, message_tokens=6, answer_tokens=4),
     Stall(streams=2, stream_tokens=30, head_start=5, long_prompt_tokens=100, prompt_tokens=5, answer_tokens=3),
+    Mixed(rate=200, duration=0.2, prompt_most=30, answer_most=8),
+    Soak(rate=300, duration=0.4, prompt_most=30, answer_most=8),
 ]
 
 
 @pytest.mark.parametrize("workload", SMALL, ids=lambda workload: workload.name)
 async def test_every_figure_of_a_workload_is_measured(workload: HttpWorkload) -> None:
-    async with serving(TinyServer()) as server:
-        runs = await workload.measure(setup_for(server.url))
-    assert [run.side for run in runs] == ["ours"]
-    assert {figure.key for figure in workload.figures} <= runs[0].metrics.keys()
-    assert runs[0].facts["busy_percent_before"] >= 0
+    kv = {"total": 8, "free": 4, "evictable": 2, "referenced": 2, "bytes_per_unit": 1e6, "bytes_per_token": 7}
+    kv |= {"layout": "paged", "largest_free_span": 3, "free_segments": 2}
+    pages = {"/kv": json.dumps(kv).encode()}
+    async with serving(TinyServer(pages=pages)) as server:
+        runs = await measured(workload, setup_for(server.url))
+    assert [run.side for run in runs] == [OURS]
+    metrics = runs[0].metrics
+    wanted = {figure.key for figure in workload.figures}
+    if workload.name == "soak":
+        wanted -= {"fragmentation_slope"}  # it needs more than one sample, and they come once a second
+    assert wanted <= metrics.keys()
+    assert runs[0].facts["busy_percent_before"] >= 0 and runs[0].partial is None
+    assert metrics["fragmentation_percent"] == 25 and metrics["errors"] == 0
+    assert all(answer.complete or answer.left for answer in runs[0].answers)
 
 
 async def drive(workload: HttpWorkload) -> TinyServer:
@@ -360,173 +217,364 @@ async def test_stall_sends_the_long_prompt_once_every_stream_runs() -> None:
     assert len(words(server.bodies[-1]["prompt"])) == 100
 
 
-async def test_both_sides_get_the_same_work_in_turn() -> None:
+def test_people_come_like_a_poisson_process_ask_log_normal_things_and_some_leave() -> None:
+    workload = Mixed(rate=5.0, duration=800.0)
+    people = list(workload.arrivals(Prompts(words, "seed")))
+    assert people == list(workload.arrivals(Prompts(words, "seed")))
+    assert len(people) == pytest.approx(4000, rel=0.05)
+    gaps = [later.at - sooner.at for sooner, later in pairwise(people)]
+    # Exponential gaps: the spread is as large as the mean, and a share of 1 - 1/e is shorter than it.
+    assert mean(gaps) == pytest.approx(0.2, rel=0.05) and pstdev(gaps) == pytest.approx(0.2, rel=0.1)
+    assert sum(gap < 0.2 for gap in gaps) / len(gaps) == pytest.approx(1 - 1 / math.e, abs=0.03)
+    lengths = [len(words(person.messages[-1]["content"])) for person in people]
+    assert median(lengths) == pytest.approx(workload.prompt_tokens, rel=0.1)
+    assert mean(lengths) > 1.3 * median(lengths) and max(lengths) <= workload.prompt_most
+    assert sum(len(person.messages) == 2 for person in people) / len(people) == pytest.approx(0.5, abs=0.03)
+    leaving = [person for person in people if person.leave_after is not None]
+    assert len(leaving) / len(people) == pytest.approx(workload.leave_share, abs=0.02)
+    assert all(0 < (person.leave_after or 0) < person.answer_tokens for person in leaving)
+
+
+async def test_mixed_sends_what_was_drawn_and_leaves_as_planned() -> None:
+    workload = Mixed(rate=300, duration=0.2, prompt_most=30, answer_most=20, leave_share=0.5)
+    async with serving(TinyServer()) as server, Client(server.url) as client:
+        metrics = await workload.drive(client, Prompts(words, "seed"))
+    people = list(workload.arrivals(Prompts(words, "seed")))
+    assert [body["messages"] for body in server.bodies] == [person.messages for person in people]
+    leaving = sum(person.leave_after is not None for person in people)
+    assert metrics["left"] == sum(answer.left for answer in client.answers) == leaving > 0
+
+
+def test_snapshots_compares_three_designs_at_every_number_of_readers() -> None:
+    workload = Snapshots(readers=(1, 3), step_ms=2.0, running=2, seconds=0.05)
+    runs = asyncio.run(measured(workload, setup_for("")))
+    assert [run.side for run in runs] == [OURS, ONE_LOCK, OPEN_LOCK]
+    for run in runs:
+        assert run.metrics.keys() == {figure.key for figure in workload.figures}
+        assert run.metrics["reads_per_s"] > 0 and run.metrics["engine_step_ms"] > 0
+        assert [[x for x, _ in curve.points] for curve in run.curves] == [[1, 3], [1, 3]]
+
+
+def test_generator_and_micro_measure_what_they_promise() -> None:
+    for workload in (
+        Generator(streams=2, interval_ms=1.0, tokens=20),
+        Micro(running=(2, 3), prompt_tokens=40, steps=3, pool_blocks=64, tree_sequences=40),
+    ):
+        (run,) = asyncio.run(measured(workload, setup_for("")))
+        assert run.metrics.keys() == {figure.key for figure in workload.figures}
+
+
+# -- sides -----------------------------------------------------------------------------------------------------------
+
+
+async def test_all_sides_get_the_same_work_in_turn() -> None:
     workload = Sequential(answer_tokens=1, requests=3)
-    async with serving(TinyServer()) as ours, serving(TinyServer()) as peer:
-        runs = await workload.measure(setup_for(ours.url, against=peer.url, repeats=2))
-    assert [(run.side, run.repeat) for run in runs] == [("ours", 0), ("peer", 0), ("peer", 1), ("ours", 1)]
-    assert [body.get("prompt") for body in ours.bodies] == [body.get("prompt") for body in peer.bodies]
+    async with serving(TinyServer()) as ours, serving(TinyServer()) as one, serving(TinyServer()) as two:
+        runs = await measured(workload, setup_for(ours.url, one.url, two.url, repeats=2))
+    assert [(run.side, run.repeat) for run in runs] == [
+        *((OURS, 0), (one.url, 0), (two.url, 0)),
+        *((two.url, 1), (one.url, 1), (OURS, 1)),
+    ]
+    texts = [[body.get("prompt") for body in server.bodies] for server in (ours, one, two)]
+    assert texts[0] == texts[1] == texts[2]
+    measured_texts = [text for text in texts[0] if len(words(text or "")) == 4]
+    assert len(measured_texts) == len(set(measured_texts)) == 6
 
 
-def test_commands_workloads_and_peer_settings_belong_together() -> None:
-    assert {command.name for command in app.registered_commands} == {*WORKLOADS, "all"}
+async def test_the_watcher_sees_the_process_and_the_cache() -> None:
+    kv = {"layout": "paged", "total": 100, "free": 50, "evictable": 30, "referenced": 20, "bytes_per_unit": 2e6}
+    kv |= {"largest_free_span": 40, "free_segments": 3, "bytes_per_token": 9}
+    metrics = b'cllm:iteration_tokens_total_count{model_name="tiny"} 7.0\n'
+    pages = {"/kv": json.dumps(kv).encode(), "/metrics": metrics}
+    async with (
+        serving(TinyServer(pages=pages)) as server,
+        Client(server.url) as client,
+        Watcher(client, os.getpid()) as watcher,
+    ):
+        pages["/metrics"] = metrics.replace(b"7.0", b"19.0")
+    (sample,) = watcher.samples
+    assert (sample.kv_running_mb, sample.kv_cached_mb, sample.free_segments) == (40, 60, 3)
+    assert sample.fragmentation_percent == pytest.approx(20)
+    assert sample.resident_mb is not None and sample.resident_mb > 10 and sample.cpu_percent is not None
+    assert (watcher.steps, watcher.kv_bytes_per_token) == (12, 9)
+    async with serving(TinyServer()) as server, Client(server.url) as client, Watcher(client, None) as other:
+        pass
+    assert other.steps is None and other.samples[0][1:] == (None,) * 6
+
+
+def test_commands_workloads_and_peers_belong_together() -> None:
+    names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    assert names == {*WORKLOADS, "all", "kernels"}
+    assert {workload.name for workload in SHORT} == set(WORKLOADS) - {"soak"}
     for name, workloads in WORKLOADS.items():
         for workload in workloads:
-            assert workload.name == name and name in workload.title
+            assert workload.name == name and workload.title.startswith(name)
             assert workload.quick() != workload and workload.quick().name == name
+            keys = {figure.key for figure in workload.all_figures}
+            assert workload.headline is None or workload.headline in keys
             if isinstance(workload, HttpWorkload):
-                assert LLAMA_SERVER[workload.peer_key]
-                assert workload.quick().peer_key == workload.peer_key  # type: ignore[attr-defined]
+                assert workload.needs.room >= workload.needs.tokens
+                for peer in PEERS.values():
+                    assert peer.candidates(workload.needs)
 
 
-# -- figures and report ----------------------------------------------------------------------------------------------
+def test_requirements_follow_clients_and_backend(tmp_path: Path) -> None:
+    from cllm.bench.required import for_backend
+
+    def required(workload: HttpWorkload, backend: str | None, peer: str | None) -> str:
+        figures = for_backend(backend, workload.name, workload.all_figures)
+        return figures[0].required(peer)
+
+    assert required(Batch(clients=8), "native", "llama-server") == ">= 1x"
+    assert required(Batch(clients=32), "native", "llama-server") == ">= 3x"
+    assert required(Batch(clients=32), "native", "openvino") == ">= 1.3x"
+    assert required(Batch(clients=32), "llama_cpp", "llama-server") == ">= 1x"
+    assert required(Prefix(), None, "llama-server") == ">= 8x"
+    assert required(Prefix(), "llama_cpp", "llama-server") == ">= 4x"
+    assert required(Stall(), "llama_cpp", None) == "<= 400 ms"
 
 
-def test_ratios_are_in_our_favour_above_one_whichever_way_is_better() -> None:
-    assert Figure("k", "seconds", "s", "lower").ratio(2.0, 8.0) == 4
-    assert Figure("k", "speed", "tok/s", "higher").ratio(8.0, 2.0) == 4
-    assert Figure("k", "seconds", "s", "lower").ratio(0.0, 8.0) is None
-    assert Figure("k", "slope", "us", "lower").ratio(2.0, -8.0) is None
+# -- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_swept_in_every_combination_and_none_twice() -> None:
+    swept = resize(WORKLOADS["batch"], ["clients=1,8", "prompt_tokens=100,200"])
+    assert {(work.clients, work.prompt_tokens) for work in swept if isinstance(work, Batch)} == {
+        *((1, 100), (1, 200), (8, 100), (8, 200))
+    }
+    assert len(swept) == 4
+    same = resize(WORKLOADS["batch"], ["answer_tokens=16"])
+    assert [(work.clients, work.answer_tokens) for work in same if isinstance(work, Batch)] == [
+        *((1, 16), (8, 16), (32, 16))
+    ]
+    (soak,) = last(WORKLOADS["soak"], "2h")
+    assert isinstance(soak, Soak) and soak.duration == 7200
+    (short,) = last(WORKLOADS["mixed"], "1.5m")
+    assert isinstance(short, Mixed) and short.duration == 90
 
 
 @pytest.mark.parametrize(
-    ("figure", "ours", "peer", "met"),
+    ("size", "said"),
     [
-        (Figure("k", "", "ms", limit=own(400)), 399, None, True),
-        (Figure("k", "", "ms", limit=own(400)), 401, 13_000, False),
-        (Figure("k", "", "/s", "higher", own(20)), 21, None, True),
-        (Figure("k", "", "/s", "higher", own(20)), 19, None, False),
-        (Figure("k", "", "s", limit=times_the_peer(4)), 10, 40, True),
-        (Figure("k", "", "s", limit=times_the_peer(4)), 10, 39, False),
-        (Figure("k", "", "tok/s", "higher", times_the_peer(1)), 99, 100, False),
-        (Figure("k", "", "s", limit=times_the_peer(4)), 10, None, None),
-        (Figure("k", "", "s"), 10, 40, None),
+        ("client=3", "batch has no size 'client'; it has clients (1)"),
+        ("clients=two", "--size clients is 'two'; it must be a whole number"),
+        ("clients=-1", "--size clients is '-1'"),
+        ("clients", "--size clients is ''"),
     ],
 )
-def test_verdicts(figure: Figure, ours: float, peer: float | None, met: bool | None) -> None:
-    runs = [Run("ours", 0, {"k": ours})] + ([] if peer is None else [Run("peer", 0, {"k": peer})])
-    assert summarise([figure], runs)[0].met is met
+def test_wrong_sizes_are_named(size: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("batch", "--against", "none", "--size", size) == 2
+    assert said in capsys.readouterr().err
 
 
-def test_ratios_are_taken_within_a_repeat() -> None:
-    runs = [
-        Run(side, repeat, {"k": value})  # type: ignore[arg-type]
-        for side, values in (("ours", (1, 10, 100)), ("peer", (2, 20, 200)))
-        for repeat, value in enumerate(values)
-    ]
-    row = summarise([Figure("k", "", "s")], runs)[0]
-    assert row.ratio is not None and (row.ratio.low, row.ratio.median, row.ratio.high) == (2, 2, 2)
-    assert row.ours is not None and (row.ours.low, row.ours.median, row.ours.high) == (1, 10, 100)
+@pytest.mark.parametrize("duration", ["0", "ten", "5 m", "-3s"])
+def test_wrong_durations_are_named(duration: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("soak", f"--duration={duration}") == 2
+    assert f"--duration is {duration!r}" in capsys.readouterr().err
+    assert bench("batch", "--against", "none", "--duration", "5m") == 2
+    assert "has no size 'duration'" in capsys.readouterr().err
 
 
-def test_the_table_shows_values_ratio_requirement_verdict_and_notes() -> None:
-    figures = [Figure("s", "total", "s", limit=times_the_peer(4.0)), Figure("gap", "worst gap", "ms", limit=own(400.0))]
-    runs = [
-        Run(
-            "ours",
-            0,
-            {"s": 10.0, "gap": 500.0},
-            {"built_for": "CPU : AVX2 = 1 | AVX512 = 1 | ", "busy_percent_before": 60.0},
-        ),
-        Run("peer", 0, {"s": 50.0, "gap": 13_430.0}, {"built_for": "CPU : AVX2 = 1 | ", "settings": "8 slots"}),
-    ]
-    console = Console(width=160, record=True, file=None, quiet=False, force_terminal=False)
-    with console.capture() as captured:
-        print_result(console, Result("prefix", "prefix: 32 users", "cLLM", "llama-server", figures, runs))
-    text = captured.get()
-    for expected in ("10.0 s", "50.0 s", "5.00x", ">= 4x", "13,430 ms", "<= 400 ms", "8 slots", "60 % busy"):
-        assert expected in text
-    assert "built without AVX512," in text
-    assert [line.split("│")[-2].strip() for line in text.splitlines() if "│" in line] == ["met", "not met"]
+# -- what survives ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (13_430.2, "13,430"),
-        (123.4, "123"),
-        (45.67, "45.7"),
-        (1.049, "1.05"),
-        (0.1234, "0.123"),
-        (-2.5, "-2.50"),
-        (0, "0.000"),
-    ],
-)
-def test_numbers_show_what_matters(value: float, text: str) -> None:
-    assert number(value) == text
+async def test_what_was_measured_before_a_server_died_is_kept_and_marked(tmp_path: Path) -> None:
+    warm_up = 3
+    report = Report(describe_machine(), {}, tmp_path / "bench.json", tmp_path / "page")
+    workload = Sequential(answer_tokens=2, requests=10)
+    async with serving(TinyServer(dies_at=warm_up + 5)) as dying, serving(TinyServer()) as peer:
+        await run_all([workload], setup_for(dying.url, peer.url, repeats=2), report, Console(quiet=True))
+    assert not report.ok
+    content = json.loads((tmp_path / "bench.json").read_text())
+    runs = {(run["side"], run["repeat"]): run for run in content["workloads"][0]["runs"]}
+    died = runs[OURS, 0]
+    assert "is gone" in died["partial"]
+    assert [request["error"] is None for request in died["requests"]] == [True] * 4 + [False]
+    assert died["metrics"]["request_p50_ms"] > 0 and died["metrics"]["errors"] == 1
+    assert "no OpenAI-compatible server answers" in runs[OURS, 1]["partial"] and runs[OURS, 1]["requests"] == []
+    assert all(runs[peer.url, repeat]["partial"] is None for repeat in (0, 1))
+    rows = {row["key"]: row for row in content["workloads"][0]["rows"]}
+    assert rows["request_p50_ms"]["ours"]["median"] == died["metrics"]["request_p50_ms"]
+    assert rows["request_p50_ms"]["peers"][peer.url]["ratio"] is None
+    assert "partial: " in (tmp_path / "page" / "index.html").read_text()
+
+
+async def test_a_server_that_fails_every_request_does_not_end_the_others() -> None:
+    async with serving(TinyServer(status=500)) as broken, serving(TinyServer()) as ours:
+        runs = await measured(SMALL[1], setup_for(ours.url, broken.url, repeats=2))
+    # It is left out of the second repeat: it would only fail again.
+    assert [(run.side, run.repeat) for run in runs] == [(OURS, 0), (broken.url, 0), (OURS, 1)]
+    assert "fails at the first requests: it answered 500" in (runs[1].partial or "")
+    assert runs[0].partial is None and runs[2].partial is None
+
+
+async def test_some_failed_requests_are_counted_and_named() -> None:
+    def sometimes(body: dict[str, Any], prompt_tokens: int) -> Events:
+        if len(server.bodies) % 4 == 0:
+            return iter([{"error": {"message": "now and then"}}])
+        return plain_answer(body, prompt_tokens)
+
+    server = TinyServer(answer=sometimes)
+    async with serving(server):
+        (run,) = await measured(Sequential(answer_tokens=2, requests=9), setup_for(server.url))
+    # The warm-up takes three, so that the first of ours fails, then every fourth.
+    assert run.metrics["errors"] == 3 and run.partial is None
+    assert "now and then" in run.facts["first_error"] and run.metrics["goodput_percent"] == pytest.approx(100 * 6 / 9)
 
 
 async def test_a_failed_workload_is_kept_beside_the_others(tmp_path: Path) -> None:
     file = tmp_path / "results" / "bench.json"
     report = Report(describe_machine(), {"repeats": 1}, file)
 
-    def no_usage_on_chat(body: dict[str, Any], prompt_tokens: int) -> Events:
-        events = plain_answer(body, prompt_tokens)
-        if len(body.get("messages", ())) == 2:
-            return iter([event for event in events if "usage" not in event])
-        return events
+    class Broken(Micro):
+        def step_ms(self, running: int) -> float:
+            raise BenchError("no room for it")
 
-    async with serving(TinyServer(answer=no_usage_on_chat)) as server:
-        workloads = [SMALL[2], SMALL[0]]  # prefix fails, sequential does not
-        await run_all(workloads, setup_for(server.url), report, Console(quiet=True))
+    async with serving(TinyServer()) as server:
+        await run_all([Broken(), SMALL[0]], setup_for(server.url), report, Console(quiet=True))
     content = json.loads(file.read_text())
     assert [workload["name"] for workload in content["workloads"]] == ["sequential"]
-    assert "0 tokens in its usage" in content["failures"][SMALL[2].title]
+    assert content["failures"] == {Broken().title: "no room for it"}
     assert content["machine"]["cpu"] and content["machine"]["memory_bytes"] > 0
     row = content["workloads"][0]["rows"][0]
-    assert row["required"] == "<= 1.05" and row["ours"]["median"] > 0 and row["peer"] is None
+    assert row["required"] == "<= 1.05" and row["ours"]["median"] > 0 and row["peers"] == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_ctrl_c_writes_what_was_measured_and_exits_with_130(tmp_path: Path, number: signal.Signals) -> None:
+    file, page = tmp_path / "bench.json", tmp_path / "page"
+    hold = asyncio.Event()
+    server = TinyServer()
+
+    def until_the_tenth(body: dict[str, Any], prompt_tokens: int) -> Events:
+        if len(server.bodies) == 10:
+            hold.set()
+            while True:
+                yield {"choices": [{"text": "on and on "}]}
+        yield from plain_answer(body, prompt_tokens)
+
+    server.answer = until_the_tenth
+    async with serving(server):
+        command = [sys.executable, "-m", "cllm", "bench", "sequential", "--url", server.url, "--against", "none"]
+        process = await asyncio.create_subprocess_exec(
+            *(*command, "--backend", "fake", "--json", str(file), "--report", str(page)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        await asyncio.wait_for(hold.wait(), 120)
+        process.send_signal(number)
+        out, err = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode == 128 + number, err.decode()
+    content = json.loads(file.read_text())
+    (run,) = content["workloads"][0]["runs"]
+    assert [request["seconds"] is not None for request in run["requests"]] == [True] * 6 + [False]
+    if number == signal.SIGINT:
+        assert content["interrupted"] and run["partial"] == "it was interrupted"
+        assert b"interrupted" in err and str(file).encode() in out
+        assert b"Traceback" not in err, err.decode()
+        assert "interrupted" in (page / "index.html").read_text()
 
 
 # -- command line ----------------------------------------------------------------------------------------------------
 
 
-def bench(*args: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(["bench", *args])
-    assert isinstance(end.value.code, int)
-    return end.value.code
-
-
+@pytest.mark.parametrize(
+    ("peer", "how"),
+    [
+        ("llama-server", "pip install 'cllm[bench]'"),
+        ("openvino", "pip install openvino-genai"),
+        ("llama-cpp-python", "pip install 'llama-cpp-python[server]'"),
+    ],
+)
 def test_a_missing_peer_is_one_line_that_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    peer: str, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    assert bench("batch") == 2
+    monkeypatch.setattr(peers_base, "find_spec", lambda name: None)
+    assert bench("batch", "--against", peer) == 2
     message = capsys.readouterr().err
-    assert "pip install 'cllm[bench]'" in message and "--against none" in message
+    assert how in message and "--against none" in message
     assert len(message.strip().splitlines()) == 1
 
 
-def test_a_wrong_peer_and_a_useless_address_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("batch", "--against", "ollama") == 2
-    assert "--against is 'ollama'" in capsys.readouterr().err
-    assert bench("batch", "--against", "none", "--url", "localhost") == 2
-    assert "--url is 'localhost'" in capsys.readouterr().err
-    assert bench("overhead", "--url", "http://127.0.0.1:1") == 2
-    assert "leave --url out" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["batch", "--against", "ollama"], "--against is 'ollama'"),
+        (["batch", "--against", "none", "--url", "localhost"], "'localhost' is no address"),
+        (["batch", "--against", "ftp://x"], "'ftp://x' is no address"),
+        (["overhead", "--url", "http://127.0.0.1:1"], "leave --url out"),
+        (["batch", "--against", "none", "--set", "no.such=1"], "no.such"),
+        (["batch", "--against", "none", "--set", "server.port=-3"], "server.port"),
+        (["batch", "--against", "none", "--backend", "fake", "--json", "/proc/no/file"], "cannot write"),
+        (["batch", "--against", "none", "--backend", "fake", "--report", "/proc/no"], "cannot write"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(*arguments) == 2
+    message = capsys.readouterr().err
+    assert said in message and len(message.strip().splitlines()) == 1
 
 
-def test_every_workload_says_in_help_what_it_asks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_workload_says_in_help_what_it_asks_and_its_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--help") == 0
     text = capsys.readouterr().out
     assert "does anything get slower?" in text and "is it computed once?" in text
+    assert bench("batch", "--help") == 0
+    assert "clients (1), prompt_tokens (330)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_bench_starts_cllm_drives_it_and_writes_what_it_found(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     options = ["--backend", "fake", "--against", "none", "--quick", "--repeats", "1", "--json", str(file)]
-    assert bench("stall", *options) == 0
+    assert bench("stall", *options, "--set", "backend.fake.latency_ms=1", "--size", "streams=2") == 0
     content = json.loads(file.read_text())
-    assert content["failures"] == {} and content["settings"]["quick"] is True
+    assert content["failures"] == {} and content["settings"]["quick"] is True and not content["interrupted"]
     (stall,) = content["workloads"]
-    assert stall["peer"] is None and stall["runs"][0]["facts"]["backend"] == "fake"
-    measured = {row["key"]: row["ours"]["median"] for row in stall["rows"]}
-    assert measured.keys() == {figure.key for figure in Stall.figures}
-    assert measured["seconds"] > 0 and measured["long_ttft_ms"] > 0
+    (run,) = stall["runs"]
+    assert stall["peers"] == [] and run["facts"]["backend"] == "fake" and len(run["requests"]) == 3
+    assert "backend.fake.latency_ms 1" in run["facts"]["settings"]
+    found = {row["key"]: row["ours"]["median"] for row in stall["rows"] if row["ours"]}
+    assert {figure.key for figure in Stall.figures} <= found.keys()
+    assert found["seconds"] > 0 and found["long_ttft_ms"] > 0
+    # What cLLM says of itself is in there, too.
+    assert {"resident_mb", "cpu_percent", "fragmentation_percent"} <= found.keys()
+    assert run["samples"][-1]["resident_mb"] > 10
 
 
-def test_micro_measures_what_it_promises() -> None:
-    workload = Micro(running=(2, 3), prompt_tokens=40, steps=3, pool_blocks=64, tree_sequences=40)
-    (run,) = asyncio.run(workload.measure(replace(setup_for(""), url=None)))
-    assert run.metrics.keys() == {figure.key for figure in workload.figures}
-    assert all(value > 0 for value in run.metrics.values())
+async def test_tuning_measures_a_peer_under_each_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+
+    class Tiny(peers_base.Peer):
+        name = "tiny"
+        modules = ()
+        install = "no need"
+
+        def candidates(self, needs: peers_base.Needs) -> tuple[peers_base.PeerSettings, ...]:
+            return ({"slots": needs.at_once}, {"slots": 1})
+
+        def start(self, model: Path, threads: int, settings: peers_base.PeerSettings) -> Any:
+            started.append({"model": str(model), "threads": threads, **settings})
+            return already_running(server.url)
+
+    monkeypatch.setitem(PEERS, "tiny", Tiny())
+    model = Path(__file__)
+    console = Console(width=160, file=io.StringIO())
+    async with serving(TinyServer()) as server:
+        setup = replace(setup_for(server.url, "tiny"), model=str(model))
+        with monkeypatch.context() as patched, console.capture() as captured:
+            patched.setattr(Setup, "model_file", model)
+            await tune_peers([SMALL[1]], setup, console)
+    assert started == [{"model": str(model), "threads": 1, "slots": 3}, {"model": str(model), "threads": 1, "slots": 1}]
+    assert "slots 3" in captured.get() and "slots 1" in captured.get() and "tokens out" in captured.get()
+
+
+def test_the_peer_may_be_any_server(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(TinyServer()) as ours, serving(TinyServer()) as peer:
+            report = Report(describe_machine(), {}, tmp_path / "bench.json")
+            setup = replace(setup_for(ours.url, peer.url), encode=words)
+            await run_all([SMALL[1]], setup, report, Console(quiet=True))
+            assert report.ok and report.results[0].peers == [peer.url]
+            assert report.results[0].driven == ours.url
+
+    asyncio.run(run())

@@ -1,8 +1,16 @@
-"""Benchmarks anyone can repeat: cLLM beside a peer, on the same work, in the same run.
+"""Benchmarks anyone can repeat: cLLM beside its peers, on the same work, in the same run.
 
-workloads/  one small file each: what is asked, in which order, and which figures come out
-client.py   a light streaming client: asks, and writes down when text arrived
-servers.py  starts and stops cLLM and the peer, one at a time
-figures.py  figures, what they must reach, and the verdict
-report.py   the table and the JSON file
+workloads/     one small file each: what is asked, in which order, and which figures come out
+peers/         the engines we compare with, and their best settings
+runners/       programs that run in a process of their own: servers of peers, a fake one, the bare library
+kernels/       the engine without a server
+client.py      a light streaming client: asks, and writes down when text arrived (http.py, sse.py, load.py)
+servers.py     starts and stops what is measured, one at a time
+watch.py       CPU, memory and cache of a server, sampled beside the load
+measures.py    from answers and samples to the figures that every work has (stats.py, bandwidth.py)
+figures.py     figures, what they must reach (required.py), and the verdict
+run.py         one call of `cllm bench`, from options to results
+live.py        what is seen while it runs
+report.py      the table and the JSON file
+page/          the page with plots
 """

@@ -2,170 +2,166 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-import httpx
-
+from cllm.bench.answer import Answer
+from cllm.bench.http import Address, BenchError, HttpError
 from cllm.bench.sse import EventReader
-from cllm.errors import CLLMError
 
-T = TypeVar("T")
 Message = Mapping[str, str]
 OnText = Callable[[int], None]
 """Called at each arrival of text with the number of arrivals so far."""
 
 
-class BenchError(CLLMError):
-    """A benchmark could not be run, or a server did not do what it was asked."""
+class ServerGoneError(BenchError):
+    """The server does not answer any more."""
 
 
-class Answer:
-    """One streamed answer as its client saw it. Times are `perf_counter` seconds."""
-
-    __slots__ = ("arrivals", "cached_tokens", "completion_tokens", "finished", "prompt_tokens", "started", "texts")
-
-    def __init__(self) -> None:
-        self.started = perf_counter()
-        self.finished = self.started
-        self.arrivals: list[float] = []
-        """When text came in: one entry per event that held some, whatever its number of tokens."""
-        self.texts: list[str] = []
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.completion_tokens = 0
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def seconds(self) -> float:
-        return self.finished - self.started
-
-    @property
-    def ttft(self) -> float:
-        """Seconds to the first text; to the end, if there never was any."""
-        return (self.arrivals[0] if self.arrivals else self.finished) - self.started
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between two arrivals, as the reader of the stream feels them."""
-        return [later - sooner for sooner, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
-
-    @property
-    def longest_silence(self) -> float:
-        """The worst gap; one between the last text and the end counts, too."""
-        return max([*self.gaps, self.finished - self.arrivals[-1]]) if self.arrivals else self.seconds
-
-    @property
-    def seconds_per_token(self) -> float:
-        """Mean over all tokens after the first, however they were packed into events."""
-        return (self.seconds - self.ttft) / (self.completion_tokens - 1)
-
-    def add(self, event: Mapping[str, Any], now: float) -> bool:
-        """Take in one event; says whether it held text. The role event of a chat holds none."""
-        if event.get("error"):
-            raise BenchError(f"the server broke off its answer: {event['error']}")
-        if usage := event.get("usage"):
-            self.prompt_tokens = usage["prompt_tokens"]
-            self.completion_tokens = usage["completion_tokens"]
-            self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        for choice in event.get("choices") or ():
-            text = choice.get("text") or (choice.get("delta") or {}).get("content")
-            if text:
-                self.texts.append(text)
-                self.arrivals.append(now)
-                return True
-        return False
+class _LeftError(Exception):
+    """The client has read as much as it wanted to."""
 
 
 class Client:
-    """Speaks to one server. Every request is greedy and runs to its full length, so that all do the same work."""
+    """Speaks to one server. Every request is greedy and runs to its full length, so that all do the same work.
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._model = ""
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            timeout=httpx.Timeout(900.0, connect=10.0),
-            # A connection per request: reusing one races with servers that close it when idle, and an idle one
-            # occupies a thread of llama-server.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            headers={"accept-encoding": "identity", "connection": "close"},
-        )
+    `answers` holds all of them in the order they were asked for, also those that failed or still run: what was measured
+    before a server died is not lost.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, extra: Mapping[str, Any] | None = None) -> None:
+        self.address = Address(url, {"authorization": f"Bearer {api_key}"} if api_key else None)
+        self.answers: list[Answer] = []
+        self.model = ""
+        self._extra = dict(extra or {})
 
     async def __aenter__(self) -> Client:
         try:
-            response = await self._http.get("/v1/models")
-            self._model = response.raise_for_status().json()["data"][0]["id"]
-        except (httpx.HTTPError, ValueError, LookupError) as error:
-            await self._http.aclose()
-            raise BenchError(f"no OpenAI-compatible server answers at {self.url} ({error!r})") from error
+            status, body = await self.address.fetch("/v1/models")
+            if status != 200:
+                raise ValueError(f"/v1/models answered {status}")
+            self.model = json.loads(body)["data"][0]["id"]
+        except (HttpError, ValueError, LookupError, TypeError) as error:
+            raise BenchError(f"no OpenAI-compatible server answers at {self.address.url} ({error})") from error
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.aclose()
+        pass
 
-    async def complete(self, prompt: str, max_tokens: int, on_text: OnText | None = None) -> Answer:
-        return await self._stream("/v1/completions", {"prompt": prompt, "max_tokens": max_tokens}, on_text)
+    async def complete(
+        self, prompt: str, max_tokens: int, on_text: OnText | None = None, leave_after: int | None = None
+    ) -> Answer:
+        """`leave_after`: go away when so many pieces of text have come."""
+        return await self._stream("/v1/completions", {"prompt": prompt, "max_tokens": max_tokens}, on_text, leave_after)
 
-    async def chat(self, messages: Sequence[Message], max_tokens: int) -> Answer:
+    async def chat(self, messages: Sequence[Message], max_tokens: int, leave_after: int | None = None) -> Answer:
         body = {"messages": list(messages), "max_tokens": max_tokens}
-        return await self._stream("/v1/chat/completions", body, None)
+        return await self._stream("/v1/chat/completions", body, None, leave_after)
 
-    async def _stream(self, path: str, body: dict[str, Any], on_text: OnText | None) -> Answer:
+    async def text(self, path: str) -> str:
+        """What the server says there; nothing if it has no such page."""
+        with suppress(BenchError):
+            status, body = await self.address.fetch(path)
+            if status == 200:
+                return body.decode(errors="replace")
+        return ""
+
+    async def _stream(self, path: str, body: dict[str, Any], on_text: OnText | None, leave_after: int | None) -> Answer:
         body |= {
-            "model": self._model,
+            "model": self.model,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._extra,
         }
-        events = EventReader()
         answer = Answer()
+        self.answers.append(answer)
+        reading = _Reading(answer, body["max_tokens"], on_text, leave_after)
         try:
-            async with self._http.stream("POST", path, json=body) as response:
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")[:300]
-                    raise BenchError(f"{self.url}{path} answered {response.status_code}: {text}")
-                async for data in response.aiter_raw():
-                    now = perf_counter()
-                    for payload in events.feed(data):
-                        if payload != b"[DONE]" and answer.add(json.loads(payload), now) and on_text:
-                            on_text(len(answer.arrivals))
-        except httpx.HTTPError as error:
-            raise BenchError(f"{self.url}{path} failed in the middle of the work: {error!r}") from error
+            status = await self.address.ask("POST", path, json.dumps(body).encode(), on_body=reading.take)
+            answer.error = reading.verdict(status)
+        except _LeftError:
+            answer.left = True
+            answer.completion_tokens = len(answer.arrivals)
+        except BenchError as error:
+            answer.error = str(error)
         answer.finished = perf_counter()
-        if answer.completion_tokens != body["max_tokens"]:
-            raise BenchError(
-                f"{self.url}{path} reports {answer.completion_tokens} tokens in its usage where "
-                f"{body['max_tokens']} were asked for with ignore_eos; the figures would not compare"
-            )
+        if answer.error is not None:
+            await self._check_alive(answer.error)
         return answer
 
+    async def _check_alive(self, error: str) -> None:
+        """One failed answer is a figure; a server that is gone is the end of the work."""
+        try:
+            await self.address.fetch("/v1/models")
+        except HttpError:
+            raise ServerGoneError(f"the server at {self.address.url} is gone: {error}") from None
 
-async def at_most(limit: int, jobs: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Run the jobs in order, `limit` at a time; their results in order. The first failure ends the others."""
-    waiting = list(enumerate(jobs))[::-1]
-    results: dict[int, T] = {}
 
-    async def worker() -> None:
-        while waiting:
-            index, job = waiting.pop()
-            results[index] = await job()
+class _Reading:
+    """One answer while it is read."""
 
-    tasks = [asyncio.create_task(worker()) for _ in range(limit)]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return [results[index] for index in sorted(results)]
+    def __init__(self, answer: Answer, asked: int, on_text: OnText | None, leave_after: int | None) -> None:
+        self._answer = answer
+        self._asked = asked
+        self._on_text = on_text
+        self._leave_after = leave_after
+        self._events = EventReader()
+        self._start = b""
+        self._finish_reason: str | None = None
+
+    def take(self, data: bytes, now: float) -> None:
+        if len(self._start) < 300:
+            self._start += data[:300]
+        for payload in self._events.feed(data):
+            if payload == b"[DONE]":
+                continue
+            try:
+                has_text = self._add(json.loads(payload), now)
+            except (ValueError, LookupError, TypeError, AttributeError):
+                raise BenchError(f"the server sent an event that is none of OpenAI's: {payload[:80]!r}") from None
+            if has_text:
+                arrivals = len(self._answer.arrivals)
+                if self._on_text:
+                    self._on_text(arrivals)
+                if arrivals == self._leave_after:
+                    raise _LeftError
+
+    def verdict(self, status: int) -> str | None:
+        """What is wrong with the whole answer, if anything is."""
+        answer = self._answer
+        if status != 200:
+            return f"it answered {status}: {' '.join(self._start.decode(errors='replace').split())}"
+        if not answer.completion_tokens:  # a server that knows no include_usage
+            answer.completion_tokens = self._asked if self._finish_reason == "length" else len(answer.arrivals)
+        if answer.completion_tokens != self._asked:
+            return (
+                f"{answer.completion_tokens} tokens came where {self._asked} were asked for with ignore_eos; "
+                "the figures would not compare"
+            )
+        return None
+
+    def _add(self, event: Mapping[str, Any], now: float) -> bool:
+        """Take in one event; says whether it held text. The role event of a chat holds none."""
+        answer = self._answer
+        if event.get("error"):
+            raise BenchError(f"the server broke off its answer: {event['error']}")
+        if usage := event.get("usage"):
+            answer.prompt_tokens = usage["prompt_tokens"]
+            answer.completion_tokens = usage["completion_tokens"]
+            answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        for choice in event.get("choices") or ():
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            text = choice.get("text") or (choice.get("delta") or {}).get("content")
+            if text:
+                answer.texts.append(text)
+                answer.arrivals.append(now)
+                return True
+        return False

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-Side = Literal["ours", "peer"]
+from cllm.bench.answer import Answer
+from cllm.bench.stats import Interval, ratio_interval
+from cllm.bench.watch import Sample
+
+Metrics = dict[str, float]
+
+OURS = "ours"
+"""The side that is measured: cLLM, or the server that was given in its place. Other sides are peers, by name."""
+
+_ONLY_IF_NAMED = ("openvino", "llama-cpp-python")
+"""Peers that nothing is required against, unless a limit names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,32 +26,42 @@ class Limit:
 
     on: Literal["value", "ratio"]
     bound: float
+    others: Mapping[str, float] = field(default_factory=dict)
+    """Bounds that hold beside certain peers instead."""
+
+    def against(self, peer: str) -> float | None:
+        """How many times better than this peer we must be; None if nothing is required."""
+        if self.on == "value":
+            return None
+        return self.others.get(peer, None if peer in _ONLY_IF_NAMED else self.bound)
 
 
 def own(bound: float) -> Limit:
     return Limit("value", bound)
 
 
-def times_the_peer(bound: float) -> Limit:
-    return Limit("ratio", bound)
+def times_the_peer(bound: float, others: Mapping[str, float] | None = None) -> Limit:
+    return Limit("ratio", bound, others or {})
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     key: str
-    """Its name in a run's metrics."""
+    """Its name in a run's metrics. `key_low` and `key_high` beside it are the ends of its interval."""
     label: str
     unit: str
     better: Literal["lower", "higher"] = "lower"
     limit: Limit | None = None
 
-    @property
-    def required(self) -> str:
-        if self.limit is None:
+    def required(self, peer: str | None = None) -> str:
+        """What must be reached, beside this peer or (None) by our own value; empty if nothing."""
+        limit = self.limit
+        if limit is None or (limit.on == "value") == (peer is not None):
             return ""
-        if self.limit.on == "ratio":
-            return f">= {self.limit.bound:g}x"
-        return f"{'<=' if self.better == 'lower' else '>='} {self.limit.bound:,g} {self.unit}".rstrip()
+        if peer is not None:
+            bound = limit.against(peer)
+            return "" if bound is None else f">= {bound:g}x"
+        return f"{'<=' if self.better == 'lower' else '>='} {limit.bound:,g} {self.unit}".rstrip()
 
     def ratio(self, ours: float, peer: float) -> float | None:
         """How many times better ours is: more than 1 is in our favour, whichever way is better."""
@@ -51,18 +71,46 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
+class Curve:
+    """A line that a workload wants drawn in the report, such as reads per second over threads."""
+
+    plot: str
+    """The plot's title: curves that name the same one share it."""
+    name: str
+    x_label: str
+    y_label: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """One of several sizes of the same work."""
+
+    work: str
+    """What is the same in all of them."""
+    clients: int
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One pass of a workload over one side."""
 
-    side: Side
+    side: str
     repeat: int
     metrics: Mapping[str, float]
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Circumstances worth keeping: the server's settings, how busy the machine was before."""
+    answers: Sequence[Answer] = ()
+    samples: Sequence[Sample] = ()
+    curves: Sequence[Curve] = ()
+    partial: str | None = None
+    """Why it ended before its work was done; its figures are then of what was done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
+    """The middle of several values, and how far they reach."""
+
     median: float
     low: float
     high: float
@@ -73,42 +121,85 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    met: bool
+    clear: bool
+    """False where the bound lies within the noise: the verdict might turn in the next run."""
+
+    def __str__(self) -> str:
+        return ("met" if self.met else "not met") + ("" if self.clear else ", within noise")
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A peer's value of a figure, and how many times better ours is."""
+
+    value: Spread | None
+    ratio: Interval | None
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     figure: Figure
     ours: Spread | None
-    peer: Spread | None
-    ratio: Spread | None
+    peers: Mapping[str, Beside]
+
+    def verdict(self, peer: str | None = None) -> Verdict | None:
+        """Beside this peer or (None) on our own value; None where nothing is required or it was not measured."""
+        limit = self.figure.limit
+        if limit is None or (limit.on == "value") == (peer is not None):
+            return None
+        bound = limit.bound if peer is None else limit.against(peer)
+        measured = self._own if peer is None else self.peers[peer].ratio
+        if bound is None or measured is None:
+            return None
+        lower_is_better = peer is None and self.figure.better == "lower"
+        met = measured.estimate <= bound if lower_is_better else measured.estimate >= bound
+        return Verdict(met, not measured.holds(bound))
 
     @property
-    def met(self) -> bool | None:
-        """None where nothing is required, or what it needs was not measured."""
-        limit = self.figure.limit
-        if limit is None:
-            return None
-        measured = self.ratio if limit.on == "ratio" else self.ours
-        if measured is None:
-            return None
-        if limit.on == "value" and self.figure.better == "lower":
-            return measured.median <= limit.bound
-        return measured.median >= limit.bound
+    def _own(self) -> Interval | None:
+        return Interval(self.ours.median, self.ours.low, self.ours.high) if self.ours else None
+
+
+def sides(runs: Iterable[Run]) -> list[str]:
+    """Who was measured: ours first, then the peers."""
+    found = dict.fromkeys(run.side for run in runs)
+    return [OURS, *(side for side in found if side != OURS)]
 
 
 def summarise(figures: Sequence[Figure], runs: Sequence[Run]) -> list[Row]:
-    """Medians over the repeats. Ratios are taken within each repeat, where both sides saw the same machine."""
-    rows = []
-    for figure in figures:
-        values: dict[Side, dict[int, float]] = {"ours": {}, "peer": {}}
-        for run in runs:
-            if figure.key in run.metrics:
-                values[run.side][run.repeat] = run.metrics[figure.key]
-        ours, peer = values["ours"], values["peer"]
-        ratios = [figure.ratio(ours[repeat], peer[repeat]) for repeat in ours.keys() & peer.keys()]
-        rows.append(
-            Row(
-                figure,
-                Spread.of(list(ours.values())),
-                Spread.of(list(peer.values())),
-                Spread.of([ratio for ratio in ratios if ratio is not None]),
-            )
-        )
-    return rows
+    """Medians over the repeats. Ratios are taken within each repeat, where all sides saw the same machine.
+
+    A pass that was broken off counts only where its side has no other, and never in a ratio.
+    """
+    return [_row(figure, runs) for figure in figures]
+
+
+def _row(figure: Figure, runs: Sequence[Run]) -> Row:
+    ours = _whole(figure, OURS, runs)
+    peers = {}
+    for side in sides(runs)[1:]:
+        theirs = _whole(figure, side, runs)
+        ratios = [figure.ratio(ours[repeat], theirs[repeat]) for repeat in sorted(ours.keys() & theirs.keys())]
+        known = [ratio for ratio in ratios if ratio is not None]
+        peers[side] = Beside(_spread(figure, side, runs), ratio_interval(known) if known else None)
+    return Row(figure, _spread(figure, OURS, runs), peers)
+
+
+def _whole(figure: Figure, side: str, runs: Sequence[Run]) -> dict[int, float]:
+    """The values of passes that came to their end, by repeat."""
+    return {
+        run.repeat: run.metrics[figure.key]
+        for run in runs
+        if run.side == side and run.partial is None and figure.key in run.metrics
+    }
+
+
+def _spread(figure: Figure, side: str, runs: Sequence[Run]) -> Spread | None:
+    measured = [run for run in runs if run.side == side and figure.key in run.metrics]
+    counted = [run.metrics for run in measured if run.partial is None] or [run.metrics for run in measured]
+    low, high = f"{figure.key}_low", f"{figure.key}_high"
+    if counted and all(low in metrics and high in metrics for metrics in counted):
+        return Spread(*(median(metrics[key] for metrics in counted) for key in (figure.key, low, high)))
+    return Spread.of([metrics[figure.key] for metrics in counted])

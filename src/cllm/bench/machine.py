@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 _FEATURES = ("avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp")
-_PACKAGES = ("cllm", "llama-cpp-python", "xllamacpp", "numpy", "httpx", "uvicorn")
+_PACKAGES = ("cllm", "llama-cpp-python", "xllamacpp", "openvino-genai", "numpy", "uvicorn")
 
 
 def describe_machine() -> dict[str, Any]:

@@ -34,7 +34,9 @@ class Prompts:
 
     def __init__(self, encode: Encode, seed: str) -> None:
         self._encode = encode
-        self._random = random.Random(seed)
+        self.random = random.Random(seed)
+        """For whatever else must be the same for all servers."""
+        self._tokens_per_word = len(encode(" ".join(_WORDS))) / len(_WORDS)
 
     def text(self, tokens: int) -> str:
         """The next text, `tokens` long; within one word's tokens of it where no draw fits exactly."""
@@ -48,8 +50,12 @@ class Prompts:
                 break
         return best
 
+    def rough(self, tokens: int) -> str:
+        """The next text, about `tokens` long. It costs next to nothing, so it may be made while a server works."""
+        return " ".join(self.random.choices(_WORDS, k=max(1, round(tokens / self._tokens_per_word))))
+
     def _longest_within(self, tokens: int) -> str:
-        words = self._random.choices(_WORDS, k=tokens)
+        words = self.random.choices(_WORDS, k=tokens)
 
         def length(count: int) -> int:
             return len(self._encode(" ".join(words[:count])))

@@ -1,4 +1,4 @@
-"""The table on the screen and the file for later."""
+"""The tables on the screen and the files for later: JSON with everything, and a page with plots."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, JustifyMethod
+from rich.markup import escape
 from rich.table import Table
 
-from cllm.bench.figures import Figure, Row, Run, Side, Spread, summarise
+from cllm.bench.figures import OURS, Beside, Figure, Row, Run, Spread, Swept, sides
+from cllm.bench.http import BenchError
+from cllm.bench.stats import Interval
 
 _BUSY_PERCENT = 10.0
 """A machine busier than this before a pass makes its figures doubtful."""
@@ -27,123 +31,258 @@ class Result:
     title: str
     driven: str
     """Whose figures stand in the first column: cLLM, or the address that was driven in its place."""
-    peer: str | None
     figures: Sequence[Figure]
     runs: Sequence[Run]
+    rows: Sequence[Row]
+    headline: str | None = None
+    """The key of the figure that stands for the whole."""
+    label: str = ""
+    """The title in a few words."""
+    swept: Swept | None = None
 
     @property
-    def rows(self) -> list[Row]:
-        return summarise(self.figures, self.runs)
+    def peers(self) -> list[str]:
+        return sides(self.runs)[1:]
+
+    def shown(self, side: str) -> str:
+        return self.driven if side == OURS else side
+
+    @property
+    def broken_off(self) -> dict[str, str]:
+        """Passes that did not come to their end, and why."""
+        return {f"{self.shown(run.side)}, pass {run.repeat + 1}": run.partial for run in self.runs if run.partial}
 
     @property
     def notes(self) -> list[str]:
         """What a reader must know to judge the figures."""
-        notes = []
-        settings = {run.facts["settings"] for run in self.runs if "settings" in run.facts}
-        if settings:
-            notes.append(f"{self.peer}: {'; '.join(sorted(settings))}")
-        if lacking := self._peer_lacks():
-            notes.append(f"{self.peer} was built without {', '.join(lacking)}, which cLLM's llama.cpp uses")
+        notes = [f"partial: {which}: {why}" for which, why in self.broken_off.items()]
+        for side in sides(self.runs):
+            facts = [run.facts for run in self.runs if run.side == side]
+            settings = sorted({fact["settings"] for fact in facts if fact.get("settings")})
+            if settings:
+                notes.append(f"{self.shown(side)}: {'; '.join(settings)}")
+            perf = [fact["perf"] for fact in facts if "perf" in fact]
+            if side == OURS and perf:
+                notes.append(f"memory traffic by perf: {perf[0]}")
+            errors = [fact["first_error"] for fact in facts if "first_error" in fact]
+            if errors:
+                notes.append(f"{self.shown(side)} failed some requests, first: {errors[0]}")
+        notes += [
+            f"{peer} was built without {', '.join(lacking)}, which cLLM's llama.cpp uses"
+            for peer in self.peers
+            if (lacking := self._lacks(peer))
+        ]
         busiest = max((run.facts.get("busy_percent_before", 0.0) for run in self.runs), default=0.0)
         if busiest > _BUSY_PERCENT:
             notes.append(f"the machine was up to {busiest:.0f} % busy before a pass: figures are doubtful")
         return notes
 
-    def _peer_lacks(self) -> list[str]:
-        """CPU features that only our build of llama.cpp has: part of any difference comes from them."""
-        features: dict[Side, set[str]] = {"ours": set(), "peer": set()}
-        for run in self.runs:
-            features[run.side].update(re.findall(r"(\w+) = 1", run.facts.get("built_for") or ""))
-        return sorted(features["ours"] - features["peer"]) if features["peer"] else []
+    def _lacks(self, peer: str) -> list[str]:
+        ours, theirs = self._features(OURS), self._features(peer)
+        return sorted(ours - theirs) if ours and theirs else []
+
+    def _features(self, side: str) -> set[str]:
+        """What the side's llama.cpp was built for: "AVX512 = 1" in its own words."""
+        texts = [run.facts.get("built_for") or "" for run in self.runs if run.side == side]
+        return {name for text in texts for name in re.findall(r"(\w+) = 1", text)}
 
     def to_json(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "title": self.title,
             "driven": self.driven,
-            "peer": self.peer,
-            "notes": self.notes,
+            "peers": self.peers,
             "rows": [_row_json(row) for row in self.rows],
-            "runs": [asdict(run) for run in self.runs],
+            "notes": self.notes,
+            "runs": [_run_json(run) for run in self.runs],
         }
 
 
 @dataclass
 class Report:
-    """Results of one call of `cllm bench`, written after each workload, so that a broken run keeps what it has."""
-
     machine: dict[str, Any]
     settings: dict[str, Any]
     file: Path | None = None
+    directory: Path | None = None
+    """Where the page goes."""
     results: list[Result] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
+    interrupted: bool = False
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
 
-    def save(self) -> None:
-        if self.file is None:
-            return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        content = {
+    @property
+    def ok(self) -> bool:
+        return not self.failures and not any(result.broken_off for result in self.results)
+
+    def save(self) -> list[Path]:
+        """Write what there is; it is called after every workload, so that little is ever lost."""
+        written = []
+        try:
+            if self.file is not None:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                self.file.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+                written.append(self.file)
+            if self.directory is not None:
+                from cllm.bench.page.html import write_page
+
+                written.append(write_page(self, self.directory))
+        except OSError as error:
+            raise BenchError(f"cannot write {error.filename or 'the report'}: {error.strerror}") from error
+        return written
+
+    def to_json(self) -> dict[str, Any]:
+        return {
             "started": self.started,
             "machine": self.machine,
             "settings": self.settings,
+            "interrupted": self.interrupted,
             "workloads": [result.to_json() for result in self.results],
             "failures": self.failures,
         }
-        self.file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def print_result(console: Console, result: Result) -> None:
-    table = Table(title=result.title, title_justify="left", caption="\n".join(result.notes), caption_justify="left")
-    table.add_column("metric")
-    for heading in (result.driven, result.peer or "no peer", "ratio", "required"):
-        table.add_column(heading, justify="right")
-    table.add_column("verdict")
-    for row in result.rows:
-        table.add_row(
-            row.figure.label,
-            _with_unit(row.ours, row.figure.unit),
-            _with_unit(row.peer, row.figure.unit),
-            _with_unit(row.ratio, "x"),
-            row.figure.required,
-            {None: "", True: "[green]met[/green]", False: "[red]not met[/red]"}[row.met],
-        )
+    table = Table(title=escape(result.title), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for number_of_column, heading in enumerate(headings(result)):
+        justify: JustifyMethod = "left" if heading in ("", "against", "verdict") else "right"
+        table.add_column(escape(heading), justify=justify, no_wrap=number_of_column == 0)
+    for line in table_lines(result):
+        table.add_row(*map(escape, line[:-1]), _coloured(line[-1]))
     console.print(table)
+    for note in result.notes:
+        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def headings(result: Result) -> list[str]:
+    """Of the table of a result: a peer has a column by its name; several share two."""
+    peers = result.peers
+    beside = ["against", "its figure", "ratio"] if len(peers) > 1 else [*peers, "ratio"] if peers else []
+    return ["", result.driven, *beside, "required", "verdict"]
+
+
+def table_lines(result: Result) -> list[list[str]]:
+    """What stands below the headings: a line for each figure that was measured, and for each peer after the first."""
+    lines = [line for row in result.rows for line in lines_of(row)]
+    if len(result.peers) == 1:
+        return [[*line[:2], *line[3:]] for line in lines]
+    return lines if result.peers else [[*line[:2], *line[5:]] for line in lines]
+
+
+def lines_of(row: Row) -> list[list[str]]:
+    """A figure, ours, the peer's name, its figure, the ratio, what is required, the verdict; one line for each peer."""
+    figure = row.figure
+    if row.ours is None and not any(beside.value for beside in row.peers.values()):
+        return []
+    lines = []
+    first = True
+    measured: list[tuple[str | None, Beside]] = [(peer, each) for peer, each in row.peers.items() if each.value]
+    for peer, beside in measured or [(None, Beside(None, None))]:
+        judged = peer if figure.limit is None or figure.limit.on == "ratio" else None
+        counts = first or judged is not None
+        lines.append(
+            [
+                figure.label if first else "",
+                with_unit(row.ours, figure.unit) if first else "",
+                peer or "",
+                with_unit(beside.value, figure.unit),
+                with_unit(beside.ratio, "x"),
+                figure.required(judged) if counts else "",
+                str((counts and row.verdict(judged)) or ""),
+            ]
+        )
+        first = False
+    return lines
+
+
+def _coloured(verdict: str) -> str:
+    if not verdict:
+        return ""
+    colour = "yellow" if "noise" in verdict else "green" if verdict == "met" else "red"
+    return f"[{colour}]{verdict}[/{colour}]"
 
 
 def print_machine(console: Console, machine: dict[str, Any]) -> None:
     gib = machine["memory_bytes"] / 2**30
     console.print(
         f"{machine['cpu']}, {machine['physical_cores']} cores, {gib:.0f} GiB; "
-        f"ratio: how many times better than the peer in the same repeat (over 1: cLLM is better)"
+        "ratio: how many times better than the peer in the same repeat (over 1: cLLM is better), with its 95 % interval"
     )
 
 
 def number(value: float) -> str:
     """Three digits that matter, without exponents."""
     magnitude = abs(value)
+    if magnitude == 0:
+        return "0"
     if magnitude >= 1000:
         return f"{value:,.0f}"
     return f"{value:.{0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3}f}"
 
 
-def _with_unit(spread: Spread | None, unit: str) -> str:
-    """The median and, where there were several repeats, the range."""
-    if spread is None:
+def with_unit(value: Spread | Interval | None, unit: str) -> str:
+    """The middle and, where it is known, how far it may be from that."""
+    if value is None:
         return ""
-    text = f"{number(spread.median)}{'' if unit == 'x' else ' '}{unit}".rstrip()
-    if spread.low == spread.high:
+    middle = value.median if isinstance(value, Spread) else value.estimate
+    text = f"{number(middle)}{'' if unit == 'x' else ' '}{unit}".rstrip()
+    if value.low == value.high:
         return text
-    return f"{text} ({number(spread.low)}..{number(spread.high)})"
+    return f"{text} ({number(value.low)}..{number(value.high)})"
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    values = {name: getattr(row, name) for name in ("ours", "peer", "ratio")}
+    figure = row.figure
     return {
-        "key": row.figure.key,
-        "label": row.figure.label,
-        "unit": row.figure.unit,
-        **{name: None if spread is None else asdict(spread) for name, spread in values.items()},
-        "required": row.figure.required or None,
-        "met": row.met,
+        "key": figure.key,
+        "label": figure.label,
+        "unit": figure.unit,
+        "ours": _spread_json(row.ours),
+        **_judged(row, None),
+        "peers": {
+            peer: {
+                "value": _spread_json(each.value),
+                "ratio": each.ratio._asdict() if each.ratio else None,
+                **_judged(row, peer),
+            }
+            for peer, each in row.peers.items()
+        },
+    }
+
+
+def _judged(row: Row, peer: str | None) -> dict[str, Any]:
+    verdict = row.verdict(peer)
+    return {
+        "required": row.figure.required(peer) or None,
+        "met": verdict.met if verdict else None,
+        "clear": verdict.clear if verdict else None,
+    }
+
+
+def _spread_json(spread: Spread | None) -> dict[str, float] | None:
+    return None if spread is None else asdict(spread)
+
+
+def _run_json(run: Run) -> dict[str, Any]:
+    begin = min((answer.started for answer in run.answers), default=0.0)
+    return {
+        "side": run.side,
+        "repeat": run.repeat,
+        "partial": run.partial,
+        "metrics": dict(run.metrics),
+        "facts": dict(run.facts),
+        "requests": [
+            {
+                "at_s": round(answer.started - begin, 4),
+                "seconds": round(answer.seconds, 5) if answer.finished else None,
+                "ttft_s": round(answer.ttft, 5) if answer.arrivals else None,
+                "prompt_tokens": answer.prompt_tokens,
+                "cached_tokens": answer.cached_tokens,
+                "tokens": answer.completion_tokens,
+                "left": answer.left,
+                "error": answer.error,
+            }
+            for answer in run.answers
+        ],
+        "samples": [sample._asdict() for sample in run.samples],
+        "curves": [asdict(curve) for curve in run.curves],
     }

@@ -9,15 +9,13 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
-import httpx
-
-from cllm.bench.client import BenchError
-from cllm.bench.peers import PeerSettings, require_llama_server
+from cllm.bench.http import Address, BenchError, HttpError
+from cllm.bench.watch import pid_behind
 
 _START_LIMIT_S = 180.0
 _STOP_LIMIT_S = 15.0
@@ -28,15 +26,17 @@ _LINE_LIMIT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One that answers at `url`. `pid` is known where we started it."""
+    """One that answers at `url`. `pid` is known where it runs on this machine."""
 
     url: str
     pid: int | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What its requests must hold besides, to do the same work as others."""
 
 
 class Bare:
-    """A process that runs llama.cpp with nothing around it; see `bare.py`."""
+    """A process that runs llama.cpp with nothing around it; see `runners/bare.py`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -64,61 +64,67 @@ async def start_cllm(
         "model.name": model,
         "backend.type": backend,
         "backend.threads": threads,
-        "server.host": "127.0.0.1",
-        "server.port": port,
         "log.level": "warning",
         **(settings or {}),
+        "server.host": "127.0.0.1",
+        "server.port": port,
     }
     command = [sys.executable, "-m", "cllm", "serve"]
     for key, value in effective.items():
         command += ["--set", f"{key}={value}"]
     with tempfile.TemporaryFile() as log:
-        async with _running(command, log, stdout=log) as process:
-            await _until_ready(f"{url}/ready", "cLLM", process, log)
-            facts = {"backend": backend, "threads": threads, "built_for": llama_cpp_built_for()}
+        async with running(command, log, stdout=log) as process:
+            await _until_ready(Address(url), "cLLM", process, log)
+            facts = {"threads": threads, **await _model_facts(Address(url))}
+            if settings:
+                facts["settings"] = ", ".join(f"{key} {value}" for key, value in settings.items())
             yield Server(url, process.pid, facts)
 
 
 @asynccontextmanager
-async def start_llama_server(model: Path, threads: int, settings: PeerSettings) -> AsyncIterator[Server]:
-    require_llama_server()
-    wanted = {"model": str(model), "threads": threads, **asdict(settings)}
-    command = [sys.executable, "-m", "cllm.bench.llama_server", json.dumps(wanted)]
-    with tempfile.TemporaryFile() as log:
-        async with _running(command, log, stdout=asyncio.subprocess.PIPE) as process:
-            ready = await _read_ready_line("llama-server", process, log)
-            facts = {"settings": str(settings), "threads": threads, "built_for": ready["built_for"]}
-            yield Server(ready["url"], process.pid, facts)
+async def start_runner(name: str, module: str, wanted: Mapping[str, Any]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+    """One of `cllm.bench.runners`: its process id, and what it said when it was ready."""
+    async with start_talker(name, module, wanted) as (process, ready):
+        yield process.pid, ready
 
 
 @asynccontextmanager
 async def start_bare(model: Path, threads: int, slots: int, slot_tokens: int) -> AsyncIterator[Bare]:
     wanted = {"model": str(model), "threads": threads, "slots": slots, "slot_tokens": slot_tokens}
-    command = [sys.executable, "-m", "cllm.bench.bare", json.dumps(wanted)]
-    with tempfile.TemporaryFile() as log:
-        async with _running(command, log, stdout=asyncio.subprocess.PIPE) as process:
-            await _read_ready_line("the bare llama.cpp process", process, log)
-            yield Bare(process)
-
-
-@lru_cache(maxsize=1)
-def llama_cpp_built_for() -> str | None:
-    """The CPU features that our llama.cpp was built for; None where it is not installed."""
-    try:
-        import llama_cpp
-    except ImportError:
-        return None
-    features: bytes = llama_cpp.llama_print_system_info()
-    return features.decode()
+    async with start_talker("the bare llama.cpp process", "bare", wanted) as (process, _):
+        yield Bare(process)
 
 
 @asynccontextmanager
-async def _running(
+async def already_running(url: str) -> AsyncIterator[Server]:
+    yield Server(url, pid_behind(url), await _model_facts(Address(url)) | {"url": url})
+
+
+@asynccontextmanager
+async def start_talker(
+    name: str, module: str, wanted: Mapping[str, Any]
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
+    command = [sys.executable, "-m", f"cllm.bench.runners.{module}", json.dumps(dict(wanted))]
+    with tempfile.TemporaryFile() as log:
+        async with running(command, log, stdout=asyncio.subprocess.PIPE) as process:
+            yield process, await _read_ready_line(name, process, log)
+
+
+@asynccontextmanager
+async def running(
     command: Sequence[str], log: IO[bytes], *, stdout: IO[bytes] | int
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The process while the block runs. Its standard input ends when we do, however we end."""
+    """The process while the block runs. Its standard input ends when we do, however we end.
+
+    It has a session of its own: Ctrl-C reaches the benchmark alone, which writes what it has and ends the servers.
+    """
     process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.PIPE, stdout=stdout, stderr=log, limit=_LINE_LIMIT
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=stdout,
+        stderr=log,
+        limit=_LINE_LIMIT,
+        start_new_session=True,
     )
     try:
         yield process
@@ -132,16 +138,36 @@ async def _running(
             await process.wait()
 
 
-async def _until_ready(url: str, name: str, process: asyncio.subprocess.Process, log: IO[bytes]) -> None:
+@lru_cache(maxsize=1)
+def llama_cpp_built_for() -> str | None:
+    """The CPU features that our llama.cpp was built for; None where it is not installed."""
+    try:
+        import llama_cpp
+    except ImportError:
+        return None
+    features: bytes = llama_cpp.llama_print_system_info()
+    return features.decode()
+
+
+async def _model_facts(address: Address) -> dict[str, Any]:
+    """What cLLM says of itself; nothing where another server answers."""
+    try:
+        status, body = await address.fetch("/model/info")
+        backend = json.loads(body)["data"]["backend"] if status == 200 else None
+    except (HttpError, ValueError, LookupError, TypeError):
+        return {}
+    if backend != "llama_cpp":
+        return {"backend": backend} if backend else {}
+    return {"backend": backend, "built_for": llama_cpp_built_for()}
+
+
+async def _until_ready(address: Address, name: str, process: asyncio.subprocess.Process, log: IO[bytes]) -> None:
     deadline = asyncio.get_running_loop().time() + _START_LIMIT_S
-    async with httpx.AsyncClient() as http:
-        while asyncio.get_running_loop().time() < deadline:
-            if process.returncode is not None:
-                break
-            with suppress(httpx.HTTPError):
-                if (await http.get(url)).status_code == 200:
-                    return
-            await asyncio.sleep(0.1)
+    while asyncio.get_running_loop().time() < deadline and process.returncode is None:
+        with suppress(HttpError):
+            if (await address.fetch("/ready"))[0] == 200:
+                return
+        await asyncio.sleep(0.1)
     raise _start_failed(name, log)
 
 

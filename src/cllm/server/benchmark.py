@@ -1,14 +1,16 @@
-"""A small, bounded load on the engine behind this server, measured from the inside."""
+"""A small, bounded load on the engine behind this server, measured from the inside with the tools of `cllm bench`."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
+from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from cllm.bench.answer import Answer
+from cllm.bench.load import at_most
+from cllm.bench.measures import PERCENTS
+from cllm.bench.stats import percentile
 from cllm.engine.params import SamplingParams
 from cllm.errors import CLLMError, InvalidRequestError, ShuttingDownError
 from cllm.server.answers import Answers
@@ -21,65 +23,57 @@ if TYPE_CHECKING:
 async def run_benchmark(llm: AsyncLLM, prompt: Sequence[int], request: BenchmarkRequest, run_id: str) -> BenchmarkData:
     """`request.requests` requests, `request.concurrency` at a time."""
     params = SamplingParams(max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
-    rows: dict[int, BenchmarkRow] = {}
-    numbers = iter(range(request.requests))
-
-    async def worker() -> None:
-        for number in numbers:
-            rows[number] = await _measure(llm, prompt, params, f"{run_id}-{number}")
-
-    started = time.perf_counter()
-    workers = [asyncio.ensure_future(worker()) for _ in range(min(request.concurrency, request.requests))]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for task in workers:
-            task.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
-    return _summary(request, [rows[number] for number in sorted(rows)], time.perf_counter() - started)
+    ids = [f"{run_id}-{number}" for number in range(request.requests)]
+    started = perf_counter()
+    measured = await at_most(request.concurrency, [partial(_measure, llm, prompt, params, one) for one in ids])
+    return _summary(request, dict(zip(ids, measured, strict=True)), perf_counter() - started)
 
 
-async def _measure(llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, request_id: str) -> BenchmarkRow:
+async def _measure(llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, request_id: str) -> Answer:
     """One request. What would fail every request ends the benchmark; other errors are part of the result."""
-    started = time.perf_counter()
-    ttft: float | None = None
-    error: str | None = None
+    answer = Answer()
     answers = Answers(llm, [prompt], params, request_id=request_id)
     try:
         async with answers:
             async for _ in answers:
-                ttft = ttft or time.perf_counter() - started
+                answer.arrivals.append(perf_counter())
     except (InvalidRequestError, ShuttingDownError):
         raise
     except CLLMError as failure:
-        error = str(failure)
-    return BenchmarkRow(
-        id=request_id,
-        latency=time.perf_counter() - started,
-        ttft=ttft,
-        generated_tokens=answers.completion_tokens,
-        cached_tokens=answers.cached_tokens,
-        error=error,
+        answer.error = str(failure)
+    answer.finished = perf_counter()
+    answer.completion_tokens, answer.cached_tokens = answers.completion_tokens, answers.cached_tokens
+    return answer
+
+
+def _summary(request: BenchmarkRequest, measured: dict[str, Answer], duration: float) -> BenchmarkData:
+    good = [answer for answer in measured.values() if answer.complete]
+    return BenchmarkData(
+        requests=len(measured),
+        concurrency=request.concurrency,
+        failed=len(measured) - len(good),
+        duration=duration,
+        tokens_per_second=sum(answer.completion_tokens for answer in measured.values()) / duration,
+        requests_per_second=len(good) / duration,
+        latency=_percentiles([answer.seconds for answer in good]),
+        ttft=_percentiles([answer.ttft for answer in good if answer.arrivals]),
+        rows=[_row(request_id, answer) for request_id, answer in measured.items()],
     )
 
 
-def _summary(request: BenchmarkRequest, rows: list[BenchmarkRow], duration: float) -> BenchmarkData:
-    good = [row for row in rows if row.error is None]
-    return BenchmarkData(
-        requests=len(rows),
-        concurrency=request.concurrency,
-        failed=len(rows) - len(good),
-        duration=duration,
-        tokens_per_second=sum(row.generated_tokens for row in rows) / duration,
-        requests_per_second=len(good) / duration,
-        latency=_percentiles([row.latency for row in good]),
-        ttft=_percentiles([row.ttft for row in good if row.ttft is not None]),
-        rows=rows,
+def _row(request_id: str, answer: Answer) -> BenchmarkRow:
+    return BenchmarkRow(
+        id=request_id,
+        latency=answer.seconds,
+        ttft=answer.ttft if answer.arrivals else None,
+        generated_tokens=answer.completion_tokens,
+        cached_tokens=answer.cached_tokens,
+        error=answer.error,
     )
 
 
 def _percentiles(values: Sequence[float]) -> Percentiles | None:
     if not values:
         return None
-    p50, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
+    p50, p95, p99 = (percentile(values, percent) for percent in PERCENTS)
     return Percentiles(p50=p50, p95=p95, p99=p99)

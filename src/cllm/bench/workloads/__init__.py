@@ -5,20 +5,45 @@ from __future__ import annotations
 from cllm.bench.workloads.base import Workload
 from cllm.bench.workloads.batch import Batch
 from cllm.bench.workloads.chat import Chat
+from cllm.bench.workloads.generator import Generator
 from cllm.bench.workloads.memory import Memory
 from cllm.bench.workloads.micro import Micro
+from cllm.bench.workloads.mixed import Mixed
 from cllm.bench.workloads.overhead import Overhead
 from cllm.bench.workloads.prefix import Prefix
 from cllm.bench.workloads.sequential import Sequential
+from cllm.bench.workloads.snapshots import Snapshots
+from cllm.bench.workloads.soak import Soak
 from cllm.bench.workloads.stall import Stall
 
 WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "sequential": (Sequential(answer_tokens=1, requests=200), Sequential(answer_tokens=16, requests=60)),
-    "batch": (Batch(clients=1, requests_each=4), Batch(clients=8, requests_each=2)),
+    "batch": (Batch(clients=1), Batch(clients=8), Batch(clients=32)),
     "prefix": (Prefix(),),
     "chat": (Chat(),),
     "stall": (Stall(),),
+    "mixed": (Mixed(),),
+    "soak": (Soak(),),
     "overhead": (Overhead(),),
     "memory": (Memory(),),
     "micro": (Micro(),),
+    "snapshots": (Snapshots(),),
+    "generator": (Generator(),),
 }
+
+SHORT: tuple[Workload, ...] = (
+    *WORKLOADS["sequential"],
+    Batch(clients=1),
+    Batch(clients=8, requests_each=1),
+    Batch(clients=32),
+    Prefix(),
+    Chat(),
+    Stall(),
+    Mixed(duration=20.0),
+    Overhead(rounds=6),
+    Memory(),
+    Micro(),
+    Snapshots(),
+    Generator(tokens=400),
+)
+"""Everything but `soak`, at sizes that together take less than ten minutes on two cores, with one peer."""

@@ -1,25 +1,24 @@
-"""What all workloads share: their setting, and how both sides take turns."""
+"""What all workloads share: their setting, what they are asked for, and the hook for work that drives no server."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from cllm.bench.client import Answer, Client
-from cllm.bench.figures import Figure, Run, Side
+from cllm.bench.figures import OURS, Figure, Row, Run, Swept, summarise
+from cllm.bench.live import View
 from cllm.bench.machine import busy_percent
-from cllm.bench.peers import LLAMA_SERVER, PeerSettings
+from cllm.bench.measures import Targets
+from cllm.bench.peers.base import PeerSettings
 from cllm.bench.prompts import Encode, Prompts
-from cllm.bench.servers import Server, start_cllm, start_llama_server
-from cllm.bench.stats import percentile
 from cllm.models.registry import resolve
 
-Metrics = dict[str, float]
+Keep = Callable[[Run], None]
+"""Takes a pass as soon as it has ended, so that it is not lost if the next one breaks off."""
 
 SETTLE_S = 0.3
 """Thread pools may spin for a moment after work."""
@@ -34,21 +33,27 @@ class Setup:
     threads: int
     repeats: int
     backend: str = "auto"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of cLLM, by their dotted keys."""
     url: str | None = None
     """Drive the server at this address instead of starting cLLM."""
-    against: str | None = "llama-server"
-    """The peer: "llama-server", an address, or None."""
+    api_key: str | None = None
+    against: tuple[str, ...] = ()
+    """The peers: names of `PEERS`, or addresses."""
     peer_settings: PeerSettings | None = None
     """Instead of the peer's best known ones."""
+    targets: Targets = field(default_factory=Targets)
     salt: str = ""
     """Makes the prompts of this run its own."""
-    progress: Callable[[str], None] = lambda line: None
+    view: View = field(default_factory=View)
 
-    def sides(self, repeat: int) -> Sequence[Side]:
-        """Who runs in this repeat, in order. It alternates, so that a drift of the machine hits both alike."""
-        if self.against is None:
-            return ("ours",)
-        return ("ours", "peer") if repeat % 2 == 0 else ("peer", "ours")
+    def sides(self, repeat: int) -> Sequence[str]:
+        """Who runs in this repeat, in order. It alternates, so that a drift of the machine hits all alike."""
+        order = (OURS, *self.against)
+        return order if repeat % 2 == 0 else order[::-1]
+
+    def shown(self, side: str) -> str:
+        return (self.url or "cLLM") if side == OURS else side
 
     @property
     def model_file(self) -> Path:
@@ -60,108 +65,66 @@ class Setup:
 
 
 class Workload(ABC):
-    """One kind of work. Subclasses are frozen dataclasses whose fields are the sizes."""
+    """One kind of work. Subclasses are frozen dataclasses whose fields are the sizes; `--size` changes any of them."""
 
     name: ClassVar[str]
     figures: ClassVar[tuple[Figure, ...]]
     over_http: ClassVar[bool] = False
+    headline: ClassVar[str | None] = None
+    """The figure that stands for the whole work where peers are compared."""
     needs_model: ClassVar[bool] = True
 
     @property
     @abstractmethod
     def title(self) -> str:
-        """What is done, with the sizes."""
+        """What is done, with the sizes. It begins with the name."""
+
+    @property
+    def label(self) -> str:
+        """The title in a few words."""
+        return self.name
+
+    @property
+    def swept(self) -> Swept | None:
+        """Where it stands in a plot of throughput against concurrency, if it belongs into one."""
+        return None
 
     @abstractmethod
     def quick(self) -> Workload:
         """The same work, small: to see that all runs, not to quote figures."""
 
-    def peer_name(self, setup: Setup) -> str | None:
-        return setup.against
-
     @abstractmethod
-    async def measure(self, setup: Setup) -> list[Run]: ...
-
-
-class HttpWorkload(Workload):
-    """Work for any OpenAI-compatible server.
-
-    Every pass starts a fresh server and has prompts of its own, so none profits from the pass before.
-    """
-
-    over_http = True
+    async def measure(self, setup: Setup, keep: Keep) -> None:
+        """Do the work `setup.repeats` times on every side."""
 
     @property
-    def peer_key(self) -> str:
-        """Under which the peer's settings for this work stand in `peers.LLAMA_SERVER`."""
-        return self.name
+    def all_figures(self) -> Sequence[Figure]:
+        """Those in the table: its own, and what it shares with others."""
+        return self.figures
+
+    def rows(self, figures: Sequence[Figure], runs: Sequence[Run]) -> list[Row]:
+        """The table. `figures` are `all_figures`, with the limits of the backend that was measured."""
+        return summarise(figures, runs)
+
+
+class LocalWorkload(Workload):
+    """Work in this process, or in processes it starts itself: `--url` and `--against` do not concern it.
+
+    If it compares with something, that is a side of its own, by any name.
+    """
+
+    async def measure(self, setup: Setup, keep: Keep) -> None:
+        for repeat in range(setup.repeats):
+            setup.view.say(f"{self.title}: {repeat + 1} of {setup.repeats}")
+            for run in await self.one_repeat(setup, repeat):
+                keep(run)
 
     @abstractmethod
-    async def drive(self, client: Client, prompts: Prompts) -> Metrics:
-        """Do the work once, against a warm server that has seen none of these prompts."""
-
-    async def measure(self, setup: Setup) -> list[Run]:
-        runs = []
-        for repeat in range(setup.repeats):
-            for side in setup.sides(repeat):
-                setup.progress(f"{self.title}: {side}, {repeat + 1} of {setup.repeats}")
-                runs.append(await self.one_pass(setup, side, repeat))
-        return runs
-
-    async def one_pass(self, setup: Setup, side: Side, repeat: int) -> Run:
-        async with self._server(setup, side) as server, Client(server.url) as client:
-            await warm_up(client, setup.prompts("warm-up"))
-            facts = {**server.facts, "busy_percent_before": await busy_at_rest()}
-            metrics = await self.drive(client, setup.prompts(f"{self.name} {repeat}"))
-            return Run(side, repeat, metrics, facts)
-
-    def _server(self, setup: Setup, side: Side) -> AbstractAsyncContextManager[Server]:
-        if side == "ours":
-            if setup.url is not None:
-                return _already_running(setup.url)
-            return start_cllm(setup.model, setup.threads, setup.backend)
-        assert setup.against is not None
-        if setup.against != "llama-server":
-            return _already_running(setup.against)
-        settings = setup.peer_settings or LLAMA_SERVER[self.peer_key][0]
-        return start_llama_server(setup.model_file, setup.threads, settings)
+    async def one_repeat(self, setup: Setup, repeat: int) -> Sequence[Run]:
+        """A run of each side, the one under test as `OURS`."""
 
 
 async def busy_at_rest() -> float:
     """How busy the machine is when it should have nothing to do: another program, or a server that spins."""
     await asyncio.sleep(SETTLE_S)
     return busy_percent()
-
-
-async def warm_up(client: Client, prompts: Prompts) -> None:
-    """Touch every path once: a short prompt, a longer one, the chat template."""
-    await client.complete(prompts.text(8), 4)
-    await client.complete(prompts.text(96), 4)
-    await client.chat([{"role": "user", "content": prompts.text(8)}], 4)
-
-
-def latencies(answers: Sequence[Answer]) -> Metrics:
-    """TTFT and inter-token percentiles over all answers, in milliseconds."""
-    first = [answer.ttft * 1e3 for answer in answers]
-    gaps = [gap * 1e3 for answer in answers for gap in answer.gaps]
-    metrics = {"ttft_p50_ms": percentile(first, 50), "ttft_p95_ms": percentile(first, 95)}
-    if gaps:
-        metrics |= {f"inter_token_p{percent}_ms": percentile(gaps, percent) for percent in (50, 95, 99)}
-    return metrics
-
-
-def totals(answers: Sequence[Answer]) -> Metrics:
-    """What all answers took together, and how much of the prompts the server had in its cache."""
-    seconds = max(answer.finished for answer in answers) - min(answer.started for answer in answers)
-    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
-    return {
-        "seconds": seconds,
-        "tokens_per_s": sum(answer.completion_tokens for answer in answers) / seconds,
-        "prompt_tokens": prompt_tokens,
-        "cached_percent": 100 * sum(answer.cached_tokens for answer in answers) / prompt_tokens,
-    }
-
-
-@asynccontextmanager
-async def _already_running(url: str) -> AsyncIterator[Server]:
-    yield Server(url, facts={"url": url})

@@ -2,51 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from cllm.bench.client import Client, at_most
-from cllm.bench.figures import Figure, times_the_peer
+from cllm.bench.client import Client
+from cllm.bench.figures import Figure, Metrics, Swept, times_the_peer
+from cllm.bench.load import at_most
+from cllm.bench.peers.base import Needs
 from cllm.bench.prompts import Prompts
-from cllm.bench.workloads.base import HttpWorkload, Metrics, latencies, totals
+from cllm.bench.workloads.over_http import HttpWorkload
+
+_REQUESTS = 16
+"""Together, where nothing else is said; but four at least of one client, and one at least of many."""
+
+MANY = 32
+"""Clients from which batching must show what it is worth."""
 
 
 @dataclass(frozen=True)
 class Batch(HttpWorkload):
     """Each client sends its next request when its last is answered."""
 
-    clients: int
-    requests_each: int
+    clients: int = 1
     prompt_tokens: int = 330
     answer_tokens: int = 64
+    requests_each: int = 0
+    """0: as many as make the work long enough to measure."""
 
     name = "batch"
+    headline = "tokens_per_s"
     figures = (
-        Figure("tokens_per_s", "tokens out per second", "tok/s", "higher", times_the_peer(1.0)),
+        Figure("tokens_per_s", "tokens out", "tok/s", "higher", times_the_peer(1.0)),
         Figure("seconds", "total", "s"),
-        Figure("ttft_p50_ms", "time to first token, P50", "ms"),
-        Figure("ttft_p95_ms", "time to first token, P95", "ms"),
-        Figure("inter_token_p50_ms", "inter-token, P50", "ms"),
-        Figure("inter_token_p95_ms", "inter-token, P95", "ms"),
-        Figure("inter_token_p99_ms", "inter-token, P99", "ms"),
     )
+
+    @property
+    def each(self) -> int:
+        return self.requests_each or min(4, max(1, _REQUESTS // self.clients))
 
     @property
     def title(self) -> str:
         clients = "1 client" if self.clients == 1 else f"{self.clients} clients"
-        return (
-            f"batch: {clients} x {self.requests_each} requests, "
-            f"{self.prompt_tokens} tokens in, {self.answer_tokens} out"
-        )
+        return f"batch: {clients} x {self.each} requests, {self.prompt_tokens} tokens in, {self.answer_tokens} out"
 
     @property
-    def peer_key(self) -> str:
-        return f"batch-{self.clients}"
+    def label(self) -> str:
+        return f"batch, {self.clients} x {self.prompt_tokens}/{self.answer_tokens}"
+
+    @property
+    def swept(self) -> Swept:
+        return Swept(f"{self.prompt_tokens} tokens in, {self.answer_tokens} out", self.clients)
+
+    @property
+    def all_figures(self) -> Sequence[Figure]:
+        if self.clients < MANY:
+            return super().all_figures
+        speed, *others = super().all_figures
+        return [replace(speed, limit=times_the_peer(3.0, {"openvino": 1.3})), *others]
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(self.name, at_once=self.clients, tokens=self.prompt_tokens + self.answer_tokens)
 
     def quick(self) -> Batch:
         return replace(self, requests_each=1, answer_tokens=16)
 
     async def drive(self, client: Client, prompts: Prompts) -> Metrics:
-        texts = [prompts.text(self.prompt_tokens) for _ in range(self.clients * self.requests_each)]
-        answers = await at_most(self.clients, [partial(client.complete, text, self.answer_tokens) for text in texts])
-        return totals(answers) | latencies(answers)
+        texts = [prompts.text(self.prompt_tokens) for _ in range(self.clients * self.each)]
+        await at_most(self.clients, [partial(client.complete, text, self.answer_tokens) for text in texts])
+        return {}

@@ -6,19 +6,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 
-import psutil
-
-from cllm.bench.client import Answer, Client, at_most
-from cllm.bench.figures import Figure, Run, own
+from cllm.bench.answer import Answer
+from cllm.bench.client import Client
+from cllm.bench.figures import OURS, Figure, Metrics, Run, own
+from cllm.bench.http import BenchError
+from cllm.bench.load import at_most
 from cllm.bench.prompts import Prompts
 from cllm.bench.servers import start_bare, start_cllm
 from cllm.bench.stats import slope
-from cllm.bench.workloads.base import Metrics, Setup, Workload, warm_up
+from cllm.bench.watch import resident_mb
+from cllm.bench.workloads.base import LocalWorkload, Setup
 from cllm.bench.workloads.context import ContextSize
+from cllm.bench.workloads.over_http import warm_up
+
+BARE = "bare llama.cpp"
 
 
 @dataclass(frozen=True)
-class Memory(Workload):
+class Memory(LocalWorkload):
     """Short requests, a few at a time. The bare process holds the same model and context, and has run once."""
 
     requests: int = 2000
@@ -48,28 +53,18 @@ class Memory(Workload):
     def quick(self) -> Memory:
         return replace(self, requests=100, sample_every=5)
 
-    def peer_name(self, setup: Setup) -> str:
-        return "bare llama.cpp"
-
-    async def measure(self, setup: Setup) -> list[Run]:
-        runs = []
-        for repeat in range(setup.repeats):
-            setup.progress(f"{self.title}: {repeat + 1} of {setup.repeats}")
-            prompts = setup.prompts(f"{self.name} {repeat}")
-            bare_mb = await self._bare_mb(setup)
-            ours = await self._ours(setup, prompts)
-            ours["extra_mb"] = ours["final_mb"] - bare_mb
-            runs += [
-                Run("ours", repeat, ours),
-                Run("peer", repeat, {"loaded_mb": bare_mb, "final_mb": bare_mb}),
-            ]
-        return runs
+    async def one_repeat(self, setup: Setup, repeat: int) -> list[Run]:
+        prompts = setup.prompts(f"{self.name} {repeat}")
+        bare_mb = await self._bare_mb(setup)
+        ours = await self._ours(setup, prompts)
+        ours["extra_mb"] = ours["final_mb"] - bare_mb
+        return [Run(OURS, repeat, ours), Run(BARE, repeat, {"loaded_mb": bare_mb, "final_mb": bare_mb})]
 
     async def _bare_mb(self, setup: Setup) -> float:
         context = self.context
         async with start_bare(setup.model_file, setup.threads, context.slots, context.slot_tokens) as bare:
             await bare.generate(range(64), 4)
-            return _resident_mb(bare.pid)
+            return resident_mb(bare.pid)
 
     async def _ours(self, setup: Setup, prompts: Prompts) -> Metrics:
         texts = [prompts.text(self.prompt_tokens) for _ in range(self.requests)]
@@ -80,16 +75,18 @@ class Memory(Workload):
         ):
             assert server.pid is not None
             await warm_up(client, setup.prompts("warm-up"))
-            loaded = _resident_mb(server.pid)
+            loaded = resident_mb(server.pid)
             samples: list[tuple[int, float]] = []
             done = 0
 
             async def request(pid: int, text: str) -> Answer:
                 nonlocal done
                 answer = await client.complete(text, self.answer_tokens)
+                if answer.error:
+                    raise BenchError(answer.error)
                 done += 1
                 if done % self.sample_every == 0:
-                    samples.append((done, _resident_mb(pid)))
+                    samples.append((done, resident_mb(pid)))
                 return answer
 
             await at_most(self.at_a_time, [partial(request, server.pid, text) for text in texts])
@@ -107,7 +104,3 @@ def trend(samples: list[tuple[int, float]]) -> Metrics:
         "growth_percent": (after / before - 1) * 100,
         "slope_bytes": slope([done for done, _ in settled], [resident * 1e6 for _, resident in settled]),
     }
-
-
-def _resident_mb(pid: int) -> float:
-    return float(psutil.Process(pid).memory_info().rss) / 1e6

@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 from cllm.backends.base import Backend
 from cllm.backends.fake import FakeBackend
-from cllm.bench.figures import Figure, Run, own
-from cllm.bench.workloads.base import Metrics, Setup, Workload, busy_at_rest
+from cllm.bench.figures import OURS, Figure, Metrics, Run, own
+from cllm.bench.workloads.base import LocalWorkload, Setup, busy_at_rest
 from cllm.engine import scheduler as scheduler_module
 from cllm.engine.budget import StepBudget
 from cllm.engine.params import SamplingParams
@@ -32,7 +32,7 @@ VOCABULARY = 320
 
 
 @dataclass(frozen=True)
-class Micro(Workload):
+class Micro(LocalWorkload):
     running: tuple[int, int] = (32, 256)
     prompt_tokens: int = 330
     steps: int = 200
@@ -58,23 +58,16 @@ class Micro(Workload):
     def quick(self) -> Micro:
         return replace(self, steps=20, pool_blocks=4_096, tree_sequences=200)
 
-    def peer_name(self, setup: Setup) -> None:
-        return None
-
-    async def measure(self, setup: Setup) -> list[Run]:
-        runs = []
-        for repeat in range(setup.repeats):
-            setup.progress(f"{self.title}: {repeat + 1} of {setup.repeats}")
-            facts = {"busy_percent_before": await busy_at_rest()}
-            small, large = self.running
-            metrics: Metrics = {
-                "small_step_ms": self.step_ms(small),
-                "large_step_ms": self.step_ms(large),
-                "pool_blocks_per_s": self.pool_blocks_per_s(),
-                "tree_per_s": self.tree_per_s(),
-            }
-            runs.append(Run("ours", repeat, metrics, facts))
-        return runs
+    async def one_repeat(self, setup: Setup, repeat: int) -> list[Run]:
+        facts = {"busy_percent_before": await busy_at_rest()}
+        small, large = self.running
+        metrics: Metrics = {
+            "small_step_ms": self.step_ms(small),
+            "large_step_ms": self.step_ms(large),
+            "pool_blocks_per_s": self.pool_blocks_per_s(),
+            "tree_per_s": self.tree_per_s(),
+        }
+        return [Run(OURS, repeat, metrics, facts)]
 
     def step_ms(self, running: int) -> float:
         """Median milliseconds that a step of `running` decoding sequences takes beside backend and sampling."""

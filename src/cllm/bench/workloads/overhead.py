@@ -8,17 +8,20 @@ from statistics import median
 from time import perf_counter
 
 from cllm.bench.client import Client
-from cllm.bench.figures import Figure, Run, own
+from cllm.bench.figures import OURS, Figure, Metrics, Run, own
 from cllm.bench.servers import Bare, start_bare, start_cllm
-from cllm.bench.workloads.base import Metrics, Setup, Workload, busy_at_rest, warm_up
+from cllm.bench.workloads.base import LocalWorkload, Setup, busy_at_rest
 from cllm.bench.workloads.context import ContextSize
+from cllm.bench.workloads.over_http import warm_up
 from cllm.config import load_config
 from cllm.engine.params import SamplingParams
 from cllm.llm import AsyncLLM
 
+BARE = "bare C API"
+
 
 @dataclass(frozen=True)
-class Overhead(Workload):
+class Overhead(LocalWorkload):
     """Both sides take turns on the same prompts, so that every token is computed at the same sequence length."""
 
     prompt_tokens: int = 32
@@ -45,22 +48,15 @@ class Overhead(Workload):
     def quick(self) -> Overhead:
         return replace(self, answer_tokens=16, rounds=2)
 
-    def peer_name(self, setup: Setup) -> str:
-        return "bare C API"
-
-    async def measure(self, setup: Setup) -> list[Run]:
-        runs = []
+    async def one_repeat(self, setup: Setup, repeat: int) -> list[Run]:
         context = self.context
-        for repeat in range(setup.repeats):
-            setup.progress(f"{self.title}: {repeat + 1} of {setup.repeats}")
-            prompts = setup.prompts(f"{self.name} {repeat}")
-            texts = [prompts.text(self.prompt_tokens) for _ in range(self.rounds)]
-            facts = {"busy_percent_before": await busy_at_rest()}
-            async with start_bare(setup.model_file, setup.threads, context.slots, context.slot_tokens) as bare:
-                ours, theirs = await self._in_process(setup, texts, bare)
-                ours |= await self._over_http(setup, texts, bare)
-            runs += [Run("ours", repeat, ours, facts), Run("peer", repeat, theirs)]
-        return runs
+        prompts = setup.prompts(f"{self.name} {repeat}")
+        texts = [prompts.text(self.prompt_tokens) for _ in range(self.rounds)]
+        facts = {"busy_percent_before": await busy_at_rest()}
+        async with start_bare(setup.model_file, setup.threads, context.slots, context.slot_tokens) as bare:
+            ours, theirs = await self._in_process(setup, texts, bare)
+            ours |= await self._over_http(setup, texts, bare)
+        return [Run(OURS, repeat, ours, facts), Run(BARE, repeat, theirs)]
 
     async def _in_process(self, setup: Setup, texts: Sequence[str], bare: Bare) -> tuple[Metrics, Metrics]:
         settings = {

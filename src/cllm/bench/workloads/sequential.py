@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from statistics import median
 
 from cllm.bench.client import Client
-from cllm.bench.figures import Figure, own
+from cllm.bench.figures import Figure, Metrics, own
+from cllm.bench.peers.base import Needs
 from cllm.bench.prompts import Prompts
-from cllm.bench.stats import last_fifth_over_first, slope
-from cllm.bench.workloads.base import HttpWorkload, Metrics
+from cllm.bench.stats import last_fifth_over_first
+from cllm.bench.workloads.over_http import HttpWorkload
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Sequential(HttpWorkload):
     prompt_tokens: int = 4
 
     name = "sequential"
+    headline = "request_p50_ms"
     figures = (
         Figure("last_over_first", "last fifth / first fifth", "", limit=own(1.05)),
-        Figure("request_ms", "one request, P50", "ms"),
-        Figure("slope_us", "slope per request", "us"),
+        Figure("slope_ms", "slope per request", "ms"),
     )
 
     @property
@@ -33,14 +33,18 @@ class Sequential(HttpWorkload):
             f"sequential: {self.prompt_tokens} tokens in, {self.answer_tokens} out, {self.requests} requests one by one"
         )
 
+    @property
+    def label(self) -> str:
+        return f"sequential, {self.answer_tokens} out"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(self.name, at_once=1, tokens=self.prompt_tokens + self.answer_tokens)
+
     def quick(self) -> Sequential:
         return replace(self, requests=self.requests // 10)
 
     async def drive(self, client: Client, prompts: Prompts) -> Metrics:
         texts = [prompts.text(self.prompt_tokens) for _ in range(self.requests)]
-        milliseconds = [(await client.complete(text, self.answer_tokens)).seconds * 1e3 for text in texts]
-        return {
-            "last_over_first": last_fifth_over_first(milliseconds),
-            "request_ms": median(milliseconds),
-            "slope_us": slope(range(len(milliseconds)), milliseconds) * 1e3,
-        }
+        answers = [await client.complete(text, self.answer_tokens) for text in texts]
+        return {"last_over_first": last_fifth_over_first([answer.seconds for answer in answers])}

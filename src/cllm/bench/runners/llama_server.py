@@ -1,9 +1,7 @@
-"""Runs llama.cpp's own HTTP server out of the wheel `xllamacpp`, in a process of its own.
+"""Runs llama.cpp's own HTTP server out of the wheel `xllamacpp`.
 
-    python -m cllm.bench.llama_server '{"model": "file.gguf", "threads": 2, "parallel": 8, "slot_tokens": 512}'
-
-Prints one line of JSON when it is ready (its address, and how its library was built) and ends when its standard input
-does, so that it never outlives the benchmark.
+python -m cllm.bench.runners.llama_server '{"model": "file.gguf", "threads": 2, "slots": 8, "slot_tokens": 512,
+                                            "unified": false, "batch": 2048}'
 """
 
 from __future__ import annotations
@@ -14,14 +12,16 @@ from typing import Any
 
 import xllamacpp
 
+from cllm.bench.runners import say_ready
+
 
 def server_params(wanted: dict[str, Any]) -> Any:
     params = xllamacpp.CommonParams()
     params.model.path = wanted["model"]
     params.cpuparams.n_threads = wanted["threads"]
     params.cpuparams_batch.n_threads = wanted["threads"]
-    params.n_parallel = wanted["parallel"]
-    params.n_ctx = wanted["parallel"] * wanted["slot_tokens"]
+    params.n_parallel = wanted["slots"]
+    params.n_ctx = wanted["slots"] * wanted["slot_tokens"]
     params.n_batch = wanted["batch"]
     params.n_ubatch = min(512, wanted["batch"])
     params.kv_unified = wanted["unified"]
@@ -37,8 +37,7 @@ def server_params(wanted: dict[str, Any]) -> Any:
 
 def main() -> None:
     server = xllamacpp.Server(server_params(json.loads(sys.argv[1])))
-    ready = {"url": server.listening_address, "built_for": xllamacpp.get_system_info()}
-    print(json.dumps(ready), flush=True)
+    say_ready(url=server.listening_address, built_for=xllamacpp.get_system_info())
     sys.stdin.read()
 
 

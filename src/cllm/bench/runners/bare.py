@@ -1,6 +1,6 @@
 """llama.cpp with nothing around it: the least that any layer over it can be measured against.
 
-    python -m cllm.bench.bare '{"model": "file.gguf", "threads": 2, "slots": 8, "slot_tokens": 2048}'
+    python -m cllm.bench.runners.bare '{"model": "file.gguf", "threads": 2, "slots": 8, "slot_tokens": 2048}'
 
 A process of its own, so that it shares no interpreter, threads or memory with what it is compared to. It prints one
 line of JSON when it is ready, then answers each line `{"prompt": [ids], "tokens": n}` with the greedy tokens and their
@@ -17,6 +17,8 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
+
+from cllm.bench.runners import say_ready
 
 # Referenced for as long as llama.cpp may call it.
 _NO_LOG = llama_cpp.llama_log_callback(lambda level, text, data: None)
@@ -69,7 +71,7 @@ def _params(threads: int, slots: int, slot_tokens: int) -> Any:
 
 def main() -> None:
     llama = BareLlama(**json.loads(sys.argv[1]))
-    print(json.dumps({"built_for": llama_cpp.llama_print_system_info().decode()}), flush=True)
+    say_ready(built_for=llama_cpp.llama_print_system_info().decode())
     for line in sys.stdin:
         ids, times = llama.generate(**json.loads(line))
         print(json.dumps({"ids": ids, "times": times}), flush=True)

@@ -1,0 +1,144 @@
+"""llama.cpp through its C API, set up as it runs best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+from cllm.backends.base import Chunk
+from cllm.backends.llama_cpp.context import Context
+from cllm.backends.llama_cpp.library import load_library
+from cllm.backends.llama_cpp.model import load_model, read_shape
+from cllm.backends.llama_cpp.slots import LlamaSlotOps
+from cllm.bench.kernels.streams import Tokens, fill, median_step_s, tokens_per_s
+from cllm.bench.kernels.works import Work
+from cllm.errors import ModelError
+
+BATCH = 2048
+MICRO_BATCH = 512
+HELD_PER_SEQUENCE = 512
+PADDING = 256
+
+
+class SequenceStreams:
+    """Streams as sequences of one context."""
+
+    def __init__(self, context: Context, streams: int) -> None:
+        self._context = context
+        self._ops = LlamaSlotOps(context)
+        self._slots = range(streams)
+
+    def prompt(self, tokens: Tokens[int]) -> None:
+        self._ops.remove(0, 0)
+        for start in range(0, len(tokens), BATCH):
+            part = tokens[start : start + BATCH]
+            self._context.decode([Chunk(part, start, start + len(part) == len(tokens), 0)])
+
+    def share(self) -> None:
+        # Through bytes: llama.cpp's own copy shares the cells of a unified cache, which real streams cannot.
+        self.copy_to(self._slots[1:])
+
+    def decode(self, tokens: Tokens[int], position: int) -> None:
+        self._context.decode([Chunk(tokens[slot : slot + 1], position, True, slot) for slot in self._slots])
+
+    def rewind(self, position: int) -> None:
+        for slot in self._slots:
+            self._ops.remove(slot, position)
+
+    def copy_to(self, slots: range) -> None:
+        for slot in slots:
+            self._ops.copy(0, slot)
+
+    def empty(self, slots: range) -> None:
+        for slot in slots:
+            self._ops.remove(slot, 0)
+
+
+class LlamaContender:
+    def __init__(self, *, model: str, threads: int) -> None:
+        self._started = perf_counter()
+        self._library = load_library()
+        self._model = load_model(self._library, Path(model), mmap=True, mlock=False)
+        self._n_vocab = read_shape(self._library.api, self._model).n_vocab
+        self._threads = threads
+        self._contexts: dict[tuple[Work, bool, bool], tuple[Context, SequenceStreams]] = {}
+
+    def describe(self) -> dict[str, Any]:
+        return {"built_for": self._library.cpu_feature(), "version": self._library.version}
+
+    def speed(self, work: Mapping[str, Any], variant: Mapping[str, Any]) -> dict[str, float]:
+        todo = Work(**work)
+        streams = self._streams_for(todo, **variant)
+        return {"tokens_per_s": tokens_per_s(streams, todo, self._n_vocab)}
+
+    def forget(self) -> dict[str, Any]:
+        """Close all contexts; the next work makes new ones."""
+        for context, _ in self._contexts.values():
+            context.close()
+        self._contexts.clear()
+        return {}
+
+    def slow_down(self, work: Mapping[str, Any], variant: Mapping[str, Any], held: int) -> dict[str, float]:
+        """Step times of one stream, alone in the cache and beside what others hold."""
+        self.forget()
+        todo = Work(**work)
+        others = range(1, 1 + held // todo.context)
+        tokens = todo.room + held
+        context = self._open(tokens, 1 + len(others), **variant)
+        streams = SequenceStreams(context, todo.streams)
+        alone, beside = [], []
+        try:
+            for _ in range(todo.rounds):
+                streams.empty(others)
+                fill(streams, todo, self._n_vocab)
+                alone.append(median_step_s(streams, todo, self._n_vocab))
+                streams.copy_to(others)
+                beside.append(median_step_s(streams, todo, self._n_vocab))
+        finally:
+            context.close()
+        return {"alone_s": median(alone), "beside_s": median(beside)}
+
+    def _streams_for(self, work: Work, *, unified: bool, flash: bool) -> SequenceStreams:
+        key = (work, unified, flash)
+        if key not in self._contexts:
+            room = -(-work.room // PADDING) * PADDING
+            context = self._open(work.streams * room, work.streams, unified=unified, flash=flash)
+            streams = SequenceStreams(context, work.streams)
+            fill(streams, work, self._n_vocab)
+            self._contexts[key] = (context, streams)
+        return self._contexts[key][1]
+
+    def _open(self, tokens: int, sequences: int, *, unified: bool, flash: bool) -> Context:
+        api = self._library.api
+        params = api.llama_context_default_params()
+        params.n_ctx = tokens
+        params.n_seq_max = params.n_outputs_max = sequences
+        params.n_batch, params.n_ubatch = BATCH, MICRO_BATCH
+        params.n_threads = params.n_threads_batch = self._threads
+        params.kv_unified = unified
+        params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else api.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.offload_kqv = params.op_offload = False
+        params.no_perf = True
+        return Context(self._library, self._model, params, self._n_vocab)
+
+
+def requantise(model: Path, target: Path, threads: int) -> None:
+    """Make the Q4_0 file, llama.cpp's fastest type, of a model that is quantised already."""
+    library = load_library()
+    api = library.api
+    params = api.llama_model_quantize_default_params()
+    params.ftype = api.LLAMA_FTYPE_MOSTLY_Q4_0
+    params.allow_requantize = True
+    params.nthread = threads
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside the target and moved into place, so that an interrupted run leaves no half file under its name.
+    with TemporaryDirectory(prefix=".requantise-", dir=target.parent) as directory:
+        made = Path(directory) / target.name
+        library.log.clear()
+        if api.llama_model_quantize(str(model).encode(), str(made).encode(), params) != 0:
+            raise ModelError(f"llama.cpp cannot make a Q4_0 file of {model}: {library.log.reason()}")
+        made.replace(target)

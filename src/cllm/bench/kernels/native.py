@@ -1,0 +1,152 @@
+"""cLLM's engine: the extension, fed directly, without scheduler and cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from cllm._native import Engine, measure_limits
+from cllm.backends.native.loader import load_engine
+from cllm.bench.kernels.streams import Tokens, draw_tokens, fill, median_step_s, tokens_per_s
+from cllm.bench.kernels.works import Work
+from cllm.kv.memory import bytes_per_token
+from cllm.models.gguf import GGUFModel
+
+BLOCK = 16
+FIRST_PROMPT = 16
+KV_TYPE = "f16"
+SPARE = 4
+"""The arena is this many times as large as what is used, and the rest behind it: memory that nobody uses must not be
+taken."""
+
+
+class BlockStreams:
+    """Streams over blocks in no order, as they lie after a while in a server."""
+
+    def __init__(self, engine: Engine, n_vocab: int, streams: int, room: int, held: int = 0) -> None:
+        self._engine = engine
+        per_stream = -(-room // BLOCK)
+        used, others = streams * per_stream, -(-held // BLOCK)
+        engine.allocate(blocks=SPARE * (used + others), block_size=BLOCK, type_k=KV_TYPE, type_v=KV_TYPE)
+        placed = np.random.default_rng(streams).permutation(used + others).astype(np.int32)
+        self._tables = placed[:used].reshape(streams, per_stream)
+        self._others = placed[used:]
+        self._logits = np.empty((streams, n_vocab), np.float32)
+        self.tokens_used = used * BLOCK
+
+    def prompt(self, tokens: Tokens[int]) -> None:
+        self._step(tokens, self._tables[:1], 0, len(tokens))
+
+    def share(self) -> None:
+        self._copy_first_to(self._tables[1:])
+
+    def decode(self, tokens: Tokens[int], position: int) -> None:
+        self._step(tokens, self._tables, position, 1)
+
+    def rewind(self, position: int) -> None:
+        """What lies behind is written over."""
+
+    def hold(self) -> None:
+        """The others' blocks, each with K/V of its own."""
+        first = self._tables[0]
+        whole = len(self._others) // len(first) * len(first)
+        self._copy_first_to(self._others[:whole].reshape(-1, len(first)))
+
+    def _copy_first_to(self, tables: NDArray[np.int32]) -> None:
+        if tables.size:
+            sources = np.broadcast_to(self._tables[0], tables.shape)
+            self._engine.copy_blocks(np.stack([sources.ravel(), tables.ravel()], axis=1))
+
+    def _step(self, tokens: Tokens[int], tables: NDArray[np.int32], position: int, count: int) -> None:
+        blocks = -(-(position + count) // BLOCK)
+        chunks = np.empty((len(tables), 4), np.int32)
+        chunks[:] = (count, position, 1, blocks)
+        table = np.ascontiguousarray(tables[:, :blocks]).ravel()
+        self._engine.step(np.frombuffer(tokens, np.int32), chunks, table, self._logits[: len(tables)])
+
+
+class NativeContender:
+    def __init__(self, *, model: str, threads: int, instruction_set: str) -> None:
+        self._started = perf_counter()
+        self._model = GGUFModel.open(Path(model))
+        self._engine = load_engine(self._model, threads=threads, instruction_set=instruction_set)
+        self._n_vocab = self._model.shape.n_vocab
+        self._filled: tuple[Work, BlockStreams] | None = None
+
+    def describe(self) -> dict[str, Any]:
+        return {"instruction_set": self._engine.instruction_set, "weight_bytes": self._engine.weight_bytes}
+
+    def first_token(self) -> dict[str, float]:
+        """Seconds from the constructor to the first token of a short prompt."""
+        streams = BlockStreams(self._engine, self._n_vocab, 1, FIRST_PROMPT)
+        streams.prompt(draw_tokens(FIRST_PROMPT, "first", self._n_vocab))
+        return {"seconds": perf_counter() - self._started}
+
+    def speed(self, work: Mapping[str, Any], variant: Mapping[str, Any]) -> dict[str, float]:
+        todo = Work(**work)
+        return {"tokens_per_s": tokens_per_s(self._streams_for(todo), todo, self._n_vocab)}
+
+    def forget(self) -> dict[str, Any]:
+        self._filled = None
+        return {}
+
+    def limits(self, seconds: float) -> dict[str, float]:
+        return measure_limits(self._engine.instruction_set, self._engine.threads, seconds, self._engine.weight_bytes)
+
+    def slow_down(self, work: Mapping[str, Any], variant: Mapping[str, Any], held: int) -> dict[str, float]:
+        """Step times of one stream, alone in the arena and beside what others hold."""
+        self._filled = None
+        todo = Work(**work)
+        alone, beside = [], []
+        for _ in range(todo.rounds):
+            streams = BlockStreams(self._engine, self._n_vocab, todo.streams, todo.room, held)
+            fill(streams, todo, self._n_vocab)
+            alone.append(median_step_s(streams, todo, self._n_vocab))
+            streams.hold()
+            beside.append(median_step_s(streams, todo, self._n_vocab))
+        return {"alone_s": median(alone), "beside_s": median(beside)}
+
+    def memory(self, work: Mapping[str, Any]) -> dict[str, float]:
+        """What the whole process has in memory after the work, and what it must have."""
+        todo = Work(**work)
+        streams = self._streams_for(todo)
+        tokens_per_s(streams, todo, self._n_vocab)
+        shape = self._model.shape
+        per_token = bytes_per_token(
+            n_layers=shape.n_layers,
+            n_kv_heads=shape.n_kv_heads,
+            head_dim_k=shape.head_dim_k,
+            head_dim_v=shape.head_dim_v,
+            type_k=KV_TYPE,
+            type_v=KV_TYPE,
+        )
+        return {
+            "resident_bytes": psutil.Process().memory_info().rss,
+            "weight_bytes": self._engine.weight_bytes,
+            "kv_bytes": streams.tokens_used * per_token,
+        }
+
+    def profile(self, work: Mapping[str, Any]) -> dict[str, float]:
+        """Seconds of one pass by phase."""
+        todo = Work(**work)
+        streams = self._streams_for(todo)
+        self._engine.set_profiling(True)
+        tokens_per_s(streams, todo, self._n_vocab)
+        phases = self._engine.profile()
+        self._engine.set_profiling(False)
+        return phases
+
+    def _streams_for(self, work: Work) -> BlockStreams:
+        """Filled streams; those of the work before are given up."""
+        if self._filled is None or self._filled[0] != work:
+            streams = BlockStreams(self._engine, self._n_vocab, work.streams, work.room)
+            fill(streams, work, self._n_vocab)
+            self._filled = (work, streams)
+        return self._filled[1]

@@ -1,0 +1,127 @@
+"""The pieces of work, who does them, and what must be reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+QUICK_CONTEXT = 64
+QUICK_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A prompt, if `steps` is 0; else decode steps of streams that hold `context` tokens each already."""
+
+    key: str
+    label: str
+    streams: int
+    context: int
+    steps: int = 0
+    rounds: int = 1
+    """How often in one pass."""
+
+    @property
+    def tokens(self) -> int:
+        """Those that count in one pass."""
+        return self.rounds * (self.streams * self.steps if self.steps else self.context)
+
+    @property
+    def room(self) -> int:
+        """Positions that each stream needs."""
+        return self.context + self.steps + 1
+
+    def quick(self) -> Work:
+        steps = min(self.steps, QUICK_STEPS)
+        return replace(self, context=min(self.context, QUICK_CONTEXT), steps=steps, rounds=1)
+
+
+PREFILL = Work("prefill", "prefill, 512 tokens", streams=1, context=512, rounds=2)
+ONE_SHORT = Work("decode-16", "decode, 1 stream, context 16", streams=1, context=16, steps=64)
+ONE_MIDDLE = Work("decode-512", "decode, 1 stream, context 512", streams=1, context=512, steps=64)
+ONE_LONG = Work("decode-2048", "decode, 1 stream, context 2,048", streams=1, context=2048, steps=48)
+MANY = Work("decode-32x512", "decode, 32 streams, context 512", streams=32, context=512, steps=16)
+MANY_SHORT = Work("decode-32x330", "decode, 32 streams, context 330", streams=32, context=330, steps=16)
+WORKS = (PREFILL, ONE_SHORT, ONE_MIDDLE, ONE_LONG, MANY, MANY_SHORT)
+
+HELD = Work("held", "1 stream at 512 while others hold 20,000 tokens", streams=1, context=512, steps=48, rounds=3)
+HELD_TOKENS = 20_000
+
+# Names of what is measured beside the works.
+FIRST_TOKEN = "first-token"
+MEMORY = "memory"
+SECTIONS = (*(work.key for work in WORKS), HELD.key, FIRST_TOKEN, MEMORY)
+
+OURS = "cLLM"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another engine, or another way to run one."""
+
+    label: str
+    engine: str
+    """`llama` or `genai`."""
+    requantised: bool = False
+    """Runs the Q4_0 file that is made of the model, not the model itself."""
+    variants: tuple[Mapping[str, Any], ...] = ({},)
+    """Settings that may be its best; all are tried before a piece of work, and the fastest is used."""
+
+    @property
+    def process(self) -> tuple[str, bool]:
+        """Peers with the same one share a process."""
+        return (self.engine, self.requantised)
+
+
+def _llama(label: str, *, requantised: bool, unified: bool) -> Peer:
+    variants = tuple({"unified": unified, "flash": flash} for flash in (True, False))
+    return Peer(f"llama.cpp {label}", "llama", requantised, variants)
+
+
+SAME = _llama("same file", requantised=False, unified=False)
+SAME_UNIFIED = _llama("same file, unified", requantised=False, unified=True)
+BEST = _llama("Q4_0", requantised=True, unified=False)
+BEST_UNIFIED = _llama("Q4_0, unified", requantised=True, unified=True)
+GENAI = Peer("OpenVINO GenAI same file", "genai")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    work: Work
+    peer: Peer
+    times: float | None = None
+    """How many times as fast we must be; None where it is for information."""
+
+
+COMPARISONS = (
+    Comparison(PREFILL, SAME, 3.5),
+    Comparison(PREFILL, BEST, 1.7),
+    Comparison(ONE_SHORT, SAME, 2.0),
+    Comparison(ONE_SHORT, BEST, 1.3),
+    Comparison(ONE_MIDDLE, SAME),
+    Comparison(ONE_MIDDLE, BEST),
+    Comparison(ONE_LONG, SAME, 3.0),
+    Comparison(ONE_LONG, BEST),
+    Comparison(MANY, SAME_UNIFIED),
+    Comparison(MANY, SAME, 3.5),
+    Comparison(MANY, BEST_UNIFIED, 2.5),
+    Comparison(MANY, BEST, 2.5),
+    Comparison(MANY_SHORT, GENAI, 1.3),
+    Comparison(HELD, SAME_UNIFIED),
+)
+
+# ik_llama.cpp's best tokens a second with the same file, measured once on two cores of another machine, which has AVX2
+# only. Its 32 streams stood in one unified cache.
+ELSEWHERE_LABEL = "ik_llama.cpp, elsewhere"
+ELSEWHERE = ((PREFILL, 658.0), (ONE_SHORT, 164.0), (MANY, 46.0))
+
+PREFILL_SHARE = 0.65
+ONE_STREAM_SHARE = 0.7
+FIRST_TOKEN_S = 1.5
+SLOW_DOWN_PERCENT = 2.0
+MEMORY_OVER_MB = 150.0
+
+
+def peers_of(work: Work) -> list[Peer]:
+    return [comparison.peer for comparison in COMPARISONS if comparison.work is work]

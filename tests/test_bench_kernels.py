@@ -1,0 +1,554 @@
+"""`cllm bench kernels`: is the work done as described, on every engine alike, and is the table judged right?"""
+
+from __future__ import annotations
+
+import io
+import json
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer import Typer
+from typer.testing import CliRunner
+
+from cllm.bench.http import BenchError
+from cllm.bench.kernels import cli, run, table
+from cllm.bench.kernels.processes import EngineProcess
+from cllm.bench.kernels.run import KernelBench, Options, macs_per_token, weight_bytes_per_token
+from cllm.bench.kernels.streams import draw_tokens, fill, step_times, tokens_per_s
+from cllm.bench.kernels.table import INT8, MACHINE, MODEL_READ, Line, Measured, make_lines, make_notes, save
+from cllm.bench.kernels.worker import serve
+from cllm.bench.kernels.works import (
+    BEST,
+    BEST_UNIFIED,
+    COMPARISONS,
+    FIRST_TOKEN,
+    GENAI,
+    HELD,
+    MANY,
+    MANY_SHORT,
+    MEMORY,
+    ONE_LONG,
+    ONE_SHORT,
+    OURS,
+    PREFILL,
+    SAME,
+    SAME_UNIFIED,
+    SECTIONS,
+    WORKS,
+    Work,
+    peers_of,
+)
+from cllm.models.gguf import GGUFModel
+from native_kit import write_model
+
+native = pytest.importorskip("cllm._native", reason="the extension is not built")
+
+SMALL = Work("small", "small", streams=3, context=20, steps=5)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny.gguf", weight_type="q4_1", tied=True)
+
+
+# --- the work ---
+
+
+class Recorder:
+    """Streams that write down what is asked of them."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def prompt(self, tokens: array[int]) -> None:
+        self.calls.append(("prompt", len(tokens)))
+
+    def share(self) -> None:
+        self.calls.append(("share",))
+
+    def decode(self, tokens: array[int], position: int) -> None:
+        self.calls.append(("decode", len(tokens), position))
+
+    def rewind(self, position: int) -> None:
+        self.calls.append(("rewind", position))
+
+
+def test_a_decode_pass_goes_on_from_the_context_and_leaves_the_streams_as_they_were() -> None:
+    streams = Recorder()
+    times = step_times(streams, SMALL, 500)
+    warm_up = [("decode", 3, 20), ("rewind", 20)]
+    assert streams.calls == [*warm_up, *(("decode", 3, 20 + step) for step in range(5)), ("rewind", 20)]
+    assert len(times) == 5 and all(time >= 0 for time in times)
+
+
+def test_a_prompt_pass_computes_the_whole_prompt_each_round() -> None:
+    streams = Recorder()
+    work = Work("p", "p", streams=1, context=30, rounds=3)
+    assert tokens_per_s(streams, work, 500) > 0
+    assert streams.calls == [("prompt", 30)] * 3
+    assert work.tokens == 90
+
+
+def test_filling_gives_every_stream_the_context() -> None:
+    streams = Recorder()
+    fill(streams, SMALL, 500)
+    assert streams.calls == [("prompt", 20), ("share",)]
+
+
+@given(st.integers(1, 200), st.text(max_size=8), st.integers(2, 60_000))
+def test_tokens_are_the_same_for_every_engine_and_in_the_vocabulary(count: int, seed: str, n_vocab: int) -> None:
+    drawn = draw_tokens(count, seed, n_vocab)
+    assert drawn == draw_tokens(count, seed, n_vocab)
+    assert len(drawn) == count and all(0 < token < n_vocab for token in drawn)
+
+
+def test_quick_work_is_small_but_of_the_same_kind() -> None:
+    for work in WORKS:
+        quick = work.quick()
+        assert (quick.key, quick.streams, bool(quick.steps)) == (work.key, work.streams, bool(work.steps))
+        assert quick.tokens <= 4 * 64
+
+
+# --- the engines ---
+
+
+class RecordingEngine:
+    """Stands in for the extension's Engine and keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.steps: list[tuple[list[int], list[list[int]], list[int], int]] = []
+        self.copies: list[list[int]] = []
+
+    def allocate(self, *, blocks: int, block_size: int, type_k: str, type_v: str) -> None:
+        assert (block_size, type_k, type_v) == (16, "f16", "f16")
+        self.blocks = blocks
+
+    def step(self, tokens: Any, chunks: Any, blocks: Any, logits: Any) -> bool:
+        assert tokens.dtype == chunks.dtype == blocks.dtype == np.int32 and logits.dtype == np.float32
+        self.steps.append((tokens.tolist(), chunks.tolist(), blocks.tolist(), len(logits)))
+        return True
+
+    def copy_blocks(self, pairs: Any) -> None:
+        self.copies += pairs.tolist()
+
+
+def block_streams(engine: RecordingEngine, streams: int, room: int, held: int = 0) -> Any:
+    from cllm.bench.kernels.native import BlockStreams
+
+    return BlockStreams(engine, 50, streams, room, held)  # type: ignore[arg-type]
+
+
+def test_every_stream_has_blocks_of_its_own_and_only_those_it_needs() -> None:
+    engine = RecordingEngine()
+    streams = block_streams(engine, streams=3, room=40)
+    streams.decode(array("i", [7, 8, 9]), position=20)
+    tokens, chunks, blocks, rows = engine.steps[0]
+    assert tokens == [7, 8, 9] and rows == 3
+    assert chunks == [[1, 20, 1, 2]] * 3
+    assert len(set(blocks)) == 6 and all(0 <= block < engine.blocks for block in blocks)
+    streams.decode(array("i", [7, 8, 9]), position=32)
+    assert len(set(engine.steps[1][2])) == 9
+
+
+def test_a_prompt_goes_to_the_first_stream_and_is_copied_to_the_others() -> None:
+    engine = RecordingEngine()
+    streams = block_streams(engine, streams=3, room=32)
+    streams.prompt(array("i", range(20)))
+    tokens, chunks, first, rows = engine.steps[0]
+    assert (tokens, chunks, rows) == (list(range(20)), [[20, 0, 1, 2]], 1)
+    streams.share()
+    assert [source for source, _ in engine.copies] == first * 2
+    targets = {target for _, target in engine.copies}
+    assert len(targets) == 4 and not targets & set(first)
+
+
+def test_what_others_hold_is_really_written_and_touches_no_stream() -> None:
+    engine = RecordingEngine()
+    streams = block_streams(engine, streams=1, room=32, held=320)
+    streams.decode(array("i", [1]), position=31)
+    streams.hold()
+    targets = [target for _, target in engine.copies]
+    assert len(set(targets)) == len(targets) == 20
+    assert not set(targets) & set(engine.steps[0][2])
+    assert engine.blocks >= 22
+
+
+def test_the_native_engine_does_all_kinds_of_work(tiny: Path) -> None:
+    from cllm.bench.kernels.native import NativeContender
+
+    engine = NativeContender(model=str(tiny), threads=2, instruction_set="generic")
+    assert engine.describe()["instruction_set"] == "generic"
+    assert engine.first_token()["seconds"] > 0
+    for work in (SMALL, replace(SMALL, steps=0, streams=1)):
+        assert engine.speed(asdict(work), {})["tokens_per_s"] > 0
+    slow_down = engine.slow_down(asdict(SMALL), {}, held=64)
+    assert min(slow_down.values()) > 0
+    memory = engine.memory(asdict(SMALL))
+    assert memory["resident_bytes"] > memory["weight_bytes"] > 0 and memory["kv_bytes"] > 0
+    phases = engine.profile(asdict(SMALL))
+    assert phases and sum(phases.values()) > 0
+    assert engine.forget() == {}
+
+
+def test_llama_cpp_does_all_kinds_of_work(tiny: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    from cllm.bench.kernels.llama import LlamaContender
+
+    engine = LlamaContender(model=str(tiny), threads=2)
+    for peer in (SAME, SAME_UNIFIED):
+        for variant in peer.variants:
+            assert engine.speed(asdict(SMALL), variant)["tokens_per_s"] > 0
+    prompt = Work("prompt", "prompt", streams=1, context=60)
+    assert engine.speed(asdict(prompt), SAME.variants[0])["tokens_per_s"] > 0
+    assert engine.forget() == {}
+    slow_down = engine.slow_down(asdict(replace(SMALL, streams=1)), SAME_UNIFIED.variants[0], held=64)
+    assert min(slow_down.values()) > 0
+
+
+def test_requantised_files_are_q4_0(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    from gguf import GGMLQuantizationType
+
+    from cllm.bench.kernels.llama import requantise
+    from cllm.errors import ModelError
+
+    target = tmp_path / "made" / "q4.gguf"
+    requantise(tiny, target, threads=2)
+    assert GGUFModel.open(target).tensors["blk.0.ffn_up.weight"].type == GGMLQuantizationType.Q4_0
+    assert list(target.parent.iterdir()) == [target]
+    with pytest.raises(ModelError, match=r"missing\.gguf"):
+        requantise(tmp_path / "missing.gguf", tmp_path / "never.gguf", threads=1)
+
+
+@pytest.mark.parametrize("instruction_set", native.instruction_sets())
+def test_limits_are_positive_for_every_instruction_set(instruction_set: str) -> None:
+    limits = native.measure_limits(instruction_set, 2, 0.01, 1 << 20)
+    assert set(limits) == set(run.LIMIT_NAMES)
+    assert all(1e6 < value < 1e15 for value in limits.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("generic", 0, 0.01, 4096), "threads"),
+        (("generic", 1, 0.0, 4096), "seconds"),
+        (("generic", 1, float("nan"), 4096), "seconds"),
+        (("generic", 1, 0.01, 0), "model_bytes"),
+        (("mmx", 1, 0.01, 4096), "mmx"),
+    ],
+)
+def test_limits_refuse_nonsense(arguments: tuple[Any, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        native.measure_limits(*arguments)
+
+
+# --- their processes ---
+
+
+class Calculator:
+    def double(self, value: int) -> dict[str, int]:
+        return {"doubled": 2 * value}
+
+    def fail(self) -> None:
+        raise ValueError("no\nway")
+
+
+def test_a_worker_answers_each_line_and_survives_failures() -> None:
+    asked = [{"do": "double", "with": {"value": 4}}, {"do": "fail", "with": {}}, {"do": "double", "with": {"value": 1}}]
+    answers = io.StringIO()
+    serve(Calculator(), io.StringIO("".join(json.dumps(each) + "\n" for each in asked)), answers)
+    assert [json.loads(line) for line in answers.getvalue().splitlines()] == [
+        {"doubled": 8},
+        {"error": "no way"},
+        {"doubled": 2},
+    ]
+
+
+def test_an_engine_process_answers_and_says_why_it_cannot(tiny: Path, tmp_path: Path) -> None:
+    settings = {"model": str(tiny), "threads": 1, "instruction_set": "generic"}
+    with EngineProcess("native", settings) as process:
+        assert process.facts["instruction_set"] == "generic"
+        assert process.ask("speed", work=asdict(SMALL), variant={})["tokens_per_s"] > 0
+        with pytest.raises(BenchError, match=r"native failed: .*nothing"):
+            process.ask("nothing")
+        assert process.ask("forget") == {}
+    with pytest.raises(BenchError, match=r"missing\.gguf"):
+        EngineProcess("native", {**settings, "model": str(tmp_path / "missing.gguf")})
+
+
+# --- the run ---
+
+
+class FakeProcess:
+    """Answers from a table of speeds; keeps everybody's questions in one list."""
+
+    asked: list[tuple[str, str, dict[str, Any]]]
+    speed: Callable[[str, dict[str, Any], dict[str, Any]], float]
+    broken: set[str]
+
+    def __init__(self, engine: str, settings: Mapping[str, Any]) -> None:
+        if engine in self.broken:
+            raise BenchError(f"the engine {engine} failed: not installed")
+        self.name = f"{engine}:{Path(settings['model']).name}"
+        self.facts = {"settings": dict(settings)}
+        self.closed = False
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        self.asked.append((self.name, do, arguments))
+        if do == "speed":
+            return {"tokens_per_s": type(self).speed(self.name, arguments["work"], arguments["variant"])}
+        return {
+            "limits": dict.fromkeys(run.LIMIT_NAMES, 1e9),
+            "slow_down": {"alone_s": 2.0, "beside_s": 2.1},
+            "first_token": {"seconds": 0.5},
+            "memory": {"resident_bytes": 300e6, "weight_bytes": 100e6, "kv_bytes": 150e6},
+            "profile": {"matmul": 1.0},
+            "forget": {},
+        }[do]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def __enter__(self) -> FakeProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[FakeProcess]]:
+    class Fake(FakeProcess):
+        asked: list[tuple[str, str, dict[str, Any]]] = []  # noqa: RUF012
+        broken: set[str] = set()  # noqa: RUF012
+
+        @staticmethod
+        def speed(name: str, work: dict[str, Any], variant: dict[str, Any]) -> float:
+            return 100.0 if name.startswith("native") else 20.0 if variant.get("flash", True) else 25.0
+
+    monkeypatch.setattr(run, "EngineProcess", Fake)
+    monkeypatch.setattr(run, "SETTLE_S", 0.0)
+    monkeypatch.setattr(run, "busy_percent", lambda: 3.0)
+    monkeypatch.setattr(KernelBench, "_requantised", lambda self: tmp_path / "q4_0.gguf")
+    yield Fake
+
+
+def options(model: Path, **changes: Any) -> Options:
+    return replace(Options(model, threads=2, repeats=3, sections=frozenset(SECTIONS)), **changes)
+
+
+def measure(model: Path, **changes: Any) -> Measured:
+    bench = KernelBench(options(model, **changes))
+    bench.run()
+    return bench.measured
+
+
+def test_a_run_measures_everything_and_closes_what_it_started(tiny: Path, fake: type[FakeProcess]) -> None:
+    measured = measure(tiny, profile=True)
+    for comparison in COMPARISONS:
+        for who in (OURS, comparison.peer.label):
+            assert len(measured.of(comparison.work.key, who)) == 3
+    assert set(measured.profiles) == {work.label for work in WORKS}
+    assert measured.of(FIRST_TOKEN, OURS) == {0: 0.5, 1: 0.5, 2: 0.5}
+    assert measured.of(MEMORY, OURS) == {0: pytest.approx(50.0)}
+    assert measured.of(HELD.key, OURS)[0] == pytest.approx(5.0)
+    assert not measured.failures and not measured.left_out
+
+
+def test_everybody_takes_turns_in_changing_order(tiny: Path, fake: type[FakeProcess]) -> None:
+    measure(tiny, sections=frozenset({MANY_SHORT.key}))
+    turns = [name for name, do, _ in fake.asked if do == "speed"]
+    ours, peer = "native:tiny.gguf", "genai:tiny.gguf"
+    assert turns == [ours, peer, peer, ours, ours, peer]
+
+
+def test_a_peer_runs_with_its_fastest_settings(tiny: Path, fake: type[FakeProcess]) -> None:
+    measured = measure(tiny, sections=frozenset({PREFILL.key}))
+    assert measured.variants[f"{SAME.label}, {PREFILL.label}"] == {"unified": False, "flash": False}
+    assert set(measured.of(PREFILL.key, SAME.label).values()) == {25.0}
+    assert any("flash off" in note for note in make_notes(measured))
+
+
+def test_a_peer_that_is_not_there_is_left_out_with_the_reason(tiny: Path, fake: type[FakeProcess]) -> None:
+    fake.broken = {"genai"}
+    measured = measure(tiny)
+    assert "not installed" in measured.left_out[GENAI.label]
+    assert not measured.failures
+    assert not measured.of(MANY_SHORT.key, GENAI.label) and measured.of(MANY_SHORT.key, OURS)
+
+
+def test_work_that_fails_is_reported_and_the_rest_goes_on(tiny: Path, fake: type[FakeProcess]) -> None:
+    def speed(name: str, work: dict[str, Any], variant: dict[str, Any]) -> float:
+        if work["key"] == PREFILL.key:
+            raise BenchError("broken")
+        return 10.0
+
+    fake.speed = staticmethod(speed)  # type: ignore[assignment]
+    measured = measure(tiny)
+    assert measured.failures == {PREFILL.label: "broken"}
+    assert measured.of(MANY.key, OURS)
+
+
+def test_engines_and_sections_that_were_not_asked_for_stay_out(tiny: Path, fake: type[FakeProcess]) -> None:
+    measured = measure(tiny, engines=frozenset(), sections=frozenset({ONE_SHORT.key}))
+    assert {name for name, _, _ in fake.asked} == {"native:tiny.gguf"}
+    assert {what for what, _ in measured.values if ":" not in what} == {ONE_SHORT.key}
+
+
+def test_what_a_token_takes_follows_from_the_shape(tiny: Path, tmp_path: Path) -> None:
+    model = GGUFModel.open(tiny)
+    layers = [
+        tensor.shape for name, tensor in model.tensors.items() if name.startswith("blk.") and len(tensor.shape) == 2
+    ]
+    assert macs_per_token(model) == sum(rows * cols for rows, cols in layers)
+    assert weight_bytes_per_token(model) == sum(tensor.size for tensor in model.tensors.values())
+    apart = GGUFModel.open(write_model(tmp_path / "apart.gguf", tied=False))
+    whole = sum(tensor.size for tensor in apart.tensors.values())
+    assert weight_bytes_per_token(apart) == whole - apart.tensors["token_embd.weight"].size
+
+
+# --- the table ---
+
+
+def line_of(measured: Measured, key: str, against: str | None = None) -> Line:
+    return next(line for line in make_lines(measured) if (line.row.figure.key, line.against) == (key, against))
+
+
+def measured_with(values: Mapping[tuple[str, str], list[float]], macs: float = 1.0, weights: float = 1.0) -> Measured:
+    measured = Measured(macs, weights)
+    for (what, who), each in values.items():
+        for repeat, value in enumerate(each):
+            measured.add(what, who, repeat, value)
+    return measured
+
+
+@pytest.mark.parametrize(
+    ("work", "peer", "bound"),
+    [
+        (PREFILL, SAME, 3.5),
+        (PREFILL, BEST, 1.7),
+        (ONE_SHORT, SAME, 2.0),
+        (ONE_SHORT, BEST, 1.3),
+        (ONE_LONG, SAME, 3.0),
+        (MANY, SAME, 3.5),
+        (MANY, BEST, 2.5),
+        (MANY, BEST_UNIFIED, 2.5),
+        (MANY_SHORT, GENAI, 1.3),
+    ],
+)
+def test_speeds_are_judged_by_how_many_times_the_peers_they_are(work: Work, peer: Any, bound: float) -> None:
+    enough, short = bound * 1.05, bound * 0.95
+    for factor, outcome in ((enough, "met"), (short, "not met")):
+        values = {(work.key, OURS): [10 * factor, 20 * factor], (work.key, peer.label): [10.0, 20.0]}
+        line = line_of(measured_with(values), work.key, peer.label)
+        assert line.outcome == outcome
+        assert line.beside.ratio is not None and line.beside.ratio.estimate == pytest.approx(factor)
+        assert line.required == f">= {bound:g}x"
+
+
+def test_every_peer_of_a_work_has_a_line_and_those_for_information_no_verdict() -> None:
+    lines = make_lines(measured_with({}))
+    for comparison in COMPARISONS:
+        line = next(x for x in lines if (x.row.figure.key, x.against) == (comparison.work.key, comparison.peer.label))
+        assert line.outcome == ("not measured" if comparison.times else "")
+    assert [peer.label for peer in peers_of(HELD)] == [SAME_UNIFIED.label]
+
+
+@pytest.mark.parametrize(
+    ("key", "within", "beyond"),
+    [(FIRST_TOKEN, 1.4, 1.6), (HELD.key, 1.9, 2.1), (HELD.key, -3.0, 2.5), (MEMORY, 149.0, 151.0)],
+)
+def test_our_own_bounds(key: str, within: float, beyond: float) -> None:
+    assert line_of(measured_with({(key, OURS): [within]}), key).outcome == "met"
+    assert line_of(measured_with({(key, OURS): [beyond]}), key).outcome == "not met"
+
+
+speeds = st.lists(st.tuples(st.floats(1, 1e4), st.floats(1e9, 1e12)), min_size=1, max_size=5)
+
+
+@given(speeds, st.floats(1e6, 1e9))
+def test_shares_are_taken_within_each_repeat(pairs: list[tuple[float, float]], per_token: float) -> None:
+    ours, limits = [speed for speed, _ in pairs], [limit for _, limit in pairs]
+    prefill = {(PREFILL.key, OURS): ours, (f"{PREFILL.key}: {INT8}", MACHINE): limits}
+    stream = {(ONE_SHORT.key, OURS): ours, (f"{ONE_SHORT.key}: {MODEL_READ}", MACHINE): limits}
+    measured = measured_with(prefill | stream, macs=per_token, weights=per_token)
+    shares = sorted(speed * per_token / limit for speed, limit in pairs)
+    for key, bound in (("prefill-share", 0.65), ("stream-share", 0.7)):
+        line = line_of(measured, key)
+        assert line.row.ours is not None
+        assert (line.row.ours.low, line.row.ours.high) == pytest.approx((shares[0], shares[-1]))
+        assert line.outcome.startswith("met") == (line.row.ours.median >= bound)
+
+
+def test_numbers_from_elsewhere_are_named_as_such() -> None:
+    measured = measured_with({(PREFILL.key, OURS): [700.0], (MANY.key, OURS): [45.0]})
+    label = table.ELSEWHERE_LABEL
+    assert line_of(measured, PREFILL.key, label).outcome == "met"
+    assert line_of(measured, MANY.key, label).outcome == "not met"
+    assert line_of(measured, ONE_SHORT.key, label).outcome == "not measured"
+    assert any(note.startswith(label) and "machine differs" in note for note in make_notes(measured))
+
+
+def test_a_busy_machine_is_noted() -> None:
+    measured = measured_with({})
+    measured.busy_percent = 40.0
+    assert any("40 % busy" in note for note in make_notes(measured))
+
+
+def test_the_table_and_the_file_hold_every_line(tmp_path: Path) -> None:
+    measured = measured_with({(PREFILL.key, OURS): [100.0, 110.0], (PREFILL.key, SAME.label): [20.0, 21.0]})
+    lines = make_lines(measured)
+    console = Console(width=200, record=True, file=io.StringIO())
+    table.print_lines(console, lines, make_notes(measured))
+    table.print_profiles(console, {"prefill": {"matmul": 0.003, "norm": 0.001}})
+    text = console.export_text()
+    assert all(work.label in text for work in WORKS)
+    assert "110" in text and "75.0%" in text
+    save(tmp_path / "deep" / "k.json", {"threads": 2}, {"cpu": "x"}, measured)
+    content = json.loads((tmp_path / "deep" / "k.json").read_text())
+    assert len(content["lines"]) == len(lines)
+    first = content["lines"][0]
+    assert first["ours"]["median"] == 105.0 and first["outcome"] == "met" and first["ratio"]["estimate"] > 5
+
+
+# --- the command ---
+
+
+def invoke(*arguments: str) -> Any:
+    app = Typer()
+    app.command()(cli.kernels)
+    return CliRunner().invoke(app, arguments)
+
+
+def test_the_command_prints_and_writes(tiny: Path, fake: type[FakeProcess], tmp_path: Path) -> None:
+    file = tmp_path / "k.json"
+    result = invoke("--model", str(tiny), "--quick", "--json", str(file), "--only", "prefill", "--against", "llama")
+    assert result.exit_code == 0, result.output
+    assert PREFILL.label in result.output and MANY.label not in result.output
+    assert json.loads(file.read_text())["settings"]["only"] == ["prefill"]
+    asked = [arguments["work"] for _, do, arguments in fake.asked if do == "speed"]
+    assert asked and all(work["context"] == 64 for work in asked)
+
+
+def test_the_command_fails_if_work_does(tiny: Path, fake: type[FakeProcess]) -> None:
+    def speed(name: str, work: dict[str, Any], variant: dict[str, Any]) -> float:
+        raise BenchError("broken")
+
+    fake.speed = staticmethod(speed)  # type: ignore[assignment]
+    result = invoke("--model", str(tiny), "--quick", "--only", "prefill")
+    assert result.exit_code == 1 and "broken" in result.output
+
+
+@pytest.mark.parametrize("arguments", [("--only", "nonsense"), ("--against", "nonsense")])
+def test_unknown_names_are_refused(arguments: tuple[str, str]) -> None:
+    result = invoke(*arguments)
+    assert isinstance(result.exception, BenchError) and "nonsense" in str(result.exception)
