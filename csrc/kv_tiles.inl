@@ -49,7 +49,8 @@ static CLLM_INLINE void quantise_to_bytes(const float* x, uint16_t scale, uint8_
 static CLLM_INLINE uint16_t best_scale_of_nibbles(const float* x, float furthest) {
     uint16_t best = 0;
     float least = INFINITY;
-    for (const float steps : {-8.0f, -7.25f, -8.75f, -9.5f, 7.0f, 7.75f}) {
+    constexpr float candidates[] = {-8.0f, -7.25f, -8.75f, -9.5f, 7.0f, 7.75f};
+    for (const float steps : candidates) {
         const uint16_t scale = stored_scale(furthest / steps);
         const Vec stored = Vec::all(f16_to_f32(scale));
         float rounded[kQuantGroup];

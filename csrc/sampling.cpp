@@ -11,7 +11,7 @@
 namespace cllm {
 namespace {
 
-constexpr int64_t kFew = 512;    // the best tokens, which are usually enough for top_p
+constexpr int64_t kFew = 256;    // the best tokens, which are usually enough for top_p
 constexpr int64_t kMany = 1024;  // more than this are better dealt with as a row than one by one
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -148,8 +148,8 @@ public:
         if (top_p < 1.0) {
             const double mass = top_p * sum;
             const Bound few = find_few();
-            if (few.sum >= mass) return draw_from_few(mass, min_p, u);
-            cut = find_cut({n_, mass}, few);
+            if (few.count && few.sum >= mass) return draw_from_few(mass, min_p, u);
+            cut = std::max(cut, find_cut({n_, mass}, few));
         }
         sum_kept(cut, float(min_p));
         return draw_from_row(cut, float(min_p), u);
@@ -219,11 +219,11 @@ private:
     float find_cut(const Goal& goal, Bound high) {
         Bound low{-FLT_MAX, n_, kInfinity};
         bool narrower = true;
-        while (low.count - high.count > kMany && narrower) {
+        for (int pass = 0; low.count - high.count > kMany && narrower; ++pass) {
             float cuts[kCuts];
             int64_t counts[kCuts];
             double sums[kCuts];
-            spread_cuts(low.value, high.value, cuts);
+            spread_cuts(low.value, high.value, pass, cuts);
             kernels_.sums_from(values_, scratch_.weights.data(), n_, cuts, counts, sums);
             narrower = false;
             for (int i = 0; i < kCuts; ++i) {
@@ -236,16 +236,16 @@ private:
         return cut_of_found({goal.count - high.count, goal.mass - high.sum});
     }
 
-    // Between the bounds; as long as there is no lower one, downwards in steps that grow from pass to pass.
-    void spread_cuts(float low, float high, float* cuts) const {
+    // Between the bounds; as long as there is no lower one, downwards in steps that grow faster and faster.
+    void spread_cuts(float low, float high, int pass, float* cuts) const {
         const double distance = std::max({peak_ - double(high), temperature_, std::fabs(peak_) * 1e-5});
-        const double step = low > -FLT_MAX ? (double(high) - double(low)) / (kCuts + 1) : distance / 8.0;
+        const double step = low > -FLT_MAX ? (double(high) - double(low)) / (kCuts + 1) : std::ldexp(distance, pass - 3);
         for (int i = 0; i < kCuts; ++i) cuts[i] = float(std::max(double(high) - step * (i + 1), double(-FLT_MAX)));
     }
 
     // The same, if only those found are left to choose from.
     float cut_of_found(const Goal& goal) {
-        if (!found_.count) throw std::invalid_argument("the row has no finite value");
+        if (!found_.count) return -FLT_MAX;  // all together do not reach it: too few are finite, or rounding took some away
         float* weights = scratch_.weights.data();
         std::vector<Item>& items = items_found();
         const auto weight_of = [&](int32_t id) { return double(weights[id]); };

@@ -62,9 +62,10 @@ CLLM_INLINE Vec vabs(Vec a) { return {_mm512_abs_ps(a.v)}; }
 CLLM_INLINE Vec vround(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 // Of `lanes` bytes, the low and the high nibbles, each minus 8.
 CLLM_INLINE void load_nibbles(const uint8_t* p, Vec& low, Vec& high) {
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), eight = _mm512_set1_epi32(8);
-    low = {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_epi32(bytes, _mm512_set1_epi32(15)), eight))};
-    high = {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_srli_epi32(bytes, 4), eight))};
+    const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    low = {_mm512_permutexvar_ps(bytes, values)};  // looks at four bits of each index
+    high = {_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values)};
 }
 // a * 2^n for whole n, where both a and the result are normal numbers.
 CLLM_INLINE Vec scale_by_power(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
