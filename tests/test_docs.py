@@ -236,7 +236,7 @@ LAYERS = [
     {"engine"},
     {"observe", "assemble", "generation"},
     {"llm"},
-    {"offline", "bench"},
+    {"offline", "bench", "simulate"},
     {"server"},
     {"cli"},
     {"__init__", "__main__"},

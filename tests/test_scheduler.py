@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cllm.backends.fake import FakeBackend
+from cllm.engine.budget import StepBudget
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Output, Request, RequestState
 from cllm.engine.scheduler import Scheduler
 from cllm.errors import BackendError, RequestTimeoutError
+from cllm.kv.ops import BlockGeometry, BlockOps
+from cllm.kv.paged import PagedKVManager
 from engine_kit import CONTEXT, make_request, make_scheduler, reference
 
 LAYOUTS = ["paged", "slots"]
@@ -84,6 +87,25 @@ def test_a_shared_prompt_is_computed_once_even_when_all_come_together(layout: st
         assert answer(outputs, request) == reference(request)
     generated = sum(len(answer(outputs, request)) for request in requests)
     assert backend.computed_tokens <= 120 + 6 * 16 + generated
+
+
+@pytest.mark.parametrize(("shared", "waits"), [(12, False), (16, True)])
+def test_nobody_waits_for_less_than_can_be_shared(shared: int, waits: bool) -> None:
+    """Blocks of 16 are shared whole: 12 tokens in common are no reason to wait."""
+    backend = FakeBackend()
+    geometry = BlockGeometry(64, 16)
+    backend.allocate(geometry)
+    assert isinstance(backend.ops, BlockOps)
+    budget = StepBudget(inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=0.5, max_tokens=8)
+    scheduler = Scheduler(PagedKVManager(backend.ops, geometry, bytes_per_token=8), budget, max_running=4)
+    first, second = (make_request("s" * shared + name * 40) for name in "ab")
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.schedule()
+    assert first.state is RequestState.PROCESSING
+    assert (second.state is RequestState.PENDING) == waits
+    outputs = run(scheduler, backend)
+    assert answer(outputs, first) == reference(first) and answer(outputs, second) == reference(second)
 
 
 def test_decodes_come_first_and_prompts_are_cut(layout: str) -> None:

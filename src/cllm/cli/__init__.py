@@ -19,6 +19,7 @@ from cllm.cli.pull import pull
 from cllm.cli.serve import serve
 from cllm.cli.settings import check, show
 from cllm.errors import CLLMError
+from cllm.simulate.cli import app as simulate_commands
 
 app = typer.Typer(
     name="cllm",
@@ -38,6 +39,7 @@ config_commands = typer.Typer(help="Show or check the configuration.", no_args_i
 config_commands.command()(show)
 config_commands.command()(check)
 app.add_typer(config_commands, name="config")
+app.add_typer(simulate_commands, name="simulate")
 
 
 @app.command(

@@ -111,18 +111,10 @@ class Sequence(KVSequence):
         """The sequence goes back to the queue with more tokens than it came with."""
         self._key = None
 
-    def shared_tokens(self, other: Sequence) -> int:
-        """Tokens at the beginning of both, less the last of this one, which is always computed."""
-        ours, theirs = self.key, other.key
-        low, high = 0, min(len(ours) // TOKEN_BYTES - 1, len(theirs) // TOKEN_BYTES)
-        # Bisection over whole-prefix comparisons: a handful of memory comparisons, nothing per token.
-        while low < high:
-            middle = (low + high + 1) // 2
-            if ours[: middle * TOKEN_BYTES] == theirs[: middle * TOKEN_BYTES]:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+    def shares(self, other: Sequence, count: int) -> bool:
+        """Do both begin with the same `count` tokens? The last of this one does not count: it is always computed."""
+        ours, size = self.key, count * TOKEN_BYTES
+        return size <= len(ours) - TOKEN_BYTES and other.key.startswith(ours[:size])
 
 
 class Request:

@@ -144,7 +144,7 @@ class Scheduler:
                 prompts.append(sequence)
         plan.decode_rows = len(plan.chunks)
         if prompts:
-            self._plan_prompts(plan, prompts)
+            self.plan_prompts(plan, prompts)
         return plan
 
     def _room_to_decode(self) -> bool:
@@ -155,7 +155,7 @@ class Scheduler:
                 return False
         return True
 
-    def _plan_prompts(self, plan: Plan, prompts: list[Sequence]) -> None:
+    def plan_prompts(self, plan: Plan, prompts: list[Sequence]) -> None:
         """Prompt chunks within the budget, for whoever is done soonest; every few steps for the oldest instead.
 
         So a short prompt passes a long one, and the long one still advances. Few chunks are better than many: the
@@ -204,14 +204,21 @@ class Scheduler:
 
     def _better_waits(self, sequence: Sequence, in_progress: list[Sequence]) -> bool:
         """Is someone computing a prompt right now that this sequence could share instead of computing it again?"""
-        if not in_progress:
-            return False
-        held = self.kv.peek(sequence.key)
         # Waiting costs no time: the other one computes exactly what this one would have to.
-        return any(
-            sequence.shared_tokens(other) - max(held, other.num_computed) >= WAIT_FOR_PREFIX_TOKENS
-            for other in in_progress
-        )
+        held: int | None = None
+        for other in in_progress:
+            if not sequence.shares(other, self._worth_sharing(other.num_computed)):
+                continue
+            if held is None:
+                held = self.kv.peek(sequence.key)
+            if held <= other.num_computed or sequence.shares(other, self._worth_sharing(held)):
+                return True
+        return False
+
+    def _worth_sharing(self, computed: int) -> int:
+        """How much two prompts must have in common, of which so much is computed, for one to wait for the other."""
+        unit = self.kv.unit_tokens
+        return -(-(computed + WAIT_FOR_PREFIX_TOKENS) // unit) * unit
 
     def _start(self, sequence: Sequence, cached: int) -> None:
         request = sequence.request

@@ -26,6 +26,9 @@ class KVManager(ABC):
     max_tokens: int
     """The longest sequence that can ever be held, all others gone."""
 
+    unit_tokens: int = 1
+    """Prefixes are shared in whole multiples of this."""
+
     on_eviction: EvictionListener | None = None
 
     @abstractmethod

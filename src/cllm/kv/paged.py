@@ -41,7 +41,7 @@ class PagedKVManager(KVManager):
         watermark: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.block_size = geometry.block_size
+        self.block_size = self.unit_tokens = geometry.block_size
         self.max_tokens = geometry.tokens
         self._geometry = geometry
         self._ops = ops

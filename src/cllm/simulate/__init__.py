@@ -1,0 +1,1 @@
+"""The real scheduler and KV managers on a backend that computes nothing: what would happen, and how fast."""

@@ -1,0 +1,123 @@
+"""`cllm simulate`: what would happen, without a model. What a run needs is imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Simulate the scheduler and the KV cache on a trace: policies side by side, sweeps, several servers.",
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+TraceFile = Annotated[
+    Path | None, typer.Option("--trace", metavar="FILE", help="JSONL with one request per line; Mooncake's format too.")
+]
+Synthetic = Annotated[
+    str | None, typer.Option(metavar="KIND", help="poisson, bursts, diurnal or chats. [default: chats]")
+]
+Requests = Annotated[int | None, typer.Option(min=1, help="How many. [default: 2000; of a file: all]")]
+Rate = Annotated[float | None, typer.Option(help="Requests a second. [default: 0.25; of a file: its own]")]
+ShapeText = Annotated[
+    str, typer.Option("--shape", metavar="KEY=VALUE,...", help="Lengths and sharing; see docs/simulate.md.")
+]
+HashTokens = Annotated[int, typer.Option(min=1, help="Tokens that one of the trace's hash_ids stands for.")]
+Blocks = Annotated[int | None, typer.Option(min=2, help="KV memory, in blocks. [default: 2048]")]
+BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens in a block. [default: 16]")]
+PolicyNames = Annotated[
+    list[str] | None,
+    typer.Option("--policy", metavar="NAME", help="One to simulate; may be repeated. [default: paged+prefix]"),
+]
+PolicySet = Annotated[str | None, typer.Option("--policies", metavar="all", help="Every policy, side by side.")]
+Replicas = Annotated[int | None, typer.Option(min=1, help="Equal servers. [default: 1]")]
+Routing = Annotated[str | None, typer.Option(metavar="HOW", help="round-robin or prefix. [default: round-robin]")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other setting; may be repeated.")
+]
+WhatIf = Annotated[
+    list[str] | None,
+    typer.Option("--what-if", metavar="KEY=V1,V2,...", help="Vary a setting, or rate; repeated: every combination."),
+]
+Cost = Annotated[str, typer.Option(metavar="NAME|FILE", help="What steps cost.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of synthetic traces.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw them: .svg, .png or .pdf.")]
+ReportDir = Annotated[
+    Path | None, typer.Option("--report", metavar="DIR", help="Write figures, plots and a page of both.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def run(
+    context: typer.Context,
+    trace: TraceFile = None,
+    synthetic: Synthetic = None,
+    requests: Requests = None,
+    rate: Rate = None,
+    shape: ShapeText = "",
+    hash_tokens: HashTokens = 512,
+    blocks: Blocks = None,
+    block_size: BlockSize = None,
+    policy: PolicyNames = None,
+    policies: PolicySet = None,
+    replicas: Replicas = None,
+    routing: Routing = None,
+    set_: Set = None,
+    what_if: WhatIf = None,
+    cost: Cost = "smollm2",
+    seed: Seed = 0,
+    json: Json = None,
+    plot: PlotFile = None,
+    report: ReportDir = None,
+) -> None:
+    """Simulate the scheduler and the KV cache on a trace: policies side by side, sweeps, several servers."""
+    if context.invoked_subcommand is not None:
+        return
+    from cllm.simulate.commands import Outputs, TraceSource, run_grid
+    from cllm.simulate.settings import Settings, changed, parse_assignment
+
+    given = {"block-size": block_size, "blocks": blocks, "replicas": replicas, "routing": routing}
+    values = {key: str(value) for key, value in given.items() if value is not None}
+    assignments = dict(parse_assignment(f"{key}={value}") for key, value in values.items())
+    assignments |= dict(parse_assignment(text) for text in set_ or [])
+    source = TraceSource(trace, synthetic, requests, rate, shape, hash_tokens, seed)
+    base = changed(Settings(), assignments)
+    complete = run_grid(source, base, policy or [], policies, what_if or [], cost, Outputs(json, plot, report))
+    if not complete:
+        raise typer.Exit(130)
+
+
+@app.command()
+def scale(
+    blocks: Annotated[str, typer.Option(metavar="N1,N2,...", help="Cache sizes.")] = "1e3,1e4,1e5,1e6,1e7",
+    requests: Annotated[int, typer.Option(min=100, help="Requests to simulate on each.")] = 3000,
+    cost: Cost = "smollm2",
+    json: Json = None,
+    plot: PlotFile = None,
+) -> None:
+    """Measure what a simulated step costs on caches of different sizes, all of them full."""
+    from cllm.simulate.checks import run_scale
+
+    run_scale(blocks, requests, cost, json, plot)
+
+
+@app.command()
+def validate(
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="A known name, a .gguf file or hf:org/repo/file.gguf.")
+    ] = "smollm2",
+    backend: Annotated[str, typer.Option(metavar="NAME", help="auto, native, llama_cpp or fake.")] = "auto",
+    kv_mb: Annotated[float, typer.Option(min=1, help="KV memory of the real engine, in MiB.")] = 192.0,
+    size: Annotated[float, typer.Option(min=0.05, help="How many requests, as a share of the usual number.")] = 1.0,
+    save_cost: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the fitted cost model.")] = None,
+    json: Json = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the workloads.")] = 0,
+) -> None:
+    """Compare with the real engine: three workloads measured, and simulated with costs fitted on a fourth."""
+    from cllm.simulate.checks import run_validation
+
+    if not run_validation(model, backend, kv_mb, size, save_cost, json, seed):
+        raise typer.Exit(1)

@@ -1,0 +1,118 @@
+"""A trace driven through one simulated server, or through several behind a router."""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+
+from cllm.simulate.cost import CostModel
+from cllm.simulate.results import Result, figures_of
+from cllm.simulate.routing import make_router
+from cllm.simulate.server import SimulatedServer
+from cllm.simulate.settings import Settings, Value
+from cllm.simulate.tally import Tally
+from cllm.simulate.traces import Trace, TracedRequest
+
+OnProgress = Callable[[int, int, float], None]
+"""Called now and then with the requests that have arrived, the tokens computed, and the simulated time."""
+
+_PROGRESS_EVERY = 64
+
+
+def simulate(
+    trace: Trace,
+    settings: Settings,
+    cost: CostModel,
+    *,
+    varied: Mapping[str, Value] | None = None,
+    on_progress: OnProgress | None = None,
+    fast_forward: bool = True,
+) -> Result:
+    """Run the whole trace. Ctrl-C ends it early; the result has what was simulated so far and says so."""
+    cluster = Cluster(trace, settings, cost, fast_forward=fast_forward)
+    started = time.perf_counter()
+    interrupted = False
+    with without_garbage_collection():
+        try:
+            cluster.run(on_progress)
+        except KeyboardInterrupt:
+            interrupted = True
+    wall_s = time.perf_counter() - started
+    never_sent = 0 if interrupted else trace.requests - cluster.arrived
+    figures = figures_of(cluster.tally, cluster.servers, arrived=cluster.arrived, never_sent=never_sent, wall_s=wall_s)
+    return Result(settings, varied or {}, trace.name, cost.name, figures, cluster.tally.samples, interrupted)
+
+
+class Cluster:
+    def __init__(self, trace: Trace, settings: Settings, cost: CostModel, *, fast_forward: bool = True) -> None:
+        self.tally = Tally()
+        self.arrived = 0
+        self.servers = [
+            SimulatedServer(settings, cost, self.tally, self._on_end, fast_forward=fast_forward)
+            for _ in range(settings.replicas)
+        ]
+        self._route = make_router(settings)
+        self._trace = trace
+        self._followers: list[tuple[float, int, TracedRequest]] = []
+        self._numbers = count()
+
+    def run(self, on_progress: OnProgress | None = None) -> None:
+        for traced, moment in self._arrivals():
+            server = self.servers[self._route(traced, moment)]
+            server.advance(moment)
+            server.submit(traced, moment)
+            self.arrived += 1
+            if on_progress is not None and self.arrived % _PROGRESS_EVERY == 0:
+                on_progress(self.arrived, self.tally.computed_tokens, moment)
+        for server in self.servers:
+            server.advance(math.inf)
+
+    def _on_end(self, traced: TracedRequest, moment: float) -> None:
+        for follower in traced.followers:
+            heapq.heappush(self._followers, (moment + follower.arrival, next(self._numbers), follower))
+
+    def _arrivals(self) -> Iterator[tuple[TracedRequest, float]]:
+        """Requests in the order in which they arrive; followers come about while the servers work."""
+        source = iter(self._trace)
+        upcoming = next(source, None)
+        while True:
+            if self._trace.closed:
+                self._work_until_next_arrival(upcoming.arrival if upcoming is not None else math.inf)
+            if self._followers and (upcoming is None or self._followers[0][0] < upcoming.arrival):
+                moment, _, follower = heapq.heappop(self._followers)
+                yield follower, moment
+            elif upcoming is not None:
+                yield upcoming, upcoming.arrival
+                upcoming = next(source, None)
+            else:
+                return
+
+    def _work_until_next_arrival(self, arrival: float) -> None:
+        """Always the server that is furthest behind, so that nobody is ahead of an arrival another one causes."""
+        while True:
+            moment = min(arrival, self._followers[0][0]) if self._followers else arrival
+            behind = sorted(
+                (server for server in self.servers if server.scheduler.has_work and server.now < moment),
+                key=lambda server: server.now,
+            )
+            if not behind:
+                return
+            until = min(moment, behind[1].now) if len(behind) > 1 else moment
+            behind[0].advance(max(until, math.nextafter(behind[0].now, math.inf)))
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Millions of objects would be searched for cycles again and again; a simulation leaves none behind."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

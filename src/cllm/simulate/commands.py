@@ -1,0 +1,201 @@
+"""What `cllm simulate` does: traces, policies and variations from its options, one simulation after another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cllm.errors import ConfigError
+from cllm.simulate.cluster import OnProgress, simulate
+from cllm.simulate.cost import CostModel, load_cost
+from cllm.simulate.files import FileTrace
+from cllm.simulate.plots import as_svg, check_plot_file, draw, save
+from cllm.simulate.report import knee, print_results, write_html, write_json
+from cllm.simulate.results import Result
+from cllm.simulate.settings import COMPARED_POLICIES, Settings, Value, changed, grid, parse_sweep, parse_value
+from cllm.simulate.synthetic import KINDS, SyntheticTrace, parse_shape
+from cllm.simulate.traces import Trace
+
+DEFAULT_REQUESTS = 2000
+DEFAULT_RATE = 0.25
+_REFRESH_S = 0.2
+
+
+@dataclass(frozen=True)
+class TraceSource:
+    """A trace by its description, so that a sweep can vary the rate."""
+
+    file: Path | None
+    synthetic: str | None
+    requests: int | None
+    rate: float | None
+    shape: str
+    hash_tokens: int
+    seed: int
+
+    def open(self, rate: float | None = None) -> Trace:
+        rate = self.rate if rate is None else rate
+        if rate is not None and not 0 < rate < float("inf"):
+            raise ConfigError(f"--rate {rate:g}: it must be a number above 0")
+        if self.file is not None:
+            if self.synthetic is not None or self.shape:
+                raise ConfigError("--trace gives the requests: leave --synthetic and --shape out")
+            return FileTrace(self.file, requests=self.requests, rate=rate, hash_tokens=self.hash_tokens)
+        kind = self.synthetic or "chats"
+        if kind not in KINDS:
+            raise ConfigError(f"--synthetic {kind}: it must be one of {', '.join(KINDS)}")
+        shape = parse_shape(self.shape)
+        return SyntheticTrace(kind, self.requests or DEFAULT_REQUESTS, rate or DEFAULT_RATE, shape, self.seed)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    json: Path | None
+    plot: Path | None
+    report: Path | None
+
+    def check(self) -> None:
+        if self.plot is not None:
+            check_plot_file(self.plot)
+        if self.report is not None:
+            check_plot_file(self.report / "plot.svg")
+
+    def write(self, results: Sequence[Result], cost: CostModel) -> None:
+        """Figures, after every simulation, so that nothing is lost."""
+        if self.json is not None:
+            write_json(self.json, results, cost)
+        if self.report is not None:
+            write_json(self.report / "results.json", results, cost)
+
+    def draw(self, results: Sequence[Result], cost: CostModel) -> list[Path]:
+        """Pictures, at the end; the files that were written."""
+        if self.plot is None and self.report is None:
+            return []
+        figures = draw(results)
+        written = []
+        if self.plot is not None:
+            save(figures[0], self.plot)
+            written.append(self.plot)
+        if self.report is not None:
+            for number, figure in enumerate(figures, 1):
+                save(figure, self.report / f"plot-{number}.png")
+            page = self.report / "report.html"
+            write_html(page, results, cost, [as_svg(figure) for figure in figures])
+            written.append(page)
+        return written
+
+
+def choose_policies(names: Sequence[str], every: str | None, base: Settings) -> list[str]:
+    if every is None:
+        return [str(parse_value("policy", name)) for name in names] or [base.policy]
+    if every != "all" or names:
+        raise ConfigError("--policies takes the word all, and no --policy beside it")
+    return list(COMPARED_POLICIES)
+
+
+def parse_sweeps(texts: Sequence[str]) -> dict[str, list[Value]]:
+    sweeps: dict[str, list[Value]] = {}
+    for text in texts:
+        key, values = parse_sweep(text, _sweep_value)
+        if key in sweeps:
+            raise ConfigError(f"--what-if varies {key} twice")
+        sweeps[key] = values
+    return sweeps
+
+
+def _sweep_value(key: str, text: str) -> Value:
+    if key != "rate":
+        return parse_value(key, text)
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"rate={text}: it must be a number above 0") from error
+
+
+def run_grid(
+    source: TraceSource,
+    base: Settings,
+    policies: Sequence[str],
+    every: str | None,
+    what_if: Sequence[str],
+    cost_name: str,
+    outputs: Outputs,
+) -> bool:
+    """Every policy in every variation. False if it was interrupted; what there is was shown and written."""
+    cost = load_cost(cost_name)
+    sweeps = parse_sweeps(what_if)
+    names = choose_policies(policies, every, base)
+    outputs.check()
+    console = Console()
+    results: list[Result] = []
+    interrupted = False
+    traces: dict[Value | None, Trace] = {}
+    try:
+        for varied in grid(sweeps):
+            rate = varied.get("rate")
+            if rate not in traces:
+                traces[rate] = source.open(None if rate is None else float(rate))
+            trace = traces[rate]
+            for name in ["" if "policy" in varied else name for name in names]:
+                settings = changed(base, {**({"policy": name} if name else {}), **varied})
+                label = " ".join([settings.policy, *(f"{key}={value}" for key, value in varied.items())])
+                with _progress(console, label, trace.requests) as on_progress:
+                    result = simulate(trace, settings, cost, varied=varied, on_progress=on_progress)
+                results.append(result)
+                outputs.write(results, cost)
+                if result.interrupted:
+                    raise KeyboardInterrupt
+                if name == "":
+                    break
+    except KeyboardInterrupt:
+        interrupted = True
+    print_results(console, results)
+    _print_knees(console, results)
+    if results:
+        for file in outputs.draw(results, cost):
+            console.print(f"written: {file}")
+    return not interrupted
+
+
+def _print_knees(console: Console, results: Sequence[Result]) -> None:
+    if not results or len(results[0].varied) != 1:
+        return
+    (key,) = results[0].varied
+    for policy in dict.fromkeys(result.label for result in results):
+        found = knee([result for result in results if result.label == policy], key)
+        if found is not None:
+            value = found.varied[key]
+            console.print(f"{policy}: from {key}={value:,} on, P95 of a request is within 10 % of the best")
+
+
+@contextmanager
+def _progress(console: Console, label: str, requests: int) -> Iterator[OnProgress]:
+    """A line that lives while a simulation runs."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(label, total=requests, speed="")
+        started = last = time.perf_counter()
+
+        def on_progress(arrived: int, tokens: int, seconds: float) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            if now - last >= _REFRESH_S:
+                last = now
+                speed = f"{tokens / (now - started):,.0f} tokens/s, {seconds / 3600:,.1f} h simulated"
+                progress.update(task, completed=arrived, speed=speed)
+
+        yield on_progress

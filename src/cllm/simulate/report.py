@@ -1,0 +1,169 @@
+"""Results on the screen and in files."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from cllm.simulate.cost import CostModel
+from cllm.simulate.results import Result
+
+Show = Callable[[dict[str, float]], str]
+Column = tuple[str, Show]
+
+
+def _figure(name: str, scale: float = 1.0) -> Show:
+    return lambda figures: short(figures[name] * scale)
+
+
+def short(value: float) -> str:
+    """Three digits that matter."""
+    if math.isnan(value):
+        return "-"
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return "0" if value == 0 else f"{value:,.{digits}f}"
+
+
+def count(value: float) -> str:
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e5, "k")):
+        if value >= limit:
+            return f"{short(value / (1e3 if unit == 'k' else limit))}{unit}"
+    return f"{value:,.0f}"
+
+
+def _count(name: str) -> Show:
+    return lambda figures: count(figures[name])
+
+
+SERVICE: list[Column] = [
+    ("\ndone", _count("completed")),
+    ("not\ndone", lambda f: count(f["requests"] - f["completed"])),
+    ("answer\ntokens/s", _figure("answer_tokens_per_s")),
+    ("first (s)\nP50", _figure("ttft_p50_s")),
+    ("\nP95", _figure("ttft_p95_s")),
+    ("\nP99", _figure("ttft_p99_s")),
+    ("gap (ms)\nP50", _figure("token_gap_p50_s", 1e3)),
+    ("\nP99", _figure("token_gap_p99_s", 1e3)),
+    ("request (s)\nP50", _figure("total_p50_s")),
+    ("\nP95", _figure("total_p95_s")),
+    ("\nP99", _figure("total_p99_s")),
+]
+
+MEMORY: list[Column] = [
+    ("cache\nhits %", _figure("hit_rate", 100)),
+    ("waste\n%", _figure("waste", 100)),
+    ("most\nused %", _figure("peak_memory", 100)),
+    ("refused\n", _count("allocation_failures")),
+    ("...in\npieces", _count("fragmentation_failures")),
+    ("batches\nsplit", _count("batch_splits")),
+    ("pre-\nempted", _count("preemptions")),
+    ("times\ntidied", _count("compactions")),
+    ("moved\nGiB", _figure("moved_bytes", 2**-30)),
+    ("tokens\nevicted", _count("evicted_tokens")),
+    ("tokens\nforgotten", _count("forgotten_tokens")),
+]
+
+SWEEP: list[Column] = [
+    SERVICE[1],
+    SERVICE[2],
+    ("first (s)\nP95", _figure("ttft_p95_s")),
+    ("gap (ms)\nP99", _figure("token_gap_p99_s", 1e3)),
+    ("request (s)\nP50", _figure("total_p50_s")),
+    ("\nP95", _figure("total_p95_s")),
+    MEMORY[0],
+    MEMORY[1],
+    MEMORY[3],
+    MEMORY[6],
+]
+
+
+def print_table(console: Console, table: Table) -> None:
+    """As wide as it is: a narrow terminal breaks its lines, which is better than to leave digits out."""
+    table.width = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+    console.print(table, crop=False, soft_wrap=True)
+
+
+def print_results(console: Console, results: Sequence[Result]) -> None:
+    if not results:
+        return
+    console.print(f"{results[0].trace}; cost model {results[0].cost}", highlight=False)
+    if results[0].varied:
+        print_table(console, _table(results, SWEEP))
+    else:
+        print_table(console, _table(results, SERVICE))
+        print_table(console, _table(results, MEMORY))
+    tokens = sum(result.figures["computed_tokens"] for result in results)
+    wall_s = sum(result.figures["wall_s"] for result in results)
+    console.print(f"{count(tokens)} scheduled tokens in {short(wall_s)} s, {count(tokens / wall_s)} a second")
+    if any(result.interrupted for result in results):
+        console.print("interrupted: the last line has what was simulated until then")
+
+
+def _table(results: Sequence[Result], columns: Sequence[Column]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    for key in results[0].varied:
+        table.add_column(f"\n{key}", justify="right", no_wrap=True)
+    table.add_column("\npolicy", no_wrap=True)
+    for label, _ in columns:
+        table.add_column(label, justify="right", no_wrap=True)
+    for result in results:
+        varied = [f"{value:,}" if isinstance(value, int) else str(value) for value in result.varied.values()]
+        name = result.label + (" (part)" if result.interrupted else "")
+        table.add_row(*varied, name, *(show(result.figures) for _, show in columns))
+    return table
+
+
+def knee(results: Sequence[Result], key: str, figure: str = "total_p95_s", slack: float = 0.10) -> Result | None:
+    """The smallest setting at which the figure is within `slack` of the best one; None if it never gets better."""
+    known = [r for r in results if isinstance(r.varied[key], (int, float)) and not math.isnan(r.figures[figure])]
+    if len(known) < 3:
+        return None
+    known.sort(key=lambda result: float(result.varied[key]))
+    best = min(result.figures[figure] for result in known)
+    found = next(result for result in known if result.figures[figure] <= best * (1 + slack))
+    return found if found is not known[0] else None
+
+
+def to_json(results: Sequence[Result], cost: CostModel) -> dict[str, Any]:
+    return {"cost": asdict(cost), "results": [_finite(result.to_json()) for result in results]}
+
+
+def write_json(file: Path, results: Sequence[Result], cost: CostModel) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(to_json(results, cost), indent=1) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: where there was nothing to measure stands null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value
+
+
+def write_html(file: Path, results: Sequence[Result], cost: CostModel, pictures: Sequence[str]) -> None:
+    """One page that needs nothing else; `pictures` are SVG."""
+    console = Console(record=True, width=200, file=io.StringIO())
+    print_results(console, results)
+    figures = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+    body = "\n".join(f"<figure>{picture[picture.index('<svg') :]}</figure>" for picture in pictures)
+    file.write_text(
+        "<!doctype html><html lang='en'><meta charset='utf-8'><title>cllm simulate</title>"
+        "<style>body{font:15px/1.5 system-ui;margin:2rem;max-width:75rem}pre{overflow-x:auto}"
+        "figure{margin:1.5rem 0}svg{max-width:100%;height:auto}</style>"
+        f"<h1>cllm simulate</h1><p>{html.escape(results[0].trace if results else '')}</p>"
+        f"<p>Cost model {html.escape(cost.name)}: {html.escape(cost.description)}</p>{figures}{body}</html>\n",
+        encoding="utf-8",
+    )

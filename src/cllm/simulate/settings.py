@@ -1,0 +1,160 @@
+"""What is simulated: one record of settings, how it is written on the command line, and how sweeps vary it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from cllm.config import SchedulerConfig
+from cllm.errors import ConfigError
+from cllm.kv.eviction import POLICIES as EVICTION_POLICIES
+
+_DEFAULTS = SchedulerConfig()
+
+CONTIGUOUS_POLICIES = ("contiguous", "hole-filling", "compaction")
+COMPARED_POLICIES = (*CONTIGUOUS_POLICIES, "paged", "paged+prefix", "window")
+POLICIES = (*COMPARED_POLICIES, "slots")
+ROUTINGS = ("round-robin", "prefix")
+
+Value = str | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One simulated server, or several equal ones. The scheduler's defaults are the real server's."""
+
+    policy: str = "paged+prefix"
+    blocks: int = 2048
+    block_size: int = 16
+    max_running: int = 256
+    step_tokens: int = _DEFAULTS.max_step_tokens
+    eviction: str = _DEFAULTS.eviction_policy
+    threshold: float = _DEFAULTS.kv_cache_eviction_threshold
+    watermark: float = _DEFAULTS.watermark
+    token_ms: float = _DEFAULTS.inter_token_target_ms
+    gap_ms: float = _DEFAULTS.max_gap_ms or _DEFAULTS.inter_token_target_ms
+    prefill_ms: float = _DEFAULTS.prefill_target_ms
+    ageing_s: float = _DEFAULTS.ageing_s
+    timeout_s: float = 0.0
+    """A request that takes longer ends; 0: none does."""
+    queue: int = 0
+    """Requests beyond this many waiting ones are turned away; 0: none is."""
+    replicas: int = 1
+    routing: str = "round-robin"
+    reserve: str = "pow2"
+    """Contiguous memory: what is reserved for an answer. exact: its true length; pow2: that, rounded up to a power of
+    two; a number: as many tokens."""
+    window: int = 1024
+    sinks: int = 4
+    context: int = 0
+    """Slots: tokens each has room for; 0: as many as the memory gives to `max_running` of them."""
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.blocks * self.block_size
+
+
+def _whole(low: int) -> Callable[[str, str], int]:
+    def parse(name: str, text: str) -> int:
+        try:
+            number = float(text)  # 1e6 is as good as 1000000
+        except ValueError:
+            number = math.nan
+        if not number.is_integer() or number < low:
+            raise ConfigError(f"{name}={text}: it must be a whole number of at least {low}")
+        return int(number)
+
+    return parse
+
+
+def _number(low: float, high: float = math.inf) -> Callable[[str, str], float]:
+    def parse(name: str, text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not low <= number <= high or math.isinf(number):
+            limits = f"of at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+            raise ConfigError(f"{name}={text}: it must be a number {limits}")
+        return number
+
+    return parse
+
+
+def _one_of(choices: Sequence[str]) -> Callable[[str, str], str]:
+    def parse(name: str, text: str) -> str:
+        if text not in choices:
+            raise ConfigError(f"{name}={text}: it must be one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def _reserve(name: str, text: str) -> str:
+    return text if text in ("exact", "pow2") else str(_whole(1)(name, text))
+
+
+KEYS: dict[str, tuple[str, Callable[[str, str], Value]]] = {
+    "policy": ("policy", _one_of(POLICIES)),
+    "block-size": ("block_size", _whole(1)),
+    "blocks": ("blocks", _whole(2)),
+    "max-running": ("max_running", _whole(1)),
+    "step-tokens": ("step_tokens", _whole(1)),
+    "eviction": ("eviction", _one_of(list(EVICTION_POLICIES))),
+    "threshold": ("threshold", _number(0.01, 1.0)),
+    "watermark": ("watermark", _number(0.0, 0.99)),
+    "token-ms": ("token_ms", _number(0.001)),
+    "gap-ms": ("gap_ms", _number(0.001)),
+    "prefill-ms": ("prefill_ms", _number(0.001)),
+    "timeout": ("timeout_s", _number(0.0)),
+    "queue": ("queue", _whole(0)),
+    "replicas": ("replicas", _whole(1)),
+    "routing": ("routing", _one_of(ROUTINGS)),
+    "reserve": ("reserve", _reserve),
+    "window": ("window", _whole(1)),
+    "sinks": ("sinks", _whole(0)),
+    "context": ("context", _whole(0)),
+}
+"""Name on the command line -> field and how its value is read, in the order in which they are applied."""
+
+
+def parse_value(key: str, text: str) -> Value:
+    if key not in KEYS:
+        raise ConfigError(f"there is no setting {key!r} to simulate; there are {', '.join(KEYS)}")
+    return KEYS[key][1](key, text)
+
+
+def parse_assignment(text: str) -> tuple[str, Value]:
+    """`key=value`."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is no assignment; write key=value")
+    return key, parse_value(key, value)
+
+
+def changed(settings: Settings, values: Mapping[str, Value]) -> Settings:
+    """`settings` with other values. Another block size alone keeps the memory: fewer blocks if they are larger."""
+    for key in KEYS:
+        if key not in values:
+            continue
+        if key == "block-size":
+            size = int(values[key])
+            settings = replace(settings, block_size=size, blocks=max(2, settings.kv_tokens // size))
+        else:
+            settings = replace(settings, **{KEYS[key][0]: values[key]})  # type: ignore[arg-type]
+    return settings
+
+
+def parse_sweep(text: str, parse: Callable[[str, str], Value] = parse_value) -> tuple[str, list[Value]]:
+    """`key=v1,v2,...`, each value checked."""
+    key, equals, values = text.partition("=")
+    if not equals or not values:
+        raise ConfigError(f"--what-if {text}: write key=value,value,...")
+    return key, [parse(key, value) for value in values.split(",")]
+
+
+def grid(sweeps: Mapping[str, Sequence[Value]]) -> list[dict[str, Value]]:
+    """Every combination; one empty one if nothing is varied."""
+    return [dict(zip(sweeps, values, strict=True)) for values in product(*sweeps.values())]
