@@ -304,7 +304,6 @@ def test_a_file(tmp_path: Path) -> None:
 
 
 def test_plots_and_a_page(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     plot = tmp_path / "knee.svg"
     output = invoke(*SMALL, "--what-if", "blocks=100,200,400", "--plot", str(plot))
     assert str(plot) in output.replace("\n", "") and "<svg" in plot.read_text()
@@ -316,7 +315,6 @@ def test_plots_and_a_page(tmp_path: Path) -> None:
 
 
 def test_the_cost_of_a_step_against_the_size_of_the_cache(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     plot, file = tmp_path / "scale.png", tmp_path / "scale.json"
     output = invoke(
         "simulate", "scale", "--blocks", "1000,5000", "--requests", "100", "--plot", str(plot), "--json", str(file)

@@ -8,9 +8,7 @@ Ints = NDArray[np.int32]
 def instruction_sets() -> list[str]:
     """Those this CPU runs, the best one first; "generic" is always there."""
 
-def pack_roundtrip(
-    ggml_type: int, rows: int, cols: int, data: NDArray[np.uint8], biased: bool
-) -> NDArray[np.float32]:
+def pack_roundtrip(ggml_type: int, rows: int, cols: int, data: NDArray[np.uint8], biased: bool) -> NDArray[np.float32]:
     """A matrix of GGUF's blocks, packed and unpacked again: what the kernels take its weights for. For tests.
 
     Raises ValueError for a wrong size, an unknown type, or values that are not finite.
@@ -91,21 +89,25 @@ class Engine:
 
         Roles: token_embd, output, output_norm, rope_freqs; in layers attn_norm, attn_q, attn_k, attn_v, attn_output,
         attn_q.bias, attn_k.bias, attn_v.bias, attn_q_norm, attn_k_norm, ffn_norm, ffn_gate, ffn_up, ffn_down.
-        A vector has one row. Raises ValueError for a wrong size, an unknown type or role, or values that are not finite.
+        A vector has one row. Raises ValueError for a wrong size, an unknown type or role, or values that are not
+        finite.
         """
 
     def seal(self) -> None:
         """All tensors are there. Raises ValueError with what is missing. Without `output` the head is token_embd."""
 
     def allocate(self, *, blocks: int, block_size: int, type_k: str, type_v: str) -> None:
-        """Reserve the arena (memory is taken as it is used). Raises ValueError or MemoryError. Again: starts anew, empty."""
+        """Reserve the arena; memory is taken as it is used. Again: starts anew, empty.
+
+        Raises ValueError or MemoryError.
+        """
 
     def step(self, tokens: Ints, chunks: Ints, blocks: Ints, logits: NDArray[np.float32]) -> bool:
         """Compute chunks of tokens; False if `abort` ended it early. The GIL is released.
 
         `tokens` holds those of all chunks, one after another. `chunks` has a row per chunk: number of tokens, first
-        position, 1 if it wants the logits of its last token, number of blocks. `blocks` holds all block tables, one after
-        another. `logits` has a row for each chunk that wants one. Raises ValueError if any of that does not fit.
+        position, 1 if it wants the logits of its last token, number of blocks. `blocks` holds all block tables, one
+        after another. `logits` has a row for each chunk that wants one. Raises ValueError if any of that does not fit.
         """
 
     def abort(self) -> None:
