@@ -98,7 +98,7 @@ constexpr int kSplit = 256;  // positions whose scores are computed together; fi
 int attention_tile_tokens(int heads);
 size_t attend_scratch_bytes(int head_dim, int heads);
 
-constexpr int kMaximaGroup = 32;
+constexpr int kMaximaGroup = 64;
 constexpr int kWeightBlock = 256;
 constexpr int kCuts = 3;
 CLLM_INLINE int64_t weight_blocks(int64_t n) { return (n + kWeightBlock - 1) / kWeightBlock; }

@@ -25,7 +25,6 @@ using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using IntTable = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using FloatRows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using FloatTable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
@@ -176,11 +175,8 @@ double checked_peak(double peak) {
     return peak;
 }
 
-std::vector<int64_t> argmax_rows(const RowSampler& sampler, const FloatRows& rows) {
-    std::vector<int64_t> best;
-    for (size_t i = 0; i < rows.shape(0); ++i)
-        best.push_back(sampler.argmax(rows.data() + i * rows.shape(1), checked_length(rows.shape(1))));
-    return best;
+int64_t argmax(const RowSampler& sampler, const Floats& values) {
+    return sampler.argmax(values.data(), checked_length(values.size()));
 }
 
 int64_t draw(const RowSampler& sampler, const Floats& values, double peak, double u, double temperature, int64_t top_k,
@@ -226,7 +222,7 @@ NB_MODULE(_native, m) {
             "__init__",
             [](RowSampler* self, const std::string& instruction_set) { new (self) RowSampler(select_kernels(instruction_set)); },
             "instruction_set"_a)
-        .def("argmax_rows", &argmax_rows, "rows"_a, no_gil)
+        .def("argmax", &argmax, "values"_a, no_gil)
         .def("draw", &draw, "values"_a, "peak"_a, "u"_a, nb::kw_only(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, no_gil)
         .def("log_total", &log_total, "values"_a, "peak"_a, no_gil)
         .def("largest", &largest, "values"_a, "count"_a);

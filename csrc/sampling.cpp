@@ -11,8 +11,8 @@
 namespace cllm {
 namespace {
 
-constexpr int64_t kFew = 256;    // the best tokens, which are usually enough for top_p
-constexpr int64_t kMany = 1024;  // more than this are better dealt with as a row than one by one
+constexpr int64_t kFew = 256;   // the best tokens, which are usually enough for top_p
+constexpr int64_t kMany = 512;  // more than this are better dealt with as a row than one by one
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 struct Item {
@@ -130,7 +130,7 @@ public:
     int64_t draw(double u, const Truncation& truncation) {
         const double top_p = truncation.top_p, min_p = truncation.min_p;
         const int64_t top_k = 0 < truncation.top_k && truncation.top_k < n_ ? truncation.top_k : n_;
-        if (top_k < n_ && top_k <= kMany) {
+        if (top_k < n_ && top_k <= kFew) {
             find_largest(top_k);
             const double sum = weigh_few();
             return draw_from_few(top_p < 1.0 ? top_p * sum : kInfinity, min_p, u);

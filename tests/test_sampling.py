@@ -1,10 +1,10 @@
-"""Choosing tokens: every parameter on its own, then rows, seeds and log probabilities."""
+"""Choosing tokens: every parameter on its own, then rows, seeds and log probabilities; on every implementation."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,15 @@ from numpy.typing import NDArray
 from cllm.engine.params import SamplingParams
 from cllm.engine.sampling import Choice, TokenChooser, choose
 from cllm.errors import InvalidRequestError
+from sampling_kit import SAMPLERS, choosing_with, sampler
 
 NO_IDS: frozenset[int] = frozenset()
+
+
+@pytest.fixture(params=SAMPLERS, autouse=True)
+def every_implementation(request: pytest.FixtureRequest) -> Iterator[None]:
+    with choosing_with(sampler(request.param)):
+        yield
 
 
 def make_chooser(
@@ -76,6 +83,10 @@ def test_top_p_keeps_the_fewest_that_reach_it() -> None:
     assert support(logits, top_p=0.69) == {1, 2}
     assert support(logits, top_p=0.71) == {0, 1, 2}
     assert support(logits, top_p=1e-12) == {1}
+
+
+def test_a_top_k_beyond_every_integer_type_is_no_limit() -> None:
+    assert support(row_of(0, 0, 0), top_k=10**30) == {0, 1, 2}
 
 
 def test_top_p_counts_what_top_k_left() -> None:

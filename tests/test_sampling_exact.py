@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cllm.engine.draw import draw, largest, mix64, uniform
+from cllm.engine.draw import mix64, uniform
 from cllm.engine.params import SamplingParams
+from cllm.engine.rows import RowSampler
 from cllm.engine.sampling import TokenChooser, choose
+from sampling_kit import SAMPLERS, TRUNCATIONS, choosing_with, long_rows, reference_answers, sampler
+
+
+@pytest.fixture(scope="module", params=SAMPLERS)
+def rows(request: pytest.FixtureRequest) -> RowSampler:
+    name: str = request.param
+    return sampler(name)
 
 
 def reference_values(
@@ -41,47 +48,6 @@ def reference_values(
     return values
 
 
-def reference_draw(
-    values: Sequence[float], u: float, *, temperature: float, top_k: int, top_p: float, min_p: float
-) -> set[int]:
-    """The tokens whose share of the CDF holds u: one, or several if u is within a millionth of their borders."""
-    order = sorted((i for i, value in enumerate(values) if value > -math.inf), key=lambda i: (-values[i], i))
-    peak = values[order[0]]
-    weights = {token: math.exp((values[token] - peak) / temperature) for token in order}
-    if top_k > 0:
-        order = order[:top_k]
-    if top_p < 1.0:
-        mass = top_p * sum(weights[token] for token in order)
-        running = itertools.accumulate(weights[token] for token in order)
-        size = next((i + 1 for i, total in enumerate(running) if total >= mass), len(order))
-        order = order[:size]
-    kept = sorted(token for token in order if weights[token] >= min_p and weights[token] > 0.0)
-    ends = list(itertools.accumulate(weights[token] for token in kept))
-    low, high = (u - 1e-6) * ends[-1], (u + 1e-6) * ends[-1]
-    starts = [0.0, *ends[:-1]]
-    return {token for token, start, end in zip(kept, starts, ends, strict=True) if start <= high and end >= low}
-
-
-def reference_answers(values: Sequence[float], u: float, truncation: Mapping[str, Any]) -> set[int]:
-    """The answers for every top_p and min_p within a millionth: more than one only right on a border."""
-    near = (1.0, 1.0 - 1e-6, 1.0 + 1e-6)
-    answers = set()
-    for by_p, by_m in itertools.product(near, near):
-        top_p = truncation["top_p"] * by_p if truncation["top_p"] < 1.0 else 1.0
-        min_p = min(truncation["min_p"] * by_m, 1.0)
-        answers |= reference_draw(values, u, **{**truncation, "top_p": top_p, "min_p": min_p})
-    return answers
-
-
-TEMPERATURES = st.sampled_from([1e-6, 0.1, 0.7, 1.0, 1.5, 5.0])
-TRUNCATIONS = st.fixed_dictionaries(
-    {
-        "temperature": TEMPERATURES,
-        "top_k": st.sampled_from([0, -1, 1, 2, 5, 40, 700, 1500, 10**9]),
-        "top_p": st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.95, 0.999, 1.0]),
-        "min_p": st.sampled_from([0.0, 1e-6, 0.05, 0.5, 1.0]),
-    }
-)
 LOGIT = st.one_of(
     st.sampled_from([-math.inf, -1.0, 0.0, 0.0, 0.5, 1.0, 1.0, 3.0]),
     st.floats(-60, 60, width=32),
@@ -89,38 +55,34 @@ LOGIT = st.one_of(
 FINITE_ROW = st.lists(LOGIT, min_size=2, max_size=40).filter(lambda row: max(row) > -math.inf)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(row=FINITE_ROW, truncation=TRUNCATIONS, u=st.floats(0, 1, exclude_max=True))
-def test_draws_what_the_reference_draws(row: list[float], truncation: dict[str, Any], u: float) -> None:
+def test_draws_what_the_reference_draws(
+    rows: RowSampler, row: list[float], truncation: dict[str, Any], u: float
+) -> None:
     values = np.array(row, np.float32)
     answers = reference_answers([float(value) for value in values], u, truncation)
-    assert draw(values, float(values.max()), u, **truncation) in answers
+    assert rows.draw(values, float(values.max()), u, **truncation) in answers
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    seed=st.integers(0, 10**6),
-    size=st.sampled_from([1023, 1024, 3000, 4096]),
-    spread=st.sampled_from([0.0, 0.01, 0.5, 3.0]),
-    step=st.sampled_from([0.0, 0.25]),
+    values=long_rows([1023, 1024, 3000, 4096]),
     truncation=TRUNCATIONS,
     u=st.floats(0, 1, exclude_max=True),
 )
 def test_draws_what_the_reference_draws_from_many(
-    seed: int, size: int, spread: float, step: float, truncation: dict[str, Any], u: float
+    rows: RowSampler, values: NDArray[np.float32], truncation: dict[str, Any], u: float
 ) -> None:
-    """Flat, peaked and full of ties: with rows that are longer than one group and nuclei of thousands."""
-    values = np.random.default_rng(seed).normal(0.0, spread, size).astype(np.float32)
-    if step:
-        values = np.round(values / np.float32(step)) * np.float32(step)
+    """With rows that are longer than one group and nuclei of thousands."""
     answers = reference_answers([float(value) for value in values], u, truncation)
-    assert draw(values, float(values.max()), u, **truncation) in answers
+    assert rows.draw(values, float(values.max()), u, **truncation) in answers
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), row=FINITE_ROW, greedy=st.booleans(), truncation=TRUNCATIONS)
 def test_chooses_what_the_reference_chooses(
-    data: st.DataObject, row: list[float], greedy: bool, truncation: dict[str, Any]
+    rows: RowSampler, data: st.DataObject, row: list[float], greedy: bool, truncation: dict[str, Any]
 ) -> None:
     """All parameters together, over an answer of several tokens."""
     token = st.integers(0, len(row) - 1)
@@ -142,7 +104,8 @@ def test_chooses_what_the_reference_chooses(
     output: list[int] = []
     for _ in range(4):
         values = reference_values(logits[0], params, prompt, output, end_ids, mask)
-        [choice] = choose(logits, [(0, chooser)], None if mask is None else [np.array(mask)])
+        with choosing_with(rows):
+            [choice] = choose(logits, [(0, chooser)], None if mask is None else [np.array(mask)])
         if max(values) == -math.inf:
             assert choice is None
             return
@@ -154,38 +117,84 @@ def test_chooses_what_the_reference_chooses(
         assert chooser.generated == len(output)
 
 
-@given(st.integers(0, 2**32), st.integers(1, 1100), st.sampled_from([5, 1024, 2500]))
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 1100), size=st.sampled_from([5, 1024, 2500]))
 @settings(max_examples=60, deadline=None)
-def test_largest_is_a_stable_sort_cut_off(seed: int, count: int, size: int) -> None:
+def test_largest_is_a_stable_sort_cut_off(rows: RowSampler, seed: int, count: int, size: int) -> None:
     values = np.random.default_rng(seed).integers(-40, 40, size).astype(np.float32)
     values[values < -30] = -np.inf
     order = [token for token in np.argsort(-values, kind="stable") if values[token] > -np.inf]
-    assert largest(values, count).tolist() == sorted(order[:count])
+    assert rows.largest(values, count).tolist() == sorted(order[:count])
+
+
+def test_argmax_is_the_first_of_the_best_or_the_first_nan(rows: RowSampler) -> None:
+    for size in (1, 7, 8, 16, 255, 256, 257, 1000):
+        table = np.random.default_rng(size).integers(-3, 3, (50, size)).astype(np.float32)
+        table[10:20, size // 2] = np.inf
+        table[20:30, size // 3 :] = np.nan
+        table[30] = -np.inf
+        table[31] = -0.0
+        table[31, size // 2 :] = 0.0
+        assert [rows.argmax(row) for row in table] == table.argmax(axis=1).tolist()
+
+
+def test_the_logarithm_of_the_total(rows: RowSampler) -> None:
+    for size in (1, 9, 300, 5000):
+        values = np.random.default_rng(size).normal(30.0, 5.0, size).astype(np.float32)
+        values[1::7] = -np.inf
+        exact = math.log(math.fsum(math.exp(value) for value in values.tolist()))
+        assert rows.log_total(values, float(values.max())) == pytest.approx(exact, abs=2e-7)
 
 
 LAST = 1.0 - 2.0**-53
 """The largest u there is: it selects the last token that is left."""
 
 
-def test_the_nucleus_of_equal_tokens_ends_exactly_where_it_is_reached() -> None:
+def test_the_nucleus_of_equal_tokens_ends_exactly_where_it_is_reached(rows: RowSampler) -> None:
     values = np.zeros(4096, np.float32)
-    assert draw(values, 0.0, LAST, temperature=1.0, top_k=0, top_p=0.5, min_p=0.0) == 2047
-    assert draw(values, 0.0, LAST, temperature=1.0, top_k=64, top_p=0.5, min_p=0.0) == 31
+    assert rows.draw(values, 0.0, LAST, temperature=1.0, top_k=0, top_p=0.5, min_p=0.0) == 2047
+    assert rows.draw(values, 0.0, LAST, temperature=1.0, top_k=64, top_p=0.5, min_p=0.0) == 31
+    assert rows.draw(values, 0.0, LAST, temperature=1.0, top_k=3000, top_p=0.5, min_p=0.0) == 1499
+    assert rows.draw(values, 0.0, LAST, temperature=1.0, top_k=3000, top_p=1.0, min_p=1.0) == 2999
 
 
-def test_a_large_nucleus_ends_exactly_where_it_is_reached() -> None:
+def test_a_large_nucleus_ends_exactly_where_it_is_reached(rows: RowSampler) -> None:
     values = np.full(4096, -1.0, np.float32)
     values[:1024] = 0.0
     total = 1024 + 3072 * math.exp(-1)
     size = 1024 + math.ceil((0.9 * total - 1024) / math.exp(-1))
-    assert draw(values, 0.0, LAST, temperature=1.0, top_k=0, top_p=0.9, min_p=0.0) == size - 1
+    assert rows.draw(values, 0.0, LAST, temperature=1.0, top_k=0, top_p=0.9, min_p=0.0) == size - 1
 
 
-def test_rounding_never_selects_an_impossible_token() -> None:
+def test_a_top_k_of_thousands_is_as_exact_as_a_small_one(rows: RowSampler) -> None:
+    values = np.random.default_rng(8).permutation(20_000).astype(np.float32) / np.float32(1e4)
+    for count in (200, 256, 257, 512, 513, 5000, 19_999):
+        last = np.flatnonzero(values >= np.sort(values)[-count])[-1]
+        assert rows.draw(values, float(values.max()), LAST, temperature=5.0, top_k=count, top_p=1.0, min_p=0.0) == last
+
+
+def test_a_top_k_beyond_what_is_allowed_keeps_all_of_that(rows: RowSampler) -> None:
+    values = np.full(9000, -np.inf, np.float32)
+    values[:6000:2] = np.linspace(-4.0, 4.0, 3000, dtype=np.float32)
+    for top_p in (1.0, 1.0 - 1e-12):
+        assert rows.draw(values, 4.0, LAST, temperature=3.0, top_k=4000, top_p=top_p, min_p=0.0) == 5998
+
+
+def test_rounding_never_selects_an_impossible_token(rows: RowSampler) -> None:
     for seed in range(100):
         values = np.random.default_rng(seed).normal(0, 8, 250).astype(np.float32)
         values[200:] = -np.inf
-        assert draw(values, float(values.max()), LAST, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) < 200
+        for top_p in (1.0, 1.0 - 2.0**-53):
+            drawn = rows.draw(values, float(values.max()), LAST, temperature=1.0, top_k=0, top_p=top_p, min_p=0.0)
+            assert drawn < 200
+
+
+def test_a_top_p_next_to_one_keeps_all(rows: RowSampler) -> None:
+    """Its mass may be beyond the sum in another order."""
+    for seed in range(20):
+        values = np.random.default_rng(seed).normal(0, 1, 5000).astype(np.float32)
+        values[-1] = 4.0
+        drawn = rows.draw(values, float(values.max()), LAST, temperature=2.0, top_k=0, top_p=1.0 - 2.0**-53, min_p=0.0)
+        assert drawn == 4999
 
 
 def test_the_uniform_numbers() -> None:

@@ -30,8 +30,8 @@ class RowSampler:
     def __init__(self, instruction_set: str) -> None:
         """`instruction_set` "auto" takes the best one."""
 
-    def argmax_rows(self, rows: NDArray[np.float32]) -> list[int]:
-        """Of each row the first of its largest values, or its first NaN."""
+    def argmax(self, values: NDArray[np.float32]) -> int:
+        """The first of the largest values, or the first NaN."""
 
     def draw(
         self,

@@ -1,5 +1,7 @@
 """Drawing one token from one row of values: pure functions, without sorting the vocabulary where it can be helped.
 
+This is what csrc/sampling.cpp does too, faster; rows.py takes that where it is built.
+
 A row is processed alone and always in the same way, so its result never depends on what else is in the batch.
 Weights are relative to the best token, which weighs 1: nothing overflows, however small the temperature.
 
@@ -38,6 +40,11 @@ def mix64(value: int) -> int:
 def uniform(key: int, counter: int) -> float:
     """The number in [0, 1) at place `counter` of the stream `key`. There is no state to save or to lose."""
     return (mix64(key + (counter + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
+
+
+def argmax(values: Row) -> int:
+    """The first of the largest values, or the first NaN: so the best one also tells whether the row is sound."""
+    return int(values.argmax())
 
 
 def draw(values: Row, peak: float, u: float, *, temperature: float, top_k: int, top_p: float, min_p: float) -> int:

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.engine.draw import Ids, Row, draw, largest, log_total, mix64, uniform
+from cllm.engine.draw import Ids, Row, mix64, uniform
 from cllm.engine.params import SamplingParams
 from cllm.engine.penalties import Penalties
+from cllm.engine.rows import ROWS
 from cllm.errors import InvalidRequestError
 
 Mask = NDArray[np.bool_]
@@ -90,14 +91,15 @@ class TokenChooser:
         if self._penalties.active:
             self._penalties.observe(token_id)
 
-    def choose(self, logits: Row, best: int, mask: Mask | None) -> Choice | None:
-        """Choose and observe the next token; None if there is no finite best. `best` is the row's argmax."""
+    def choose(self, logits: Row, mask: Mask | None) -> Choice | None:
+        """Choose and observe the next token; None if there is no finite best."""
+        best = ROWS.argmax(logits)
         model_peak = peak = float(logits[best])
         if not math.isfinite(peak):
             return None
         values = self._adjusted(logits, best, mask)
         if values is not logits:
-            best = int(values.argmax())
+            best = ROWS.argmax(values)
             peak = float(values[best])
             if not math.isfinite(peak):
                 return None
@@ -127,12 +129,12 @@ class TokenChooser:
 
     def _draw(self, values: Row, peak: float) -> int:
         params = self.params
-        return draw(
+        return ROWS.draw(
             values,
             peak,
             uniform(self._key, self.generated),
             temperature=params.temperature,
-            top_k=params.top_k,
+            top_k=min(params.top_k, len(values)),
             top_p=params.top_p,
             min_p=params.min_p,
         )
@@ -149,7 +151,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 
 
 def choose(
-    logits: Row, wanted: Sequence[tuple[int, TokenChooser]], masks: Sequence[Mask | None] | None = None
+    logits: NDArray[np.float32], wanted: Sequence[tuple[int, TokenChooser]], masks: Sequence[Mask | None] | None = None
 ) -> list[Choice | None]:
     """One token for each (row, chooser) wanted, with its mask if any; several choosers may share a row.
 
@@ -158,11 +160,7 @@ def choose(
     if masks is None:
         masks = [None] * len(wanted)
     with np.errstate(over="ignore", under="ignore"):
-        # argmax takes NaN for the largest value, so the best one also tells whether the row is sound.
-        best = logits.argmax(axis=1).tolist()
-        return [
-            chooser.choose(logits[row], best[row], mask) for (row, chooser), mask in zip(wanted, masks, strict=True)
-        ]
+        return [chooser.choose(logits[row], mask) for (row, chooser), mask in zip(wanted, masks, strict=True)]
 
 
 def _bans(mask: Mask) -> Row:
@@ -173,8 +171,8 @@ def _bans(mask: Mask) -> Row:
 
 
 def _logprob(logits: Row, peak: float, token_id: int, count: int) -> TokenLogprob:
-    total = log_total(logits, peak)
-    ids = largest(logits, count) if count else np.empty(0, np.intp)
+    total = ROWS.log_total(logits, peak)
+    ids = ROWS.largest(logits, count) if count else np.empty(0, np.intp)
     ids = ids[np.argsort(-logits[ids], kind="stable")]
     top = [(int(each), float(logits[each]) - total) for each in ids]
     return TokenLogprob(token_id, float(logits[token_id]) - total, top)

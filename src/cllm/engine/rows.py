@@ -1,0 +1,37 @@
+"""What works on rows of logits: the native extension where it is built, the numpy code of draw.py where it is not."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cllm.engine import draw
+from cllm.engine.draw import Ids, Row
+
+
+class RowSampler(Protocol):
+    """draw.py says what the functions mean. A row's result depends on nothing but the row and the arguments.
+
+    Two samplers may differ where rounding decides: if `u` is within a millionth of a border between two tokens, or a
+    token that close to being cut off.
+    """
+
+    def argmax(self, values: Row) -> int: ...
+
+    def draw(
+        self, values: Row, peak: float, u: float, *, temperature: float, top_k: int, top_p: float, min_p: float
+    ) -> int: ...
+
+    def log_total(self, values: Row, peak: float) -> float: ...
+
+    def largest(self, values: Row, count: int) -> Ids: ...
+
+
+def fastest() -> RowSampler:
+    try:
+        from cllm._native import RowSampler as NativeRowSampler
+    except ImportError:
+        return draw
+    return NativeRowSampler("auto")
+
+
+ROWS = fastest()

@@ -1,0 +1,106 @@
+"""Steps of the native engine by hand: parts of sequences in, logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm._native import Engine
+from cllm.backends.native.loader import load_engine
+from cllm.models.gguf import GGUFModel
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some consecutive tokens of a sequence, the first of them at position `start`."""
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    wants: bool = True
+
+
+def pack(parts: Sequence[Part]) -> tuple[Ints, Ints, Ints]:
+    """The arrays that `Engine.step` takes."""
+    rows = [(len(part.tokens), part.start, part.wants, len(part.blocks)) for part in parts]
+    return (
+        np.array([token for part in parts for token in part.tokens], np.int32),
+        np.array(rows, np.int32).reshape(-1, 4),
+        np.array([block for part in parts for block in part.blocks], np.int32),
+    )
+
+
+class Rig:
+    """A model in an engine with an arena."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        instruction_set: str = "auto",
+        threads: int = 2,
+        blocks: int = 64,
+        block_size: int = 16,
+        kv_type: str = "f16",
+    ) -> None:
+        model = GGUFModel.open(path)
+        self.n_vocab = model.shape.n_vocab
+        self.engine: Engine = load_engine(model, threads=threads, instruction_set=instruction_set)
+        self.allocate(blocks=blocks, block_size=block_size, type_k=kv_type, type_v=kv_type)
+
+    def allocate(self, *, blocks: int, block_size: int = 16, type_k: str = "f16", type_v: str = "f16") -> None:
+        self.engine.allocate(blocks=blocks, block_size=block_size, type_k=type_k, type_v=type_v)
+        self.blocks, self.block_size = blocks, block_size
+        self.kv_types = {"type_k": type_k, "type_v": type_v}
+
+    def table(self, positions: int, first: int = 0) -> list[int]:
+        """Enough blocks for so many positions, one after another."""
+        return list(range(first, first - (-positions // self.block_size)))
+
+    def step(self, *parts: Part) -> Floats:
+        """A row for each part that wants one. Rows are NaN before, so that none is left unwritten unseen."""
+        logits = np.full((sum(part.wants for part in parts), self.n_vocab), np.nan, np.float32)
+        assert self.engine.step(*pack(parts), logits)
+        assert np.isfinite(logits).all()
+        return logits
+
+    def run(self, tokens: Sequence[int], blocks: Sequence[int], cuts: Sequence[int] = ()) -> Floats:
+        """The last token's logits after computing all of them, in chunks that end at `cuts`."""
+        rows = np.empty((0, self.n_vocab), np.float32)
+        for begin, end in spans(len(tokens), cuts):
+            rows = self.step(Part(tokens[begin:end], begin, blocks, wants=end == len(tokens)))
+        row: Floats = rows[0]
+        return row
+
+    def all_logits(self, tokens: Sequence[int], blocks: Sequence[int], together: int = 64) -> Floats:
+        """The logits of every position.
+
+        A step gives those of a chunk's last token only. So all K/V are computed first, and then every position once
+        more as a chunk of its own, which writes the K/V that are there already.
+        """
+        self.step(Part(tokens, 0, blocks, wants=False))
+        rows = np.empty((len(tokens), self.n_vocab), np.float32)
+        for begin in range(0, len(tokens), together):
+            end = min(begin + together, len(tokens))
+            rows[begin:end] = self.step(*(Part(tokens[i : i + 1], i, blocks) for i in range(begin, end)))
+        return rows
+
+
+def spans(length: int, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The pieces of [0, length) between cuts."""
+    borders = sorted({0, length, *(cut for cut in cuts if 0 < cut < length)})
+    return pairwise(borders)
+
+
+def random_tokens(n_vocab: int, count: int, seed: int = 0) -> list[int]:
+    values: Any = np.random.default_rng(seed).integers(0, n_vocab, count)
+    return list(map(int, values))
