@@ -115,8 +115,8 @@ public:
         std::vector<Item>& items = items_found();
         std::nth_element(items.begin(), items.begin() + (count - 1), items.end(), is_better);
         const Item last = items[size_t(count - 1)];
-        std::remove_if(found_.ids, found_.ids + found_.count, [&](int32_t id) { return is_better(last, {values_[id], id}); });
-        found_.count = count;
+        const auto is_worse = [&](int32_t id) { return is_better(last, {values_[id], id}); };
+        found_.count = std::remove_if(found_.ids, found_.ids + found_.count, is_worse) - found_.ids;
         return found_;
     }
 
@@ -214,8 +214,8 @@ private:
         return total(scratch_.sums);
     }
 
-    // The smallest value of the best tokens that together reach the goal, which is below `high`. Equal ones that are too many
-    // get weight 0. Each pass over the row narrows the range of values that it may be in.
+    // The smallest value of the best tokens that together reach the goal, which is below `high`. Equal ones that are too
+    // many get weight 0. Each pass over the row narrows the range of values that it may be in.
     float find_cut(const Goal& goal, Bound high) {
         Bound low{-FLT_MAX, n_, kInfinity};
         bool narrower = true;
@@ -250,7 +250,7 @@ private:
         std::vector<Item>& items = items_found();
         const auto weight_of = [&](int32_t id) { return double(weights[id]); };
         const size_t kept = std::min(size_t(goal.count), best_that_reach(goal.mass, items, weight_of));
-        if (kept < items.size()) std::nth_element(items.begin(), items.begin() + std::ptrdiff_t(kept - 1), items.end(), is_better);
+        std::nth_element(items.begin(), items.begin() + std::ptrdiff_t(kept - 1), items.end(), is_better);
         const float cut = items[kept - 1].value;
         for (size_t i = kept; i < items.size(); ++i)
             if (items[i].value == cut) weights[items[i].index] = 0.0f;
@@ -264,7 +264,9 @@ private:
         const Place block = place_of(target, int64_t(sums.size()), [&](int64_t i) { return sums[size_t(i)]; });
         const int64_t start = block.index * kWeightBlock;
         const float *values = values_ + start, *weights = scratch_.weights.data() + start;
-        const auto weight_of = [&](int64_t i) { return values[i] >= cut && weights[i] >= min_weight ? double(weights[i]) : 0.0; };
+        const auto weight_of = [&](int64_t i) {
+            return values[i] >= cut && weights[i] >= min_weight ? double(weights[i]) : 0.0;
+        };
         return start + place_of(target - block.before, std::min<int64_t>(kWeightBlock, n_ - start), weight_of).index;
     }
 

@@ -99,7 +99,8 @@ static void weigh(const float* values, int64_t n, float peak, double temperature
     }
 }
 
-static void sum_kept(const float* values, const float* weights, int64_t n, float cut, float min_weight, double* block_sums) {
+static void sum_kept(const float* values, const float* weights, int64_t n, float cut, float min_weight,
+                     double* block_sums) {
     const Vec cuts = Vec::all(cut), min_weights = Vec::all(min_weight);
     float buffer[kWeightBlock];
     for (int64_t start = 0; start < n; start += kWeightBlock) {
@@ -113,7 +114,8 @@ static void sum_kept(const float* values, const float* weights, int64_t n, float
     }
 }
 
-static void sums_from(const float* values, const float* weights, int64_t n, const float* cuts, int64_t* counts, double* sums) {
+static void sums_from(const float* values, const float* weights, int64_t n, const float* cuts, int64_t* counts,
+                      double* sums) {
     const Vec one = Vec::all(1.0f);
     float buffer[kWeightBlock];
     Vec row_counts[kCuts];
