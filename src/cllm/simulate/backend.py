@@ -100,7 +100,7 @@ class TracedAnswer:
         self.token_id = -1
         self.logprob = None
 
-    def choose(self, logits: NDArray[np.float32], best: int, mask: None) -> TracedAnswer:
+    def choose(self, logits: NDArray[np.float32], mask: None) -> TracedAnswer:
         self.token_id = self._tokens[self.generated]
         self.generated += 1
         return self
