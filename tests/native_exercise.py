@@ -69,7 +69,7 @@ def fits(rig_options: dict[str, Any], kv_type: str) -> bool:
 
 def steps(rig: Rig, scale: int) -> None:
     """Prompts, decoding, both together, a context of several splits, the arena's last block, copies."""
-    tokens = random_tokens(rig.n_vocab, 1200)
+    tokens = random_tokens(rig.n_vocab, 600)
     rig.allocate(blocks=rig.blocks, block_size=rig.block_size, **rig.kv_types)  # uninitialised again
     for count in (1, 2, 5, 12, 13, 16, 17, 33, 100)[:: 1 + 2 * (scale > 1)]:
         rig.step(Part(tokens[:count], 0, rig.table(count)))
@@ -77,10 +77,11 @@ def steps(rig: Rig, scale: int) -> None:
     rig.step(Part(tokens[:3], 0, [last]), Part(tokens[:1], 20, [0, 1]), Part(tokens[:4], 7, [2], wants=False))
     rig.step(*(Part(tokens[i : i + 1], i % 16, [3 + i % 7]) for i in range(33)))
     rig.engine.copy_blocks(np.array([[0, last], [last, 1], [1, 1]], np.int32))
-    long = rig.table(1100 // scale)
-    rig.step(Part(tokens[: 1090 // scale], 0, long, wants=False))
-    rig.step(Part(tokens[:1], 1090 // scale, long))
-    rig.step(Part(tokens[:5], 1091 // scale, long), Part(tokens[:1], 500 // scale, long))
+    end = 590 // scale
+    long = rig.table(end + 6)
+    rig.step(Part(tokens[:end], 0, long, wants=False))
+    rig.step(Part(tokens[:1], end, long))
+    rig.step(Part(tokens[:5], end + 1, long), Part(tokens[:1], end // 2, long))
     assert rig.engine.step(*pack([]), np.empty((0, rig.n_vocab), np.float32))
 
 
@@ -214,7 +215,7 @@ def main() -> None:
                     kv_types = kv_types[index % len(kv_types) :][:1]
                 for kv_type in kv_types:
                     rig = Rig(path, instruction_set=instruction_set, threads=1 + index % 4, blocks=72, kv_type=kv_type)
-                    steps(rig, 1 if instruction_set != "generic" and not quick else 4)
+                    steps(rig, 1 if instruction_set != "generic" and not quick else 2)
                 refusals(rig)
             print(f"{label}: done", flush=True)
         path = build_model(n_layers=20, weight_type="q8_0").write(folder / "deep.gguf")

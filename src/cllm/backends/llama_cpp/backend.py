@@ -50,6 +50,7 @@ class LlamaCppBackend(Backend):
         self._kv_type_k, self._kv_type_v = kv_type_k, kv_type_v
         self._flash_attention = flash_attention
         self._library = load_library()
+        self._library.take_log()
         self._model = load_model(self._library, path, mmap, mlock)
         try:
             self.shape = read_shape(self._library.api, self._model)

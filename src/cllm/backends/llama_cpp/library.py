@@ -77,7 +77,7 @@ class Library:
         self.version = version
         self.log = Log()
         self._log_callback = self.api.llama_log_callback(self.log)  # referenced for as long as llama.cpp may call it
-        self.api.llama_log_set(self._log_callback, None)
+        self.take_log()
         self.api.llama_backend_init()
 
         # Long calls.
@@ -100,6 +100,10 @@ class Library:
         self.state_size = self._short("llama_state_seq_get_size")
 
         self.max_sequences: int = self.api.llama_max_parallel_sequences()
+
+    def take_log(self) -> None:
+        """There is one log for the process, and others who use llama.cpp in it may have taken it."""
+        self.api.llama_log_set(self._log_callback, None)
 
     def _short(self, name: str, restype: Any = None) -> Any:
         function, template = getattr(self._keeps_gil, name), getattr(self.api, name)
