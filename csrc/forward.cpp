@@ -261,6 +261,7 @@ void Forward::store_keys(const Layer& layer, int index, int64_t row) {
                   work_.sines.data() + row * pairs, s.rope_neox, 1.0f);
     // Queries are spread as keys are, and attended values back again, so nothing but the rounding changes.
     if (layout_->k_type != KVType::f16) kernels_.spread(k, s.n_kv_heads, s.head_dim);
+    if (layout_->k_type == KVType::q4_0) kernels_.add(layer.key_shift.data(), s.kv_size(), k);
     if (layout_->v_type != KVType::f16) kernels_.spread(v, s.n_kv_heads, s.head_dim);
     const int position = positions_[size_t(row)], size = layout_->block_size;
     uint8_t* block = arena_ + size_t(tables_[size_t(row)][position / size]) * layout_->block_bytes();

@@ -7,86 +7,17 @@
 //   V q8_0   [16 tokens][head_dim / 32] f16 scales, then [16 tokens][head_dim] signed bytes
 //   V q4_0   [16 tokens][head_dim / 32] f16 scales, then [16 tokens][head_dim / 32][16] bytes
 //
-// Byte j of q4_0 holds dimension j of the 32 in its low nibble and 16 + j in its high one, plus 8. A value is
-// scale * number, rounded once to float: every reader does it that way, so every reader sees the same value.
+// Byte j of q4_0 holds dimension j of the 32 in its low nibble and 16 + j in its high one: the number of a level. A
+// value is scale * number or scale * level, rounded once to float: every reader does it that way, so every reader sees
+// the same value.
 #pragma once
 
-#include "kernels.h"
-#include "simd.h"
+#include "kv_quants.inl"
 
 namespace cllm {
 namespace CLLM_NS {
 
-constexpr int kQuantGroup = 32;
 constexpr int kVecsPerTile = kTileTokens / Vec::lanes;
-
-CLLM_INLINE constexpr int group_data_bytes(KVType type) { return type == KVType::q8_0 ? kQuantGroup : kQuantGroup / 2; }
-
-// The scale as stored; finite whatever the input.
-static CLLM_INLINE uint16_t stored_scale(float scale) {
-    const float largest = 65504.0f;
-    return f32_to_f16(vmax(vmin(Vec::all(scale), Vec::all(largest)), Vec::all(-largest)).max());
-}
-
-// Rounds values / scale into [low, high]. The stored scale counts, so that its own rounding costs nothing.
-static CLLM_INLINE void round_to_scale(const float* x, uint16_t scale, float low, float high, float* out) {
-    const float stored = f16_to_f32(scale);
-    const Vec inverse = Vec::all(stored == 0.0f ? 0.0f : 1.0f / stored);
-    for (int i = 0; i < kQuantGroup; i += Vec::lanes) {
-        vmax(vmin(vround(Vec::load(x + i) * inverse), Vec::all(high)), Vec::all(low)).store(out + i);
-    }
-}
-
-static CLLM_INLINE void quantise_to_bytes(const float* x, uint16_t scale, uint8_t* data) {
-    float rounded[kQuantGroup];
-    round_to_scale(x, scale, -127.0f, 127.0f, rounded);
-    for (int i = 0; i < kQuantGroup; ++i) data[i] = uint8_t(int8_t(rounded[i]));
-}
-
-// With 16 steps the best scale is not the one that just reaches the largest value: it is tried a little finer, which cuts
-// that value off, and coarser, and from its other side. The value furthest from zero becomes about -8, the one number
-// without a counterpart.
-static CLLM_INLINE uint16_t best_scale_of_nibbles(const float* x, float furthest) {
-    uint16_t best = 0;
-    float least = INFINITY;
-    constexpr float candidates[] = {-8.0f, -7.25f, -8.75f, -9.5f, 7.0f, 7.75f};
-    for (const float steps : candidates) {
-        const uint16_t scale = stored_scale(furthest / steps);
-        const Vec stored = Vec::all(f16_to_f32(scale));
-        float rounded[kQuantGroup];
-        round_to_scale(x, scale, -8.0f, 7.0f, rounded);
-        Vec squares = Vec::zero();
-        for (int i = 0; i < kQuantGroup; i += Vec::lanes) {
-            const Vec error = Vec::load(x + i) - Vec::load(rounded + i) * stored;
-            squares = fma(error, error, squares);
-        }
-        const float error = squares.sum();
-        if (error < least) least = error, best = scale;
-    }
-    return best;
-}
-
-// Quantises 32 values into `data` (32 or 16 bytes) and returns the scale.
-static uint16_t quantise_group(KVType type, const float* x, uint8_t* data) {
-    Vec largest = Vec::load(x), smallest = largest;
-    for (int i = Vec::lanes; i < kQuantGroup; i += Vec::lanes) {
-        largest = vmax(largest, Vec::load(x + i));
-        smallest = vmin(smallest, Vec::load(x + i));
-    }
-    const float top = largest.max(), bottom = (Vec::zero() - smallest).max();
-    if (type == KVType::q8_0) {
-        const uint16_t scale = stored_scale((top > bottom ? top : bottom) / 127.0f);
-        quantise_to_bytes(x, scale, data);
-        return scale;
-    }
-    const uint16_t scale = best_scale_of_nibbles(x, top > bottom ? top : -bottom);
-    float rounded[kQuantGroup];
-    round_to_scale(x, scale, -8.0f, 7.0f, rounded);
-    for (int i = 0; i < kQuantGroup / 2; ++i) {
-        data[i] = uint8_t(int(rounded[i] + 8.0f) | int(rounded[kQuantGroup / 2 + i] + 8.0f) << 4);
-    }
-    return scale;
-}
 
 static CLLM_INLINE void to_halves(const float* x, int n, uint16_t* out) {
     int i = 0;
@@ -167,9 +98,9 @@ static void widen_k_q8(const uint8_t* tile, const uint8_t* ahead, int head_dim, 
 static void widen_k_q4(const uint8_t* tile, const uint8_t* ahead, int head_dim, float* out) {
     constexpr int half = kQuantGroup / 2 * kTileTokens;
     for (int d = 0; d < head_dim; d += kQuantGroup) {
-        Vec scales[kVecsPerTile];
+        Vec sizes[kVecsPerTile];
         for (int v = 0; v < kVecsPerTile; ++v) {
-            scales[v] = Vec::load_f16(reinterpret_cast<const uint16_t*>(tile) + v * Vec::lanes);
+            sizes[v] = Vec::load_f16(reinterpret_cast<const uint16_t*>(tile) + v * Vec::lanes) * Vec::all(kLevelUnit);
         }
         tile += 2 * kTileTokens;
         for (int i = 0; i < half; i += 4 * kTileTokens) {
@@ -177,9 +108,9 @@ static void widen_k_q4(const uint8_t* tile, const uint8_t* ahead, int head_dim, 
             for (int j = 0; j < 4 * kVecsPerTile; ++j) {
                 const int at = i + j * Vec::lanes;
                 Vec low, high;
-                load_nibbles(tile + at, low, high);
-                (low * scales[j % kVecsPerTile]).store(out + at);
-                (high * scales[j % kVecsPerTile]).store(out + half + at);
+                look_up_nibbles(tile + at, kLevels, low, high);
+                (low * sizes[j % kVecsPerTile]).store(out + at);
+                (high * sizes[j % kVecsPerTile]).store(out + half + at);
             }
         }
         tile += half;
@@ -192,12 +123,13 @@ static void widen_k_q4(const uint8_t* tile, const uint8_t* ahead, int head_dim, 
 template <KVType type>
 static void widen_v(const uint8_t* tile, const uint8_t* ahead, int head_dim, float* out) {
     constexpr int bytes = group_data_bytes(type);
+    const Vec unit = Vec::all(type == KVType::q4_0 ? kLevelUnit : 1.0f);
     const int groups = kTileTokens * (head_dim / kQuantGroup);
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(tile);
     const uint8_t* data = tile + 2 * groups;
     for (int first = 0; first < groups; first += kTileTokens) {
         float scale[kTileTokens];
-        for (int v = 0; v < kTileTokens; v += Vec::lanes) Vec::load_f16(scales + first + v).store(scale + v);
+        for (int v = 0; v < kTileTokens; v += Vec::lanes) (Vec::load_f16(scales + first + v) * unit).store(scale + v);
         for (int i = 0; i < kTileTokens; ++i, data += bytes, ahead += bytes + 2, out += kQuantGroup) {
             __builtin_prefetch(ahead);
             const Vec s = Vec::all(scale[i]);
@@ -206,7 +138,7 @@ static void widen_v(const uint8_t* tile, const uint8_t* ahead, int head_dim, flo
                     (Vec::load_i8(reinterpret_cast<const int8_t*>(data) + j) * s).store(out + j);
                 } else {
                     Vec low, high;
-                    load_nibbles(data + j, low, high);
+                    look_up_nibbles(data + j, kLevels, low, high);
                     (low * s).store(out + j);
                     (high * s).store(out + bytes + j);
                 }

@@ -28,6 +28,7 @@ using Vector = std::vector<float>;  // empty: the model has none
 
 struct Layer {
     Vector attn_norm, ffn_norm, q_bias, k_bias, v_bias, q_norm, k_norm;
+    Vector key_shift;  // added to spread keys of four bits
     PackedMatrix q, k, v, output, gate, up, down;
 };
 

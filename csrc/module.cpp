@@ -12,6 +12,7 @@
 
 #include "dispatch.h"
 #include "forward.h"
+#include "key_shifts.h"
 #include "limits.h"
 #include "sampling.h"
 
@@ -66,6 +67,10 @@ public:
             refuse("block_size is " + number(block_size) + ", no multiple of " + number(kTileTokens));
         if (s.head_dim % 32 && (layout.k_type != KVType::f16 || layout.v_type != KVType::f16))
             refuse("head_dim is " + number(s.head_dim) + ", no multiple of 32, so K/V can only be f16");
+        if (layout.k_type == KVType::q4_0 && model_.layers[0].key_shift.empty()) {
+            require_sealed();
+            learn_key_shifts(model_, forward_);
+        }
         if (size_t(blocks) > (size_t(1) << 46) / layout.block_bytes()) throw std::bad_alloc();
         arena_ = Region();
         arena_ = Region(size_t(blocks) * layout.block_bytes());
@@ -101,8 +106,11 @@ public:
     }
 
 private:
-    void require_ready() const {
+    void require_sealed() const {
         if (!model_.sealed()) refuse("the model is not sealed");
+    }
+    void require_ready() const {
+        require_sealed();
         if (!arena_.data()) refuse("no K/V memory is allocated");
     }
     void check_block(int32_t block) const {
@@ -245,7 +253,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("kv_bytes", &Engine::kv_bytes)
         .def("load", &Engine::load, "layer"_a, "role"_a, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a)
         .def("seal", &Engine::seal)
-        .def("allocate", &Engine::allocate, nb::kw_only(), "blocks"_a, "block_size"_a, "type_k"_a, "type_v"_a)
+        .def("allocate", &Engine::allocate, nb::kw_only(), "blocks"_a, "block_size"_a, "type_k"_a, "type_v"_a, no_gil)
         .def("step", &Engine::step, "tokens"_a, "chunks"_a, "blocks"_a, "logits"_a.noconvert(), no_gil)
         .def("abort", &Engine::abort)
         .def("copy_blocks", &Engine::copy_blocks, "pairs"_a)

@@ -11,8 +11,8 @@
 namespace cllm {
 namespace {
 
-constexpr int64_t kFew = 256;   // the best tokens, which are usually enough for top_p
-constexpr int64_t kMany = 512;  // more than this are better dealt with as a row than one by one
+constexpr int64_t kFew = 128;    // the best tokens, which are usually enough for top_p
+constexpr int64_t kMany = 1024;  // more than this are better dealt with as a row than one by one
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 struct Item {
@@ -130,7 +130,8 @@ public:
     int64_t draw(double u, const Truncation& truncation) {
         const double top_p = truncation.top_p, min_p = truncation.min_p;
         const int64_t top_k = 0 < truncation.top_k && truncation.top_k < n_ ? truncation.top_k : n_;
-        if (top_k < n_ && top_k <= kFew) {
+        // Beyond this top_k is larger than what find_few returns, as find_cut demands.
+        if (top_k < n_ && top_k <= kMany) {
             find_largest(top_k);
             const double sum = weigh_few();
             return draw_from_few(top_p < 1.0 ? top_p * sum : kInfinity, min_p, u);
@@ -171,7 +172,7 @@ private:
         found_.count = kernels_.ids_between(values_, n_, low, high, found_.ids);
     }
 
-    // About kFew of the best, and what they weigh; none if equal ones make them too many.
+    // About kFew of the best, at most kMany, and what they weigh; none if equal ones make them too many.
     Bound find_few() {
         const float floor = floor_of(kFew);
         find_between(floor, INFINITY);
@@ -214,8 +215,8 @@ private:
         return total(scratch_.sums);
     }
 
-    // The smallest value of the best tokens that together reach the goal, which is below `high`. Equal ones that are too
-    // many get weight 0. Each pass over the row narrows the range of values that it may be in.
+    // The smallest value of the best tokens that together reach the goal, which those from `high` on must not. Equal ones
+    // that are too many get weight 0. Each pass over the row narrows the range of values that it may be in.
     float find_cut(const Goal& goal, Bound high) {
         Bound low{-FLT_MAX, n_, kInfinity};
         bool narrower = true;

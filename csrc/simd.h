@@ -60,9 +60,9 @@ CLLM_INLINE Vec vmax(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 CLLM_INLINE Vec vmin(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 CLLM_INLINE Vec vabs(Vec a) { return {_mm512_abs_ps(a.v)}; }
 CLLM_INLINE Vec vround(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// Of `lanes` bytes, the low and the high nibbles, each minus 8.
-CLLM_INLINE void load_nibbles(const uint8_t* p, Vec& low, Vec& high) {
-    const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+// What a table of 16 has for the low and the high nibbles of `lanes` bytes.
+CLLM_INLINE void look_up_nibbles(const uint8_t* p, const int8_t* table, Vec& low, Vec& high) {
+    const __m512 values = Vec::load_i8(table).v;
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
     low = {_mm512_permutexvar_ps(bytes, values)};  // looks at four bits of each index
     high = {_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values)};
@@ -129,10 +129,13 @@ CLLM_INLINE Vec vmax(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 CLLM_INLINE Vec vmin(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 CLLM_INLINE Vec vabs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
 CLLM_INLINE Vec vround(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-CLLM_INLINE void load_nibbles(const uint8_t* p, Vec& low, Vec& high) {
-    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), eight = _mm256_set1_epi32(8);
-    low = {_mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(bytes, _mm256_set1_epi32(15)), eight))};
-    high = {_mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(bytes, 4), eight))};
+CLLM_INLINE void look_up_nibbles(const uint8_t* p, const int8_t* table, Vec& low, Vec& high) {
+    const __m128i bytes = _mm_loadl_epi64((const __m128i*)p), values = _mm_loadu_si128((const __m128i*)table);
+    const __m128i fifteen = _mm_set1_epi8(15);
+    const __m128i lower = _mm_shuffle_epi8(values, _mm_and_si128(bytes, fifteen));
+    const __m128i upper = _mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(bytes, 4), fifteen));
+    low = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lower))};
+    high = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(upper))};
 }
 CLLM_INLINE Vec scale_by_power(Vec a, Vec n) {
     const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n.v), 23);
@@ -234,9 +237,9 @@ CLLM_INLINE Vec vmin(Vec a, Vec b) { return select(is_greater<false>(b, a), a, b
 CLLM_INLINE Vec vabs(Vec a) { return {(Lanes)((IntLanes)a.v & 0x7fffffff)}; }
 // For magnitudes below 2^22, which is all that is rounded here: adding 1.5 * 2^23 leaves no room for a fraction.
 CLLM_INLINE Vec vround(Vec a) { return {(a.v + 12582912.0f) - 12582912.0f}; }
-CLLM_INLINE void load_nibbles(const uint8_t* p, Vec& low, Vec& high) {
-    low = Vec::each([&](int i) { return float(int(p[i] & 15) - 8); });
-    high = Vec::each([&](int i) { return float(int(p[i] >> 4) - 8); });
+CLLM_INLINE void look_up_nibbles(const uint8_t* p, const int8_t* table, Vec& low, Vec& high) {
+    low = Vec::each([&](int i) { return float(table[p[i] & 15]); });
+    high = Vec::each([&](int i) { return float(table[p[i] >> 4]); });
 }
 CLLM_INLINE Vec scale_by_power(Vec a, Vec n) {
     return {(Lanes)((IntLanes)a.v + __builtin_convertvector(n.v, IntLanes) * (1 << 23))};

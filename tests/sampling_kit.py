@@ -75,7 +75,7 @@ TEMPERATURES = st.sampled_from([1e-6, 0.1, 0.7, 1.0, 1.5, 5.0])
 TRUNCATIONS = st.fixed_dictionaries(
     {
         "temperature": TEMPERATURES,
-        "top_k": st.sampled_from([0, -1, 1, 2, 5, 40, 700, 1500, 10**9]),
+        "top_k": st.sampled_from([0, -1, 1, 2, 5, 40, 300, 700, 1100, 1500, 10**9]),
         "top_p": st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.95, 0.999, 1.0]),
         "min_p": st.sampled_from([0.0, 1e-6, 0.05, 0.5, 1.0]),
     }

@@ -1,0 +1,44 @@
+#include "key_shifts.h"
+
+#include <cmath>
+
+#include "memory.h"
+
+namespace cllm {
+namespace {
+
+constexpr int kSample = 256;  // tokens: a tenth of a second for a small model, and the mean is good to a sixteenth
+
+// One value of each K tile of a head, over the sample.
+float mean_over_tokens(const uint16_t* tiles, int head_dim, int d) {
+    float sum = 0.0f;
+    for (int token = 0; token < kSample; ++token) {
+        const int tile = token / kTileTokens, column = token % kTileTokens;
+        sum += f16_to_f32(tiles[(tile * head_dim + d) * kTileTokens + column]);
+    }
+    return sum / kSample;
+}
+
+}  // namespace
+
+void learn_key_shifts(Model& model, Forward& forward) {
+    const Shape& s = model.shape;
+    const KVLayout layout{s.n_layers, s.n_kv_heads, s.head_dim, kSample, KVType::f16, KVType::f16};
+    const Region arena(layout.block_bytes());
+    std::vector<int32_t> tokens(kSample);
+    for (int i = 0; i < kSample; ++i) tokens[size_t(i)] = int32_t(int64_t(i) * s.n_vocab / kSample);
+    const int32_t block = 0;
+    forward.step(tokens.data(), {{kSample, 0, false, &block}}, layout, arena.data(), nullptr);
+    for (int index = 0; index < s.n_layers; ++index) {
+        Vector& shift = model.layers[size_t(index)].key_shift;
+        shift.resize(size_t(s.kv_size()));
+        for (int i = 0; i < s.kv_size(); ++i) {
+            const uint8_t* tiles = arena.data() + layout.k_tile(index, i / s.head_dim, 0);
+            const float mean = mean_over_tokens(reinterpret_cast<const uint16_t*>(tiles), s.head_dim, i % s.head_dim);
+            shift[size_t(i)] = std::isfinite(mean) ? -mean : 0.0f;
+        }
+        model.kernels.spread(shift.data(), s.n_kv_heads, s.head_dim);
+    }
+}
+
+}  // namespace cllm
