@@ -116,27 +116,31 @@ __attribute__((target("avx512f"))) void read_avx512(const uint8_t* data, size_t 
 }
 
 // Products of an unsigned and a signed byte are summed in pairs to 16 bits, and those over a group, which fits for weights
-// of four bits; then once per group to 32 bits.
-__attribute__((target("avx2"))) double dots_avx2() {
+// of four bits; the callers sum once per group to 32 bits.
+__attribute__((target("avx2"), always_inline)) inline void sum_group_avx2(__m256i (&sums)[4]) {
     __m256i weights = _mm256_set1_epi8(3), activations = _mm256_set1_epi8(2);
+    for (auto& sum : sums) {
+        sum = _mm256_setzero_si256();
+        CLLM_OPAQUE(sum);
+    }
+#pragma GCC unroll 8
+    for (int dot = 0; dot < kGroupDots; dot++) {
+#pragma GCC unroll 4
+        for (auto& sum : sums) {
+            CLLM_OPAQUE(weights);
+            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, activations));
+            CLLM_OPAQUE(sum);
+        }
+    }
+}
+
+__attribute__((target("avx2"))) double dots_avx2() {
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i totals[4];
     for (auto& total : totals) total = _mm256_setzero_si256();
     for (int group = 0; group < kGroupsPerCall; group++) {
         __m256i sums[4];
-        for (auto& sum : sums) {
-            sum = _mm256_setzero_si256();
-            CLLM_OPAQUE(sum);
-        }
-#pragma GCC unroll 8
-        for (int dot = 0; dot < kGroupDots; dot++) {
-#pragma GCC unroll 4
-            for (auto& sum : sums) {
-                CLLM_OPAQUE(weights);
-                sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, activations));
-                CLLM_OPAQUE(sum);
-            }
-        }
+        sum_group_avx2(sums);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) totals[i] = _mm256_add_epi32(totals[i], _mm256_madd_epi16(sums[i], ones));
     }
@@ -147,26 +151,13 @@ __attribute__((target("avx2"))) double dots_avx2() {
 }
 
 __attribute__((target("avx2,fma"))) double grouped_dots_avx2() {
-    __m256i weights = _mm256_set1_epi8(3), activations = _mm256_set1_epi8(2);
     const __m256i ones = _mm256_set1_epi16(1);
     const __m256 scale = _mm256_set1_ps(1e-6f);
     __m256 totals[4];
     for (auto& total : totals) total = _mm256_setzero_ps();
     for (int group = 0; group < kGroupsPerCall; group++) {
         __m256i sums[4];
-        for (auto& sum : sums) {
-            sum = _mm256_setzero_si256();
-            CLLM_OPAQUE(sum);
-        }
-#pragma GCC unroll 8
-        for (int dot = 0; dot < kGroupDots; dot++) {
-#pragma GCC unroll 4
-            for (auto& sum : sums) {
-                CLLM_OPAQUE(weights);
-                sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, activations));
-                CLLM_OPAQUE(sum);
-            }
-        }
+        sum_group_avx2(sums);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)
             totals[i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(sums[i], ones)), scale, totals[i]);

@@ -66,7 +66,26 @@ class SimulatedManager(KVManager):
         """Tokens that running sequences consist of so far, and the tokens of memory that is taken for them."""
 
 
-class SimulatedPaged(PagedKVManager, SimulatedManager):
+class NeverInPieces(SimulatedManager):
+    """The counters of a real manager, whose memory is enough whenever enough of it is free."""
+
+    _failures: int
+    _moved_bytes: int
+
+    @property
+    def refusals(self) -> Refusals:
+        return Refusals(self._failures, 0)
+
+    @refusals.setter
+    def refusals(self, value: Refusals) -> None:
+        self._failures = value.total
+
+    @property
+    def moved_bytes(self) -> int:
+        return self._moved_bytes
+
+
+class SimulatedPaged(PagedKVManager, NeverInPieces):
     """Block tables; with `sharing` prefixes are found again, without it memory is freed when its sequence ends."""
 
     def __init__(
@@ -107,18 +126,6 @@ class SimulatedPaged(PagedKVManager, SimulatedManager):
     @property
     def untidy(self) -> bool:
         return self._threshold_excess() > 0
-
-    @property
-    def refusals(self) -> Refusals:
-        return Refusals(self._failures, 0)
-
-    @refusals.setter
-    def refusals(self, value: Refusals) -> None:
-        self._failures = value.total
-
-    @property
-    def moved_bytes(self) -> int:
-        return self._moved_bytes
 
     def stored(self) -> tuple[int, int]:
         size = self.block_size
@@ -165,7 +172,7 @@ class RollingWindow(SimulatedPaged):
             raise AssertionError("a sequence has computed more than its window holds")
 
 
-class SimulatedSlotManager(SlotKVManager, SimulatedManager):
+class SimulatedSlotManager(SlotKVManager, NeverInPieces):
     """llama.cpp's layout. Every call may matter, so nothing is skipped."""
 
     forwards = False
@@ -176,18 +183,6 @@ class SimulatedSlotManager(SlotKVManager, SimulatedManager):
 
     def commit_due(self, sequence: KVSequence) -> int:
         return 1
-
-    @property
-    def refusals(self) -> Refusals:
-        return Refusals(self._failures, 0)
-
-    @refusals.setter
-    def refusals(self, value: Refusals) -> None:
-        self._failures = value.total
-
-    @property
-    def moved_bytes(self) -> int:
-        return self._moved_bytes
 
     def stored(self) -> tuple[int, int]:
         running = [entry.owner for entry in self._slots if entry is not None and entry.owner is not None]
