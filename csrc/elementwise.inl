@@ -108,24 +108,30 @@ CLLM_INLINE int32_t round_16(const float* x, float factor, int8_t* out) {
 #endif
 }
 
-static void quantise_row(const float* x, int64_t row, const QuantRows& out) {
+// Group `g` of a row: 32 values.
+static CLLM_INLINE void put_group(const float* x, int64_t row, int64_t g, const QuantRows& out) {
     const int64_t groups = out.cols / 32, panel = row / kPanelRows, lane = row % kPanelRows;
-    int8_t* values = out.values + panel * kPanelRows * out.cols + lane * 4;
-    for (int64_t g = 0; g < groups; ++g) {
-        const float peak = largest_magnitude_of_32(x + g * 32);
-        const float factor = peak > 0.0f ? 127.0f / peak : 0.0f, scale = peak / 127.0f;
-        alignas(64) int8_t bytes[32];
-        const int32_t low = round_16(x + g * 32, factor, bytes), high = round_16(x + g * 32 + 16, factor, bytes + 16);
-        for (int quad = 0; quad < 8; ++quad)
-            std::memcpy(values + (g * 8 + quad) * 4 * kPanelRows, bytes + quad * 4, 4);
-        const int64_t at = (panel * groups + g) * kPanelRows + lane;
-        out.scales[at] = scale;
-        out.sums[at] = scale * float(low + high);
-        out.offsets32[at] = -128 * (low + high);
-        const int64_t at16 = (panel * groups * 2 + g * 2) * kPanelRows + lane;
-        out.offsets16[at16] = -128 * low;
-        out.offsets16[at16 + kPanelRows] = -128 * high;
-    }
+    int8_t* values = out.values + (panel * out.cols + g * 32) * kPanelRows + lane * 4;
+    const float peak = largest_magnitude_of_32(x);
+    const float factor = peak > 0.0f ? 127.0f / peak : 0.0f, scale = peak / 127.0f;
+    alignas(64) int8_t bytes[32];
+    const int32_t low = round_16(x, factor, bytes), high = round_16(x + 16, factor, bytes + 16);
+    for (int quad = 0; quad < 8; ++quad) std::memcpy(values + quad * 4 * kPanelRows, bytes + quad * 4, 4);
+    const int64_t at = (panel * groups + g) * kPanelRows + lane;
+    out.scales[at] = scale;
+    out.sums[at] = scale * float(low + high);
+    out.offsets32[at] = -128 * (low + high);
+    const int64_t at16 = (panel * groups * 2 + g * 2) * kPanelRows + lane;
+    out.offsets16[at16] = -128 * low;
+    out.offsets16[at16 + kPanelRows] = -128 * high;
+}
+
+static void quantise_row(const float* x, int64_t row, const QuantRows& out) {
+    for (int64_t g = 0; g < out.cols / 32; ++g) put_group(x + g * 32, row, g, out);
+}
+
+static void quantise_group(const float* x, int64_t rows, int64_t group, const QuantRows& out) {
+    for (int64_t row = 0; row < rows; ++row) put_group(x + row * 32, row, group, out);
 }
 
 }  // namespace CLLM_NS

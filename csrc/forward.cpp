@@ -8,7 +8,7 @@
 namespace cllm {
 
 const char* const kPhaseNames[int(Phase::count)] = {
-    "norm", "qkv", "rope", "attention", "merge", "quantise", "output", "gate_up", "activation", "down", "head",
+    "norm", "qkv", "rope", "attention", "merge", "quantise", "output", "gate_up", "down", "head",
 };
 
 namespace {
@@ -167,16 +167,35 @@ bool Forward::run_layer(int index, int thread) {
 
 void Forward::feed_forward(int index, int thread) {
     const Layer& layer = model_.layers[size_t(index)];
-    const int64_t ff = model_.shape.n_ff;
     normalise(layer.ffn_norm.data(), thread);
-    multiply({{&layer.gate, work_.gate.data(), 0}, {&layer.up, work_.up.data(), 0}}, work_.embd, false, thread,
-             Phase::gate_up);
-    float* activated = work_.threads[size_t(thread)].row.data();
-    each_panel(Phase::activation, thread, [&](int64_t row) {
-        kernels_.silu_mul(work_.gate.data() + row * ff, work_.up.data() + row * ff, ff, activated);
-        quantise(activated, ff, row, work_.ff);
+    const int64_t groups = (model_.shape.n_ff + 31) / 32;
+    const int64_t per_task = std::max<int64_t>(1, groups / (kTasksPerThread * pool_.size()));
+    phase(Phase::gate_up, thread, (groups + per_task - 1) / per_task, [&](int64_t task) {
+        for (int64_t group = task * per_task; group < std::min(groups, (task + 1) * per_task); ++group)
+            activate_group(layer, group, thread);
     });
     multiply({{&layer.down, work_.x.data(), 0}}, work_.ff, true, thread, Phase::down);
+}
+
+// 32 columns of silu(gate) * up, as inputs of the last product: as floats only they and no whole rows ever exist, and they
+// stay in the cache.
+void Forward::activate_group(const Layer& layer, int64_t group, int thread) {
+    constexpr int64_t width = 32, tiles = width / kTileRows;
+    const int64_t ff = model_.shape.n_ff, first = group * width, columns = std::min(width, ff - first);
+    ThreadSpace& own = work_.threads[size_t(thread)];
+    const auto multiply_into = [&](const PackedMatrix& whole, float* out) {
+        const PackedMatrix w = whole.part(group * tiles, tiles);
+        kernels_.matmul(w, work_.embd.quants, work_.embd.floats.data(), rows_, 0, w.tiles(), out, width, false,
+                        own.matmul.data());
+    };
+    float* gate = own.gate.data();
+    multiply_into(layer.gate, gate);
+    multiply_into(layer.up, own.up.data());
+    kernels_.silu_mul(gate, own.up.data(), rows_ * width, gate);
+    if (ff % width == 0) kernels_.quantise_group(gate, rows_, group, work_.ff.quants);
+    if (!model_.any_float) return;
+    for (int64_t row = 0; row < rows_; ++row)
+        std::memcpy(work_.ff.floats.data() + row * ff + first, gate + row * width, size_t(columns) * sizeof(float));
 }
 
 // The rest of the step is about the wanted rows alone: move them to the front.
@@ -210,12 +229,12 @@ void Forward::normalise(const float* weight, int thread) {
     });
 }
 
-void Forward::quantise(const float* row, int64_t cols, int64_t at, QuantBuffer& to) {
-    if (cols % 32 == 0) kernels_.quantise_row(row, at, to.rows);
-    if (model_.any_float) std::memcpy(work_.normed.data() + at * cols, row, size_t(cols) * sizeof(float));
+void Forward::quantise(const float* row, int64_t cols, int64_t at, InputBuffer& to) {
+    if (cols % 32 == 0) kernels_.quantise_row(row, at, to.quants);
+    if (model_.any_float) std::memcpy(to.floats.data() + at * cols, row, size_t(cols) * sizeof(float));
 }
 
-void Forward::multiply(std::initializer_list<Product> wanted, const QuantBuffer& quants, bool add, int thread, Phase which) {
+void Forward::multiply(std::initializer_list<Product> wanted, const InputBuffer& inputs, bool add, int thread, Phase which) {
     std::array<Product, 3> products;
     std::copy(wanted.begin(), wanted.end(), products.begin());
     int64_t tiles = 0, tasks = 0;
@@ -231,7 +250,7 @@ void Forward::multiply(std::initializer_list<Product> wanted, const QuantBuffer&
         while (task >= products[i].tasks) task -= products[i++].tasks;
         const PackedMatrix& w = *products[i].weights;
         const int64_t first = task * per_task, last = std::min(w.tiles(), first + per_task);
-        kernels_.matmul(w, quants.rows, work_.normed.data(), rows_, first, last, products[i].out, w.rows, add, scratch);
+        kernels_.matmul(w, inputs.quants, inputs.floats.data(), rows_, first, last, products[i].out, w.rows, add, scratch);
     });
 }
 

@@ -19,7 +19,7 @@ struct Chunk {
     const int32_t* blocks;
 };
 
-enum class Phase : int { norm, qkv, rope, attention, merge, quantise, output, gate_up, activation, down, head, count };
+enum class Phase : int { norm, qkv, rope, attention, merge, quantise, output, gate_up, down, head, count };
 extern const char* const kPhaseNames[int(Phase::count)];
 
 class Forward {
@@ -58,12 +58,13 @@ private:
     void embed(int thread);
     bool run_layer(int layer, int thread);
     void feed_forward(int layer, int thread);
+    void activate_group(const Layer& layer, int64_t group, int thread);
     void compute_logits(int thread);
     void keep_wanted_rows(int thread);
 
     void normalise(const float* weight, int thread);
-    void quantise(const float* row, int64_t cols, int64_t at, QuantBuffer& to);
-    void multiply(std::initializer_list<Product> products, const QuantBuffer& quants, bool add, int thread, Phase phase);
+    void quantise(const float* row, int64_t cols, int64_t at, InputBuffer& to);
+    void multiply(std::initializer_list<Product> products, const InputBuffer& inputs, bool add, int thread, Phase phase);
     void rotate_queries(const Layer& layer, int64_t row);
     void store_keys(const Layer& layer, int index, int64_t row);
     void attend(int layer, int thread);

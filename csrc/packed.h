@@ -46,6 +46,14 @@ struct PackedMatrix {
         return 0;
     }
     CLLM_INLINE size_t tile_bytes() const { return size_t(cols / group) * group_bytes(); }
+    // Some of its tiles as a matrix of their own.
+    CLLM_INLINE PackedMatrix part(int64_t first_tile, int64_t n_tiles) const {
+        PackedMatrix found = *this;
+        const int64_t left = rows - first_tile * kTileRows;
+        found.rows = left < n_tiles * kTileRows ? left : n_tiles * kTileRows;
+        found.data += size_t(first_tile) * tile_bytes();
+        return found;
+    }
     CLLM_INLINE size_t bytes() const { return size_t(tiles()) * tile_bytes(); }
 };
 

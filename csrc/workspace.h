@@ -8,11 +8,19 @@
 
 namespace cllm {
 
-// Memory behind a QuantRows.
-struct QuantBuffer {
-    QuantRows rows;
+// Inputs of matrices: quantised, and as floats if some matrix of the model wants those.
+struct InputBuffer {
+    QuantRows quants;
+    Buffer<float> floats;  // [rows][cols]
 
-    void ensure(int64_t n_rows, int64_t cols, int panel_rows) {
+    void ensure(int64_t n_rows, int64_t cols, int panel_rows, bool wants_floats) {
+        if (wants_floats) floats.ensure(size_t(n_rows * cols));
+        // Groups are whole; a model with other sizes has float weights there.
+        if (cols % 32 == 0) ensure_quants(n_rows, cols, panel_rows);
+    }
+
+private:
+    void ensure_quants(int64_t n_rows, int64_t cols, int panel_rows) {
         const size_t padded = size_t((n_rows + panel_rows - 1) / panel_rows * panel_rows);
         const size_t groups = padded * size_t(cols / 32);
         values_.ensure(padded * size_t(cols));
@@ -20,10 +28,9 @@ struct QuantBuffer {
         sums_.ensure(groups);
         offsets32_.ensure(groups);
         offsets16_.ensure(groups * 2);
-        rows = {cols, values_.data(), scales_.data(), sums_.data(), offsets32_.data(), offsets16_.data()};
+        quants = {cols, values_.data(), scales_.data(), sums_.data(), offsets32_.data(), offsets16_.data()};
     }
 
-private:
     Buffer<int8_t> values_;
     Buffer<float> scales_, sums_;
     Buffer<int32_t> offsets32_, offsets16_;
@@ -32,17 +39,17 @@ private:
 // What a thread has for itself.
 struct ThreadSpace {
     Buffer<uint8_t> matmul, attend;
-    Buffer<float> row;             // one row of the widest activation
+    Buffer<float> row;             // one normalised row
+    Buffer<float> gate, up;        // [rows][32], one group of columns
     Buffer<float> states, merged;  // of one attention tile
 };
 
 struct Workspace {
-    Buffer<float> x;             // [rows][n_embd], the residual stream
-    Buffer<float> q, k, v, attended, gate, up;
-    Buffer<float> normed;        // [rows][widest], inputs of matrices that want floats
+    Buffer<float> x;               // [rows][n_embd], the residual stream
+    Buffer<float> q, k, v, attended;
     Buffer<float> cosines, sines;  // [rows][rope_dims / 2]
-    Buffer<float> states;        // of attention tiles whose splits are computed apart
-    QuantBuffer embd, heads, ff;
+    Buffer<float> states;          // of attention tiles whose splits are computed apart
+    InputBuffer embd, heads, ff;
     std::vector<ThreadSpace> threads;
 
     void ensure(const Model& model, int64_t rows, int n_threads);
