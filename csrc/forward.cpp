@@ -25,12 +25,18 @@ int64_t rows_to_store(int64_t rows) { return rows < 4 * kTileTokens ? 4 : kTileT
 
 }  // namespace
 
+// Counted as time of the phase, if somebody wants to know.
+template <class Run>
+void Forward::timed(Phase which, int thread, Run&& run) {
+    if (!profiling_ || thread != 0) return run();
+    const double start = now();
+    run();
+    profile_[size_t(which)] += now() - start;
+}
+
 template <class Work>
 void Forward::phase(Phase which, int thread, int64_t tasks, Work&& work) {
-    if (!profiling_ || thread != 0) return pool_.phase(tasks, work);
-    const double start = now();
-    pool_.phase(tasks, work);
-    profile_[size_t(which)] += now() - start;
+    timed(which, thread, [&] { pool_.phase(tasks, work); });
 }
 
 // Each row once; a panel of quantised rows is written by one thread, since its rows share cache lines.
@@ -137,17 +143,17 @@ bool Forward::run_layer(int index, int thread) {
     if (stopping_) return false;
     if (fewer) {
         // Only K and V of the other rows are of use.
-        multiply({{&layer.k, work_.k.data(), 0}, {&layer.v, work_.v.data(), 0}}, work_.embd, false, thread, Phase::qkv);
+        multiply({{&layer.k, work_.k.data()}, {&layer.v, work_.v.data()}}, work_.embd, false, thread, Phase::qkv);
         phase(Phase::rope, thread, store_tasks, [&](int64_t task) {
             for (int64_t row = task * run; row < std::min(rows_, (task + 1) * run); ++row) store_keys(layer, index, row);
         });
         if (wanted_.empty()) return false;
         keep_wanted_rows(thread);
         normalise(layer.attn_norm.data(), thread);
-        multiply({{&layer.q, work_.q.data(), 0}}, work_.embd, false, thread, Phase::qkv);
+        multiply({{&layer.q, work_.q.data()}}, work_.embd, false, thread, Phase::qkv);
         phase(Phase::rope, thread, rows_, [&](int64_t row) { rotate_queries(layer, row); });
     } else {
-        multiply({{&layer.q, work_.q.data(), 0}, {&layer.k, work_.k.data(), 0}, {&layer.v, work_.v.data(), 0}}, work_.embd,
+        multiply({{&layer.q, work_.q.data()}, {&layer.k, work_.k.data()}, {&layer.v, work_.v.data()}}, work_.embd,
                  false, thread, Phase::qkv);
         phase(Phase::rope, thread, store_tasks, [&](int64_t task) {
             for (int64_t row = task * run; row < std::min(rows_, (task + 1) * run); ++row) {
@@ -160,7 +166,7 @@ bool Forward::run_layer(int index, int thread) {
     const int64_t size = model_.shape.q_size();
     each_panel(Phase::quantise, thread,
                [&](int64_t row) { quantise(work_.attended.data() + row * size, size, row, work_.heads); });
-    multiply({{&layer.output, work_.x.data(), 0}}, work_.heads, true, thread, Phase::output);
+    multiply({{&layer.output, work_.x.data()}}, work_.heads, true, thread, Phase::output);
     feed_forward(index, thread);
     return true;
 }
@@ -168,13 +174,12 @@ bool Forward::run_layer(int index, int thread) {
 void Forward::feed_forward(int index, int thread) {
     const Layer& layer = model_.layers[size_t(index)];
     normalise(layer.ffn_norm.data(), thread);
-    const int64_t groups = (model_.shape.n_ff + 31) / 32;
-    const int64_t per_task = std::max<int64_t>(1, groups / (kTasksPerThread * pool_.size()));
-    phase(Phase::gate_up, thread, (groups + per_task - 1) / per_task, [&](int64_t task) {
-        for (int64_t group = task * per_task; group < std::min(groups, (task + 1) * per_task); ++group)
-            activate_group(layer, group, thread);
+    timed(Phase::gate_up, thread, [&] {
+        pool_.spans((model_.shape.n_ff + 31) / 32, [&](int64_t first, int64_t last) {
+            for (int64_t group = first; group < last; ++group) activate_group(layer, group, thread);
+        });
     });
-    multiply({{&layer.down, work_.x.data(), 0}}, work_.ff, true, thread, Phase::down);
+    multiply({{&layer.down, work_.x.data()}}, work_.ff, true, thread, Phase::down);
 }
 
 // 32 columns of silu(gate) * up, as inputs of the last product: as floats only they and no whole rows ever exist, and they
@@ -217,7 +222,7 @@ void Forward::keep_wanted_rows(int thread) {
 
 void Forward::compute_logits(int thread) {
     normalise(model_.output_norm.data(), thread);
-    multiply({{&model_.output, logits_, 0}}, work_.embd, false, thread, Phase::head);
+    multiply({{&model_.output, logits_}}, work_.embd, false, thread, Phase::head);
 }
 
 void Forward::normalise(const float* weight, int thread) {
@@ -234,23 +239,22 @@ void Forward::quantise(const float* row, int64_t cols, int64_t at, InputBuffer& 
     if (model_.any_float) std::memcpy(to.floats.data() + at * cols, row, size_t(cols) * sizeof(float));
 }
 
-void Forward::multiply(std::initializer_list<Product> wanted, const InputBuffer& inputs, bool add, int thread, Phase which) {
-    std::array<Product, 3> products;
-    std::copy(wanted.begin(), wanted.end(), products.begin());
-    int64_t tiles = 0, tasks = 0;
-    for (const Product& product : wanted) tiles += product.weights->tiles();
-    const int64_t per_task = std::max<int64_t>(1, tiles / (kTasksPerThread * pool_.size()));
-    for (size_t i = 0; i < wanted.size(); ++i) {
-        products[i].tasks = (products[i].weights->tiles() + per_task - 1) / per_task;
-        tasks += products[i].tasks;
-    }
+void Forward::multiply(std::initializer_list<Product> products, const InputBuffer& inputs, bool add, int thread, Phase which) {
     uint8_t* scratch = work_.threads[size_t(thread)].matmul.data();
-    phase(which, thread, tasks, [&](int64_t task) {
-        size_t i = 0;
-        while (task >= products[i].tasks) task -= products[i++].tasks;
-        const PackedMatrix& w = *products[i].weights;
-        const int64_t first = task * per_task, last = std::min(w.tiles(), first + per_task);
-        kernels_.matmul(w, inputs.quants, inputs.floats.data(), rows_, first, last, products[i].out, w.rows, add, scratch);
+    int64_t pairs = 0;  // of tiles, since kernels like to compute two together
+    for (const Product& product : products) pairs += product.pairs();
+    timed(which, thread, [&] {
+        pool_.spans(pairs, [&](int64_t first, int64_t last) {
+            for (const Product& product : products) {
+                const PackedMatrix& w = *product.weights;
+                const int64_t begin = std::max<int64_t>(0, first), end = std::min(product.pairs(), last);
+                if (begin < end)
+                    kernels_.matmul(w, inputs.quants, inputs.floats.data(), rows_, 2 * begin, std::min(w.tiles(), 2 * end),
+                                    product.out, w.rows, add, scratch);
+                first -= product.pairs();
+                last -= product.pairs();
+            }
+        });
     });
 }
 

@@ -48,7 +48,7 @@ private:
     struct Product {
         const PackedMatrix* weights;
         float* out;
-        int64_t tasks;
+        int64_t pairs() const { return (weights->tiles() + 1) / 2; }
     };
 
     static void enter(void* self, int thread) { static_cast<Forward*>(self)->run(thread); }
@@ -71,6 +71,8 @@ private:
     void attend_tile(const Tile& tile, int layer, int kv_head, int thread);
     AttendJob job_of(const Tile& tile, int layer, int kv_head) const;
     void put_states(const Tile& tile, int kv_head, const float* states);
+    template <class Run>
+    void timed(Phase which, int thread, Run&& run);
     template <class Work>
     void phase(Phase which, int thread, int64_t tasks, Work&& work);
     template <class Work>

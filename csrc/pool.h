@@ -5,6 +5,7 @@
 // microseconds, and sleeps after a while: where cores are scarce, spinning would keep the others from theirs.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -44,6 +45,20 @@ public:
     // The next task of the phase; each number comes once. Tasks end where the caller says.
     int64_t next() { return task_.fetch_add(1, std::memory_order_relaxed); }
 
+    // The next items of a phase that has `count` of them, alike: many at first, so that memory is read in long runs, and
+    // fewer the fewer are left, so that the threads end together. Each item comes once; an empty span is the end.
+    struct Span {
+        int64_t first, last;
+    };
+    Span take(int64_t count) {
+        int64_t first = task_.load(std::memory_order_relaxed), last;
+        do {
+            if (first >= count) return {count, count};
+            last = first + std::max<int64_t>(1, (count - first) / (2 * size()));
+        } while (!task_.compare_exchange_weak(first, last, std::memory_order_relaxed));
+        return {first, last};
+    }
+
     // Until all threads are here; then a new phase begins, its tasks numbered from 0.
     void barrier();
 
@@ -51,6 +66,13 @@ public:
     template <class Work>
     void phase(int64_t count, Work&& work) {
         for (int64_t task = next(); task < count; task = next()) work(task);
+        barrier();
+    }
+
+    // The same by spans.
+    template <class Work>
+    void spans(int64_t count, Work&& work) {
+        for (Span span = take(count); span.first < span.last; span = take(count)) work(span.first, span.last);
         barrier();
     }
 
