@@ -130,8 +130,9 @@ static void quantise_row(const float* x, int64_t row, const QuantRows& out) {
     for (int64_t g = 0; g < out.cols / 32; ++g) put_group(x + g * 32, row, g, out);
 }
 
-static void quantise_group(const float* x, int64_t rows, int64_t group, const QuantRows& out) {
-    for (int64_t row = 0; row < rows; ++row) put_group(x + row * 32, row, group, out);
+static void quantise_columns(const float* x, int64_t rows, int64_t first_group, int64_t groups, const QuantRows& out) {
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t g = 0; g < groups; ++g, x += 32) put_group(x, row, first_group + g, out);
 }
 
 }  // namespace CLLM_NS

@@ -174,22 +174,23 @@ bool Forward::run_layer(int index, int thread) {
 void Forward::feed_forward(int index, int thread) {
     const Layer& layer = model_.layers[size_t(index)];
     normalise(layer.ffn_norm.data(), thread);
+    const int64_t at_once = std::max<int64_t>(1, kActivatedFloats / 32 / rows_);
     timed(Phase::gate_up, thread, [&] {
         pool_.spans((model_.shape.n_ff + 31) / 32, [&](int64_t first, int64_t last) {
-            for (int64_t group = first; group < last; ++group) activate_group(layer, group, thread);
+            for (; first < last; first += at_once) activate(layer, first, std::min(at_once, last - first), thread);
         });
     });
     multiply({{&layer.down, work_.x.data()}}, work_.ff, true, thread, Phase::down);
 }
 
-// 32 columns of silu(gate) * up, as inputs of the last product: as floats only they and no whole rows ever exist, and they
-// stay in the cache.
-void Forward::activate_group(const Layer& layer, int64_t group, int thread) {
-    constexpr int64_t width = 32, tiles = width / kTileRows;
-    const int64_t ff = model_.shape.n_ff, first = group * width, columns = std::min(width, ff - first);
+// Some groups of 32 columns of silu(gate) * up, as inputs of the last product: whole rows of them never exist as floats, so
+// what does stays in the cache.
+void Forward::activate(const Layer& layer, int64_t first_group, int64_t groups, int thread) {
+    constexpr int64_t tiles = 32 / kTileRows;
+    const int64_t ff = model_.shape.n_ff, first = first_group * 32, width = groups * 32;
     ThreadSpace& own = work_.threads[size_t(thread)];
     const auto multiply_into = [&](const PackedMatrix& whole, float* out) {
-        const PackedMatrix w = whole.part(group * tiles, tiles);
+        const PackedMatrix w = whole.part(first_group * tiles, groups * tiles);
         kernels_.matmul(w, work_.embd.quants, work_.embd.floats.data(), rows_, 0, w.tiles(), out, width, false,
                         own.matmul.data());
     };
@@ -197,10 +198,11 @@ void Forward::activate_group(const Layer& layer, int64_t group, int thread) {
     multiply_into(layer.gate, gate);
     multiply_into(layer.up, own.up.data());
     kernels_.silu_mul(gate, own.up.data(), rows_ * width, gate);
-    if (ff % width == 0) kernels_.quantise_group(gate, rows_, group, work_.ff.quants);
+    if (ff % 32 == 0) kernels_.quantise_columns(gate, rows_, first_group, groups, work_.ff.quants);
     if (!model_.any_float) return;
+    const size_t bytes = size_t(std::min(width, ff - first)) * sizeof(float);
     for (int64_t row = 0; row < rows_; ++row)
-        std::memcpy(work_.ff.floats.data() + row * ff + first, gate + row * width, size_t(columns) * sizeof(float));
+        std::memcpy(work_.ff.floats.data() + row * ff + first, gate + row * width, bytes);
 }
 
 // The rest of the step is about the wanted rows alone: move them to the front.

@@ -58,7 +58,7 @@ private:
     void embed(int thread);
     bool run_layer(int layer, int thread);
     void feed_forward(int layer, int thread);
-    void activate_group(const Layer& layer, int64_t group, int thread);
+    void activate(const Layer& layer, int64_t first_group, int64_t groups, int thread);
     void compute_logits(int thread);
     void keep_wanted_rows(int thread);
 

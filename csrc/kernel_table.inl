@@ -20,7 +20,7 @@ constexpr bool kBiased = false;
 static constexpr Kernels kTable = {
     CLLM_NAME, kBiased, kPanelRows,
     matmul,
-    quantise_row, quantise_group, rms_norm, rope, spread, silu_mul, add,
+    quantise_row, quantise_columns, rms_norm, rope, spread, silu_mul, add,
     write_kv, attend, merge_states, finish_state,
     argmax, group_maxima, ids_between, weigh, sum_kept, sums_from,
 };

@@ -53,8 +53,8 @@ struct Kernels {
 
     // --- element-wise (elementwise) ---
     void (*quantise_row)(const float* x, int64_t row, const QuantRows& out);
-    // One group of the rows [0, rows); x: [rows][32].
-    void (*quantise_group)(const float* x, int64_t rows, int64_t group, const QuantRows& out);
+    // Some groups of the rows [0, rows); x: [rows][groups * 32].
+    void (*quantise_columns)(const float* x, int64_t rows, int64_t first_group, int64_t groups, const QuantRows& out);
     void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
     // Rotates n_heads heads in place by the angles whose cosines and sines (n_rot / 2 each) are given; neox: pairs are
     // (i, i + n_rot/2), otherwise (2i, 2i + 1). All values are multiplied by `scale` too.

@@ -11,7 +11,7 @@
 namespace cllm {
 namespace CLLM_NS {
 
-constexpr int kTilesTogether = 1;
+CLLM_INLINE int64_t tiles_together(int64_t) { return 1; }
 constexpr int64_t kInputBytes = 400000;  // of inputs that are gone through for one tile: they stay in the L2 cache
 constexpr int64_t kUnpackFrom = 8;       // inputs from which on it pays to unpack a tile of nibbles once into the L1 cache
 
@@ -116,6 +116,8 @@ static void run_tile(const TileJob& job, int64_t row) {
     const int64_t groups = w.cols / w.group;
     const Inputs<T> in(job.inputs, row);
     alignas(64) float acc[T][kTileRows] = {};
+    // Of many rows the output is larger than the L2 cache; fetched now, it is there when the sums are.
+    for (int t = 0; t < T; ++t) __builtin_prefetch(job.out + (row + t) * job.out_stride + job.tile * kTileRows, 1);
     if (w.packing == Packing::q4 && job.unpacked)
         q4_tile<T, true>(tile, job.unpacked, groups, in, acc);
     else if (w.packing == Packing::q4)
@@ -140,7 +142,7 @@ static void unpack_nibbles(const uint8_t* tile, int64_t groups, uint8_t* bytes) 
 }
 
 using RunTiles = void (*)(const TileJob&, int64_t);
-constexpr RunTiles kRunTiles[kTilesTogether + 1][kPanelRows + 1] = {
+constexpr RunTiles kRunTiles[2][kPanelRows + 1] = {
     {},
     {nullptr, run_tile<1>, run_tile<2>, run_tile<3>, run_tile<4>},
 };

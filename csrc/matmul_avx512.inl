@@ -11,7 +11,6 @@
 namespace cllm {
 namespace CLLM_NS {
 
-constexpr int kTilesTogether = 2;        // with 6 inputs: 12 integer and 12 float accumulators fit the 32 registers
 constexpr int64_t kInputBytes = 400000;  // of inputs that are gone through for one tile: they stay in the L2 cache
 constexpr int64_t kUnpackFrom = 13;      // inputs from which on it pays to unpack nibbles once into the L1 cache
 
@@ -136,7 +135,11 @@ static void run_tiles(const TileJob& job, int64_t row) {
     const Inputs in(job.inputs, row / kPanelRows, w.group == 16);
     __m512 acc[R][T];
     for (int r = 0; r < R; ++r)
-        for (int t = 0; t < T; ++t) acc[r][t] = _mm512_setzero_ps();
+        for (int t = 0; t < T; ++t) {
+            acc[r][t] = _mm512_setzero_ps();
+            // Of many rows the output is larger than the L2 cache; fetched now, it is there when the sums are.
+            __builtin_prefetch(job.out + (row + t) * job.out_stride + (job.tile + r) * kTileRows, 1);
+        }
     if (w.packing == Packing::q4 && job.unpacked)
         q4_tiles<T, R, true>(job, tile, groups, in, acc);
     else if (w.packing == Packing::q4)
@@ -150,11 +153,17 @@ static void run_tiles(const TileJob& job, int64_t row) {
     put_sums<T, R>(job, row, acc);
 }
 
+// Two, so that with 6 inputs the 12 integer and 12 float accumulators fit the 32 registers. Few inputs wait for the memory,
+// which is read faster from four places at once.
+CLLM_INLINE int64_t tiles_together(int64_t inputs) { return inputs <= 2 ? 4 : 2; }
+
 using RunTiles = void (*)(const TileJob&, int64_t);
-constexpr RunTiles kRunTiles[kTilesTogether + 1][kPanelRows + 1] = {
+constexpr RunTiles kRunTiles[5][kPanelRows + 1] = {
     {},
     {nullptr, run_tiles<1, 1>, run_tiles<2, 1>, run_tiles<3, 1>, run_tiles<4, 1>, run_tiles<5, 1>, run_tiles<6, 1>},
     {nullptr, run_tiles<1, 2>, run_tiles<2, 2>, run_tiles<3, 2>, run_tiles<4, 2>, run_tiles<5, 2>, run_tiles<6, 2>},
+    {},
+    {nullptr, run_tiles<1, 4>, run_tiles<2, 4>},
 };
 
 static void unpack_nibbles(const uint8_t* tile, int64_t groups, uint8_t* bytes) {

@@ -24,8 +24,8 @@ void Workspace::ensure(const Model& model, int64_t rows, int n_threads) {
         own.matmul.ensure(matmul_scratch_bytes(int64_t(widest)));
         own.attend.ensure(attend_scratch_bytes(s.head_dim, s.group()));
         own.row.ensure(size_t(s.n_embd));
-        own.gate.ensure(n * 32);
-        own.up.ensure(n * 32);
+        own.gate.ensure(std::max(size_t(kActivatedFloats), n * 32));
+        own.up.ensure(std::max(size_t(kActivatedFloats), n * 32));
         own.states.ensure(size_t(tile_tokens) * s.group() * (s.head_dim + 2));
         own.merged.ensure(size_t(tile_tokens) * s.group() * (s.head_dim + 2));
     }

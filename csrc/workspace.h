@@ -36,11 +36,14 @@ private:
     Buffer<int32_t> offsets32_, offsets16_;
 };
 
+// So many of a thread's inner values of the feed-forward exist as floats at a time, or one group of columns of all rows.
+constexpr int64_t kActivatedFloats = 1 << 12;
+
 // What a thread has for itself.
 struct ThreadSpace {
     Buffer<uint8_t> matmul, attend;
     Buffer<float> row;             // one normalised row
-    Buffer<float> gate, up;        // [rows][32], one group of columns
+    Buffer<float> gate, up;        // some columns of these, see kActivatedFloats
     Buffer<float> states, merged;  // of one attention tile
 };
 
