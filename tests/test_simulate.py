@@ -421,7 +421,7 @@ def test_ctrl_c_between_two_keeps_the_first(monkeypatch: pytest.MonkeyPatch, tmp
 def test_the_real_engine_is_run_beside_it(tmp_path: Path) -> None:
     """On the fake backend, whose speed means nothing: what it caches must agree, and the files be written."""
     cost, file = tmp_path / "cost.json", tmp_path / "validation.json"
-    arguments = ["simulate", "validate", "--backend", "fake", "--size", "0.2", "--kv-mb", "1"]
+    arguments = ["simulate", "validate", "--backend", "fake", "--size", "0.2", "--kv-mb", "1", "--repeats", "2"]
     result = CliRunner().invoke(app, [*arguments, "--save-cost", str(cost), "--json", str(file)])
     assert result.exit_code in (0, 1), result.output
     assert all(name in result.output for name in ("batch", "prefix", "chat"))

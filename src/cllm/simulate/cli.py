@@ -112,6 +112,7 @@ def validate(
     backend: Annotated[str, typer.Option(metavar="NAME", help="auto, native, llama_cpp or fake.")] = "auto",
     kv_mb: Annotated[float, typer.Option(min=1, help="KV memory of the real engine, in MiB.")] = 192.0,
     size: Annotated[float, typer.Option(min=0.05, help="How many requests, as a share of the usual number.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Passes of all of them, in turn; the median counts.")] = 5,
     save_cost: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the fitted cost model.")] = None,
     json: Json = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the workloads.")] = 0,
@@ -119,5 +120,5 @@ def validate(
     """Compare with the real engine: three workloads measured, and simulated with costs fitted on a fourth."""
     from cllm.simulate.checks import run_validation
 
-    if not run_validation(model, backend, kv_mb, size, save_cost, json, seed):
+    if not run_validation(model, backend, kv_mb, size, repeats, save_cost, json, seed):
         raise typer.Exit(1)

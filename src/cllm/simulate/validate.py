@@ -68,7 +68,7 @@ class Words:
 def calibrations(words: Words, size: float) -> list[Workload]:
     """One, few and many together, with short and long prompts: every price has steps that tell it from the others."""
     workloads = []
-    for users in (1, 2, 4, _scaled(8, size), _scaled(16, size)):
+    for users in (1, 2, 4, _scaled(8, size), _scaled(16, size), _scaled(32, size)):
         lengths = (24, 160, 480) if users <= 4 else (24, 160)
         turns = [[Turn(words(length), 24, extends=False) for length in lengths] for _ in range(users)]
         workloads.append(Workload(f"calibration with {users}", turns))

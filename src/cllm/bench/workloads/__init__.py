@@ -39,7 +39,7 @@ SHORT: tuple[Workload, ...] = (
     Prefix(),
     Chat(),
     Stall(),
-    Mixed(duration=20.0),
+    Mixed(duration=12.0),
     Overhead(rounds=6),
     Memory(),
     Micro(),
