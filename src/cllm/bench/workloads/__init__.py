@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cllm.bench.workloads.aged import Aged
 from cllm.bench.workloads.base import Workload
 from cllm.bench.workloads.batch import Batch
 from cllm.bench.workloads.chat import Chat
@@ -24,6 +25,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "stall": (Stall(),),
     "mixed": (Mixed(),),
     "soak": (Soak(),),
+    "aged": (Aged(),),
     "overhead": (Overhead(),),
     "memory": (Memory(),),
     "micro": (Micro(),),
@@ -46,4 +48,4 @@ SHORT: tuple[Workload, ...] = (
     Snapshots(),
     Generator(tokens=400),
 )
-"""Everything but `soak`, at sizes that together take less than ten minutes on two cores, with one peer."""
+"""Everything but `soak` and `aged`, at sizes that together take less than ten minutes on two cores, with one peer."""

@@ -1,0 +1,129 @@
+"""An old server beside a fresh one: is request 10,000 as fast as request 1?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from math import inf
+from typing import Any
+
+from cllm.bench.answer import Answer
+from cllm.bench.client import Client
+from cllm.bench.figures import OURS, Figure, Metrics, Run, own
+from cllm.bench.http import BenchError
+from cllm.bench.load import Job, at_most
+from cllm.bench.measures import latencies
+from cllm.bench.servers import Server, start_cllm
+from cllm.bench.stats import ratio_interval
+from cllm.bench.watch import Sample, Watcher
+from cllm.bench.workloads.base import SETTLE_S, LocalWorkload, Setup, busy_at_rest
+from cllm.bench.workloads.mixed import Arrival, Mixed
+from cllm.bench.workloads.over_http import warm_up
+from cllm.bench.workloads.soak import Soak
+
+FRESH = "a fresh server"
+
+PEOPLE = Mixed(duration=inf, prompt_tokens=24, prompt_most=200, answer_tokens=4, answer_most=16)
+"""Who comes while the server ages: much as on a usual day, but brief, so that thousands of them take minutes."""
+
+
+@dataclass(frozen=True)
+class Aged(LocalWorkload):
+    """Thousands of people come to one server, some leave early, and its cache is overwritten many times. Then a fresh
+    server starts, and both answer the same questions in turn. What differs is their age, not the machine's mood.
+    """
+
+    requests: int = 10_000
+    at_a_time: int = 8
+    rounds: int = 100
+    prompt_tokens: int = 100
+    answer_tokens: int = 32
+
+    name = "aged"
+    figures = (
+        Figure("slower_percent", "slower than a fresh server", "%", limit=own(2.0)),
+        Figure("first_slower_percent", "the same, to the first token", "%"),
+        Figure("request_p50_ms", "whole request, P50", "ms"),
+        Figure("ttft_p50_ms", "first token, P50", "ms"),
+        Figure("inter_token_p50_ms", "between tokens, P50", "ms"),
+    )
+
+    @property
+    def title(self) -> str:
+        return (
+            f"aged: a server that has answered {self.requests:,} people beside a fresh one, "
+            f"{self.prompt_tokens} tokens in, {self.answer_tokens} out, {self.rounds} rounds in turn"
+        )
+
+    def quick(self) -> Aged:
+        return replace(self, requests=50, rounds=4, prompt_tokens=16, answer_tokens=4)
+
+    async def one_repeat(self, setup: Setup, repeat: int) -> list[Run]:
+        async with AsyncExitStack() as servers:
+            server, old = await _start(setup, servers)
+            samples = await self._age(setup, server, old, repeat)
+            _, fresh = await _start(setup, servers)
+            facts: dict[str, Any] = {**server.facts, "busy_percent_before": await busy_at_rest()}
+            await self._compare(setup, old, fresh, repeat)
+        ours = latencies(old.answers) | slower(old.answers, fresh.answers)
+        return [
+            Run(OURS, repeat, ours, facts, old.answers, samples),
+            Run(FRESH, repeat, latencies(fresh.answers), answers=fresh.answers),
+        ]
+
+    async def _age(self, setup: Setup, server: Server, client: Client, repeat: int) -> Sequence[Sample]:
+        people = islice(PEOPLE.arrivals(setup.prompts(f"{self.name} {repeat}")), self.requests)
+        watcher = Watcher(client, server.pid)
+        async with watcher, setup.view.following(client, watcher):
+            await at_most(self.at_a_time, [_visit(client, person) for person in people])
+        _all_answered(client)
+        client.answers.clear()
+        return watcher.samples
+
+    async def _compare(self, setup: Setup, old: Client, fresh: Client, repeat: int) -> None:
+        prompts = setup.prompts(f"{self.name} rounds {repeat}")
+        for number in range(self.rounds):
+            text = prompts.text(self.prompt_tokens)
+            # Who goes first changes, so that a drift of the machine hits both alike.
+            for client in (old, fresh) if number % 2 == 0 else (fresh, old):
+                await asyncio.sleep(SETTLE_S / 10)
+                await client.complete(text, self.answer_tokens)
+        _all_answered(old)
+        _all_answered(fresh)
+
+
+async def _start(setup: Setup, stack: AsyncExitStack) -> tuple[Server, Client]:
+    """A warm server in a cache that soon is full, as in a soak."""
+    settings = {**Soak.cllm_settings, **setup.settings}
+    server = await stack.enter_async_context(start_cllm(setup.model, setup.threads, setup.backend, settings))
+    client = await stack.enter_async_context(Client(server.url))
+    await warm_up(client, setup.prompts("warm-up"))
+    return server, client
+
+
+def _visit(client: Client, person: Arrival) -> Job[Answer]:
+    return partial(client.chat, person.messages, person.answer_tokens, leave_after=person.leave_after)
+
+
+def _all_answered(client: Client) -> None:
+    failed = next((answer.error for answer in client.answers if answer.error), None)
+    if failed:
+        raise BenchError(f"{client.address.url} failed a request: {failed}")
+
+
+def slower(old: Sequence[Answer], fresh: Sequence[Answer]) -> Metrics:
+    """How much longer the old server takes than the fresh one, in percent, with the interval over the rounds."""
+    metrics: Metrics = {}
+    pairs = list(zip(old, fresh, strict=True))
+    for key, ratios in (
+        ("slower_percent", [one.seconds / other.seconds for one, other in pairs]),
+        ("first_slower_percent", [one.ttft / other.ttft for one, other in pairs]),
+    ):
+        found = ratio_interval(ratios)
+        for end, value in (("", found.estimate), ("_low", found.low), ("_high", found.high)):
+            metrics[key + end] = (value - 1) * 100
+    return metrics
