@@ -37,6 +37,7 @@ from cllm.bench.servers import already_running
 from cllm.bench.sizes import last, resize
 from cllm.bench.watch import Watcher
 from cllm.bench.workloads import SHORT, WORKLOADS
+from cllm.bench.workloads.aged import FRESH, Aged
 from cllm.bench.workloads.base import Setup
 from cllm.bench.workloads.batch import Batch
 from cllm.bench.workloads.chat import Chat
@@ -255,6 +256,19 @@ def test_snapshots_compares_three_designs_at_every_number_of_readers() -> None:
         assert [[x for x, _ in curve.points] for curve in run.curves] == [[1, 3], [1, 3]]
 
 
+async def test_an_old_server_and_a_fresh_one_answer_the_same_questions_in_turn() -> None:
+    workload = Aged(requests=20, at_a_time=4, rounds=3, prompt_tokens=5, answer_tokens=3)
+    setup = replace(setup_for(""), encode=str.encode, backend="fake", model="smollm2")
+    old, fresh = await measured(workload, setup)
+    assert (old.side, fresh.side) == (OURS, FRESH)
+    assert {figure.key for figure in workload.figures} <= old.metrics.keys()
+    assert old.metrics["slower_percent_low"] <= old.metrics["slower_percent"] <= old.metrics["slower_percent_high"]
+    assert len(old.answers) == len(fresh.answers) == workload.rounds
+    assert [answer.texts for answer in old.answers] == [answer.texts for answer in fresh.answers]
+    # The twenty that came before left something in the old server's cache.
+    assert old.samples[-1].kv_cached_mb
+
+
 def test_generator_and_micro_measure_what_they_promise() -> None:
     for workload in (
         Generator(streams=2, interval_ms=1.0, tokens=20),
@@ -305,7 +319,7 @@ async def test_the_watcher_sees_the_process_and_the_cache() -> None:
 def test_commands_workloads_and_peers_belong_together() -> None:
     names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     assert names == {*WORKLOADS, "all", "kernels"}
-    assert {workload.name for workload in SHORT} == set(WORKLOADS) - {"soak"}
+    assert {workload.name for workload in SHORT} == set(WORKLOADS) - {"soak", "aged"}
     for name, workloads in WORKLOADS.items():
         for workload in workloads:
             assert workload.name == name and workload.title.startswith(name)

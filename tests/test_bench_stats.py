@@ -13,6 +13,7 @@ from cllm.bench.figures import OURS, Figure, Run, own, summarise, times_the_peer
 from cllm.bench.measures import Targets, measure
 from cllm.bench.stats import last_fifth_over_first, percentile, ratio_interval, slope, slope_interval
 from cllm.bench.watch import Sample
+from cllm.bench.workloads.aged import slower
 from cllm.bench.workloads.memory import trend
 from cllm.bench.workloads.soak import latency_trend, sample_trends
 
@@ -257,6 +258,23 @@ def test_a_soak_sees_memory_and_fragmentation_that_grow_after_settling() -> None
     assert leaking["memory_range_percent"] > 30
     assert leaking["fragmentation_slope_low"] == pytest.approx(1)
     assert sample_trends([]) == {}
+
+
+def test_age_shows_however_much_the_machine_swings() -> None:
+    draw = np.random.default_rng(9)
+    swings = draw.lognormal(0, 0.3, 100)
+
+    def compare(age: float) -> dict[str, float]:
+        """Both servers see each round's machine; requests scatter by 2 %."""
+        takes = [[swing * noise for swing, noise in zip(swings, draw.normal(1, 0.02, 100), strict=True)] for _ in "of"]
+        old = [make_answer(0.0, 0.4 * age * seconds, age * seconds) for seconds in takes[0]]
+        return slower(old, [make_answer(0.0, 0.4 * seconds, seconds) for seconds in takes[1]])
+
+    same, aged = compare(1.0), compare(1.03)
+    assert same["slower_percent_low"] <= 0 <= same["slower_percent_high"]
+    assert same["slower_percent_high"] < 1.5
+    assert aged["slower_percent_low"] > 1.5 and aged["slower_percent"] == pytest.approx(3, abs=1)
+    assert aged["first_slower_percent"] == pytest.approx(aged["slower_percent"])
 
 
 def test_memory_trend_forgives_the_warm_up_and_sees_a_leak() -> None:
