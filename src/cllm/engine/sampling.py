@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +50,7 @@ class TokenLogprob:
     top: list[tuple[int, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     token_id: int
     logprob: TokenLogprob | None
 
@@ -62,7 +62,18 @@ class TokenChooser:
     was shown an answer's tokens by `observe` goes on as the old one would have.
     """
 
-    __slots__ = ("_bias", "_bias_ids", "_end_ids", "_forbidden", "_key", "_penalties", "generated", "params")
+    __slots__ = (
+        "_bias",
+        "_bias_ids",
+        "_end_ids",
+        "_forbidden",
+        "_forbidden_ids",
+        "_key",
+        "_penalties",
+        "_plain",
+        "generated",
+        "params",
+    )
 
     def __init__(
         self,
@@ -83,7 +94,10 @@ class TokenChooser:
         self._bias_ids: Ids = np.array(list(params.logit_bias), np.intp)
         self._bias = np.array(list(params.logit_bias.values()), np.float64)
         self._end_ids: Ids = np.array(sorted(end_ids), np.intp)
-        self._forbidden: Ids = np.array(sorted(forbidden), np.intp)
+        self._forbidden = forbidden
+        self._forbidden_ids: Ids = np.array(sorted(forbidden), np.intp)
+        # The best token is all there is to know. In every step it costs the model time, so it takes no detours.
+        self._plain = params.greedy and params.logprobs is None and not self._adjusts
 
     def observe(self, token_id: int) -> None:
         """Take a token as generated."""
@@ -94,9 +108,17 @@ class TokenChooser:
     def choose(self, logits: Row, mask: Mask | None) -> Choice | None:
         """Choose and observe the next token; None if there is no finite best."""
         best = ROWS.argmax(logits)
-        model_peak = peak = float(logits[best])
+        peak = float(logits[best])
         if not math.isfinite(peak):
             return None
+        if self._plain and mask is None and best not in self._forbidden:
+            self.generated += 1
+            return Choice(best, None)
+        with np.errstate(over="ignore", under="ignore"):
+            return self._choose(logits, best, peak, mask)
+
+    def _choose(self, logits: Row, best: int, peak: float, mask: Mask | None) -> Choice | None:
+        model_peak = peak
         values = self._adjusted(logits, best, mask)
         if values is not logits:
             best = ROWS.argmax(values)
@@ -109,21 +131,24 @@ class TokenChooser:
             return Choice(token_id, None)
         return Choice(token_id, _logprob(logits, model_peak, token_id, self.params.logprobs))
 
+    @property
+    def _adjusts(self) -> bool:
+        """Whether something else than a mask or a forbidden token may come between the logits and the choice."""
+        return self._penalties.active or len(self._bias) > 0 or self.generated < self.params.min_tokens
+
     def _adjusted(self, logits: Row, best: int, mask: Mask | None) -> Row:
         """The row after steps 1 and 2: a copy, or `logits` itself if nothing applies."""
-        too_short = self.generated < self.params.min_tokens
-        penalised = self._penalties.active
         # A greedy choice only minds a forbidden token that would be the best.
         forbids = len(self._forbidden) > 0 and (not self.params.greedy or best in self._forbidden)
-        if mask is None and not (too_short or penalised or forbids or len(self._bias)):
+        if mask is None and not (forbids or self._adjusts):
             return logits
         values = logits.copy() if mask is None else logits + _bans(mask)
         if len(self._bias):
             values[self._bias_ids] = values[self._bias_ids] + self._bias
-        if too_short:
+        if self.generated < self.params.min_tokens:
             values[self._end_ids] = -np.inf
-        values[self._forbidden] = -np.inf
-        if penalised:
+        values[self._forbidden_ids] = -np.inf
+        if self._penalties.active:
             self._penalties.apply(values)
         return values
 
@@ -159,8 +184,7 @@ def choose(
     """
     if masks is None:
         masks = [None] * len(wanted)
-    with np.errstate(over="ignore", under="ignore"):
-        return [chooser.choose(logits[row], mask) for (row, chooser), mask in zip(wanted, masks, strict=True)]
+    return [chooser.choose(logits[row], mask) for (row, chooser), mask in zip(wanted, masks, strict=True)]
 
 
 def _bans(mask: Mask) -> Row:
