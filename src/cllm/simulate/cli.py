@@ -20,7 +20,7 @@ Synthetic = Annotated[
     str | None, typer.Option(metavar="KIND", help="poisson, bursts, diurnal or chats. [default: chats]")
 ]
 Requests = Annotated[int | None, typer.Option(min=1, help="How many. [default: 2000; of a file: all]")]
-Rate = Annotated[float | None, typer.Option(help="Requests a second. [default: 0.25; of a file: its own]")]
+Rate = Annotated[float | None, typer.Option(help="Requests a second. [default: 1; of a file: its own]")]
 ShapeText = Annotated[
     str, typer.Option("--shape", metavar="KEY=VALUE,...", help="Lengths and sharing; see docs/simulate.md.")
 ]

@@ -23,7 +23,7 @@ from cllm.simulate.synthetic import KINDS, SyntheticTrace, parse_shape
 from cllm.simulate.traces import Trace
 
 DEFAULT_REQUESTS = 2000
-DEFAULT_RATE = 0.25
+DEFAULT_RATE = 1.0
 _REFRESH_S = 0.2
 
 
