@@ -91,6 +91,13 @@ def ratio_interval(ratios: Sequence[float]) -> Interval:
     return Interval(estimate, float(low), float(high))
 
 
+def percent_more(key: str, ratios: Sequence[float]) -> dict[str, float]:
+    """Under `key`, how much more the first of each pair takes than the second, in percent; its interval beside it."""
+    found = ratio_interval(ratios)
+    ends = {key: found.estimate, f"{key}_low": found.low, f"{key}_high": found.high}
+    return {name: (ratio - 1) * 100 for name, ratio in ends.items()}
+
+
 def _slopes(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
     """The slope of every row; nan where all x of a row are the same."""
     centred = x - x.mean(axis=1, keepdims=True)

@@ -42,7 +42,7 @@ SHORT: tuple[Workload, ...] = (
     Chat(),
     Stall(),
     Mixed(duration=12.0),
-    Overhead(rounds=6),
+    Overhead(rounds=10),
     Memory(),
     Micro(),
     Snapshots(),

@@ -18,7 +18,7 @@ from cllm.bench.http import BenchError
 from cllm.bench.load import Job, at_most
 from cllm.bench.measures import latencies
 from cllm.bench.servers import Server, start_cllm
-from cllm.bench.stats import ratio_interval
+from cllm.bench.stats import percent_more
 from cllm.bench.watch import Sample, Watcher
 from cllm.bench.workloads.base import SETTLE_S, LocalWorkload, Setup, busy_at_rest
 from cllm.bench.workloads.mixed import Arrival, Mixed
@@ -117,13 +117,8 @@ def _all_answered(client: Client) -> None:
 
 def slower(old: Sequence[Answer], fresh: Sequence[Answer]) -> Metrics:
     """How much longer the old server takes than the fresh one, in percent, with the interval over the rounds."""
-    metrics: Metrics = {}
     pairs = list(zip(old, fresh, strict=True))
-    for key, ratios in (
-        ("slower_percent", [one.seconds / other.seconds for one, other in pairs]),
-        ("first_slower_percent", [one.ttft / other.ttft for one, other in pairs]),
-    ):
-        found = ratio_interval(ratios)
-        for end, value in (("", found.estimate), ("_low", found.low), ("_high", found.high)):
-            metrics[key + end] = (value - 1) * 100
-    return metrics
+    return {
+        **percent_more("slower_percent", [one.seconds / other.seconds for one, other in pairs]),
+        **percent_more("first_slower_percent", [one.ttft / other.ttft for one, other in pairs]),
+    }
