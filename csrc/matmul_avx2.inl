@@ -76,7 +76,7 @@ CLLM_INLINE void q4_group(const uint8_t* packed, const uint8_t* bytes, const Inp
     for (int line = 0; line < 8; ++line) {
         const __m256i top = nibbles<Unpacked>(packed, bytes, line / 4, line % 4, 0);
         const __m256i bottom = nibbles<Unpacked>(packed, bytes, line / 4, line % 4, 1);
-#pragma GCC unroll 6
+#pragma GCC unroll 4
         for (int t = 0; t < T; ++t) {
             const __m256i x = in.quad(t, g * 8 + line);
             sums[0][t] = _mm256_add_epi16(sums[0][t], _mm256_maddubs_epi16(top, x));
@@ -103,7 +103,7 @@ CLLM_INLINE void q8_group(const uint8_t* bytes, const Inputs<T>& in, int64_t g, 
             w[half] = _mm256_loadu_si256((const __m256i*)(bytes + line * 64 + half * 32));
             magnitude[half] = _mm256_abs_epi8(w[half]);
         }
-#pragma GCC unroll 6
+#pragma GCC unroll 4
         for (int t = 0; t < T; ++t) {
             const __m256i x = in.quad(t, g * lines + line);
             for (int half = 0; half < 2; ++half) {

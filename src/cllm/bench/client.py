@@ -54,6 +54,11 @@ class Client:
     ) -> None:
         pass
 
+    @property
+    def first_error(self) -> str | None:
+        """Why the first request failed that did."""
+        return next((answer.error for answer in self.answers if answer.error), None)
+
     async def complete(
         self, prompt: str, max_tokens: int, on_text: OnText | None = None, leave_after: int | None = None
     ) -> Answer:

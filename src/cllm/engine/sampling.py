@@ -96,7 +96,7 @@ class TokenChooser:
         self._end_ids: Ids = np.array(sorted(end_ids), np.intp)
         self._forbidden = forbidden
         self._forbidden_ids: Ids = np.array(sorted(forbidden), np.intp)
-        # The best token is all there is to know. In every step it costs the model time, so it takes no detours.
+        # Then the best token is all there is to know, and no computing waits for anything else between two steps.
         self._plain = params.greedy and params.logprobs is None and not self._adjusts
 
     def observe(self, token_id: int) -> None:

@@ -20,12 +20,15 @@ from cllm.bench.measures import latencies
 from cllm.bench.servers import Server, start_cllm
 from cllm.bench.stats import percent_more
 from cllm.bench.watch import Sample, Watcher
-from cllm.bench.workloads.base import SETTLE_S, LocalWorkload, Setup, busy_at_rest
+from cllm.bench.workloads.base import LocalWorkload, Setup, busy_at_rest
 from cllm.bench.workloads.mixed import Arrival, Mixed
 from cllm.bench.workloads.over_http import warm_up
 from cllm.bench.workloads.soak import Soak
 
 FRESH = "a fresh server"
+
+REST_S = 0.03
+"""Before each request, so that the other server's threads have gone to sleep."""
 
 PEOPLE = Mixed(duration=inf, prompt_tokens=24, prompt_most=200, answer_tokens=4, answer_most=16)
 """Who comes while the server ages: much as on a usual day, but brief, so that thousands of them take minutes."""
@@ -90,7 +93,7 @@ class Aged(LocalWorkload):
             text = prompts.text(self.prompt_tokens)
             # Who goes first changes, so that a drift of the machine hits both alike.
             for client in (old, fresh) if number % 2 == 0 else (fresh, old):
-                await asyncio.sleep(SETTLE_S / 10)
+                await asyncio.sleep(REST_S)
                 await client.complete(text, self.answer_tokens)
         _all_answered(old)
         _all_answered(fresh)
@@ -110,9 +113,8 @@ def _visit(client: Client, person: Arrival) -> Job[Answer]:
 
 
 def _all_answered(client: Client) -> None:
-    failed = next((answer.error for answer in client.answers if answer.error), None)
-    if failed:
-        raise BenchError(f"{client.address.url} failed a request: {failed}")
+    if client.first_error:
+        raise BenchError(f"{client.address.url} failed a request: {client.first_error}")
 
 
 def slower(old: Sequence[Answer], fresh: Sequence[Answer]) -> Metrics:

@@ -142,7 +142,7 @@ async def warm_up(client: Client, prompts: Prompts) -> None:
     await client.complete(prompts.text(8), 4)
     await client.complete(prompts.text(96), 4)
     await client.chat([{"role": "user", "content": prompts.text(8)}], 4)
-    failed = next((answer.error for answer in client.answers if answer.error), None)
+    failed = client.first_error
     client.answers.clear()
     if failed:
         raise BenchError(f"{client.address.url} fails at the first requests: {failed}")
