@@ -4,6 +4,8 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <initializer_list>
 #include <vector>
 
 #include "model.h"
@@ -19,7 +21,7 @@ struct Chunk {
     const int32_t* blocks;
 };
 
-enum class Phase : int { norm, qkv, rope, attention, merge, quantise, output, gate_up, down, head, count };
+enum class Phase : int { norm, qkv, rope, attention, quantise, output, gate_up, down, head, count };
 extern const char* const kPhaseNames[int(Phase::count)];
 
 class Forward {
@@ -32,7 +34,7 @@ public:
     void abort() { abort_.store(true); }
 
     void set_profiling(bool on) { profiling_ = on; }
-    // Seconds per phase on the first thread, waiting included, since the last call.
+    // Seconds per phase, waiting included, since the last call.
     std::array<double, size_t(Phase::count)> take_profile();
 
 private:
@@ -48,35 +50,63 @@ private:
     struct Product {
         const PackedMatrix* weights;
         float* out;
-        int64_t pairs() const { return (weights->tiles() + 1) / 2; }
+    };
+    struct Rows {
+        int64_t first, last;
+    };
+    using MakeRow = std::function<void(int64_t row, ThreadSpace& own, InputBuffer& to)>;
+    // Inputs of a product: made by all threads together before it, or, of few rows, by each thread once it has work.
+    struct Inputs {
+        MakeRow make;
+        InputBuffer Workspace::*shared;
+        InputBuffer ThreadSpace::*own;
     };
 
-    static void enter(void* self, int thread) { static_cast<Forward*>(self)->run(thread); }
     void plan_rows(const std::vector<Chunk>& chunks);
     void plan_attention(bool last_rows_only);
-    void run(int thread);
-    void embed(int thread);
-    bool run_layer(int layer, int thread);
-    void feed_forward(int layer, int thread);
-    void activate(const Layer& layer, int64_t first_group, int64_t groups, int thread);
-    void compute_logits(int thread);
-    void keep_wanted_rows(int thread);
+    void embed();
+    bool run_layer(int index);
+    void feed_forward(const Layer& layer);
+    void activate(const Layer& layer, const InputBuffer& inputs, int64_t first_group, int64_t groups, Rows rows, int thread);
+    void keep_wanted_rows();
 
-    void normalise(const float* weight, int thread);
+    bool few() const { return rows_ <= kFewRows; }
+    Inputs normalised(const Vector& weight);
+    Inputs attended();
+    void make_shared(const Inputs& inputs, Phase which);
+    void make_own(const Inputs& inputs, int thread);
+    const InputBuffer& made(const Inputs& inputs, int thread) const;
     void quantise(const float* row, int64_t cols, int64_t at, InputBuffer& to);
-    void multiply(std::initializer_list<Product> products, const InputBuffer& inputs, bool add, int thread, Phase phase);
-    void rotate_queries(const Layer& layer, int64_t row);
-    void store_keys(const Layer& layer, int index, int64_t row);
-    void attend(int layer, int thread);
+    void multiply(std::initializer_list<Product> products, const Inputs& inputs, bool add, Phase making, Phase which);
+    void multiply_tiles(const Product& product, const InputBuffer& inputs, int64_t first_tile, int64_t last_tile, Rows rows,
+                        bool add, int thread);
+    int64_t row_parts(int64_t units) const;
+    template <class Work>
+    void each_part(int64_t first, int64_t last, int64_t parts, Work&& work) const;
+
+    void rotate_queries(const Layer& layer, int64_t row, int kv_head, float* q);
+    void store_keys(const Layer& layer, int index, int64_t row, int kv_head);
+    void rotate_and_store(const Layer& layer, int index, bool queries);
+    void attend(int layer);
+    const float* queries_of(const Tile& tile, int layer, int kv_head, bool stores, int thread);
+    AttendJob job_of(const Tile& tile, int layer, int kv_head, const float* q) const;
     void attend_tile(const Tile& tile, int layer, int kv_head, int thread);
-    AttendJob job_of(const Tile& tile, int layer, int kv_head) const;
-    void put_states(const Tile& tile, int kv_head, const float* states);
+    void attend_splits(int layer);
+    float* states_of(const Tile& tile, int64_t kv_head, int64_t split) const;
+    void join_splits(int64_t row, ThreadSpace& own, float* out) const;
+    void finish(const float* states, float* out) const;
+
+    // Counted as time of the phase, if somebody wants to know.
     template <class Run>
-    void timed(Phase which, int thread, Run&& run);
+    void timed(Phase which, const Run& run) {
+        if (!profiling_) return run();
+        const double start = now();
+        run();
+        profile_[size_t(which)] += now() - start;
+    }
+    static double now();
     template <class Work>
-    void phase(Phase which, int thread, int64_t tasks, Work&& work);
-    template <class Work>
-    void each_panel(Phase which, int thread, Work&& work);
+    void each_panel(Phase which, Work&& work);
 
     const Model& model_;
     ThreadPool& pool_;
@@ -94,8 +124,9 @@ private:
     std::vector<const int32_t*> tables_;  // block table of each row
     std::vector<int> wanted_;            // rows whose logits are wanted
     std::vector<Tile> tiles_;
+    std::vector<int> tile_of_row_;
     bool splits_apart_ = false;
-    bool stopping_ = false;
+    bool rotates_later_ = false;         // who attends rotates queries and stores K and V, see queries_of
 
     std::atomic<bool> abort_{false};
     bool profiling_ = false;

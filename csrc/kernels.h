@@ -20,6 +20,12 @@ struct QuantRows {
     float* sums = nullptr;         // cols / 32 a row: scale * sum of the group's values, what a minimum is multiplied with
     int32_t* offsets32 = nullptr;  // cols / 32 a row: -128 * sum of the group's values, what undoes `biased` weights
     int32_t* offsets16 = nullptr;  // cols / 16 a row: the same for groups of 16
+
+    // The rows from `row` on, the first of a panel of `panel_rows`, as rows of their own.
+    QuantRows from(int64_t row) const {
+        const int64_t groups = row * (cols / 32);
+        return {cols, values + row * cols, scales + groups, sums + groups, offsets32 + groups, offsets16 + groups * 2};
+    }
 };
 
 // What attention of one (query tile, kv head) needs. Query rows are consecutive tokens of one sequence.
@@ -67,8 +73,8 @@ struct Kernels {
     void (*add)(const float* x, int64_t n, float* to);
 
     // --- attention (attention) ---
-    // Store K and V of one token ([n_kv_heads][head_dim] each) at `slot` of `block`.
-    void (*write_kv)(const KVLayout& layout, uint8_t* block, int layer, int slot, const float* k, const float* v);
+    // Store K and V of one head of a token at `slot` of `block`.
+    void (*write_kv)(const KVLayout& layout, uint8_t* block, int layer, int head, int slot, const float* k, const float* v);
     // Softmax state over positions [begin, end) that each query may see, end - begin <= kSplit, begin a multiple of it;
     // states[(token * heads + head) * (head_dim + 2)]. A query that sees none of them gets sum 0, peak -infinity.
     void (*attend)(const AttendJob& job, int begin, int end, float* states, uint8_t* scratch);

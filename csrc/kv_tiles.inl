@@ -57,12 +57,10 @@ static void write_v(KVType type, int head_dim, const float* v, uint8_t* tile, in
     for (int g = 0; g < groups; ++g) scales[g] = quantise_group(type, v + g * kQuantGroup, data + g * bytes);
 }
 
-static void write_kv(const KVLayout& layout, uint8_t* block, int layer, int slot, const float* k, const float* v) {
-    const int tile = slot / kTileTokens, column = slot % kTileTokens, head_dim = layout.head_dim;
-    for (int head = 0; head < layout.n_kv_heads; ++head) {
-        write_k(layout.k_type, head_dim, k + head * head_dim, block + layout.k_tile(layer, head, tile), column);
-        write_v(layout.v_type, head_dim, v + head * head_dim, block + layout.v_tile(layer, head, tile), column);
-    }
+static void write_kv(const KVLayout& layout, uint8_t* block, int layer, int head, int slot, const float* k, const float* v) {
+    const int tile = slot / kTileTokens, column = slot % kTileTokens;
+    write_k(layout.k_type, layout.head_dim, k, block + layout.k_tile(layer, head, tile), column);
+    write_v(layout.v_type, layout.head_dim, v, block + layout.v_tile(layer, head, tile), column);
 }
 
 // Tiles as floats. While one is read, its counterpart of the next chunk, `ahead`, is fetched from memory.

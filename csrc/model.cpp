@@ -38,26 +38,6 @@ std::vector<Slot> layer_slots(const Shape& s) {
     };
 }
 
-constexpr int64_t kTilesPerTask = 64;
-
-struct PackWork {
-    ThreadPool& pool;
-    GgmlType type;
-    const uint8_t* raw;
-    const PackedMatrix& form;
-    uint8_t* target;
-    std::atomic<bool> sound{true};
-
-    static void run(void* context, int) {
-        auto& work = *static_cast<PackWork*>(context);
-        const int64_t tiles = work.form.tiles();
-        work.pool.phase((tiles + kTilesPerTask - 1) / kTilesPerTask, [&](int64_t task) {
-            const int64_t first = task * kTilesPerTask, last = std::min(tiles, first + kTilesPerTask);
-            if (!pack_tiles(work.type, work.raw, work.form, work.target, first, last)) work.sound = false;
-        });
-    }
-};
-
 }  // namespace
 
 void Shape::check() const {
@@ -124,9 +104,11 @@ void Model::load_matrix(PackedMatrix& to, const std::string& what, GgmlType type
     if (to.data) refuse(what + " was loaded before");
     PackedMatrix form = packed_form(type, rows, cols, kernels.biased);
     uint8_t* target = shelf_.take(form.bytes());
-    PackWork work{pool_, type, raw, form, target};
-    pool_.run(PackWork::run, &work);
-    if (!work.sound) refuse(what + " holds values that are not finite");
+    std::atomic<bool> sound{true};
+    pool_.share(form.tiles(), 1, [&](int, int64_t first, int64_t last) {
+        if (!pack_tiles(type, raw, form, target, first, last)) sound = false;
+    });
+    if (!sound) refuse(what + " holds values that are not finite");
     form.data = target;
     to = form;
 }

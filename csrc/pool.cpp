@@ -1,11 +1,32 @@
 #include "pool.h"
 
+#include <sched.h>
+
+#include <algorithm>
+#include <climits>
+#include <cstdlib>
+
 namespace cllm {
 
 namespace {
 
-constexpr int kSpinsAtBarrier = 5000;
-constexpr int kSpinsBetweenRuns = 1000;  // the time between steps belongs to those who read the answers
+int tune(const char* name, int value) {
+    const char* found = std::getenv(name);
+    return found ? std::atoi(found) : value;
+}
+// How long a thread waits, in microseconds: before it looks for work of others, before it gives its core away, and,
+// giving it away again and again, before it sleeps.
+const int kPatience = tune("CLLM_PATIENCE", 2);
+const int kSpin = tune("CLLM_SPIN", 20);
+const int kYield = tune("CLLM_YIELD", 1000);
+const int kRingEvery = tune("CLLM_RING", 100);  // sleepers are not called more often: to wake one costs more than a small phase
+
+constexpr int kItemBits = 26;
+constexpr uint64_t kItemMask = (uint64_t(1) << kItemBits) - 1;
+
+uint64_t word(uint64_t phase, int64_t items) { return phase << kItemBits | uint64_t(items); }
+bool is_of(uint64_t word, uint64_t phase) { return word >> kItemBits == (phase << kItemBits) >> kItemBits; }
+int64_t items_of(uint64_t word) { return int64_t(word & kItemMask); }
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -15,60 +36,150 @@ inline void pause() {
 #endif
 }
 
+// A pause is 10 to 150 cycles, as the CPU has it.
+int measure_pauses() {
+    using Clock = std::chrono::steady_clock;
+    constexpr int kPauses = 256;
+    double shortest = 1e9;
+    for (int round = 0; round < 4; ++round) {
+        const auto start = Clock::now();
+        for (int i = 0; i < kPauses; ++i) pause();
+        shortest = std::min(shortest, std::chrono::duration<double, std::micro>(Clock::now() - start).count());
+    }
+    return std::max(1, int(kPauses / std::max(shortest, 0.1)));
+}
+
 }  // namespace
 
-void Signal::raise() {
-    value_.fetch_add(1);
-    if (sleepers_.load() == 0) return;
-    // Under the lock, so that nobody who has just found nothing new misses it.
-    { const std::lock_guard<std::mutex> lock(mutex_); }
-    wake_.notify_all();
-}
-
-void Signal::wait_beyond(uint64_t seen, int spins) {
-    for (; spins > 0; --spins) {
-        if (value() != seen) return;
-        pause();
-    }
-    std::unique_lock<std::mutex> lock(mutex_);
-    sleepers_.fetch_add(1);
-    wake_.wait(lock, [&] { return value_.load() != seen; });
-    sleepers_.fetch_sub(1);
-}
-
-ThreadPool::ThreadPool(int threads) {
+ThreadPool::ThreadPool(int threads) : seats_(new Seat[size_t(threads)]), pauses_per_us_(measure_pauses()) {
+    workers_.reserve(size_t(threads - 1));
     for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
 }
 
 ThreadPool::~ThreadPool() {
     closing_.store(true);
-    runs_.raise();
+    const uint64_t last = phase_.load() + 1;
+    jobs_[last & 1].count.store(0);
+    phase_.store(last);
+    bell_.ring(INT_MAX);
     for (auto& worker : workers_) worker.join();
 }
 
-void ThreadPool::run(void (*work)(void*, int), void* context) {
-    work_ = work;
-    context_ = context;
-    task_.store(0, std::memory_order_relaxed);
-    runs_.raise();
-    work(context, 0);
-    barrier();
+void ThreadPool::run_phase(Entry entry, const void* context, int64_t count, int64_t grain, int shares) {
+    if (count <= 0) return;
+    if (count <= grain || workers_.empty()) return entry(context, 0, 0, count, true);
+    const uint64_t phase = phase_.load(std::memory_order_relaxed) + 1;
+    Job& job = jobs_[phase & 1];
+    job.entry.store(entry, std::memory_order_relaxed);
+    job.context.store(context, std::memory_order_relaxed);
+    job.count.store(count, std::memory_order_relaxed);
+    job.grain.store(grain, std::memory_order_relaxed);
+    job.shares.store(shares, std::memory_order_relaxed);
+    publish(phase);
+    const auto over = [&] { return all_done(phase, count); };
+    int64_t done = work_on(phase, 0, 0, 0);
+    if (spin(kPatience, over)) return;
+    for (bool spun = false;; spun = true) {
+        const int64_t helped = help(phase, 0, done);
+        done += helped;
+        if (spin(helped || spun ? 1 : kSpin, over)) return;
+        if (!helped) sched_yield();
+    }
 }
 
-void ThreadPool::barrier() {
-    const uint64_t phase = phases_.value();
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) < size() - 1) return phases_.wait_beyond(phase, kSpinsAtBarrier);
-    arrived_.store(0, std::memory_order_relaxed);
-    task_.store(0, std::memory_order_relaxed);
-    phases_.raise();
+void ThreadPool::publish(uint64_t phase) {
+    phase_.store(phase);
+    if (!bell_.anybody()) return;
+    const auto now = std::chrono::steady_clock::now();
+    if (now - rung_ < std::chrono::microseconds(kRingEvery)) return;
+    rung_ = now;
+    bell_.ring(2);  // who wakes rings for two more
+}
+
+bool ThreadPool::all_done(uint64_t phase, int64_t count) const {
+    for (int thread = 0; thread < size(); ++thread) {
+        const uint64_t done = seats_[size_t(thread)].done.load(std::memory_order_acquire);
+        if (is_of(done, phase)) count -= items_of(done);
+    }
+    return count == 0;
+}
+
+// A range of a share, if anything is left of it. What is read of the job may be of a later phase, if this thread is late; but
+// then the phase has moved on, which is looked at last: phase k cannot end while somebody holds a range of it, and its job is
+// written over only after phase k + 1 has begun. A claim that came too late has changed nothing that anybody believes, since
+// it bears the number of its phase.
+bool ThreadPool::claim(uint64_t phase, int share, Range& range) {
+    const Job& job = jobs_[phase & 1];
+    const int64_t count = job.count.load(), grain = job.grain.load(), shares = job.shares.load();
+    share %= int(shares);
+    const int64_t begin = count * share / shares, end = count * (share + 1) / shares;
+    std::atomic<uint64_t>& taken = seats_[size_t(share)].taken;
+    uint64_t seen = taken.load();
+    do {
+        range.first = is_of(seen, phase) ? items_of(seen) : begin;
+        if (range.first >= end) return false;
+        const int64_t left = end - range.first;
+        const int64_t some = shares == 1 ? grain : (left / 2 + grain - 1) / grain * grain;
+        range.last = range.first + std::min(left, std::max(grain, some));
+        if (phase_.load() != phase) return false;
+    } while (!taken.compare_exchange_weak(seen, word(phase, range.last)));
+    return phase_.load() == phase;
+}
+
+// Works on a share until nothing is left of it; how many items that were. `done_before`: by this thread, in this phase.
+int64_t ThreadPool::work_on(uint64_t phase, int share, int thread, int64_t done_before) {
+    int64_t done = 0;
+    Range range;
+    while (claim(phase, share, range)) {
+        const Job& job = jobs_[phase & 1];
+        job.entry.load()(job.context.load(), thread, range.first, range.last, done_before + done == 0);
+        done += range.last - range.first;
+    }
+    if (done) seats_[size_t(thread)].done.store(word(phase, done_before + done), std::memory_order_release);
+    return done;
+}
+
+int64_t ThreadPool::help(uint64_t phase, int thread, int64_t done_before) {
+    int64_t done = 0;
+    for (int step = 0; step < size(); ++step)
+        done += work_on(phase, (thread + step) % size(), thread, done_before + done);
+    return done;
+}
+
+// Whether `over` came true within so many microseconds.
+template <class Over>
+bool ThreadPool::spin(int us, const Over& over) const {
+    for (int i = us * pauses_per_us_; i >= 0; --i) {
+        if (over()) return true;
+        pause();
+    }
+    return false;
 }
 
 void ThreadPool::serve(int thread) {
-    for (uint64_t seen = 0;; ++seen) {
-        runs_.wait_beyond(seen, kSpinsBetweenRuns);
-        if (closing_.load()) return;
-        work_(context_, thread);
-        barrier();
+    using Clock = std::chrono::steady_clock;
+    uint64_t phase = 0;
+    int64_t done = 0;  // in this phase
+    const auto over = [&] { return phase_.load(std::memory_order_acquire) != phase; };
+    const auto tire = [&] {  // false if there is a new phase
+        const auto tired = Clock::now() + std::chrono::microseconds(kYield);
+        while (Clock::now() < tired) {
+            done += help(phase, thread, done);
+            sched_yield();
+            if (spin(1, over)) return false;
+        }
+        return true;
+    };
+    while (!closing_.load()) {
+        if (over()) {
+            phase = phase_.load();
+            done = work_on(phase, thread, thread, 0);
+        }
+        if (spin(kPatience, over)) continue;
+        done += help(phase, thread, done);
+        if (spin(kSpin, over) || !tire()) continue;
+        bell_.sleep(over);
+        if (bell_.anybody()) bell_.ring(2);
     }
 }
 

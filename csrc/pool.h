@@ -1,34 +1,27 @@
-// Threads that work on one step together.
+// Threads that work on one step together, phase after phase.
 //
-// `run` starts a function on every thread, the caller among them. Inside it the threads go through the same phases: each
-// takes tasks by `next` until none is left, then waits at `barrier`. A waiting thread spins first, because phases last
-// microseconds, and sleeps after a while: where cores are scarce, spinning would keep the others from theirs.
+// A phase is a number of items and what to do with them. The thread that owns the pool publishes it, works on it like the
+// others and goes on when all *items* are done. It never waits for a thread that has none in hand, so one that sleeps, comes
+// late or has lost its core to somebody else holds nobody up: the others do its part.
+//
+//   owner     publish phase k ──► works ──► all items of k done? ──► publish phase k + 1
+//   others    see phase k ──► own share ──► others' shares, if the phase takes longer ──► wait for k + 1
+//
+// Every thread has a cache line of its own for what it takes and one for what it has done: where all cores are there, a phase
+// costs one line that all read and one line each that the owner reads. Waiting is spinning at first, because phases last
+// microseconds, then giving the core to whoever wants it, then sleeping.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
-#include <condition_variable>
+#include <chrono>
 #include <cstdint>
-#include <mutex>
+#include <memory>
 #include <thread>
 #include <vector>
 
+#include "sleep.h"
+
 namespace cllm {
-
-// A number that only rises, and threads that wait for it to.
-class Signal {
-public:
-    uint64_t value() const { return value_.load(std::memory_order_acquire); }
-    void raise();
-    // Until the value is another than `seen`: spins so many times, then sleeps.
-    void wait_beyond(uint64_t seen, int spins);
-
-private:
-    alignas(64) std::atomic<uint64_t> value_{0};
-    std::atomic<int> sleepers_{0};
-    std::mutex mutex_;
-    std::condition_variable wake_;
-};
 
 class ThreadPool {
 public:
@@ -39,53 +32,81 @@ public:
 
     int size() const { return int(workers_.size()) + 1; }
 
-    // Calls work(context, thread) on all threads; returns when all have returned. `work` must not throw.
-    void run(void (*work)(void*, int), void* context);
-
-    // The next task of the phase; each number comes once. Tasks end where the caller says.
-    int64_t next() { return task_.fetch_add(1, std::memory_order_relaxed); }
-
-    // The next items of a phase that has `count` of them, alike: many at first, so that memory is read in long runs, and
-    // fewer the fewer are left, so that the threads end together. Each item comes once; an empty span is the end.
-    struct Span {
-        int64_t first, last;
-    };
-    Span take(int64_t count) {
-        int64_t first = task_.load(std::memory_order_relaxed), last;
-        do {
-            if (first >= count) return {count, count};
-            last = first + std::max<int64_t>(1, (count - first) / (2 * size()));
-        } while (!task_.compare_exchange_weak(first, last, std::memory_order_relaxed));
-        return {first, last};
+    // work(thread, first, last) for ranges that are [0, count) together, each item once; returns when all are done. Must not
+    // throw, and is for the thread that owns the pool alone. Each thread begins with a share of its own, which is the same
+    // one for the same count: what it reads, and has touched first, is near it. Ranges are multiples of `grain` where that
+    // is possible.
+    template <class Work>
+    void share(int64_t count, int64_t grain, Work&& work) {
+        share(count, grain, [](int) {}, work);
     }
 
-    // Until all threads are here; then a new phase begins, its tasks numbered from 0.
-    void barrier();
-
-    // Every task of [0, count) once, on whichever thread comes first, then a barrier.
-    template <class Work>
-    void phase(int64_t count, Work&& work) {
-        for (int64_t task = next(); task < count; task = next()) work(task);
-        barrier();
+    // The same; each thread that gets a range calls prepare(thread) before its first.
+    template <class Prepare, class Work>
+    void share(int64_t count, int64_t grain, Prepare&& prepare, Work&& work) {
+        run(count, grain, size(), prepare, work);
     }
 
-    // The same by spans.
+    // work(thread, item) for every item of [0, count), handed out one by one in their order: for items of unequal size.
     template <class Work>
-    void spans(int64_t count, Work&& work) {
-        for (Span span = take(count); span.first < span.last; span = take(count)) work(span.first, span.last);
-        barrier();
+    void queue(int64_t count, Work&& work) {
+        run(count, 1, 1, [](int) {}, [&](int thread, int64_t first, int64_t last) {
+            for (; first < last; ++first) work(thread, first);
+        });
     }
 
 private:
-    void serve(int thread);
+    using Entry = void (*)(const void* context, int thread, int64_t first, int64_t last, bool prepare);
 
+    // Read by threads that may be late, and then find out that they are: see `claim`.
+    struct Job {
+        std::atomic<Entry> entry{nullptr};
+        std::atomic<const void*> context{nullptr};
+        std::atomic<int64_t> count{0}, grain{1};
+        std::atomic<int> shares{1};
+    };
+    // Both words hold the number of a phase and a number of items.
+    struct Seat {
+        alignas(64) std::atomic<uint64_t> taken{0};  // of this share, as a position among all items
+        alignas(64) std::atomic<uint64_t> done{0};   // by this thread
+    };
+    struct Range {
+        int64_t first, last;
+    };
+
+    template <class Prepare, class Work>
+    void run(int64_t count, int64_t grain, int shares, const Prepare& prepare, const Work& work) {
+        struct Both {
+            const Prepare& prepare;
+            const Work& work;
+        };
+        const Entry entry = [](const void* context, int thread, int64_t first, int64_t last, bool to_prepare) {
+            const Both& both = *static_cast<const Both*>(context);
+            if (to_prepare) both.prepare(thread);
+            both.work(thread, first, last);
+        };
+        const Both both{prepare, work};
+        run_phase(entry, &both, count, grain, shares);
+    }
+
+    void run_phase(Entry entry, const void* context, int64_t count, int64_t grain, int shares);
+    void publish(uint64_t phase);
+    bool all_done(uint64_t phase, int64_t count) const;
+    bool claim(uint64_t phase, int share, Range& range);
+    int64_t work_on(uint64_t phase, int share, int thread, int64_t done_before);
+    int64_t help(uint64_t phase, int thread, int64_t done_before);
+    void serve(int thread);
+    template <class Over>
+    bool spin(int us, const Over& over) const;
+
+    std::unique_ptr<Seat[]> seats_;
     std::vector<std::thread> workers_;
-    void (*work_)(void*, int) = nullptr;
-    void* context_ = nullptr;
-    alignas(64) std::atomic<int64_t> task_{0};
-    alignas(64) std::atomic<int> arrived_{0};
-    Signal phases_, runs_;
+    int pauses_per_us_;
+    Job jobs_[2];  // of even and of odd phases
+    alignas(64) std::atomic<uint64_t> phase_{0};
     std::atomic<bool> closing_{false};
+    alignas(64) Bell bell_;
+    std::chrono::steady_clock::time_point rung_{};
 };
 
 }  // namespace cllm

@@ -23,7 +23,10 @@ void Workspace::ensure(const Model& model, int64_t rows, int n_threads) {
     for (ThreadSpace& own : threads) {
         own.matmul.ensure(matmul_scratch_bytes(int64_t(widest)));
         own.attend.ensure(attend_scratch_bytes(s.head_dim, s.group()));
-        own.row.ensure(size_t(s.n_embd));
+        own.row.ensure(size_t(std::max(s.n_embd, s.q_size())));
+        own.q.ensure(size_t(s.group()) * s.head_dim);
+        own.embd.ensure(kFewRows, s.n_embd, model.kernels.panel_rows, model.any_float);
+        own.heads.ensure(kFewRows, s.q_size(), model.kernels.panel_rows, model.any_float);
         own.gate.ensure(std::max(size_t(kActivatedFloats), n * 32));
         own.up.ensure(std::max(size_t(kActivatedFloats), n * 32));
         own.states.ensure(size_t(tile_tokens) * s.group() * (s.head_dim + 2));

@@ -13,6 +13,8 @@ struct InputBuffer {
     QuantRows quants;
     Buffer<float> floats;  // [rows][cols]
 
+    const float* floats_from(int64_t row, int64_t cols) const { return floats.size() ? floats.data() + row * cols : nullptr; }
+
     void ensure(int64_t n_rows, int64_t cols, int panel_rows, bool wants_floats) {
         if (wants_floats) floats.ensure(size_t(n_rows * cols));
         // Groups are whole; a model with other sizes has float weights there.
@@ -39,10 +41,15 @@ private:
 // So many of a thread's inner values of the feed-forward exist as floats at a time, or one group of columns of all rows.
 constexpr int64_t kActivatedFloats = 1 << 12;
 
+// Up to so many rows each thread makes the inputs of a product for itself: that takes less than to share the work and wait.
+constexpr int64_t kFewRows = 4;
+
 // What a thread has for itself.
 struct ThreadSpace {
     Buffer<uint8_t> matmul, attend;
-    Buffer<float> row;             // one normalised row
+    Buffer<float> row;             // one normalised or attended row
+    Buffer<float> q;               // of one kv head and token, rotated
+    InputBuffer embd, heads;       // of few rows
     Buffer<float> gate, up;        // some columns of these, see kActivatedFloats
     Buffer<float> states, merged;  // of one attention tile
 };

@@ -1,0 +1,192 @@
+// Attention of a step: rotating, storing K and V, and every row's walk over its sequence's blocks.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "forward.h"
+
+namespace cllm {
+
+namespace {
+
+constexpr int64_t kTasksPerThread = 8;
+
+// Rows that one thread takes when K and V are stored: tokens that share a tile of K share its cache lines, so where there
+// are many rows a thread takes as many as a tile has.
+int64_t rows_to_store(int64_t rows) { return rows < 4 * kTileTokens ? 4 : kTileTokens; }
+
+}  // namespace
+
+// Tiles of the rows that attend: all of them, or those whose logits are wanted, which then lie one after another.
+void Forward::plan_attention(bool last_rows_only) {
+    const int group = model_.shape.group(), most = attention_tile_tokens(group);
+    tiles_.clear();
+    size_t states = 0;
+    int row = 0, longest = 1;
+    for (const Chunk& chunk : chunks_) {
+        if (last_rows_only && !chunk.wants_logits) continue;
+        const int skipped = last_rows_only ? chunk.tokens - 1 : 0;
+        for (int done = skipped; done < chunk.tokens;) {
+            const int tokens = std::min(most, chunk.tokens - done), first = chunk.first_position + done;
+            const int splits = (first + tokens + kSplit - 1) / kSplit;
+            tiles_.push_back({row, tokens, first, chunk.blocks, splits, states});
+            states += size_t(model_.shape.n_kv_heads) * splits * tokens * group * (model_.shape.head_dim + 2);
+            longest = std::max(longest, splits);
+            done += tokens;
+            row += tokens;
+        }
+    }
+    // The longest contexts first, so that the threads end together.
+    std::reverse(tiles_.begin(), tiles_.end());
+    const int64_t tasks = int64_t(tiles_.size()) * model_.shape.n_kv_heads;
+    splits_apart_ = longest > 1 && tasks < kTasksPerThread * pool_.size();
+    if (!splits_apart_) return;
+    work_.states.ensure(states);
+    tile_of_row_.resize(size_t(row));
+    for (size_t i = 0; i < tiles_.size(); ++i)
+        for (int token = 0; token < tiles_[i].tokens; ++token) tile_of_row_[size_t(tiles_[i].row + token)] = int(i);
+}
+
+// The queries of one kv head, in place or, where several threads need them, in a copy `to`.
+void Forward::rotate_queries(const Layer& layer, int64_t row, int kv_head, float* to) {
+    const Shape& s = model_.shape;
+    const int heads = s.group(), first = kv_head * heads * s.head_dim, size = heads * s.head_dim;
+    float* q = work_.q.data() + row * s.q_size() + first;
+    if (to) q = static_cast<float*>(std::memcpy(to, q, size_t(size) * sizeof(float)));
+    if (!layer.q_bias.empty()) kernels_.add(layer.q_bias.data() + first, size, q);
+    if (!layer.q_norm.empty())
+        for (int head = 0; head < heads; ++head)
+            kernels_.rms_norm(q + head * s.head_dim, layer.q_norm.data(), s.head_dim, s.rms_eps, q + head * s.head_dim);
+    const int64_t pairs = s.rope_dims / 2;
+    kernels_.rope(q, heads, s.head_dim, s.rope_dims, work_.cosines.data() + row * pairs, work_.sines.data() + row * pairs,
+                  s.rope_neox, float(1.0 / std::sqrt(double(s.head_dim))));
+    if (layout_->k_type != KVType::f16) kernels_.spread(q, heads, s.head_dim);
+}
+
+void Forward::store_keys(const Layer& layer, int index, int64_t row, int kv_head) {
+    const Shape& s = model_.shape;
+    const int dim = s.head_dim, at = kv_head * dim;
+    float *k = work_.k.data() + row * s.kv_size() + at, *v = work_.v.data() + row * s.kv_size() + at;
+    if (!layer.k_bias.empty()) kernels_.add(layer.k_bias.data() + at, dim, k);
+    if (!layer.v_bias.empty()) kernels_.add(layer.v_bias.data() + at, dim, v);
+    if (!layer.k_norm.empty()) kernels_.rms_norm(k, layer.k_norm.data(), dim, s.rms_eps, k);
+    const int64_t pairs = s.rope_dims / 2;
+    kernels_.rope(k, 1, dim, s.rope_dims, work_.cosines.data() + row * pairs, work_.sines.data() + row * pairs, s.rope_neox,
+                  1.0f);
+    // Queries are spread as keys are, and attended values back again, so nothing but the rounding changes.
+    if (layout_->k_type != KVType::f16) kernels_.spread(k, 1, dim);
+    if (layout_->k_type == KVType::q4_0) kernels_.add(layer.key_shift.data() + at, dim, k);
+    if (layout_->v_type != KVType::f16) kernels_.spread(v, 1, dim);
+    const int position = positions_[size_t(row)], size = layout_->block_size;
+    uint8_t* block = arena_ + size_t(tables_[size_t(row)][position / size]) * layout_->block_bytes();
+    kernels_.write_kv(*layout_, block, index, kv_head, position % size, k, v);
+}
+
+// Before rows attend to each other, K and V of all of them must be there.
+void Forward::rotate_and_store(const Layer& layer, int index, bool queries) {
+    const int64_t run = rows_to_store(rows_);
+    timed(Phase::rope, [&] {
+        pool_.queue((rows_ + run - 1) / run, [&](int, int64_t task) {
+            for (int64_t row = task * run; row < std::min(rows_, (task + 1) * run); ++row)
+                for (int head = 0; head < model_.shape.n_kv_heads; ++head) {
+                    if (queries) rotate_queries(layer, row, head, nullptr);
+                    store_keys(layer, index, row, head);
+                }
+        });
+    });
+}
+
+AttendJob Forward::job_of(const Tile& tile, int layer, int kv_head, const float* q) const {
+    const Shape& s = model_.shape;
+    return {layout_, arena_, tile.blocks, layer, kv_head, s.group(), tile.tokens, tile.first_position, q, s.q_size()};
+}
+
+// The rotated queries of a tile. If no row attends to another of the step, they are rotated here, and whoever attends to the
+// last positions stores K and V of the token first: that saves a phase.
+const float* Forward::queries_of(const Tile& tile, int layer, int kv_head, bool stores, int thread) {
+    const Shape& s = model_.shape;
+    if (!rotates_later_) return work_.q.data() + int64_t(tile.row) * s.q_size() + int64_t(kv_head) * s.group() * s.head_dim;
+    const Layer& weights = model_.layers[size_t(layer)];
+    float* q = work_.threads[size_t(thread)].q.data();
+    rotate_queries(weights, tile.row, kv_head, q);
+    if (stores) store_keys(weights, layer, tile.row, kv_head);
+    return q;
+}
+
+void Forward::attend(int layer) {
+    const int64_t heads = model_.shape.n_kv_heads;
+    timed(Phase::attention, [&] {
+        if (splits_apart_) return attend_splits(layer);
+        pool_.queue(int64_t(tiles_.size()) * heads, [&](int thread, int64_t task) {
+            attend_tile(tiles_[size_t(task / heads)], layer, int(task % heads), thread);
+        });
+    });
+}
+
+void Forward::attend_tile(const Tile& tile, int layer, int kv_head, int thread) {
+    ThreadSpace& own = work_.threads[size_t(thread)];
+    const Shape& s = model_.shape;
+    const AttendJob job = job_of(tile, layer, kv_head, queries_of(tile, layer, kv_head, true, thread));
+    const int end = tile.first_position + tile.tokens;
+    kernels_.attend(job, 0, std::min(kSplit, end), own.merged.data(), own.attend.data());
+    for (int begin = kSplit; begin < end; begin += kSplit) {
+        kernels_.attend(job, begin, std::min(begin + kSplit, end), own.states.data(), own.attend.data());
+        kernels_.merge_states(own.merged.data(), own.states.data(), int64_t(tile.tokens) * job.heads, s.head_dim);
+    }
+    const int64_t states = int64_t(s.group()) * (s.head_dim + 2);
+    for (int token = 0; token < tile.tokens; ++token)
+        finish(own.merged.data() + token * states,
+               work_.attended.data() + int64_t(tile.row + token) * s.q_size() + int64_t(kv_head) * s.group() * s.head_dim);
+}
+
+// Few rows with long contexts: the splits of one row are shared among the threads. Whoever needs a row's sum joins them, in
+// the same order, by the same operations, as one thread would.
+void Forward::attend_splits(int layer) {
+    const int64_t heads = model_.shape.n_kv_heads;
+    int64_t tasks = 0;
+    for (const Tile& tile : tiles_) tasks += tile.splits * heads;
+    const auto attend_task = [&](int thread, int64_t task) {
+        size_t i = 0;
+        while (task >= tiles_[i].splits * heads) task -= tiles_[i++].splits * heads;
+        const Tile& tile = tiles_[i];
+        const int head = int(task / tile.splits), split = int(task % tile.splits);
+        const int end = std::min((split + 1) * kSplit, tile.first_position + tile.tokens);
+        const float* q = queries_of(tile, layer, head, split == tile.splits - 1, thread);
+        kernels_.attend(job_of(tile, layer, head, q), split * kSplit, end, states_of(tile, head, split),
+                        work_.threads[size_t(thread)].attend.data());
+    };
+    if (tasks > pool_.size()) return pool_.queue(tasks, attend_task);
+    pool_.share(tasks, 1, [&](int thread, int64_t first, int64_t last) {
+        for (; first < last; ++first) attend_task(thread, first);
+    });
+}
+
+float* Forward::states_of(const Tile& tile, int64_t kv_head, int64_t split) const {
+    const size_t size = size_t(tile.tokens) * model_.shape.group() * (model_.shape.head_dim + 2);
+    return work_.states.data() + tile.states + size_t(kv_head * tile.splits + split) * size;
+}
+
+// What a row attended to, from its splits.
+void Forward::join_splits(int64_t row, ThreadSpace& own, float* out) const {
+    const Shape& s = model_.shape;
+    const Tile& tile = tiles_[size_t(tile_of_row_[size_t(row)])];
+    const int64_t size = int64_t(s.group()) * (s.head_dim + 2), at = (row - tile.row) * size;
+    float* total = own.merged.data();
+    for (int head = 0; head < s.n_kv_heads; ++head, out += int64_t(s.group()) * s.head_dim) {
+        std::memcpy(total, states_of(tile, head, 0) + at, size_t(size) * sizeof(float));
+        for (int split = 1; split < tile.splits; ++split)
+            kernels_.merge_states(total, states_of(tile, head, split) + at, s.group(), s.head_dim);
+        finish(total, out);
+    }
+}
+
+// The states of one kv head's queries as what they attended to.
+void Forward::finish(const float* states, float* out) const {
+    const Shape& s = model_.shape;
+    for (int head = 0; head < s.group(); ++head, states += s.head_dim + 2, out += s.head_dim) {
+        kernels_.finish_state(states, s.head_dim, out);
+        if (layout_->v_type != KVType::f16) kernels_.spread(out, 1, s.head_dim);
+    }
+}
+
+}  // namespace cllm
