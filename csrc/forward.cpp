@@ -186,10 +186,9 @@ Forward::Inputs Forward::normalised(const Vector& weight) {
 }
 
 Forward::Inputs Forward::attended() {
-    const auto make = [this](int64_t row, ThreadSpace& own, InputBuffer& to) {
+    const auto make = [this](int64_t row, ThreadSpace&, InputBuffer& to) {
         const int64_t size = model_.shape.q_size();
-        if (splits_apart_) join_splits(row, own, own.row.data());
-        quantise(splits_apart_ ? own.row.data() : work_.attended.data() + row * size, size, row, to);
+        quantise(work_.attended.data() + row * size, size, row, to);
     };
     return {make, &Workspace::heads, &ThreadSpace::heads};
 }

@@ -93,8 +93,7 @@ private:
     void attend_tile(const Tile& tile, int layer, int kv_head, int thread);
     void attend_splits(int layer);
     float* states_of(const Tile& tile, int64_t kv_head, int64_t split) const;
-    void join_splits(int64_t row, ThreadSpace& own, float* out) const;
-    void finish(const float* states, float* out) const;
+    void finish(const Tile& tile, int kv_head, const float* states);
 
     // Counted as time of the phase, if somebody wants to know.
     template <class Run>
@@ -124,7 +123,7 @@ private:
     std::vector<const int32_t*> tables_;  // block table of each row
     std::vector<int> wanted_;            // rows whose logits are wanted
     std::vector<Tile> tiles_;
-    std::vector<int> tile_of_row_;
+    std::vector<std::atomic<int>> open_splits_;  // of each tile and kv head, while splits are computed apart
     bool splits_apart_ = false;
     bool rotates_later_ = false;         // who attends rotates queries and stores K and V, see queries_of
 

@@ -42,9 +42,8 @@ void Forward::plan_attention(bool last_rows_only) {
     splits_apart_ = longest > 1 && tasks < kTasksPerThread * pool_.size();
     if (!splits_apart_) return;
     work_.states.ensure(states);
-    tile_of_row_.resize(size_t(row));
-    for (size_t i = 0; i < tiles_.size(); ++i)
-        for (int token = 0; token < tiles_[i].tokens; ++token) tile_of_row_[size_t(tiles_[i].row + token)] = int(i);
+    if (open_splits_.size() < size_t(tasks)) open_splits_ = std::vector<std::atomic<int>>(size_t(tasks));
+    for (size_t i = 0; i < size_t(tasks); ++i) open_splits_[i] = tiles_[i / size_t(model_.shape.n_kv_heads)].splits;
 }
 
 // The queries of one kv head, in place or, where several threads need them, in a copy `to`.
@@ -133,16 +132,14 @@ void Forward::attend_tile(const Tile& tile, int layer, int kv_head, int thread) 
         kernels_.attend(job, begin, std::min(begin + kSplit, end), own.states.data(), own.attend.data());
         kernels_.merge_states(own.merged.data(), own.states.data(), int64_t(tile.tokens) * job.heads, s.head_dim);
     }
-    const int64_t states = int64_t(s.group()) * (s.head_dim + 2);
-    for (int token = 0; token < tile.tokens; ++token)
-        finish(own.merged.data() + token * states,
-               work_.attended.data() + int64_t(tile.row + token) * s.q_size() + int64_t(kv_head) * s.group() * s.head_dim);
+    finish(tile, kv_head, own.merged.data());
 }
 
-// Few rows with long contexts: the splits of one row are shared among the threads. Whoever needs a row's sum joins them, in
+// Few rows with long contexts: the splits of one row are shared among the threads. Who finishes the last one joins them, in
 // the same order, by the same operations, as one thread would.
 void Forward::attend_splits(int layer) {
-    const int64_t heads = model_.shape.n_kv_heads;
+    const Shape& s = model_.shape;
+    const int64_t heads = s.n_kv_heads;
     int64_t tasks = 0;
     for (const Tile& tile : tiles_) tasks += tile.splits * heads;
     const auto attend_task = [&](int thread, int64_t task) {
@@ -154,6 +151,13 @@ void Forward::attend_splits(int layer) {
         const float* q = queries_of(tile, layer, head, split == tile.splits - 1, thread);
         kernels_.attend(job_of(tile, layer, head, q), split * kSplit, end, states_of(tile, head, split),
                         work_.threads[size_t(thread)].attend.data());
+        std::atomic<int>& open = open_splits_[i * size_t(heads) + size_t(head)];
+        if (open.fetch_sub(1) > 1) return;
+        open = tile.splits;  // for the next layer
+        float* total = states_of(tile, head, 0);
+        for (int later = 1; later < tile.splits; ++later)
+            kernels_.merge_states(total, states_of(tile, head, later), int64_t(tile.tokens) * s.group(), s.head_dim);
+        finish(tile, head, total);
     };
     if (tasks > pool_.size()) return pool_.queue(tasks, attend_task);
     pool_.share(tasks, 1, [&](int thread, int64_t first, int64_t last) {
@@ -166,26 +170,15 @@ float* Forward::states_of(const Tile& tile, int64_t kv_head, int64_t split) cons
     return work_.states.data() + tile.states + size_t(kv_head * tile.splits + split) * size;
 }
 
-// What a row attended to, from its splits.
-void Forward::join_splits(int64_t row, ThreadSpace& own, float* out) const {
+// What the queries of a tile attended to, from their states.
+void Forward::finish(const Tile& tile, int kv_head, const float* states) {
     const Shape& s = model_.shape;
-    const Tile& tile = tiles_[size_t(tile_of_row_[size_t(row)])];
-    const int64_t size = int64_t(s.group()) * (s.head_dim + 2), at = (row - tile.row) * size;
-    float* total = own.merged.data();
-    for (int head = 0; head < s.n_kv_heads; ++head, out += int64_t(s.group()) * s.head_dim) {
-        std::memcpy(total, states_of(tile, head, 0) + at, size_t(size) * sizeof(float));
-        for (int split = 1; split < tile.splits; ++split)
-            kernels_.merge_states(total, states_of(tile, head, split) + at, s.group(), s.head_dim);
-        finish(total, out);
-    }
-}
-
-// The states of one kv head's queries as what they attended to.
-void Forward::finish(const float* states, float* out) const {
-    const Shape& s = model_.shape;
-    for (int head = 0; head < s.group(); ++head, states += s.head_dim + 2, out += s.head_dim) {
-        kernels_.finish_state(states, s.head_dim, out);
-        if (layout_->v_type != KVType::f16) kernels_.spread(out, 1, s.head_dim);
+    for (int token = 0; token < tile.tokens; ++token) {
+        float* out = work_.attended.data() + int64_t(tile.row + token) * s.q_size() + int64_t(kv_head) * s.group() * s.head_dim;
+        for (int head = 0; head < s.group(); ++head, states += s.head_dim + 2, out += s.head_dim) {
+            kernels_.finish_state(states, s.head_dim, out);
+            if (layout_->v_type != KVType::f16) kernels_.spread(out, 1, s.head_dim);
+        }
     }
 }
 

@@ -14,11 +14,12 @@ int tune(const char* name, int value) {
     const char* found = std::getenv(name);
     return found ? std::atoi(found) : value;
 }
-// How long a thread waits, in microseconds: before it looks for work of others, before it gives its core away, and,
-// giving it away again and again, before it sleeps.
+// How long a thread waits, in microseconds: before it looks for work of others, and before it sleeps, on a core that nobody
+// else wants or on one that somebody does.
 const int kPatience = tune("CLLM_PATIENCE", 2);
-const int kSpin = tune("CLLM_SPIN", 20);
-const int kYield = tune("CLLM_YIELD", 1000);
+const int kSpin = tune("CLLM_SPIN", 1000);
+const int kCrowdedSpin = tune("CLLM_CROWDED", 4);
+const int kLook = 20;  // so often it asks which of both it is on
 const int kRingEvery = tune("CLLM_RING", 100);  // sleepers are not called more often: to wake one costs more than a small phase
 
 constexpr int kItemBits = 26;
@@ -61,7 +62,7 @@ ThreadPool::~ThreadPool() {
     const uint64_t last = phase_.load() + 1;
     jobs_[last & 1].count.store(0);
     phase_.store(last);
-    bell_.ring(INT_MAX);
+    phases_.ring(INT_MAX);
     for (auto& worker : workers_) worker.join();
 }
 
@@ -78,22 +79,17 @@ void ThreadPool::run_phase(Entry entry, const void* context, int64_t count, int6
     publish(phase);
     const auto over = [&] { return all_done(phase, count); };
     int64_t done = work_on(phase, 0, 0, 0);
-    if (spin(kPatience, over)) return;
-    for (bool spun = false;; spun = true) {
-        const int64_t helped = help(phase, 0, done);
-        done += helped;
-        if (spin(helped || spun ? 1 : kSpin, over)) return;
-        if (!helped) sched_yield();
-    }
+    const auto lend_a_hand = [&] { done += help(phase, 0, done); };
+    while (!wait(owners_core_, over, lend_a_hand)) finished_.sleep(over);
 }
 
 void ThreadPool::publish(uint64_t phase) {
     phase_.store(phase);
-    if (!bell_.anybody()) return;
+    if (!phases_.anybody()) return;
     const auto now = std::chrono::steady_clock::now();
     if (now - rung_ < std::chrono::microseconds(kRingEvery)) return;
     rung_ = now;
-    bell_.ring(2);  // who wakes rings for two more
+    phases_.ring(2);  // who wakes rings for two more
 }
 
 bool ThreadPool::all_done(uint64_t phase, int64_t count) const {
@@ -135,8 +131,13 @@ int64_t ThreadPool::work_on(uint64_t phase, int share, int thread, int64_t done_
         job.entry.load()(job.context.load(), thread, range.first, range.last, done_before + done == 0);
         done += range.last - range.first;
     }
-    if (done) seats_[size_t(thread)].done.store(word(phase, done_before + done), std::memory_order_release);
+    if (done) report(phase, thread, done_before + done);
     return done;
+}
+
+void ThreadPool::report(uint64_t phase, int thread, int64_t done) {
+    seats_[size_t(thread)].done.store(word(phase, done));
+    if (finished_.anybody()) finished_.ring(1);
 }
 
 int64_t ThreadPool::help(uint64_t phase, int thread, int64_t done_before) {
@@ -156,30 +157,40 @@ bool ThreadPool::spin(int us, const Over& over) const {
     return false;
 }
 
+// Until `over`, helping on the way; false if it is time to sleep.
+template <class Over, class Help>
+bool ThreadPool::wait(Core& core, const Over& over, const Help& help) const {
+    if (spin(kPatience, over)) return true;
+    help();
+    if (spin(kCrowdedSpin, over)) return true;
+    static const int mode = tune("CLLM_MODE", 0), yields = tune("CLLM_YIELDS", 50);
+    for (int waited = 0; waited < kSpin && !core.crowded(); waited += kLook) {
+        if (spin(kLook, over)) return true;
+        help();
+    }
+    if (mode == 1)
+        for (int i = 0; i < yields; ++i) {
+            sched_yield();
+            if (spin(1, over)) return true;
+            help();
+        }
+    return over();
+}
+
 void ThreadPool::serve(int thread) {
-    using Clock = std::chrono::steady_clock;
+    Core core;
     uint64_t phase = 0;
     int64_t done = 0;  // in this phase
     const auto over = [&] { return phase_.load(std::memory_order_acquire) != phase; };
-    const auto tire = [&] {  // false if there is a new phase
-        const auto tired = Clock::now() + std::chrono::microseconds(kYield);
-        while (Clock::now() < tired) {
-            done += help(phase, thread, done);
-            sched_yield();
-            if (spin(1, over)) return false;
-        }
-        return true;
-    };
+    const auto lend_a_hand = [&] { done += help(phase, thread, done); };
     while (!closing_.load()) {
         if (over()) {
             phase = phase_.load();
             done = work_on(phase, thread, thread, 0);
         }
-        if (spin(kPatience, over)) continue;
-        done += help(phase, thread, done);
-        if (spin(kSpin, over) || !tire()) continue;
-        bell_.sleep(over);
-        if (bell_.anybody()) bell_.ring(2);
+        if (wait(core, over, lend_a_hand)) continue;
+        phases_.sleep(over);
+        if (phases_.anybody()) phases_.ring(2);
     }
 }
 

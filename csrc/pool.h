@@ -8,8 +8,8 @@
 //   others    see phase k ──► own share ──► others' shares, if the phase takes longer ──► wait for k + 1
 //
 // Every thread has a cache line of its own for what it takes and one for what it has done: where all cores are there, a phase
-// costs one line that all read and one line each that the owner reads. Waiting is spinning at first, because phases last
-// microseconds, then giving the core to whoever wants it, then sleeping.
+// costs one line that all read and one line each that the owner reads. Who waits spins, because phases last microseconds, but
+// not for long on a core that somebody else wants: it sleeps there, which also saves its turn for when it is needed.
 #pragma once
 
 #include <atomic>
@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "core.h"
 #include "sleep.h"
 
 namespace cllm {
@@ -96,8 +97,11 @@ private:
     int64_t work_on(uint64_t phase, int share, int thread, int64_t done_before);
     int64_t help(uint64_t phase, int thread, int64_t done_before);
     void serve(int thread);
+    void report(uint64_t phase, int thread, int64_t done);
     template <class Over>
     bool spin(int us, const Over& over) const;
+    template <class Over, class Help>
+    bool wait(Core& core, const Over& over, const Help& help) const;
 
     std::unique_ptr<Seat[]> seats_;
     std::vector<std::thread> workers_;
@@ -105,8 +109,10 @@ private:
     Job jobs_[2];  // of even and of odd phases
     alignas(64) std::atomic<uint64_t> phase_{0};
     std::atomic<bool> closing_{false};
-    alignas(64) Bell bell_;
+    alignas(64) Bell phases_;    // workers sleep until the next one
+    alignas(64) Bell finished_;  // the owner sleeps until somebody has done more
     std::chrono::steady_clock::time_point rung_{};
+    Core owners_core_;
 };
 
 }  // namespace cllm
