@@ -51,6 +51,7 @@ bool Forward::step(const int32_t* tokens, const std::vector<Chunk>& chunks, cons
     if (rows_ == 0) return true;
     work_.ensure(model_, rows_, pool_.size());
     plan_attention(false);
+    rotates_later_ = rows_are_apart();
     embed();
     for (int layer = 0; layer < model_.shape.n_layers; ++layer) {
         if (abort_.load(std::memory_order_relaxed)) return false;
@@ -73,7 +74,6 @@ void Forward::plan_rows(const std::vector<Chunk>& chunks) {
         if (chunk.wants_logits) wanted_.push_back(int(positions_.size()) - 1);
     }
     rows_ = int64_t(positions_.size());
-    rotates_later_ = positions_.size() == chunks.size();
 }
 
 void Forward::embed() {

@@ -64,6 +64,7 @@ private:
 
     void plan_rows(const std::vector<Chunk>& chunks);
     void plan_attention(bool last_rows_only);
+    bool rows_are_apart();
     void embed();
     bool run_layer(int index);
     void feed_forward(const Layer& layer);
@@ -124,6 +125,7 @@ private:
     std::vector<int> wanted_;            // rows whose logits are wanted
     std::vector<Tile> tiles_;
     std::vector<std::atomic<int>> open_splits_;  // of each tile and kv head, while splits are computed apart
+    std::vector<int32_t> written_;       // blocks
     bool splits_apart_ = false;
     bool rotates_later_ = false;         // who attends rotates queries and stores K and V, see queries_of
 

@@ -46,6 +46,15 @@ void Forward::plan_attention(bool last_rows_only) {
     for (size_t i = 0; i < size_t(tasks); ++i) open_splits_[i] = tiles_[i / size_t(model_.shape.n_kv_heads)].splits;
 }
 
+// Whether no row attends to another of the step: each chunk is one token and writes into a block of its own.
+bool Forward::rows_are_apart() {
+    if (positions_.size() != chunks_.size()) return false;
+    written_.clear();
+    for (const Chunk& chunk : chunks_) written_.push_back(chunk.blocks[chunk.first_position / layout_->block_size]);
+    std::sort(written_.begin(), written_.end());
+    return std::adjacent_find(written_.begin(), written_.end()) == written_.end();
+}
+
 // The queries of one kv head, in place or, where several threads need them, in a copy `to`.
 void Forward::rotate_queries(const Layer& layer, int64_t row, int kv_head, float* to) {
     const Shape& s = model_.shape;
@@ -100,8 +109,8 @@ AttendJob Forward::job_of(const Tile& tile, int layer, int kv_head, const float*
     return {layout_, arena_, tile.blocks, layer, kv_head, s.group(), tile.tokens, tile.first_position, q, s.q_size()};
 }
 
-// The rotated queries of a tile. If no row attends to another of the step, they are rotated here, and whoever attends to the
-// last positions stores K and V of the token first: that saves a phase.
+// The rotated queries of a tile. Where rows are apart, they are rotated here, and who attends to the last positions stores K
+// and V of the token first: that saves a phase.
 const float* Forward::queries_of(const Tile& tile, int layer, int kv_head, bool stores, int thread) {
     const Shape& s = model_.shape;
     if (!rotates_later_) return work_.q.data() + int64_t(tile.row) * s.q_size() + int64_t(kv_head) * s.group() * s.head_dim;

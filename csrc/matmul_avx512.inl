@@ -5,14 +5,13 @@
 // inputs T and of tiles R that are computed together: they only decide how often a value is used once it is in a register.
 #pragma once
 
-#include <cstdlib>
 #include "matmul_float.inl"
 #include "matmul_job.inl"
 
 namespace cllm {
 namespace CLLM_NS {
 
-static const int64_t kInputBytes = getenv("CLLM_INPUT") ? atoi(getenv("CLLM_INPUT")) : 400000;  // of inputs that are gone through for one tile: they stay in the L2 cache
+constexpr int64_t kInputBytes = 400000;  // of inputs that are gone through for one tile: they stay in the L2 cache
 constexpr int64_t kUnpackFrom = 13;      // inputs from which on it pays to unpack nibbles once into the L1 cache
 
 // The inputs of one panel.

@@ -4,23 +4,22 @@
 
 #include <algorithm>
 #include <climits>
-#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 
 namespace cllm {
 
 namespace {
 
-int tune(const char* name, int value) {
-    const char* found = std::getenv(name);
-    return found ? std::atoi(found) : value;
-}
-// How long a thread waits, in microseconds: before it looks for work of others, and before it sleeps, on a core that nobody
-// else wants or on one that somebody does.
-const int kPatience = tune("CLLM_PATIENCE", 2);
-const int kSpin = tune("CLLM_SPIN", 1000);
-const int kCrowdedSpin = tune("CLLM_CROWDED", 4);
-const int kLook = 20;  // so often it asks which of both it is on
-const int kRingEvery = tune("CLLM_RING", 100);  // sleepers are not called more often: to wake one costs more than a small phase
+// Times in microseconds. Measured on 2 and 16 cores, alone and beside a busy process on each.
+constexpr int kPatience = 2;        // before a thread looks for work in the shares of others
+constexpr int kSpin = 1000;         // before it sleeps: longer than the time between two steps
+constexpr int kCrowdedSpin = 100;   // the same on a core that somebody else wants: longer than a thread is late for no reason
+constexpr int kOwnSpin = 4;         // the same if that somebody is one of this pool, which has more threads than there are cores
+constexpr int kLook = 20;           // so often it asks on which of these it is
+constexpr int kRingEvery = 100;     // sleepers are not called more often: to wake one costs more than a small phase
+constexpr int kYields = 50;         // so often a thread gives its core to another of the pool before it sleeps
 
 constexpr int kItemBits = 26;
 constexpr uint64_t kItemMask = (uint64_t(1) << kItemBits) - 1;
@@ -50,14 +49,32 @@ int measure_pauses() {
     return std::max(1, int(kPauses / std::max(shortest, 0.1)));
 }
 
-}  // namespace
-
-ThreadPool::ThreadPool(int threads) : seats_(new Seat[size_t(threads)]), pauses_per_us_(measure_pauses()) {
-    workers_.reserve(size_t(threads - 1));
-    for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
+int usable_cores() {
+#if defined(__linux__)
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
+#endif
+    return int(std::thread::hardware_concurrency());
 }
 
-ThreadPool::~ThreadPool() {
+}  // namespace
+
+ThreadPool::ThreadPool(int threads)
+    : size_(threads), seats_(new Seat[size_t(threads)]), pauses_per_us_(measure_pauses()),
+      oversubscribed_(threads > usable_cores()) {
+    workers_.reserve(size_t(threads - 1));
+    try {
+        for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
+    } catch (const std::system_error& error) {
+        close();
+        throw std::runtime_error("the system refused to start thread " + std::to_string(workers_.size() + 1) + " of " +
+                                 std::to_string(threads) + ": " + error.what());
+    }
+}
+
+ThreadPool::~ThreadPool() { close(); }
+
+void ThreadPool::close() {
     closing_.store(true);
     const uint64_t last = phase_.load() + 1;
     jobs_[last & 1].count.store(0);
@@ -68,7 +85,7 @@ ThreadPool::~ThreadPool() {
 
 void ThreadPool::run_phase(Entry entry, const void* context, int64_t count, int64_t grain, int shares) {
     if (count <= 0) return;
-    if (count <= grain || workers_.empty()) return entry(context, 0, 0, count, true);
+    if (count <= grain || size_ == 1) return entry(context, 0, 0, count, true);
     const uint64_t phase = phase_.load(std::memory_order_relaxed) + 1;
     Job& job = jobs_[phase & 1];
     job.entry.store(entry, std::memory_order_relaxed);
@@ -162,19 +179,21 @@ template <class Over, class Help>
 bool ThreadPool::wait(Core& core, const Over& over, const Help& help) const {
     if (spin(kPatience, over)) return true;
     help();
-    if (spin(kCrowdedSpin, over)) return true;
-    static const int mode = tune("CLLM_MODE", 0), yields = tune("CLLM_YIELDS", 50);
-    for (int waited = 0; waited < kSpin && !core.crowded(); waited += kLook) {
-        if (spin(kLook, over)) return true;
-        help();
-    }
-    if (mode == 1)
-        for (int i = 0; i < yields; ++i) {
+    if (oversubscribed_) {
+        if (spin(kOwnSpin, over)) return true;
+        // Asleep, a thread would have to be woken for every phase in which it is needed.
+        for (int i = 0; i < kYields; ++i) {
             sched_yield();
             if (spin(1, over)) return true;
             help();
         }
-    return over();
+        return false;
+    }
+    for (int waited = 0; waited < (core.crowded() ? kCrowdedSpin : kSpin); waited += kLook) {
+        if (spin(kLook, over)) return true;
+        help();
+    }
+    return false;
 }
 
 void ThreadPool::serve(int thread) {

@@ -26,12 +26,12 @@ namespace cllm {
 
 class ThreadPool {
 public:
-    explicit ThreadPool(int threads);
+    explicit ThreadPool(int threads);  // throws std::runtime_error if the system has no more threads
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    int size() const { return int(workers_.size()) + 1; }
+    int size() const { return size_; }
 
     // work(thread, first, last) for ranges that are [0, count) together, each item once; returns when all are done. Must not
     // throw, and is for the thread that owns the pool alone. Each thread begins with a share of its own, which is the same
@@ -97,15 +97,18 @@ private:
     int64_t work_on(uint64_t phase, int share, int thread, int64_t done_before);
     int64_t help(uint64_t phase, int thread, int64_t done_before);
     void serve(int thread);
+    void close();
     void report(uint64_t phase, int thread, int64_t done);
     template <class Over>
     bool spin(int us, const Over& over) const;
     template <class Over, class Help>
     bool wait(Core& core, const Over& over, const Help& help) const;
 
+    const int size_;
     std::unique_ptr<Seat[]> seats_;
     std::vector<std::thread> workers_;
-    int pauses_per_us_;
+    const int pauses_per_us_;
+    const bool oversubscribed_;  // more threads than cores
     Job jobs_[2];  // of even and of odd phases
     alignas(64) std::atomic<uint64_t> phase_{0};
     std::atomic<bool> closing_{false};
