@@ -230,9 +230,9 @@ def test_the_python_face_runs(capsys: pytest.CaptureFixture[str], monkeypatch: p
 # -- layers --------------------------------------------------------------------------------------------------------
 
 LAYERS = [
-    {"errors", "_native"},
+    {"errors", "machine", "_native"},
     {"kv", "models", "config"},
-    {"backends", "text"},
+    {"backends", "text", "resources"},
     {"engine"},
     {"observe", "assemble", "generation"},
     {"llm"},

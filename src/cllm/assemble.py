@@ -89,13 +89,7 @@ def _open_model(config: Config) -> _Opened:
     _check_relations(config, kind)
     threads = choose_threads(config.backend.threads, read_cpus())
     kv_bytes = choose_kv_bytes(config.resources, _weights(config, model, kind), read_rooms())
-    try:
-        backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
-    except MemoryError as error:
-        raise ModelError(
-            f"no memory for the weights of {path.name}: {error or 'the system gave none'}; free some, raise the limit "
-            "(ulimit -v, vm.overcommit_memory) or take a smaller model"
-        ) from error
+    backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
     return _Opened(name, tokenizer, template, backend, kv_bytes)
 
 

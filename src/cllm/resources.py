@@ -52,7 +52,7 @@ def choose_kv_bytes(settings: ResourcesConfig, weights: Weights, rooms: Sequence
         return _share(settings.kv_memory_fraction, weights, rooms)
     budget = int(asked * MIB)
     log.info("KV cache: %s (resources.kv_cache_max_memory_mb)", mib(budget))
-    _check_asked(f"resources.kv_cache_max_memory_mb is {asked:g}", budget, weights, rooms)
+    _check_asked(f"resources.kv_cache_max_memory_mb is {asked:.12g}", budget, weights, rooms)
     return budget
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gguf import GGMLQuantizationType
 
-from cllm.models.gguf import GGUFModel
+from cllm.models.gguf import GGUFModel, TensorInfo
 
 _TILE_ROWS = 16
 _SCALED = 32
@@ -30,9 +30,17 @@ _BYTES_OF_32 = {
 
 def packed_bytes(model: GGUFModel) -> int:
     """Of a model that the engine runs (see `unsupported`)."""
-    total = 0
-    for info in model.tensors.values():
-        if len(info.shape) > 1:
-            rows = -(-info.shape[1] // _TILE_ROWS) * _TILE_ROWS
-            total += rows * info.shape[0] * _BYTES_OF_32[GGMLQuantizationType(info.type)] // _SCALED
-    return total
+    return sum(map(_packed, model.tensors.values()))
+
+
+def read_per_token(model: GGUFModel) -> int:
+    """Bytes of weights that a decoded token reads: not those of an embedding that is not the head as well."""
+    embedding = model.tensors["token_embd.weight"] if "output.weight" in model.tensors else None
+    return packed_bytes(model) - (_packed(embedding) if embedding is not None else 0)
+
+
+def _packed(info: TensorInfo) -> int:
+    if len(info.shape) < 2:
+        return 0  # vectors hardly count
+    rows = -(-info.shape[1] // _TILE_ROWS) * _TILE_ROWS
+    return rows * info.shape[0] * _BYTES_OF_32[GGMLQuantizationType(info.type)] // _SCALED
