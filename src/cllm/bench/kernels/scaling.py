@@ -29,6 +29,7 @@ from cllm.bench.kernels.scaling_report import Scaling, load, save, table
 from cllm.bench.kernels.shapes import SHAPES, Shape, random_engine
 from cllm.bench.kernels.streams import fill, tokens_per_s
 from cllm.bench.kernels.works import SCALING_WORKS, Work, parse_threads, usual_counts
+from cllm.bench.machine import busy_percent
 from cllm.errors import CLLMError
 from cllm.machine import default_threads, mib, read_cpus, read_rooms, tightest
 
@@ -105,6 +106,7 @@ def measure(
     ]
     try:
         for repeat, threads in turns:
+            found.busy_percent = max(found.busy_percent, _busy())
             start = perf_counter()
             _turn(subject, works, threads, limit_s, found)
             seconds = perf_counter() - start
@@ -112,6 +114,13 @@ def measure(
     except KeyboardInterrupt:
         found.interrupted = True
     return found
+
+
+def _busy() -> float:
+    try:
+        return busy_percent()
+    except ImportError:  # without psutil nobody knows
+        return 0.0
 
 
 def _turn(subject: Subject, works: Sequence[Work], threads: int, limit_s: float, found: Scaling) -> None:

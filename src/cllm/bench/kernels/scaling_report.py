@@ -13,6 +13,8 @@ from cllm.bench.http import BenchError
 from cllm.bench.kernels.works import SCALING_WORKS
 from cllm.bench.machine import describe_machine
 
+MOST_BUSY_PERCENT = 10
+
 
 @dataclass(slots=True)
 class Scaling:
@@ -28,6 +30,8 @@ class Scaling:
     shares: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     """Of the limit measured in the same turn, for works that have one."""
     limits: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    busy_percent: float = 0.0
+    """How busy the machine was at most when it should have been idle."""
     interrupted: bool = False
 
     def speed(self, threads: int, work: str) -> float | None:
@@ -88,6 +92,10 @@ def notes(found: Scaling) -> list[str]:
     if shares:
         worst = min(shares, key=lambda key: shares[key])
         lines.append(f"the default, {found.default} threads: at least {shares[worst]:.0%} of the best row ({worst})")
+    if found.busy_percent > MOST_BUSY_PERCENT:
+        lines.append(f"the machine was up to {found.busy_percent:.0f} % busy at rest: figures are doubtful")
+    if found.interrupted:
+        lines.append("interrupted: not all was measured")
     return lines
 
 
