@@ -6,6 +6,7 @@ import logging
 import resource
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 
 from cllm import assemble as assembling
 from cllm.assemble import assemble
+from cllm.backends.base import Chunk
 from cllm.config import load_config
 from cllm.config.tree import ResourcesConfig
-from cllm.errors import ConfigError, ModelError
+from cllm.errors import BackendError, ConfigError, ModelError
 from cllm.kv.memory import MIB
 from cllm.machine import Cpus, Room, default_threads, read_cpus
 from cllm.models.gguf import GGUFModel
@@ -197,6 +199,25 @@ def test_an_arena_that_the_system_does_not_give_is_one_line(tiny: Path, monkeypa
     monkeypatch.setattr(assembling, "read_rooms", lambda: [HOST])
     with pytest.raises(ConfigError, match=r"no address space.*lower resources.kv_cache_max_memory_mb"):
         parts_of(tiny, resources__kv_cache_max_memory_mb=2e8, resources__block_size=1024)
+
+
+def test_memory_that_a_step_does_not_get_is_that_steps_failure(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine then computes each sequence alone, which needs less."""
+    from cllm.backends.native import NativeBackend
+
+    chunks = [Chunk(array("i", [1, 2]), 0, True, blocks=[block]) for block in range(2)]
+    with parts_of(tiny, resources__kv_cache_max_memory_mb=8).backend as backend:
+        with monkeypatch.context() as patched:
+
+            def refuse(self: NativeBackend, rows: int) -> None:
+                raise MemoryError("Unable to allocate")
+
+            patched.setattr(NativeBackend, "_room_for_logits", refuse)
+            with pytest.raises(BackendError, match="Unable to allocate") as caught:
+                backend.step(chunks)
+            assert not caught.value.fatal
+            assert len(backend.step(chunks[:1])) == 1
+        assert len(backend.step(chunks)) == 2
 
 
 def test_under_a_ulimit_a_server_starts_smaller(tiny: Path) -> None:
