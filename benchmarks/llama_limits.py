@@ -17,10 +17,10 @@ from time import perf_counter
 
 import numpy as np
 
-from cllm.assemble import physical_cores
 from cllm.backends.base import Chunk
 from cllm.backends.llama_cpp import LlamaCppBackend
 from cllm.kv.ops import SlotGeometry, SlotOps
+from cllm.machine import default_threads, read_cpus
 from cllm.models.registry import resolve
 
 CHUNKS = (16, 32, 64, 128, 256, 512)
@@ -34,7 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     backend = LlamaCppBackend(
         resolve("smollm2"),
-        threads=physical_cores(),
+        threads=default_threads(read_cpus()).count,
         n_batch=2048,
         n_ubatch=512,
         kv_type_k="f16",

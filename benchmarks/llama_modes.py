@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from cllm.backends.llama_cpp.context import Context
 from cllm.backends.llama_cpp.library import load_library
 from cllm.backends.llama_cpp.model import load_model, read_shape
 from cllm.backends.llama_cpp.slots import LlamaSlotOps
+from cllm.machine import default_threads, read_cpus
 from cllm.models.registry import resolve
 
 STREAMS = 16
@@ -125,7 +125,7 @@ def open_context(args: argparse.Namespace, model: Any, *, unified: bool, flash: 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="name, path or hf:org/repo/file.gguf")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, default=default_threads(read_cpus()).count)
     parser.add_argument("--context", type=int, default=320, help="tokens that each stream holds")
     parser.add_argument("--slot-tokens", type=int, default=2048, help="tokens that each stream has room for")
     parser.add_argument("--repeat", type=int, default=5)

@@ -142,7 +142,7 @@ class RecordingEngine:
 
 
 def block_streams(engine: RecordingEngine, streams: int, room: int, held: int = 0) -> Any:
-    from cllm.bench.kernels.native import BlockStreams
+    from cllm.bench.kernels.blocks import BlockStreams
 
     return BlockStreams(engine, 50, streams, room, held)  # type: ignore[arg-type]
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "cllm"
 NAMES = [
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
-    *("docs/architecture.md", "docs/benchmarks.md", "docs/simulate.md", "src/cllm/kv/README.md"),
+    *("docs/architecture.md", "docs/benchmarks.md", "docs/containers.md", "docs/simulate.md", "src/cllm/kv/README.md"),
 ]
 DOCUMENTS = [ROOT / name for name in NAMES]
 ADDRESS = "http://127.0.0.1:8000"
@@ -230,9 +230,9 @@ def test_the_python_face_runs(capsys: pytest.CaptureFixture[str], monkeypatch: p
 # -- layers --------------------------------------------------------------------------------------------------------
 
 LAYERS = [
-    {"errors", "_native"},
+    {"errors", "machine", "_native"},
     {"kv", "models", "config"},
-    {"backends", "text"},
+    {"backends", "text", "resources"},
     {"engine"},
     {"observe", "assemble", "generation"},
     {"llm"},

@@ -294,8 +294,9 @@ def foreign(tmp_path: Path) -> str:
 def test_auto_is_native_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "cllm"):
         assert assembled("auto") == "native"
-    (line,) = [record.getMessage() for record in caplog.records if "KV budget" in record.getMessage()]
-    assert line.startswith("native (") and "KV budget 200 MiB, 23040 bytes a token, context 1024, 256 seq" in line
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("native (")]
+    assert "23040 bytes of K/V a token, context 1024, 256 seq" in line
+    assert "KV cache: 200 MiB (resources.kv_cache_max_memory_mb)" in caplog.messages
     assert "using llama_cpp" not in caplog.text
 
 

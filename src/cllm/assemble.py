@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
+from typing import Literal
 
 from cllm.backends.base import Backend
 from cllm.config import Config, InvalidConfigError
@@ -19,8 +18,10 @@ from cllm.kv.memory import MIB, bytes_per_token, plan_blocks, plan_slots
 from cllm.kv.ops import BlockOps, Geometry, SlotOps
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.slots import SlotKVManager
+from cllm.machine import read_cpus, read_rooms
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
+from cllm.resources import Weights, choose_kv_bytes, choose_threads
 from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
 from cllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -46,6 +47,16 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
+class _Opened:
+    name: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    backend: Backend
+    kv_bytes: int | None
+    """The K/V budget; None where memory is only imitated."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Memory:
     kv: KVManager
     geometry: Geometry
@@ -55,42 +66,54 @@ class _Memory:
 
 def assemble(config: Config) -> Parts:
     """Load the model and build the parts. Raises `ModelError` or `ConfigError`; nothing is left open then."""
-    name, tokenizer, template, backend = _open_model(config)
+    opened = _open_model(config)
     try:
-        return _build(config, name, tokenizer, template, backend)
+        return _build(config, opened)
     except BaseException:
-        backend.close()
+        opened.backend.close()
         raise
 
 
-def _open_model(config: Config) -> tuple[str, Tokenizer, ChatTemplate, Backend]:
+def _open_model(config: Config) -> _Opened:
     if config.backend.type == "fake":
         from cllm.backends.fake import FakeBackend
 
         fake = config.backend.fake
         backend: Backend = FakeBackend(vocab_size=fake.vocab_size, latency_s=fake.latency_ms / 1000)
-        return "fake", ByteTokenizer(fake.vocab_size), _chat_template(config, None), backend
+        return _Opened("fake", ByteTokenizer(fake.vocab_size), _chat_template(config, None), backend, None)
     path = resolve(config.model.name)
     model = GGUFModel.open(path)
     name = config.model.name if not Path(config.model.name).suffix else path.stem
-    return name, load_tokenizer(model), _chat_template(config, model), _open_backend(config, model)
+    tokenizer, template = load_tokenizer(model), _chat_template(config, model)
+    kind = _choose_backend(config, model)
+    _check_relations(config, kind)
+    threads = choose_threads(config.backend.threads, read_cpus())
+    kv_bytes = choose_kv_bytes(config.resources, _weights(config, model, kind), read_rooms())
+    backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
+    return _Opened(name, tokenizer, template, backend, kv_bytes)
 
 
-def _open_backend(config: Config, model: GGUFModel) -> Backend:
+def _choose_backend(config: Config, model: GGUFModel) -> Literal["native", "llama_cpp"]:
     """The backend that was asked for; with auto, native or else llama_cpp."""
-    kind = config.backend.type
-    if kind == "llama_cpp":
-        return _open_llama_cpp(config, model)
+    if config.backend.type == "llama_cpp":
+        return "llama_cpp"
     refusal = _native_refusal(model)
     if refusal is None:
-        _check_relations(config, "native")
-        return _open_native(config, model)
-    if kind == "native":
+        return "native"
+    if config.backend.type == "native":
         raise ModelError(f"native cannot run {model.path.name}: {refusal}; use --backend llama_cpp")
     _check_llama_cpp_installed(f"native cannot run {model.path.name}: {refusal}")
     log.warning("native cannot run %s: %s; using llama_cpp", model.path.name, refusal)
-    _check_relations(config, "llama_cpp")
-    return _open_llama_cpp(config, model)
+    return "llama_cpp"
+
+
+def _weights(config: Config, model: GGUFModel, kind: str) -> Weights:
+    if kind == "native":
+        from cllm.backends.native.sizes import packed_bytes
+
+        return Weights(model.path.name, packed_bytes(model))
+    settings = config.backend.llama_cpp
+    return Weights(model.path.name, model.size_bytes, mapped=settings.mmap and not settings.mlock)
 
 
 def _native_refusal(model: GGUFModel) -> str | None:
@@ -117,25 +140,25 @@ def _check_relations(config: Config, kind: str) -> None:
         raise InvalidConfigError(problems)
 
 
-def _open_native(config: Config, model: GGUFModel) -> Backend:
+def _open_native(config: Config, model: GGUFModel, threads: int) -> Backend:
     from cllm.backends.native import NativeBackend
 
     return NativeBackend(
         model,
-        threads=config.backend.threads or physical_cores(),
+        threads=threads,
         instruction_set=config.backend.native.instruction_set,
         kv_type_k=config.resources.kv_type_k,
         kv_type_v=config.resources.kv_type_v,
     )
 
 
-def _open_llama_cpp(config: Config, model: GGUFModel) -> Backend:
+def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
     from cllm.backends.llama_cpp import LlamaCppBackend
 
     settings = config.backend.llama_cpp
     return LlamaCppBackend(
         model.path,
-        threads=config.backend.threads or physical_cores(),
+        threads=threads,
         n_batch=settings.n_batch,
         n_ubatch=settings.n_ubatch,
         kv_type_k=config.resources.kv_type_k,
@@ -156,8 +179,9 @@ def _chat_template(config: Config, model: GGUFModel | None) -> ChatTemplate:
     return load_chat_template(model) if model is not None else ChatTemplate(CHATML, bos="", eos="")
 
 
-def _build(config: Config, name: str, tokenizer: Tokenizer, template: ChatTemplate, backend: Backend) -> Parts:
-    shape, resources = backend.shape, config.resources
+def _build(config: Config, opened: _Opened) -> Parts:
+    backend, resources = opened.backend, config.resources
+    shape = backend.shape
     token_bytes = bytes_per_token(
         n_layers=shape.n_layers,
         n_kv_heads=shape.n_kv_heads,
@@ -172,7 +196,9 @@ def _build(config: Config, name: str, tokenizer: Tokenizer, template: ChatTempla
             f"resources.max_context_length is {context}, but the model was trained for {shape.context_length} tokens; "
             f"set it to at most {shape.context_length}"
         )
-    budget = _budget_bytes(config, backend, token_bytes, context)
+    budget = opened.kv_bytes
+    if budget is None:
+        budget = _imitated_bytes(config, token_bytes, context)
     slots = backend.name == "llama_cpp" or (backend.name == "fake" and config.backend.fake.layout == "slots")
     memory = (_slot_memory if slots else _block_memory)(config, backend, budget, token_bytes, context)
     scheduler = Scheduler(
@@ -182,14 +208,15 @@ def _build(config: Config, name: str, tokenizer: Tokenizer, template: ChatTempla
         ageing_s=config.scheduler.ageing_s,
     )
     log.info(
-        "%s: KV budget %.0f MiB, %d bytes a token, context %d, %d sequences at once",
+        "%s: %d bytes of K/V a token, context %d, %d sequences at once",
         backend.describe(),
-        budget / MIB,
         token_bytes,
         memory.max_context,
         memory.max_running,
     )
-    return Parts(name, tokenizer, template, backend, scheduler, token_bytes, memory.max_context)
+    return Parts(
+        *(opened.name, opened.tokenizer, opened.chat_template, backend, scheduler, token_bytes, memory.max_context)
+    )
 
 
 def _step_budget(config: Config, backend: Backend) -> StepBudget:
@@ -204,13 +231,9 @@ def _step_budget(config: Config, backend: Backend) -> StepBudget:
     )
 
 
-def _budget_bytes(config: Config, backend: Backend, token_bytes: int, context: int) -> int:
+def _imitated_bytes(config: Config, token_bytes: int, context: int) -> int:
     asked = config.resources.kv_cache_max_memory_mb
-    if asked is not None:
-        return int(asked * MIB)
-    if backend.name == "fake":
-        return context * PAGED_MAX_RUNNING * token_bytes
-    return int(psutil.virtual_memory().available * config.resources.kv_memory_fraction)
+    return context * PAGED_MAX_RUNNING * token_bytes if asked is None else int(asked * MIB)
 
 
 def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int, context: int) -> _Memory:
@@ -264,7 +287,3 @@ def _block_memory(config: Config, backend: Backend, budget: int, token_bytes: in
         )
     max_running = config.scheduler.max_running or PAGED_MAX_RUNNING
     return _Memory(kv, geometry, max_running, min(context, geometry.tokens))
-
-
-def physical_cores() -> int:
-    return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1

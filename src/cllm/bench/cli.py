@@ -19,7 +19,7 @@ from rich.console import Console
 from cllm.bench.http import BenchError
 from cllm.bench.kernels.cli import kernels
 from cllm.bench.live import LiveView, PlainView, View
-from cllm.bench.machine import describe_machine, physical_cores
+from cllm.bench.machine import describe_machine
 from cllm.bench.measures import Targets
 from cllm.bench.report import Report, print_machine
 from cllm.bench.run import make_setup, run_all, tune_peers
@@ -27,6 +27,7 @@ from cllm.bench.sizes import describe, last, resize
 from cllm.bench.workloads import SHORT, WORKLOADS
 from cllm.bench.workloads.base import Setup, Workload
 from cllm.config import load_config, parse_assignment
+from cllm.machine import default_threads, read_cpus
 
 INTERRUPTED = 130
 
@@ -48,7 +49,9 @@ Repeats = Annotated[
     int | None, typer.Option(min=1, help="Passes of each side, in turn. [default: 3; all, soak and aged: 1]")
 ]
 Model = Annotated[str, typer.Option(help="A known name, a .gguf file or hf:org/repo/file.gguf.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads of each side. [default: one per physical core]")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Threads of each side. [default: those that `cllm serve` takes]")
+]
 Backend = Annotated[str, typer.Option(help="cLLM's backend.")]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of cLLM; may be repeated.")
@@ -122,7 +125,7 @@ def _bench(name: str, options: Options) -> int:
     setup = make_setup(
         workloads,
         model=options.model,
-        threads=options.threads or physical_cores(),
+        threads=options.threads or default_threads(read_cpus()).count,
         repeats=repeats,
         backend=options.backend,
         settings=_settings(options),

@@ -8,21 +8,25 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
+from cllm.machine import default_threads, read_cpus, read_rooms, tightest, total_memory
 
 _FEATURES = ("avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp")
 _PACKAGES = ("cllm", "llama-cpp-python", "xllamacpp", "openvino-genai", "numpy", "uvicorn")
 
 
 def describe_machine() -> dict[str, Any]:
-    memory = psutil.virtual_memory()
+    """What of it this process may use: in a container, not the host's numbers."""
+    cpus, rooms = read_cpus(), read_rooms()
     return {
         "cpu": _cpu_line("model name") or platform.processor() or platform.machine(),
-        "physical_cores": psutil.cpu_count(logical=False),
-        "logical_cores": psutil.cpu_count(),
+        "physical_cores": min(cpus.cores, cpus.usable),
+        "logical_cores": cpus.usable,
+        "cpu_limit": cpus.limit(),
+        "default_threads": default_threads(cpus).count,
         "cpu_features": _cpu_features(),
-        "memory_bytes": memory.total,
-        "memory_available_bytes": memory.available,
+        "memory_bytes": total_memory(rooms),
+        "memory_available_bytes": tightest(rooms).free,
+        "memory_limit": tightest(rooms).name,
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": _versions(),
@@ -31,11 +35,9 @@ def describe_machine() -> dict[str, Any]:
 
 def busy_percent(seconds: float = 0.3) -> float:
     """How busy all cores together were over the next `seconds`: near 0 if nothing else runs and no server spins."""
+    import psutil  # only here: machines that measure kernels need not have it
+
     return psutil.cpu_percent(interval=seconds)
-
-
-def physical_cores() -> int:
-    return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
 
 
 def _cpu_line(key: str) -> str:

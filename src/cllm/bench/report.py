@@ -203,8 +203,9 @@ def _coloured(verdict: str) -> str:
 
 def print_machine(console: Console, machine: dict[str, Any]) -> None:
     gib = machine["memory_bytes"] / 2**30
+    limit = f" ({machine['cpu_limit']})" if machine["cpu_limit"] else ""
     console.print(
-        f"{machine['cpu']}, {machine['physical_cores']} cores, {gib:.0f} GiB; "
+        f"{machine['cpu']}, {machine['physical_cores']} cores{limit}, {gib:.0f} GiB; "
         "ratio: how many times better than the peer in the same repeat (over 1: cLLM is better), with its 95 % interval"
     )
 

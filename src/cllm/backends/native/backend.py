@@ -64,10 +64,10 @@ class NativeBackend(Backend):
             return self._logits[:0]
         tokens, rows, table = _as_arrays(chunks)
         wanted = int(np.count_nonzero(rows[:, 2]))
-        if wanted > len(self._logits):
-            self._logits = self._room_for_logits(2 * wanted)  # pages that no row reaches are never touched
-        logits = self._logits[:wanted]
         try:
+            if wanted > len(self._logits):
+                self._logits = self._room_for_logits(2 * wanted)  # pages that no row reaches are never touched
+            logits = self._logits[:wanted]
             finished = engine.step(tokens, rows, table, logits)
         except (ValueError, MemoryError) as error:
             reason = str(error) or "out of memory"

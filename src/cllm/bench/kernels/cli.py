@@ -14,10 +14,12 @@ from rich.console import Console
 
 from cllm.bench.http import BenchError
 from cllm.bench.kernels.run import KernelBench, Options
+from cllm.bench.kernels.shapes import SHAPES
 from cllm.bench.kernels.table import make_lines, make_notes, print_lines, print_profiles, save
-from cllm.bench.kernels.works import SECTIONS
-from cllm.bench.machine import describe_machine, physical_cores
+from cllm.bench.kernels.works import SECTIONS, SOME, parse_threads
+from cllm.bench.machine import describe_machine
 from cllm.bench.report import print_machine
+from cllm.machine import default_threads, read_cpus
 from cllm.models.registry import resolve
 
 INTERRUPTED = 130
@@ -30,11 +32,29 @@ PEERS = {
     "none": frozenset[str](),
 }
 
-Only = Annotated[list[str] | None, typer.Option(help=f"Only this; may be repeated. One of {', '.join(SECTIONS)}.")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(help=f"Only this; may be repeated. One of {', '.join(SECTIONS)}; by threads also {SOME.key}."),
+]
 Against = Annotated[str, typer.Option(help=f"The peers: {', '.join(PEERS)}.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Passes of each side, in turn.")]
 Model = Annotated[str, typer.Option(help="A known name, a .gguf file or hf:org/repo/file.gguf.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads of each side. [default: one per physical core]")]
+Threads = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N[,N...]",
+        help="Threads of each side; several numbers: cLLM alone with each of them. [default: those `cllm serve` takes]",
+    ),
+]
+ShapeName = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape", help=f"By threads, random weights instead of a model; may be repeated. One of {', '.join(SHAPES)}."
+    ),
+]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="By threads: draw it as .png, .svg or .pdf.")
+]
 InstructionSet = Annotated[str, typer.Option(help="cLLM's: auto, avx512, avx2 or generic.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: to see that it runs, not for figures.")]
@@ -47,14 +67,27 @@ def kernels(
     repeats: Repeats = 5,
     model: Model = "smollm2",
     threads: Threads = None,
+    shape: ShapeName = None,
     instruction_set: InstructionSet = "auto",
     json: Json = None,
+    plot: PlotFile = None,
     quick: Quick = False,
     profile: Profile = False,
 ) -> None:
     """The engine without a server: its speed beside other engines and beside the machine's limits."""
     if against not in PEERS:
         raise BenchError(f"--against is {against!r}; it must be one of {', '.join(PEERS)}")
+    counts = parse_threads(threads) if threads is not None else []
+    if shape or len(counts) > 1:
+        if against not in ("all", "none") or profile:
+            raise BenchError("--against and --profile do not go with --shape or several numbers of --threads")
+        from cllm.bench.kernels.scaling import Request, run  # needs the extension
+
+        raise typer.Exit(
+            run(Request(counts, shape or (), model, only or (), repeats, instruction_set, quick, json, plot))
+        )
+    if plot is not None:
+        raise BenchError("--plot needs several numbers of --threads, such as 1,2,4")
     if unknown := set(only or ()) - set(SECTIONS):
         raise BenchError(f"--only is {', '.join(sorted(unknown))}; it must be one of {', '.join(SECTIONS)}")
     console = Console()
@@ -65,7 +98,7 @@ def kernels(
     with _progress(console) as progress:
         options = Options(
             model=resolve(model),
-            threads=threads or physical_cores(),
+            threads=counts[0] if counts else default_threads(read_cpus()).count,
             repeats=1 if quick else repeats,
             instruction_set=instruction_set,
             engines=PEERS[against],

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cllm.bench.http import BenchError
+from cllm.machine import read_cpus
+
+MOST_THREADS = 1024
 QUICK_CONTEXT = 64
 QUICK_STEPS = 4
 
@@ -44,6 +48,10 @@ ONE_LONG = Work("decode-2048", "decode, 1 stream, context 2,048", streams=1, con
 MANY = Work("decode-32x512", "decode, 32 streams, context 512", streams=32, context=512, steps=16)
 MANY_SHORT = Work("decode-32x330", "decode, 32 streams, context 330", streams=32, context=330, steps=16)
 WORKS = (PREFILL, ONE_SHORT, ONE_MIDDLE, ONE_LONG, MANY, MANY_SHORT)
+
+# By number of threads; see scaling.py.
+SOME = Work("decode-8x512", "decode, 8 streams, context 512", streams=8, context=512, steps=32)
+SCALING_WORKS = (PREFILL, ONE_SHORT, ONE_MIDDLE, ONE_LONG, SOME, MANY)
 
 HELD = Work("held", "1 stream at 512 while others hold 20,000 tokens", streams=1, context=512, steps=48, rounds=3)
 HELD_TOKENS = 20_000
@@ -125,3 +133,20 @@ MEMORY_OVER_MB = 150.0
 
 def peers_of(work: Work) -> list[Peer]:
     return [comparison.peer for comparison in COMPARISONS if comparison.work is work]
+
+
+def parse_threads(text: str) -> list[int]:
+    """Numbers with commas between them, in ascending order."""
+    counts = set()
+    for part in text.split(","):
+        word = part.strip()
+        if not (word.isascii() and word.isdigit()) or not 1 <= int(word) <= MOST_THREADS:
+            raise BenchError(f"--threads is {text!r}: numbers from 1 to {MOST_THREADS}, with commas between them")
+        counts.add(int(word))
+    return sorted(counts)
+
+
+def usual_counts() -> list[int]:
+    """Powers of two up to all CPUs, and all of them."""
+    usable = read_cpus().usable
+    return sorted({usable, *(1 << power for power in range(usable.bit_length()))})

@@ -1,0 +1,15 @@
+"""What this process may use of the machine: CPUs and memory, whoever sets the limit.
+
+cpus.py      CPUs: affinity and cpusets, cgroup quota, physical cores; how many threads are started by default
+memory.py    memory: what is free, what cgroups, ulimits and the system's commit limit leave
+cgroups.py   where the cgroups of this process are, of both versions
+
+On Linux only the standard library is needed. Functions take the root of the file system, so that tests can build one.
+"""
+
+from __future__ import annotations
+
+from cllm.machine.cpus import Cpus, Threads, default_threads, read_cpus
+from cllm.machine.memory import Room, mib, read_rooms, tightest, total_memory
+
+__all__ = ["Cpus", "Room", "Threads", "default_threads", "mib", "read_cpus", "read_rooms", "tightest", "total_memory"]

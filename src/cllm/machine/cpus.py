@@ -1,0 +1,111 @@
+"""The CPUs this process may use, and how many threads compute by default."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cllm.machine.cgroups import as_number, groups, read_text
+
+_ROOT = Path("/")
+_TOPOLOGY = "sys/devices/system/cpu/cpu{}/topology"
+
+FEW = 4
+"""Up to so many CPUs all of them compute: one less would cost more than the server's own threads take."""
+MANY = 64
+"""From so many CPUs on, two are left to others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cpus:
+    machine: int
+    """Those the machine has, hyperthreads counted."""
+    allowed: int
+    """Those of them that affinity and cpusets let this process run on."""
+    cores: int
+    """Physical cores that the allowed ones belong to."""
+    quota: float | None = None
+    """CPUs' worth of time that the cgroups grant, if they limit it."""
+
+    @property
+    def usable(self) -> int:
+        """Whole CPUs. A quota of 1.5 counts as one: two threads would spend it early, and both be stopped then."""
+        if self.quota is None:
+            return self.allowed
+        return max(1, min(self.allowed, math.floor(self.quota + 1e-6)))
+
+    def limit(self) -> str:
+        """What keeps this process from using the whole machine; empty if nothing does."""
+        if self.quota is not None and self.quota < self.allowed:
+            return f"cgroup quota of {_counted(self.quota)}; the machine has {self.machine}"
+        if self.allowed < self.machine:
+            return f"CPU affinity of {_counted(self.allowed)}; the machine has {self.machine}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    count: int
+    reason: str
+
+
+def read_cpus(root: Path = _ROOT, affinity: Iterable[int] | None = None, machine: int | None = None) -> Cpus:
+    allowed = set(_affinity() if affinity is None else affinity)
+    count = machine or os.cpu_count() or 1
+    return Cpus(max(count, len(allowed)), len(allowed), _physical(allowed, root), _quota(root))
+
+
+def default_threads(cpus: Cpus) -> Threads:
+    """How many threads compute where `backend.threads` does not say.
+
+    - All CPUs where there are few.
+    - Else room is left for the event loop, the engine's own thread and the rest of the system. Where every CPU has a
+      thread that waits for the others, whatever else must run holds up all of them.
+    - A physical core computes no faster with two threads, so hyperthreads do not count. They are the room for others.
+    """
+    usable = cpus.usable
+    left = 0 if usable <= FEW else 1 if usable < MANY else 2
+    count = usable - left
+    parts = [cpus.limit()] if cpus.limit() else []
+    if usable > FEW and cpus.cores < count:
+        count = cpus.cores
+        parts.append(f"one for each physical core of {_counted(cpus.allowed)}")
+    elif left:
+        parts.append(f"{left} of {_counted(usable)} left to the server's own threads")
+    return Threads(count, "; ".join(parts) or f"one for each of {_counted(usable)}")
+
+
+def _affinity() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))  # systems without affinity
+
+
+def _quota(root: Path) -> float | None:
+    quotas = []
+    for group in groups("cpu", root):
+        if group.version == 2:
+            quota, _, period = (group.text("cpu.max") or "").strip().partition(" ")
+        else:
+            quota, period = group.text("cpu.cfs_quota_us") or "", group.text("cpu.cfs_period_us") or ""
+        time, span = as_number(quota), as_number(period)
+        if time and span:
+            quotas.append(time / span)
+    return min(quotas, default=None)
+
+
+def _physical(allowed: set[int], root: Path) -> int:
+    """A CPU whose siblings are not known counts as a core."""
+    cores = set()
+    for cpu in allowed:
+        topology = root / _TOPOLOGY.format(cpu)
+        siblings = read_text(topology / "thread_siblings_list") or read_text(topology / "core_cpus_list")
+        cores.add((siblings or "").strip() or f"cpu{cpu}")
+    return max(1, len(cores))
+
+
+def _counted(number: float) -> str:
+    return f"{number:g} CPU" if number == 1 else f"{number:g} CPUs"
