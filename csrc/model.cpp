@@ -23,6 +23,7 @@ struct Slot {
     Vector Layer::*vector;
     PackedMatrix Layer::*matrix;
     int64_t rows, cols;
+    Beside beside = {};
 };
 
 std::vector<Slot> layer_slots(const Shape& s) {
@@ -31,8 +32,8 @@ std::vector<Slot> layer_slots(const Shape& s) {
         {"attn_norm", &Layer::attn_norm, nullptr, embd, 0}, {"ffn_norm", &Layer::ffn_norm, nullptr, embd, 0},
         {"attn_q.bias", &Layer::q_bias, nullptr, q, 0},     {"attn_k.bias", &Layer::k_bias, nullptr, kv, 0},
         {"attn_v.bias", &Layer::v_bias, nullptr, kv, 0},    {"attn_q_norm", &Layer::q_norm, nullptr, dim, 0},
-        {"attn_k_norm", &Layer::k_norm, nullptr, dim, 0},   {"attn_q", nullptr, &Layer::q, q, embd},
-        {"attn_k", nullptr, &Layer::k, kv, embd},           {"attn_v", nullptr, &Layer::v, kv, embd},
+        {"attn_k_norm", &Layer::k_norm, nullptr, dim, 0},   {"attn_q", nullptr, &Layer::q, q, embd, {0, 2 * kv}},
+        {"attn_k", nullptr, &Layer::k, kv, embd, {q, kv}},  {"attn_v", nullptr, &Layer::v, kv, embd, {q + kv, 0}},
         {"attn_output", nullptr, &Layer::output, embd, q},  {"ffn_gate", nullptr, &Layer::gate, ff, embd},
         {"ffn_up", nullptr, &Layer::up, ff, embd},          {"ffn_down", nullptr, &Layer::down, embd, ff},
     };
@@ -81,7 +82,7 @@ void Model::load(int layer, const std::string& role, GgmlType type, int64_t rows
             const std::string what = "layer " + std::to_string(layer) + " " + role;
             Layer& to = layers[size_t(layer)];
             if (slot.vector) return load_vector(to.*slot.vector, what, type, rows, cols, slot.rows, raw);
-            return load_matrix(to.*slot.matrix, what, type, rows, cols, slot.rows, slot.cols, raw);
+            return load_matrix(to.*slot.matrix, what, type, rows, cols, slot.rows, slot.cols, raw, slot.beside);
         }
     }
     refuse("there is no tensor " + role + " in layer " + std::to_string(layer));
@@ -97,7 +98,7 @@ void Model::load_vector(Vector& to, const std::string& what, GgmlType type, int6
 }
 
 void Model::load_matrix(PackedMatrix& to, const std::string& what, GgmlType type, int64_t rows, int64_t cols,
-                        int64_t expected_rows, int64_t expected_cols, const uint8_t* raw) {
+                        int64_t expected_rows, int64_t expected_cols, const uint8_t* raw, Beside beside) {
     if (rows != expected_rows || cols != expected_cols)
         refuse(what + " is " + std::to_string(rows) + " x " + std::to_string(cols) + ", not " +
                std::to_string(expected_rows) + " x " + std::to_string(expected_cols));
@@ -105,8 +106,13 @@ void Model::load_matrix(PackedMatrix& to, const std::string& what, GgmlType type
     PackedMatrix form = packed_form(type, rows, cols, kernels.biased);
     uint8_t* target = shelf_.take(form.bytes());
     std::atomic<bool> sound{true};
-    pool_.share(form.tiles(), 1, [&](int, int64_t first, int64_t last) {
-        if (!pack_tiles(type, raw, form, target, first, last)) sound = false;
+    // Each thread packs what will be its share of the product, so that it is the first to touch that memory, which the
+    // system then takes from near it.
+    const int64_t before = beside.rows_before / kTileRows, tiles = form.tiles(), after = beside.rows_after / kTileRows;
+    pool_.share(before + tiles + after, 1, [&](int, int64_t first, int64_t last) {
+        first = std::max<int64_t>(0, first - before);
+        last = std::min(tiles, last - before);
+        if (first < last && !pack_tiles(type, raw, form, target, first, last)) sound = false;
     });
     if (!sound) refuse(what + " holds values that are not finite");
     form.data = target;

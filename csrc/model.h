@@ -32,6 +32,11 @@ struct Layer {
     PackedMatrix q, k, v, output, gate, up, down;
 };
 
+// Rows of the matrices that are multiplied in one phase with one of them.
+struct Beside {
+    int64_t rows_before = 0, rows_after = 0;
+};
+
 class Model {
 public:
     Model(const Shape& shape, const Kernels& kernels, ThreadPool& pool);
@@ -54,7 +59,7 @@ private:
     void load_vector(Vector& to, const std::string& what, GgmlType type, int64_t rows, int64_t cols, int64_t expected,
                      const uint8_t* raw);
     void load_matrix(PackedMatrix& to, const std::string& what, GgmlType type, int64_t rows, int64_t cols,
-                     int64_t expected_rows, int64_t expected_cols, const uint8_t* raw);
+                     int64_t expected_rows, int64_t expected_cols, const uint8_t* raw, Beside beside = {});
 
     ThreadPool& pool_;
     Shelf shelf_;
