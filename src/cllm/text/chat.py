@@ -47,6 +47,11 @@ class ChatTemplate:
                 f"the chat template has an error in line {error.lineno} ({error.message}); "
                 "give another one with model.chat_template"
             ) from error
+        except Exception as error:  # a template is a program: anything can go wrong in compiling it, too
+            raise ModelError(
+                f"the chat template cannot be compiled ({type(error).__name__}: {error}); "
+                "give another one with model.chat_template"
+            ) from error
         self._source = source
         self._bos = bos
         self._eos = eos

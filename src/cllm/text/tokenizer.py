@@ -14,6 +14,7 @@ from typing import Protocol
 
 from cllm.errors import InvalidRequestError, ModelError
 from cllm.models.gguf import GGUFModel
+from cllm.models.gguf_header import short
 from cllm.text import bpe, spm
 from cllm.text.bpe import Encoder
 from cllm.text.vocab import TokenKind, read_vocabulary
@@ -142,7 +143,7 @@ def load_tokenizer(model: GGUFModel) -> Tokenizer:
         encoder, token_bytes, add_bos = spm.build_encoder(model, vocab), spm.token_bytes, True
     else:
         raise ModelError(
-            f"{model.path}: its tokenizer {family!r} is not supported; supported are gpt2 (BPE) and llama "
+            f"{model.path}: its tokenizer {short(family)} is not supported; supported are gpt2 (BPE) and llama "
             "(sentencepiece). Give another model"
         )
     tokens = list(zip(vocab.tokens, vocab.kinds, strict=True))
