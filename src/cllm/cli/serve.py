@@ -25,6 +25,9 @@ def serve(
     flags = {"model.name": model, "backend.type": backend, "server.host": host, "server.port": port}
     config = load_settings(config_file, assignments, flags).config
 
+    from cllm.cli import standard
     from cllm.cli.serving import run_server
+
+    standard.never_block()
 
     raise typer.Exit(run_server(config))
