@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import secrets
 import sys
 import time
@@ -37,6 +39,7 @@ class AsyncLLM:
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._live: dict[str, Generation] = {}
+        self._delivering = True
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -51,6 +54,7 @@ class AsyncLLM:
         parts.scheduler.kv.on_eviction = self._on_eviction
         engine.start()
         self._engine = engine
+        _open.add(self)
 
     async def shutdown(self, grace_s: float | None = None) -> None:
         """Let running requests end within `grace_s`, refuse the rest, free everything. Safe to call again."""
@@ -66,6 +70,16 @@ class AsyncLLM:
         self._live.clear()
         await asyncio.to_thread(parts.backend.close)
         self._parts = None
+        _open.discard(self)
+
+    def release(self) -> None:
+        """What `shutdown(0)` does for the threads and the memory, where no event loop can be relied on any more."""
+        engine, parts = self._engine, self._parts
+        # Whoever still waits is a daemon thread, which ends with the program: errors would only make it complain.
+        self._delivering = False
+        if engine is not None and parts is not None:
+            engine.stop(0)
+            parts.backend.close()
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -213,7 +227,7 @@ class AsyncLLM:
     def _deliver(self, outputs: list[Output]) -> None:
         """On the engine's thread: hand a step's outputs to the event loop, in one call."""
         assert self._loop is not None
-        if not self._loop.is_closed():
+        if self._delivering and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._dispatch, outputs)
 
     def _dispatch(self, outputs: list[Output]) -> None:
@@ -229,3 +243,19 @@ class AsyncLLM:
     def _on_eviction(self, count: int, seconds: float) -> None:
         for observer in self.observers:
             observer.on_eviction(count, seconds)
+
+
+# What is still open when the program ends. Its threads are stopped then, while Python can still run them: later they
+# would be cut off wherever they are, and the engine's memory with them.
+_open: set[AsyncLLM] = set()
+
+
+@atexit.register
+def _release_all() -> None:
+    while _open:
+        _open.pop().release()
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked process has a copy of everything but the threads: there is nothing in it to stop.
+    os.register_at_fork(after_in_child=_open.clear)
