@@ -72,7 +72,7 @@ def show_progress(label: str, progress: Progress | None) -> Iterator[Progress]:
         return
     console = Console(stderr=True)
     if not console.is_terminal:
-        console.print(f"{label} ...", highlight=False)
+        console.print(f"{label} ...", highlight=False, markup=False, soft_wrap=True)
         yield lambda done, total: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

@@ -22,7 +22,7 @@ def is_intact(file: Path, size: int, sha256: str) -> bool:
     """Whether the file is there, whole and undamaged. Raises OSError if it cannot be read."""
     try:
         status = file.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     if not file.is_file() or status.st_size != size:
         return False
