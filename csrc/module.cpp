@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bus_error.h"
 #include "dispatch.h"
 #include "forward.h"
 #include "key_shifts.h"
@@ -240,6 +241,7 @@ NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);
     const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
     m.def("instruction_sets", &instruction_sets);
+    m.def("end_on_bus_error", &end_on_bus_error, "line"_a, "exit_code"_a);
     m.def("pack_roundtrip", &pack_roundtrip, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a, "biased"_a);
     m.def("measure_limits", &limits, "instruction_set"_a, "threads"_a, "seconds"_a, "model_bytes"_a);
     nb::class_<RowSampler>(m, "RowSampler")

@@ -39,7 +39,8 @@ class AsyncLLM:
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._live: dict[str, Generation] = {}
-        self._delivering = True
+        self.deaf = False
+        """Whether what the engine says is no longer passed on."""
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -59,27 +60,31 @@ class AsyncLLM:
     async def shutdown(self, grace_s: float | None = None) -> None:
         """Let running requests end within `grace_s`, refuse the rest, free everything. Safe to call again."""
         engine, parts = self._engine, self._parts
-        if engine is None or parts is None:
+        if engine is None:
             return
-        grace = self.config.server.shutdown_grace_s if grace_s is None else grace_s
-        await asyncio.to_thread(engine.stop, grace)
+        if parts is not None:
+            await asyncio.to_thread(engine.stop, self.config.server.shutdown_grace_s if grace_s is None else grace_s)
         # The engine's last outputs are on their way through the loop; what has none by then is told directly.
         await asyncio.sleep(0)
         for generation in list(self._live.values()):
             generation.fail(ShuttingDownError("the server shut down before the request was done"))
         self._live.clear()
-        await asyncio.to_thread(parts.backend.close)
+        if parts is not None:
+            await asyncio.to_thread(parts.backend.close)
         self._parts = None
         _open.discard(self)
 
     def release(self) -> None:
-        """What `shutdown(0)` does for the threads and the memory, where no event loop can be relied on any more."""
+        """What of `shutdown(0)` needs no event loop: stop the engine and free its memory, in the calling thread.
+
+        At the end of the interpreter there is no other thread to do it in.
+        """
         engine, parts = self._engine, self._parts
-        # Whoever still waits is a daemon thread, which ends with the program: errors would only make it complain.
-        self._delivering = False
         if engine is not None and parts is not None:
             engine.stop(0)
             parts.backend.close()
+        self._parts = None
+        _open.discard(self)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -227,7 +232,7 @@ class AsyncLLM:
     def _deliver(self, outputs: list[Output]) -> None:
         """On the engine's thread: hand a step's outputs to the event loop, in one call."""
         assert self._loop is not None
-        if self._delivering and not self._loop.is_closed():
+        if not self.deaf and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._dispatch, outputs)
 
     def _dispatch(self, outputs: list[Output]) -> None:
@@ -252,8 +257,10 @@ _open: set[AsyncLLM] = set()
 
 @atexit.register
 def _release_all() -> None:
-    while _open:
-        _open.pop().release()
+    for llm in list(_open):
+        # Whoever still waits is a daemon thread, which ends with the program: errors would only make it complain.
+        llm.deaf = True
+        llm.release()
 
 
 if hasattr(os, "register_at_fork"):

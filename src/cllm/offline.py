@@ -103,6 +103,7 @@ class LLM:
     def close(self) -> None:
         if self._loop.is_closed() or self._process != os.getpid():
             return
+        self._llm.release()
         self._wait(self._llm.shutdown(0))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
