@@ -223,7 +223,10 @@ class _GenerationTag(Extension):
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,  # else {{ 9 ** 9 ** 9 }} in a file is computed when the model is loaded
+        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
