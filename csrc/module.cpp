@@ -5,11 +5,15 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <unistd.h>
+
 #include <cmath>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
+#include "bus_error.h"
 #include "dispatch.h"
 #include "forward.h"
 #include "key_shifts.h"
@@ -44,10 +48,21 @@ int checked_threads(int threads) {
     return threads;
 }
 
+// In a process that was forked off, a pool's threads are not there: joining them would never end, so it is left behind.
+struct DeleteByOwner {
+    pid_t owner = getpid();
+    void operator()(ThreadPool* pool) const {
+        if (getpid() == owner) delete pool;
+    }
+};
+
 class Engine {
 public:
     Engine(const std::string& instruction_set, int threads, const Shape& shape)
-        : pool_(checked_threads(threads)), model_(shape, select_kernels(instruction_set), pool_), forward_(model_, pool_) {}
+        : owned_pool_(new ThreadPool(checked_threads(threads))),
+          pool_(*owned_pool_),
+          model_(shape, select_kernels(instruction_set), pool_),
+          forward_(model_, pool_) {}
 
     std::string instruction_set() const { return model_.kernels.name; }
     int threads() const { return pool_.size(); }
@@ -144,7 +159,8 @@ private:
                 refuse("token " + number(tokens.data()[i]) + " is not one of " + number(model_.shape.n_vocab));
     }
 
-    ThreadPool pool_;
+    std::unique_ptr<ThreadPool, DeleteByOwner> owned_pool_;
+    ThreadPool& pool_;
     Model model_;
     Forward forward_;
     Region arena_;
@@ -221,8 +237,11 @@ std::map<std::string, double> limits(const std::string& instruction_set, int thr
 
 NB_MODULE(_native, m) {
     using namespace cllm;
+    // A program that ends without closing its model is told so by nobody; what it held ends with it.
+    nb::set_leak_warnings(false);
     const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
     m.def("instruction_sets", &instruction_sets);
+    m.def("end_on_bus_error", &end_on_bus_error, "line"_a, "exit_code"_a);
     m.def("pack_roundtrip", &pack_roundtrip, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a, "biased"_a);
     m.def("measure_limits", &limits, "instruction_set"_a, "threads"_a, "seconds"_a, "model_bytes"_a);
     nb::class_<RowSampler>(m, "RowSampler")

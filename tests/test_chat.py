@@ -104,6 +104,28 @@ def test_a_template_that_cannot_be_read_is_a_model_error() -> None:
         template("line one\n{% for %}")
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if x %}" * 2000 + "{% endif %}" * 2000,
+        "{% for x in y %}" * 30 + "{% endfor %}" * 30,
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{{ " + "9" * 5000 + " }}",
+        "{{ '\n" + "{% \n\n'",
+        "{{ x | no_such_filter\n }}",
+    ],
+)
+def test_a_template_that_cannot_be_compiled_is_one_line(source: str) -> None:
+    with pytest.raises(ModelError, match=r"the chat template .*; give another one with model\.chat_template") as caught:
+        template(source)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["{{ 9 ** 9 ** 9 ** 9 }}", "{{ 'x' * 10 ** 15 }}", "{{ '%1000000000000d' % 1 }}"])
+def test_nothing_of_a_template_is_computed_before_it_is_used(source: str) -> None:
+    template(source)
+
+
 def test_bos_is_never_doubled() -> None:
     tokenizer = ByteTokenizer()
     tokenizer.add_bos = True

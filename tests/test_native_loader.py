@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import errno
+import io
+import os
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cllm._native import Engine
+from cllm.backends.native import loader
 from cllm.backends.native.loader import load_engine, unsupported
 from cllm.errors import ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
+from cllm.models.tensor_file import TensorFile
+from loading_kit import LoadingProcess, next_logits
 from native_kit import ARCHITECTURES, WEIGHT_TYPES, Tensor, TinyModel, build_model, float_tensor, write_model
-
-HANG_S = 60
 
 
 def opened(model: TinyModel, tmp_path: Path) -> GGUFModel:
@@ -44,14 +46,6 @@ def refusal(model: TinyModel, tmp_path: Path) -> str:
     assert message.startswith(f"{header.path}: ")
     assert "\n" not in message
     return message
-
-
-def next_logits(engine: Engine, n_vocab: int, tokens: list[int]) -> np.ndarray[Any, Any]:
-    engine.allocate(blocks=2, block_size=16, type_k="f16", type_v="f16")
-    logits = np.full((1, n_vocab), np.nan, np.float32)
-    chunk = np.array([[len(tokens), 0, 1, 1]], np.int32)
-    assert engine.step(np.array(tokens, np.int32), chunk, np.array([1], np.int32), logits)
-    return logits[0]
 
 
 # --- what loads ---
@@ -299,14 +293,87 @@ def test_frequency_factors_are_positive_numbers(tmp_path: Path, factor: float) -
     assert "the tensor rope_freqs.weight" in message
 
 
-def test_a_file_that_shrank_after_its_header_was_read(tmp_path: Path) -> None:
+def test_a_file_that_changed_after_its_header_was_read(tmp_path: Path) -> None:
     model = opened(build_model(), tmp_path)
-    model.path.write_bytes(model.path.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match="has changed while it was being read"):
+    content = model.path.read_bytes()
+    model.path.write_bytes(content[:-1000])
+    said = rf"has changed while it was being loaded \(it had {len(content)} bytes and has {len(content) - 1000}\)"
+    with pytest.raises(ModelError, match=said):
+        load_engine(model, threads=1)
+    model.path.write_bytes(content)
+    os.utime(model.path, ns=(0, 0))
+    with pytest.raises(ModelError, match="has changed while it was being loaded; start again"):
         load_engine(model, threads=1)
     model.path.unlink()
     with pytest.raises(ModelError, match="cannot be read"):
         load_engine(model, threads=1)
+
+
+class LoadingStopped:
+    """An engine that lets the test do something to the file between two tensors."""
+
+    def __init__(self, meanwhile: Callable[[], object], after: int) -> None:
+        self._meanwhile = meanwhile
+        self._left = after
+
+    def __call__(self, **_: Any) -> LoadingStopped:
+        return self
+
+    def load(self, *_: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._meanwhile()
+
+    def seal(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("after", [1, 10, 21])  # of 21: at the last one, all has been read
+def test_a_file_cut_short_between_two_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    model = opened(build_model(), tmp_path)
+    assert len(model.tensors) == 21
+    engine = LoadingStopped(lambda: os.truncate(model.path, 1000), after)
+    monkeypatch.setattr(loader, "Engine", engine)
+    with pytest.raises(ModelError) as caught:
+        load_engine(model, threads=1)
+    assert f"{model.path}: has changed while it was being loaded (it had " in str(caught.value)
+
+
+def test_a_file_written_to_while_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = opened(build_model(), tmp_path)
+
+    def write() -> None:
+        with model.path.open("r+b") as file:
+            file.seek(-8, os.SEEK_END)
+            file.write(bytes(8))
+        os.utime(model.path, ns=(1, 1))  # some file systems count time in seconds
+
+    monkeypatch.setattr(loader, "Engine", LoadingStopped(write, 3))
+    with pytest.raises(ModelError, match="has changed while it was being loaded; start again"):
+        load_engine(model, threads=1)
+
+
+def test_a_disk_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = opened(build_model(), tmp_path)
+
+    class FailingFile(io.FileIO):
+        def readinto(self, _: Any) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "open", lambda self, *_, **__: FailingFile(str(self)))
+    with pytest.raises(ModelError, match=r"cannot be read \(Input/output error\)"):
+        load_engine(model, threads=1)
+
+
+def test_a_file_replaced_by_a_whole_one_does_not_disturb(tmp_path: Path) -> None:
+    """Atomic replacement is how files should be written: what is open stays what it was."""
+    model = opened(build_model(), tmp_path)
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"another file")
+    with TensorFile(model) as file:
+        before = file.read("output_norm.weight").copy()
+        other.replace(model.path)
+        np.testing.assert_array_equal(file.read("output_norm.weight"), before)
 
 
 def test_the_number_of_threads_is_checked(tmp_path: Path) -> None:
@@ -315,56 +382,6 @@ def test_the_number_of_threads_is_checked(tmp_path: Path) -> None:
 
 
 # --- what is damaged at random, in a process that may die of it ---
-
-
-def serve_loads(connection: Connection) -> None:
-    while path := connection.recv():
-        connection.send(load_and_step(Path(path)))
-
-
-def load_and_step(path: Path) -> str:
-    """Load a file, compute a token with it if it loads, and say what happened."""
-    try:
-        model = GGUFModel.open(path)
-        engine = load_engine(model, threads=1)
-        next_logits(engine, model.shape.n_vocab, [0])
-    except ModelError as error:
-        return f"refused: {error}"
-    except BaseException as error:
-        return f"raised {error!r}"
-    return "loaded"
-
-
-class LoadingProcess:
-    """A process that loads files; one that dies or hangs is a failure, and is replaced."""
-
-    def __init__(self) -> None:
-        self._start()
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve_loads, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def outcome(self, path: Path) -> str:
-        self._connection.send(str(path))
-        try:
-            if self._connection.poll(HANG_S):
-                return str(self._connection.recv())
-            answer = "hung"
-        except EOFError:
-            self._process.join(HANG_S)
-            answer = f"died with exit code {self._process.exitcode}"
-        self._process.kill()
-        self._process.join()
-        self._start()
-        return answer
-
-    def close(self) -> None:
-        self._connection.send("")
-        self._process.join(HANG_S)
 
 
 @pytest.fixture(scope="module")

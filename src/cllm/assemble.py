@@ -156,6 +156,7 @@ def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
     from cllm.backends.llama_cpp import LlamaCppBackend
 
     settings = config.backend.llama_cpp
+    model.check_unchanged()  # llama.cpp maps the file and would be killed by one that has become shorter
     return LlamaCppBackend(
         model.path,
         threads=threads,

@@ -6,6 +6,10 @@ The HTTP layer maps classes to status codes, the command line prints the message
 
 from __future__ import annotations
 
+import re
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
 
 class CLLMError(Exception):
     """Base of all errors that are meant to be read by a user."""
@@ -16,7 +20,10 @@ class ConfigError(CLLMError):
 
 
 class ModelError(CLLMError):
-    """The model file is missing, damaged or of a kind that cannot be run."""
+    """The model file is missing, damaged or of a kind that cannot be run. One line, whatever values it quotes."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", message))
 
 
 class InvalidRequestError(CLLMError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import secrets
 import sys
 import time
@@ -37,6 +39,8 @@ class AsyncLLM:
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._live: dict[str, Generation] = {}
+        self.deaf = False
+        """Whether what the engine says is no longer passed on."""
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -51,21 +55,36 @@ class AsyncLLM:
         parts.scheduler.kv.on_eviction = self._on_eviction
         engine.start()
         self._engine = engine
+        _open.add(self)
 
     async def shutdown(self, grace_s: float | None = None) -> None:
         """Let running requests end within `grace_s`, refuse the rest, free everything. Safe to call again."""
         engine, parts = self._engine, self._parts
-        if engine is None or parts is None:
+        if engine is None:
             return
-        grace = self.config.server.shutdown_grace_s if grace_s is None else grace_s
-        await asyncio.to_thread(engine.stop, grace)
+        if parts is not None:
+            await asyncio.to_thread(engine.stop, self.config.server.shutdown_grace_s if grace_s is None else grace_s)
         # The engine's last outputs are on their way through the loop; what has none by then is told directly.
         await asyncio.sleep(0)
         for generation in list(self._live.values()):
             generation.fail(ShuttingDownError("the server shut down before the request was done"))
         self._live.clear()
-        await asyncio.to_thread(parts.backend.close)
+        if parts is not None:
+            await asyncio.to_thread(parts.backend.close)
         self._parts = None
+        _open.discard(self)
+
+    def release(self) -> None:
+        """What of `shutdown(0)` needs no event loop: stop the engine and free its memory, in the calling thread.
+
+        At the end of the interpreter there is no other thread to do it in.
+        """
+        engine, parts = self._engine, self._parts
+        if engine is not None and parts is not None:
+            engine.stop(0)
+            parts.backend.close()
+        self._parts = None
+        _open.discard(self)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -213,7 +232,7 @@ class AsyncLLM:
     def _deliver(self, outputs: list[Output]) -> None:
         """On the engine's thread: hand a step's outputs to the event loop, in one call."""
         assert self._loop is not None
-        if not self._loop.is_closed():
+        if not self.deaf and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._dispatch, outputs)
 
     def _dispatch(self, outputs: list[Output]) -> None:
@@ -229,3 +248,21 @@ class AsyncLLM:
     def _on_eviction(self, count: int, seconds: float) -> None:
         for observer in self.observers:
             observer.on_eviction(count, seconds)
+
+
+# What is still open when the program ends. Its threads are stopped then, while Python can still run them: later they
+# would be cut off wherever they are, and the engine's memory with them.
+_open: set[AsyncLLM] = set()
+
+
+@atexit.register
+def _release_all() -> None:
+    for llm in list(_open):
+        # Whoever still waits is a daemon thread, which ends with the program: errors would only make it complain.
+        llm.deaf = True
+        llm.release()
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked process has a copy of everything but the threads: there is nothing in it to stop.
+    os.register_at_fork(after_in_child=_open.clear)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cllm.config import load_config
 from cllm.engine.params import SamplingParams
 from cllm.engine.sampling import TokenLogprob
-from cllm.errors import ShuttingDownError
+from cllm.errors import CLLMError, ShuttingDownError
 from cllm.generation import Delta, Timings
 from cllm.llm import AsyncLLM
 
@@ -52,6 +54,7 @@ class LLM:
     ) -> None:
         overrides = {"model.name": model, "backend.type": backend, **(settings or {})}
         loaded = load_config(Path(config) if config is not None else None, overrides)
+        self._process = os.getpid()
         self._llm = AsyncLLM(loaded.config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="cllm-offline", daemon=True)
@@ -84,7 +87,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Text as it comes. Leaving the loop early cancels the rest."""
         pieces: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
-        task = asyncio.run_coroutine_threadsafe(self._pump(prompt, params, pieces), self._loop)
+        task = self._begin(self._pump(prompt, params, pieces))
         try:
             while (piece := pieces.get()) is not None:
                 if isinstance(piece, Exception):
@@ -98,8 +101,9 @@ class LLM:
         return self._llm.kv()
 
     def close(self) -> None:
-        if self._loop.is_closed():
+        if self._loop.is_closed() or self._process != os.getpid():
             return
+        self._llm.release()
         self._wait(self._llm.shutdown(0))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -114,15 +118,27 @@ class LLM:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._loop.is_closed():
-            work.close()
-            raise ShuttingDownError("this LLM is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._begin(work)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """On the loop's thread, which must be there: nobody would ever answer otherwise."""
+        refusal: CLLMError | None = None
+        if self._process != os.getpid():
+            refusal = CLLMError(
+                f"this LLM belongs to process {self._process}, and its threads are not in this one, "
+                "which was forked from it; make an LLM in each process"
+            )
+        elif self._loop.is_closed():
+            refusal = ShuttingDownError("this LLM is closed")
+        if refusal is not None:
+            work.close()
+            raise refusal
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _generate_all(
         self, prompts: Sequence[Prompt], params: SamplingParams, done: Any

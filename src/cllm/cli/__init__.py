@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
+from cllm.cli import standard
 from cllm.cli.chat import chat
 from cllm.cli.generate import generate
+from cllm.cli.memory import NO_MEMORY, is_out_of_memory
 from cllm.cli.pull import pull
 from cllm.cli.serve import serve
 from cllm.cli.settings import check, show
 from cllm.errors import CLLMError
 from cllm.simulate.cli import app as simulate_commands
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SIGNALLED = 128
+"""An exit code above it is that of a signal."""
 
 app = typer.Typer(
     name="cllm",
@@ -71,19 +79,57 @@ def root(
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit: 0 is well, 2 is the caller's to mend (one line says what), 1 is ours."""
+    """Run a command and exit: 0 is well, 2 is the caller's to mend (one line says what), 1 is ours.
+
+    1 is also, without a word, that nobody reads what is printed, as in `cllm config show | head -1`.
+    """
+    standard.open_missing()
     signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, _interrupt)
     _use_utf8()
+    sys.exit(_finish(_run(args)))
+
+
+def _run(args: Sequence[str] | None) -> int:
+    """The exit code; every exception has become one, and a line."""
     try:
         app(args=args, prog_name="cllm")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except CLLMError as error:
-        _report(str(error), error)
-        sys.exit(2)
+        return _report(str(error), error, 2)
+    except BrokenPipeError:
+        return 1
     except Exception as error:
+        if is_out_of_memory(error):
+            return _report(NO_MEMORY, error, 2)
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            where = error.filename or "what was to be printed"
+            return _report(f"cannot write {where}: {error.strerror}", error, 2)
         hint = "" if _debugging() else " (CLLM_LOG__LEVEL=debug shows where)"
-        _report(f"unexpected {type(error).__name__}: {error}{hint}", error)
-        sys.exit(1)
-    sys.exit(0)
+        return _report(f"unexpected {type(error).__name__}: {error}{hint}", error, 1)
+    return 0
+
+
+def _finish(code: int) -> int:
+    """Write what is still in Python's buffers. After a signal nobody is waited for, and a signal ends the waiting."""
+    try:
+        if code > _SIGNALLED:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            standard.let_go()
+        sys.stdout.flush()
+        return code
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except KeyboardInterrupt:
+        code = _SIGNALLED + signal.SIGINT
+    except BrokenPipeError:
+        code = code or 1
+    except OSError as error:
+        code = code or _report(f"cannot write what was to be printed: {error.strerror}", error, 2)
+        standard.discard(1)
+    standard.let_go()
+    return code
 
 
 def _use_utf8() -> None:
@@ -96,16 +142,23 @@ def _use_utf8() -> None:
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:
     """Turn the signal into an exception, so that whatever is open is closed."""
-    sys.exit(128 + signum)
+    sys.exit(_SIGNALLED + signum)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    """What Python's own handler does. But asyncio replaces that one, and then waits for a print that is stuck."""
+    raise KeyboardInterrupt
 
 
 def _debugging() -> bool:
     return os.environ.get("CLLM_LOG__LEVEL") == "debug" or logging.getLogger("cllm").isEnabledFor(logging.DEBUG)
 
 
-def _report(message: str, error: Exception) -> None:
-    if _debugging():
-        import traceback
+def _report(message: str, error: Exception, code: int) -> int:
+    with suppress(OSError):  # nobody may be there to read it
+        if _debugging():
+            import traceback
 
-        traceback.print_exception(error)
-    typer.echo(f"cllm: {' '.join(message.split())}", err=True)
+            traceback.print_exception(error)
+        typer.echo(f"cllm: {' '.join(message.split())}", err=True)
+    return code

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cllm.cli.memory import check_room
 from cllm.cli.options import (
     BackendOption,
     ConfigOption,
@@ -36,6 +37,7 @@ def chat(
     json_file: JsonOption = None,
 ) -> None:
     """Talk with a model. Inside, /help lists the commands."""
+    check_room()
     from cllm.cli.conversation import run_chat
     from cllm.cli.local import prepare
     from cllm.engine.params import SamplingParams

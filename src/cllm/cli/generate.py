@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cllm.cli.memory import check_room
 from cllm.cli.options import (
     BackendOption,
     ConfigOption,
@@ -48,6 +49,7 @@ def generate(
     json_file: JsonOption = None,
 ) -> None:
     """Continue a text: streamed to stdout, statistics to stderr."""
+    check_room()
     import asyncio
 
     from cllm.cli.local import prepare

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cllm.cli.memory import check_room, explain_bus_errors
 from cllm.cli.options import MODEL_HELP, BackendOption, ConfigOption, SetOption, load_settings
 
 
@@ -22,9 +23,14 @@ def serve(
     assignments: SetOption = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API and cLLM's own."""
+    check_room()
     flags = {"model.name": model, "backend.type": backend, "server.host": host, "server.port": port}
     config = load_settings(config_file, assignments, flags).config
 
+    from cllm.cli import standard
     from cllm.cli.serving import run_server
+
+    standard.never_block()
+    explain_bus_errors()
 
     raise typer.Exit(run_server(config))

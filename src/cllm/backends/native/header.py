@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from cllm.errors import ModelError
 from cllm.models.gguf import GGUFModel
+from cllm.models.gguf_header import short
 
 # Whether an architecture pairs the dimension i of a head with i + half of them (or, if not, 2i with 2i + 1).
 ROPE_NEOX = {"llama": False, "qwen2": True, "qwen3": True}
@@ -117,6 +118,5 @@ def layer_tensors(model: GGUFModel, layer: int, n_ff: int) -> Iterator[Wanted]:
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """A value from a file, fit for one line."""
-    text = value if isinstance(value, str) and value.isprintable() else repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."
+    """A value from a file, fit for one line; without quotes where it needs none."""
+    return value if isinstance(value, str) and value.isprintable() and len(value) <= limit else short(value, limit)

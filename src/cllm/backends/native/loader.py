@@ -6,8 +6,6 @@ before memory is taken for them.
 
 from __future__ import annotations
 
-import mmap
-import os
 import re
 from collections.abc import Iterator
 from typing import Any, cast
@@ -29,7 +27,8 @@ from cllm.backends.native.header import (
     shown,
 )
 from cllm.errors import ModelError
-from cllm.models.gguf import GGUFModel, TensorInfo
+from cllm.models.gguf import GGUFModel
+from cllm.models.tensor_file import TensorFile
 
 _TYPES = frozenset({
     GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.Q4_0,
@@ -183,18 +182,9 @@ def _checked(model: GGUFModel, wanted: Iterator[Wanted]) -> Iterator[Wanted]:
 
 
 def _load_weights(engine: Engine, model: GGUFModel, wanted: list[Wanted]) -> None:
-    try:
-        with model.path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size != model.size_bytes:
-                raise ModelError(f"{model.path}: has changed while it was being read; start again")
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ModelError(f"{model.path}: cannot be read ({error.strerror or error})") from error
-    # Nothing may outlive this function that looks into the mapping: it ends with the last view of it.
-    for item in sorted(wanted, key=lambda item: model.tensors[item.name].offset):
-        info = model.tensors[item.name]
-        _load_tensor(engine, model, item, np.frombuffer(mapping, np.uint8, info.size, info.offset))
-        _let_go(mapping, info)
+    with TensorFile(model) as file:
+        for item in sorted(wanted, key=lambda item: model.tensors[item.name].offset):
+            _load_tensor(engine, model, item, file.read(item.name))
 
 
 def _load_tensor(engine: Engine, model: GGUFModel, item: Wanted, data: NDArray[np.uint8]) -> None:
@@ -204,10 +194,3 @@ def _load_tensor(engine: Engine, model: GGUFModel, item: Wanted, data: NDArray[n
         engine.load(item.layer, item.role, model.tensors[item.name].type, item.rows, item.cols, data)
     except ValueError as error:
         raise ModelError(f"{model.path}: the tensor {item.name} cannot be used: {error}; {_ADVICE}") from error
-
-
-def _let_go(mapping: mmap.mmap, info: TensorInfo) -> None:
-    """The tensor's pages have served; without this, the whole file would count as ours until the end."""
-    if hasattr(mmap, "MADV_DONTNEED"):
-        start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        mapping.madvise(mmap.MADV_DONTNEED, start, info.offset + info.size - start)

@@ -1,0 +1,95 @@
+"""The thread that writes log lines, so that nobody else waits for whoever reads them.
+
+Lines that are not read pile up here to a limit; beyond it they are lost and counted, and a line says so once the others
+are through. The thread writes to the file itself, past Python's stream: a stream that it is stuck in has a lock, and
+Python waits for that at its end.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TextIO
+
+MAX_WAITING_CHARS = 4 << 20
+STOP_S = 1.0
+"""How long the end of the program waits for lines to be read."""
+
+
+class LogWriter:
+    """`lost` makes the line that says how many were."""
+
+    def __init__(self, stream: TextIO, lost: Callable[[int], str]) -> None:
+        self._stream = stream
+        try:
+            self._file: int | None = stream.fileno()
+        except (OSError, ValueError):  # not a real file, as in tests
+            self._file = None
+        self._lost_line = lost
+        self._lines: deque[str] = deque()
+        self._waiting_chars = 0
+        self._lost = 0
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="cllm-log", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, line: str) -> None:
+        """Never blocks."""
+        with self._changed:
+            if self._waiting_chars + len(line) > MAX_WAITING_CHARS:
+                self._lost += 1
+                return
+            self._mention_lost()
+            self._add(line)
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Write what waits, for at most `STOP_S`; lines that come later are not written."""
+        with self._changed:
+            self._mention_lost()
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(STOP_S)
+
+    def _mention_lost(self) -> None:
+        """At the place where they are missing."""
+        if self._lost:
+            note, self._lost = self._lost_line(self._lost), 0
+            self._add(note)
+
+    def _add(self, line: str) -> None:
+        self._lines.append(line)
+        self._waiting_chars += len(line)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines or self._closing)
+                if not self._lines:
+                    return
+                line = self._lines.popleft()
+            with suppress(OSError, ValueError):  # closed, or nobody at the other end: the line is lost
+                self._write(line + "\n")
+            with self._changed:
+                # Counted until it is written, so that what waits is bounded by what nobody has read.
+                self._waiting_chars -= len(line)
+                if not self._lines:
+                    self._mention_lost()
+
+    def _write(self, text: str) -> None:
+        if self._file is None:
+            self._stream.write(text)
+            self._stream.flush()
+            return
+        data = memoryview(text.encode("utf-8", "backslashreplace"))
+        while data:
+            select.select([], [self._file], [])  # somebody who shares the file may have made it non-blocking
+            with suppress(BlockingIOError):
+                data = data[os.write(self._file, data) :]
