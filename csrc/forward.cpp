@@ -17,7 +17,6 @@ namespace {
 // enough rows to be worth the unpacking of its weights.
 constexpr int64_t kPartsPerThread = 6;
 constexpr int64_t kRowsPerPart = 96;
-const size_t kFetchedAhead = getenv("CLLM_AHEAD") ? size_t(atoi(getenv("CLLM_AHEAD"))) : 16384;
 
 }  // namespace
 
@@ -109,27 +108,22 @@ bool Forward::run_layer(int index) {
             });
         });
     } else {
-        multiply({q, k, v}, normalised(layer.attn_norm), false, Phase::norm, Phase::qkv, {&layer.output});
+        multiply({q, k, v}, normalised(layer.attn_norm), false, Phase::norm, Phase::qkv);
         if (!rotates_later_) rotate_and_store(layer, index, true);
     }
     attend(index);
-    multiply({{&layer.output, work_.x.data()}}, attended(), true, Phase::quantise, Phase::output, {&layer.gate});
-    feed_forward(index);
+    multiply({{&layer.output, work_.x.data()}}, attended(), true, Phase::quantise, Phase::output);
+    feed_forward(layer);
     return true;
 }
 
-void Forward::feed_forward(int index) {
-    const Layer& layer = model_.layers[size_t(index)];
+void Forward::feed_forward(const Layer& layer) {
     const Inputs inputs = normalised(layer.ffn_norm);
     make_shared(inputs, Phase::norm);
     const int64_t groups = (model_.shape.n_ff + 31) / 32, parts = row_parts(groups);
     timed(Phase::gate_up, [&] {
         pool_.share(
-            groups * parts, 1,
-            [&](int thread) {
-                make_own(inputs, thread);
-                fetch_share({&layer.down}, thread);
-            },
+            groups * parts, 1, [&](int thread) { make_own(inputs, thread); },
             [&](int thread, int64_t first, int64_t last) {
                 each_part(first, last, parts, [&](int64_t group, int64_t end, Rows rows) {
                     const int64_t at_once = std::max<int64_t>(1, kActivatedFloats / 32 / (rows.last - rows.first));
@@ -138,27 +132,7 @@ void Forward::feed_forward(int index) {
                 });
             });
     });
-    const bool last = index == model_.shape.n_layers - 1;
-    const Layer& after = last ? layer : model_.layers[size_t(index + 1)];
-    multiply({{&layer.down, work_.x.data()}}, {nullptr, &Workspace::ff, nullptr}, true, Phase::quantise, Phase::down,
-             last ? Matrices{&model_.output} : Matrices{&after.q, &after.k, &after.v});
-}
-
-// Of few rows, a product waits for its weights: some of a thread's share are fetched while it waits for the others anyway.
-void Forward::fetch_share(const Matrices& matrices, int thread) {
-    if (!few()) return;
-    int64_t tiles = 0;
-    for (const PackedMatrix* matrix : matrices) tiles += matrix ? matrix->tiles() : 0;
-    int64_t first = tiles * thread / pool_.size(), last = tiles * (thread + 1) / pool_.size();
-    for (const PackedMatrix* matrix : matrices) {
-        if (!matrix) return;
-        const int64_t from = std::max<int64_t>(0, first), to = std::min(matrix->tiles(), last);
-        const size_t size = matrix->tile_bytes();
-        if (from < to)
-            return pool_.fetch_later(thread, matrix->data + size_t(from) * size, std::min(kFetchedAhead, size_t(to - from) * size));
-        first -= matrix->tiles();
-        last -= matrix->tiles();
-    }
+    multiply({{&layer.down, work_.x.data()}}, {nullptr, &Workspace::ff, nullptr}, true, Phase::quantise, Phase::down);
 }
 
 // Some groups of 32 columns of silu(gate) * up, as inputs of the last product: whole rows of them never exist as floats, so
@@ -260,8 +234,7 @@ void Forward::each_part(int64_t first, int64_t last, int64_t parts, Work&& work)
     }
 }
 
-void Forward::multiply(std::initializer_list<Product> products, const Inputs& inputs, bool add, Phase making, Phase which,
-                       const Matrices& next) {
+void Forward::multiply(std::initializer_list<Product> products, const Inputs& inputs, bool add, Phase making, Phase which) {
     make_shared(inputs, making);
     // Kernels like to compute several tiles together: two, and four of few rows.
     const int64_t unit = few() ? 1 : 2, grain = few() ? 4 : 1;
@@ -279,11 +252,7 @@ void Forward::multiply(std::initializer_list<Product> products, const Inputs& in
             }
         });
     };
-    const auto prepare = [&](int thread) {
-        make_own(inputs, thread);
-        fetch_share(next, thread);
-    };
-    timed(which, [&] { pool_.share(units * parts, grain, prepare, work); });
+    timed(which, [&] { pool_.share(units * parts, grain, [&](int thread) { make_own(inputs, thread); }, work); });
 }
 
 void Forward::multiply_tiles(const Product& product, const InputBuffer& inputs, int64_t first_tile, int64_t last_tile,

@@ -54,8 +54,6 @@ private:
     struct Rows {
         int64_t first, last;
     };
-    // The matrices of a later product, null where there are fewer.
-    using Matrices = std::array<const PackedMatrix*, 3>;
     using MakeRow = std::function<void(int64_t row, ThreadSpace& own, InputBuffer& to)>;
     // Inputs of a product: made by all threads together before it, or, of few rows, by each thread once it has work.
     struct Inputs {
@@ -69,8 +67,7 @@ private:
     bool rows_are_apart();
     void embed();
     bool run_layer(int index);
-    void feed_forward(int index);
-    void fetch_share(const Matrices& matrices, int thread);
+    void feed_forward(const Layer& layer);
     void activate(const Layer& layer, const InputBuffer& inputs, int64_t first_group, int64_t groups, Rows rows, int thread);
     void keep_wanted_rows();
 
@@ -81,8 +78,7 @@ private:
     void make_own(const Inputs& inputs, int thread);
     const InputBuffer& made(const Inputs& inputs, int thread) const;
     void quantise(const float* row, int64_t cols, int64_t at, InputBuffer& to);
-    void multiply(std::initializer_list<Product> products, const Inputs& inputs, bool add, Phase making, Phase which,
-                  const Matrices& next = {});
+    void multiply(std::initializer_list<Product> products, const Inputs& inputs, bool add, Phase making, Phase which);
     void multiply_tiles(const Product& product, const InputBuffer& inputs, int64_t first_tile, int64_t last_tile, Rows rows,
                         bool add, int thread);
     int64_t row_parts(int64_t units) const;

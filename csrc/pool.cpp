@@ -85,10 +85,7 @@ void ThreadPool::close() {
 
 void ThreadPool::run_phase(Entry entry, const void* context, int64_t count, int64_t grain, int shares) {
     if (count <= 0) return;
-    if (count <= grain || size_ == 1) {
-        entry(context, 0, 0, count, true);
-        return fetch_ahead(0);
-    }
+    if (count <= grain || size_ == 1) return entry(context, 0, 0, count, true);
     const uint64_t phase = phase_.load(std::memory_order_relaxed) + 1;
     Job& job = jobs_[phase & 1];
     job.entry.store(entry, std::memory_order_relaxed);
@@ -99,7 +96,6 @@ void ThreadPool::run_phase(Entry entry, const void* context, int64_t count, int6
     publish(phase);
     const auto over = [&] { return all_done(phase, count); };
     int64_t done = work_on(phase, 0, 0, 0);
-    fetch_ahead(0);
     const auto lend_a_hand = [&] { done += help(phase, 0, done); };
     while (!wait(owners_core_, over, lend_a_hand)) finished_.sleep(over);
 }
@@ -156,12 +152,6 @@ int64_t ThreadPool::work_on(uint64_t phase, int share, int thread, int64_t done_
     return done;
 }
 
-void ThreadPool::fetch_ahead(int thread) {
-    Memory& ahead = seats_[size_t(thread)].ahead;
-    for (size_t at = 0; at < ahead.bytes; at += 64) __builtin_prefetch(ahead.data + at, 0, 2);
-    ahead.bytes = 0;
-}
-
 void ThreadPool::report(uint64_t phase, int thread, int64_t done) {
     seats_[size_t(thread)].done.store(word(phase, done));
     if (finished_.anybody()) finished_.ring(1);
@@ -216,7 +206,6 @@ void ThreadPool::serve(int thread) {
         if (over()) {
             phase = phase_.load();
             done = work_on(phase, thread, thread, 0);
-            fetch_ahead(thread);
         }
         if (wait(core, over, lend_a_hand)) continue;
         phases_.sleep(over);

@@ -56,12 +56,6 @@ public:
         });
     }
 
-    // In `prepare`: memory that this thread will read in a later phase. It is fetched into the cache when the thread has
-    // nothing left to do in this one, while it waits for the others.
-    void fetch_later(int thread, const uint8_t* data, size_t bytes) {
-        seats_[size_t(thread)].ahead = {data, bytes};
-    }
-
 private:
     using Entry = void (*)(const void* context, int thread, int64_t first, int64_t last, bool prepare);
 
@@ -73,14 +67,9 @@ private:
         std::atomic<int> shares{1};
     };
     // Both words hold the number of a phase and a number of items.
-    struct Memory {
-        const uint8_t* data;
-        size_t bytes;
-    };
     struct Seat {
         alignas(64) std::atomic<uint64_t> taken{0};  // of this share, as a position among all items
         alignas(64) std::atomic<uint64_t> done{0};   // by this thread
-        alignas(64) Memory ahead{nullptr, 0};        // for the thread itself
     };
     struct Range {
         int64_t first, last;
@@ -110,7 +99,6 @@ private:
     void serve(int thread);
     void close();
     void report(uint64_t phase, int thread, int64_t done);
-    void fetch_ahead(int thread);
     template <class Over>
     bool spin(int us, const Over& over) const;
     template <class Over, class Help>
