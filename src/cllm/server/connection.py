@@ -12,7 +12,7 @@ import json
 from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cllm.server.connections import Connections
 from cllm.server.errors import Problem
@@ -79,8 +79,7 @@ class Connection(asyncio.Protocol):
     # -- the transport's side ----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by descent
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
