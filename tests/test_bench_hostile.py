@@ -46,11 +46,14 @@ def answering(answer: bytes) -> Iterator[tuple[tuple[str, int], list[bytes]]]:
                 heard.append(connection.recv(1 << 20))
                 connection.sendall(answer)
 
-    threading.Thread(target=serve, daemon=True).start()
+    thread = threading.Thread(target=serve)
+    thread.start()
     try:
         yield listener.getsockname(), heard
     finally:
+        listener.shutdown(socket.SHUT_RDWR)
         listener.close()
+        thread.join()
 
 
 def test_every_attack_sends_what_its_name_says() -> None:
@@ -83,9 +86,11 @@ def test_the_status_is_read_and_a_closed_connection_is_none() -> None:
 def test_only_gaps_after_the_attack_began_count() -> None:
     one = make_answer(0.0, 1.0, 5.0, 5.1, 6.0, tokens=4)
     other = make_answer(0.0, 5.2, 5.3, tokens=2)
-    assert worst_gap([one, other], 5.05) == pytest.approx(0.9)
-    assert worst_gap([one, other], 4.0) == pytest.approx(4.0)  # it had not ended by then
-    assert worst_gap([], 0.0) == 0.0
+    assert worst_gap([one, other], 5.05, 10.0) == pytest.approx(0.9)
+    assert worst_gap([one, other], 4.0, 10.0) == pytest.approx(4.0)  # it had not ended by then
+    other.finished = None  # still running, and silent since 5.3
+    assert worst_gap([one, other], 5.05, 10.0) == pytest.approx(4.7)
+    assert worst_gap([], 0.0, 10.0) == 0.0
 
 
 def test_all_attacks_run_beside_streams_and_are_reported(tmp_path: Path) -> None:

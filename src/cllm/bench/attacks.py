@@ -47,15 +47,14 @@ class Attack(NamedTuple):
 
 
 def ask(place: Place, *pieces: bytes) -> int:
-    """Send it all, read to the end; the status, 0 if the server just closed the connection."""
-    with socket.create_connection(place, timeout=ANSWER_LIMIT_S) as connection:
+    """Send it all, read to the end; the status, 0 if none came."""
+    received = bytearray()
+    with suppress(OSError), socket.create_connection(place, timeout=ANSWER_LIMIT_S) as connection:
         with suppress(ConnectionError):
             for piece in pieces:
                 connection.sendall(piece)
-        received = bytearray()
-        with suppress(ConnectionError):
-            while piece := connection.recv(_BLOCK):
-                received += piece[: 64 - len(received)]
+        while piece := connection.recv(_BLOCK):
+            received += piece[: max(0, 64 - len(received))]
     words = received.split(maxsplit=2)
     return int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
 

@@ -95,6 +95,7 @@ class Hostile(LocalWorkload):
         sizes = AttackSizes(**{field.name: getattr(self, field.name) for field in fields(AttackSizes)})
         allow_connections(sizes.connections)
         metrics: Metrics = {}
+        broken: list[str] = []
         async with (
             start_cllm(setup.model, setup.threads, setup.backend, setup.settings) as server,
             Client(server.url) as client,
@@ -104,11 +105,17 @@ class Hostile(LocalWorkload):
             for attack in ATTACKS:
                 setup.view.say(f"{self.title}: {attack.label}")
                 beside = _Beside(self, client, setup.prompts(f"{attack.key} {repeat}"), server.pid)
-                found = await beside.measure(attack, sizes)
-                metrics |= {f"{attack.key}_{name}": value for name, value in found.items()}
+                try:
+                    found = await beside.measure(attack, sizes)
+                except BenchError as error:
+                    broken.append(f"{attack.label}: {error}")
+                else:
+                    metrics |= {f"{attack.key}_{name}": value for name, value in found.items()}
             facts = dict(server.facts)
-        worst = {f"worst_{key}": max(metrics[f"{attack.key}_{key}"] for attack in ATTACKS) for key, *_ in _MEASURES}
-        return [Run(OURS, repeat, worst | metrics, facts)]
+        for key, *_ in _MEASURES:
+            of_each = [value for name, value in metrics.items() if name.endswith(key)]
+            metrics[f"worst_{key}"] = max(of_each, default=0.0)
+        return [Run(OURS, repeat, metrics, facts, partial="; ".join(broken) or None)]
 
 
 class _Beside:
@@ -119,6 +126,7 @@ class _Beside:
         self._client = client
         self._texts = [prompts.text(work.prompt_tokens) for _ in range(work.streams)]
         self._pid = pid
+        self._over = False
         self._kv_mb = 0.0
         self._rest_mb: list[float] = []
         """Resident memory beside the KV cache, sampled."""
@@ -137,32 +145,34 @@ class _Beside:
                 await self._until_alone()
                 await asyncio.sleep(0.5)
             finally:
+                end = perf_counter()
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
         finally:
+            self._over = True
             for stream in streams:
                 stream.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
         answers = self._client.answers
         failed = [answer.error for answer in answers if answer.error]
         if failed:
-            raise BenchError(f"{attack.label}: a stream beside it failed: {failed[0]}")
+            raise BenchError(f"a stream beside it failed: {failed[0]}")
         metrics = {
-            "gap_ms": worst_gap(answers, begin) * 1e3,
+            "gap_ms": worst_gap(answers, begin, end) * 1e3,
             "grown_mb": max(0.0, max(self._rest_mb) - before),
             "kept_mb": max(0.0, await self._kept(before)),
         }
         return metrics | ({"status": float(statuses[-1])} if statuses else {})
 
     async def _stream(self, text: str) -> None:
-        while True:
+        # Not for ever: until Python 3.12, waiting with a limit may swallow a cancellation that comes with the result.
+        while not self._over:
             await self._client.complete(text, self._work.stream_tokens)
 
     async def _until_started(self, streams: list[asyncio.Task[None]]) -> None:
         while sum(len(answer.arrivals) >= self._work.head_start for answer in self._client.answers) < len(streams):
-            for stream in streams:
-                if stream.done():
-                    stream.result()
+            if failed := self._client.first_error:
+                raise BenchError(f"a stream beside it did not start: {failed}")
             await asyncio.sleep(0.02)
 
     async def _until_alone(self) -> None:
@@ -204,9 +214,12 @@ class _Beside:
         return kv
 
 
-def worst_gap(answers: list[Answer], begin: float) -> float:
-    """The longest time after `begin` in which a stream got nothing, in seconds."""
-    gaps = [later - sooner for answer in answers for sooner, later in pairwise(answer.arrivals) if later > begin]
+def worst_gap(answers: list[Answer], begin: float, end: float) -> float:
+    """The longest time between `begin` and `end` in which a stream got nothing, in seconds."""
+    gaps = []
+    for answer in answers:
+        moments = [*answer.arrivals, end] if answer.finished is None else answer.arrivals
+        gaps += [later - sooner for sooner, later in pairwise(moments) if later > begin]
     return max(gaps, default=0.0)
 
 
