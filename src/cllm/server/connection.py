@@ -65,6 +65,8 @@ class Connection(asyncio.Protocol):
         """Bytes that came before that, and are not parsed yet."""
         self._deaf = False
         """Whatever else comes is thrown away; after the active answer the connection ends."""
+        self._idle = False
+        """Between two requests: time for headers runs from the first byte of the next."""
         self._half_closed = False
         self._probes = 0
         self._begun_with = 0
@@ -99,7 +101,8 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf or self._transport.is_closing():
             return
-        if self._active is None and self._reader.between:
+        if self._idle:
+            self._idle = False
             self._watch(self._limits.header_timeout_s, self._on_late_head)
         self._feed(data)
 
@@ -288,6 +291,7 @@ class Connection(asyncio.Protocol):
         if self._half_closed:
             self._close()
         elif self._reader.between:
+            self._idle = True
             self._watch(self._keep_alive_s, self._close)
         else:
             self._watch(self._limits.header_timeout_s, self._on_late_head)
