@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -21,6 +22,8 @@ from cllm.errors import InvalidRequestError
 from cllm.kv.usage import KVUsage
 from cllm.models.shape import ModelShape
 from cllm.server.app import create_app
+from cllm.server.connection import Connection
+from cllm.server.connections import Connections
 
 SHAPE = ModelShape("llama", 2, 8, 2, 1, 4, 4, 0x110000, 64)
 KV = KVUsage(
@@ -253,7 +256,8 @@ class TrackedApp:
 async def served(llm: FakeLLM) -> AsyncIterator[TrackedApp]:
     """The app behind a real uvicorn on a free port; `url` says where."""
     tracked = TrackedApp(app_for(llm))
-    server = _Server(uvicorn.Config(tracked, port=0, log_level="warning", lifespan="off"))
+    protocol: Any = partial(Connection, Connections(llm.config.server))
+    server = _Server(uvicorn.Config(tracked, http=protocol, port=0, log_level="warning", lifespan="off"))
     task = asyncio.ensure_future(server.serve())
     await server.up.wait()
     tracked.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import errno
 import logging
-import math
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import uvicorn
 
@@ -20,10 +22,13 @@ from cllm.llm import AsyncLLM
 from cllm.models.registry import resolve
 from cllm.observe.log import EfficiencyLog, RequestLog, setup_logging, stop_logging
 from cllm.server.app import create_app
+from cllm.server.connection import Connection
+from cllm.server.connections import Connections, room_for
 
 log = logging.getLogger("cllm.serve")
 
-BACKLOG = 2048
+ONE_SIGNAL_S = 0.3
+"""Signals closer together than this are one: Ctrl-C reaches a process from the terminal and from whoever started it."""
 KEEP_ALIVE_S = 65
 """Longer than HTTP clients keep idle connections, so that it is never us who closes one they are about to use."""
 DELIVERY_S = 2
@@ -71,7 +76,7 @@ def _explain(error: OSError, config: ServerConfig) -> ConfigError:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn with our signals: the first ends gracefully, the second at once."""
+    """Uvicorn with our connections and signals: the first signal ends gracefully, the second at once."""
 
     def __init__(self, config: Config, listener: socket.socket) -> None:
         self.exit_code = 0
@@ -80,23 +85,32 @@ class Server(uvicorn.Server):
         self._listener = listener
         self._serving: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._signalled_at: float | None = None
+        most, self._backlog = room_for(config.server.max_connections)
+        if most < config.server.max_connections:
+            log.warning("the limit of open files leaves room for %d connections (server.max_connections)", most)
+        connections = Connections(config.server, most)
+        app = create_app(self._llm, config)
+        app.state.cllm.registry.register(connections)
+        protocol: Any = partial(Connection, connections)
         super().__init__(
             uvicorn.Config(
-                create_app(self._llm, config),
+                app,
+                http=protocol,
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 ws="none",
-                backlog=BACKLOG,
+                backlog=self._backlog,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=math.ceil(config.server.shutdown_grace_s) + DELIVERY_S,
+                timeout_graceful_shutdown=DELIVERY_S,
             )
         )
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
         self._serving = asyncio.current_task(loop)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _signals():
             loop.add_signal_handler(number, self._on_signal, number)
         self._llm.observers.append(RequestLog())
         await self._llm.start()
@@ -110,23 +124,34 @@ class Server(uvicorn.Server):
             await (self._closing or self._llm.shutdown(0))
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self.should_exit:
+        now = time.monotonic()
+        if self._signalled_at is not None:
+            if now - self._signalled_at < ONE_SIGNAL_S:
+                return
             log.warning("%s again: stopped at once", number.name)
             stop_logging()
             os._exit(128 + number)
-        self.should_exit = True
+        self._signalled_at = now
         if self._serving and not self.started:
+            self.should_exit = True
             self.exit_code = 128 + number
             self._serving.cancel()
             return
         grace_s = self._settings.server.shutdown_grace_s
         log.info("%s: no new requests; those running have %g s (a second signal stops at once)", number.name, grace_s)
-        self._closing = asyncio.create_task(self._llm.shutdown(grace_s))
+        self._closing = asyncio.create_task(self._close(grace_s))
+
+    async def _close(self, grace_s: float) -> None:
+        """The port stays open until the last answer is there: whoever asks `/ready` meanwhile learns what goes on."""
+        try:
+            await self._llm.shutdown(grace_s)
+        finally:
+            self.should_exit = True
 
     def _listen(self) -> None:
         """Between two sockets that are bound to one port, this is where the second one learns of the first."""
         try:
-            self._listener.listen(BACKLOG)
+            self._listener.listen(self._backlog)
         except OSError as error:
             raise _explain(error, self._settings.server) from error
 
@@ -140,3 +165,11 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Uvicorn's own handlers stay out: ours are on from before the model is loaded."""
         yield
+
+
+def _signals() -> list[signal.Signals]:
+    """Those that end the server. A hangup does, too, unless whoever started it had it ignored, as nohup does."""
+    ending = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        ending.append(signal.SIGHUP)
+    return ending

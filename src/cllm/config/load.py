@@ -70,7 +70,8 @@ def _explain(detail: ErrorDetails, settings: Mapping[str, Setting]) -> str:
     path = [str(part) for part in detail["loc"]]
     key = next(key for end in range(len(path), 0, -1) if (key := ".".join(path[:end])) in settings)
     value = settings[key].value
-    shown = HIDDEN if key in SECRET_KEYS else repr(value) if isinstance(value, str) else as_written(value)
+    secret = key in SECRET_KEYS and str(value).strip()
+    shown = HIDDEN if secret else repr(value) if isinstance(value, str) else as_written(value)
     wanted = _wanted(detail)
     if len(path) > len(key.split(".")):
         wanted = f"a list whose items are {wanted}"

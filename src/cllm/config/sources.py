@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from cllm.config.keys import KEYS, SECTIONS, children, is_nullable, is_text, suggest
+from cllm.config.keys import KEYS, SECRET_KEYS, SECTIONS, children, is_nullable, is_text, suggest
 from cllm.errors import ConfigError
 
 ENV_PREFIX = "CLLM_"
@@ -108,9 +108,13 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def parse_value(key: str, text: str) -> Any:
-    """Text settings are taken as written; numbers, switches and lists are read as YAML."""
+    """Text settings are taken as written; numbers, switches and lists are read as YAML.
+
+    Nothing at all stands for null, but not where it would silently take a lock off: an empty key is refused.
+    """
     if is_text(key):
-        return None if text in ("", "null", "~") and is_nullable(key) else text
+        nothing = ("null", "~") if key in SECRET_KEYS else ("", "null", "~")
+        return None if text in nothing and is_nullable(key) else text
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
 from cllm.config.problems import InvalidConfigError
 from cllm.config.relations import check_relations
@@ -134,13 +135,30 @@ class ServerConfig(Section):
     cors_origins: tuple[str, ...] = Field(
         default=(), strict=False, description='web origins that browsers may call from; ["*"] is any'
     )
+    max_connections: int = Field(
+        default=1024, ge=1, description="most connections at once; fewer where the process may open fewer files"
+    )
+    max_header_bytes: int = Field(default=65_536, ge=1024, description="largest request line and headers together")
     max_body_bytes: int = Field(default=4_194_304, ge=1024, description="largest request body")
+    header_timeout_s: float = Field(default=10.0, gt=0, description="time a client has to send its headers")
+    body_timeout_s: float = Field(default=60.0, gt=0, description="time a client has to send a request's body")
+    write_timeout_s: float = Field(
+        default=30.0, gt=0, description="a client that has not read its answer for this long is cut off"
+    )
     max_stop_strings: int = Field(default=16, ge=0, description="most stop strings in a request")
     max_prompts: int = Field(default=128, ge=1, description="most prompts in a request")
     metrics_prefix: str = Field(
         default="cllm", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", description="first part of every metric's name"
     )
     shutdown_grace_s: float = Field(default=10.0, ge=0, description="time running requests get to finish at shutdown")
+
+    @field_validator("api_key")
+    @classmethod
+    def _key_is_one(cls, key: str | None) -> str | None:
+        """Blanks are the mark of a variable that was never set, not of somebody who wants no key."""
+        if key is not None and not key.strip():
+            raise PydanticKnownError("string_too_short", {"min_length": 1})
+        return key
 
 
 class LogConfig(Section):

@@ -32,6 +32,7 @@ def create_app(llm: AsyncLLM, config: Config) -> FastAPI:
         title="cLLM",
         version=__version__,
         description=_DESCRIPTION,
+        redirect_slashes=False,  # where to would be the client's to say, in its Host header
         lifespan=lambda _app: _lifespan(llm),
     )
     observer = MetricsObserver()

@@ -7,6 +7,7 @@ from cllm.bench.workloads.base import Workload
 from cllm.bench.workloads.batch import Batch
 from cllm.bench.workloads.chat import Chat
 from cllm.bench.workloads.generator import Generator
+from cllm.bench.workloads.hostile import Hostile
 from cllm.bench.workloads.memory import Memory
 from cllm.bench.workloads.micro import Micro
 from cllm.bench.workloads.mixed import Mixed
@@ -23,6 +24,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "prefix": (Prefix(),),
     "chat": (Chat(),),
     "stall": (Stall(),),
+    "hostile": (Hostile(),),
     "mixed": (Mixed(),),
     "soak": (Soak(),),
     "aged": (Aged(),),
@@ -48,4 +50,4 @@ SHORT: tuple[Workload, ...] = (
     Snapshots(),
     Generator(tokens=400),
 )
-"""Everything but `soak` and `aged`, at sizes that together take less than ten minutes on two cores, with one peer."""
+"""Everything but `soak`, `aged` and `hostile`, in less than ten minutes on two cores, with one peer."""

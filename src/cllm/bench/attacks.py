@@ -1,0 +1,208 @@
+"""What unkind clients do to a server, each as a function that runs in a thread and tells how it was answered."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cllm.bench.http import BenchError
+
+ANSWER_LIMIT_S = 120.0
+ENDED_LIMIT_S = 20.0
+_BLOCK = 65_536
+
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class AttackSizes:
+    """How much of everything."""
+
+    header_mb: float
+    connections: int
+    hold_s: float
+    token_ids: int
+    biases: int
+    prompts: int
+    keys: int
+    answers: int
+    answer_tokens: int
+    digits: int
+    at_once: int
+
+
+class Attack(NamedTuple):
+    """`prepare` makes what is sent, before anything is measured; `run` sends it and returns the answers' statuses."""
+
+    key: str
+    label: str
+    prepare: Callable[[AttackSizes], bytes]
+    run: Callable[[Place, AttackSizes, bytes], list[int]]
+
+
+def ask(place: Place, *pieces: bytes) -> int:
+    """Send it all, read to the end; the status, 0 if none came."""
+    received = bytearray()
+    with suppress(OSError), socket.create_connection(place, timeout=ANSWER_LIMIT_S) as connection:
+        with suppress(ConnectionError):
+            for piece in pieces:
+                connection.sendall(piece)
+        while piece := connection.recv(_BLOCK):
+            received += piece[: max(0, 64 - len(received))]
+    words = received.split(maxsplit=2)
+    return int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
+
+
+def _post(path: str, content: bytes, *, close: bool = True) -> bytes:
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: bench",
+        "content-type: application/json",
+        f"content-length: {len(content)}",
+    ]
+    if close:
+        lines.append("connection: close")
+    return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+def _health(place: Place) -> int:
+    return ask(place, b"GET /health HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\r\n")
+
+
+def _nothing(_: AttackSizes) -> bytes:
+    return b""
+
+
+# -- connections ---------------------------------------------------------------------------------------------------
+
+
+def _headers(place: Place, sizes: AttackSizes, _: bytes) -> list[int]:
+    block = b"x-more: and more\r\n" * (_BLOCK // 18)
+    blocks = (block for _ in range(int(sizes.header_mb * 1e6 / len(block))))
+    return [ask(place, b"GET /health HTTP/1.1\r\nhost: bench\r\n", *blocks)]
+
+
+def _hold(place: Place, sizes: AttackSizes, says: Sequence[bytes]) -> list[int]:
+    """Connections that send a byte a second of what they say, or nothing; meanwhile, is the server's health told?"""
+    statuses = []
+    with ExitStack() as stack:
+        held = [stack.enter_context(socket.create_connection(place, timeout=10)) for _ in range(sizes.connections)]
+        end = time.monotonic() + sizes.hold_s
+        position = 0
+        while time.monotonic() < end:
+            for number, connection in enumerate(held):
+                if text := says[number % len(says)]:
+                    with suppress(OSError):
+                        connection.send(text[position : position + 1])
+            position += 1
+            statuses.append(_health(place))
+            time.sleep(min(1.0, sizes.hold_s / 4))
+    return statuses
+
+
+def _silent(place: Place, sizes: AttackSizes, _: bytes) -> list[int]:
+    return _hold(place, sizes, [b""])
+
+
+def _trickle(place: Place, sizes: AttackSizes, _: bytes) -> list[int]:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+    return _hold(place, sizes, [head * 10, b" " * 1000])
+
+
+def _gone(place: Place, sizes: AttackSizes, request: bytes) -> list[int]:
+    """Two requests at once, and away before either is answered."""
+    for _ in range(sizes.at_once):
+        with socket.create_connection(place, timeout=10) as connection:
+            connection.sendall(request)
+            time.sleep(0.05)
+    return []
+
+
+# -- bodies --------------------------------------------------------------------------------------------------------
+
+
+def _send(place: Place, _: AttackSizes, request: bytes) -> list[int]:
+    return [ask(place, request)]
+
+
+def _send_many(place: Place, sizes: AttackSizes, request: bytes) -> list[int]:
+    with ThreadPoolExecutor(sizes.at_once) as pool:
+        return list(pool.map(lambda _: ask(place, request), range(sizes.at_once)))
+
+
+def _completion(body: dict[str, Any]) -> bytes:
+    return _post("/v1/completions", json.dumps({"prompt": "hello", **body}, separators=(",", ":")).encode())
+
+
+def _stop_ids(sizes: AttackSizes) -> bytes:
+    return _completion({"stop_token_ids": [1] * sizes.token_ids})
+
+
+def _bias(sizes: AttackSizes) -> bytes:
+    return _completion({"logit_bias": {str(number): 1 for number in range(sizes.biases)}})
+
+
+def _echo(sizes: AttackSizes) -> bytes:
+    return _completion({"prompt": [1] * sizes.token_ids, "echo": True})
+
+
+def _prompts(sizes: AttackSizes) -> bytes:
+    return _completion({"prompt": ["a"] * sizes.prompts})
+
+
+def _keys(sizes: AttackSizes) -> bytes:
+    return _completion({f"k{number}": 1 for number in range(sizes.keys)})
+
+
+def _digits(sizes: AttackSizes) -> bytes:
+    return _completion({"prompt": "0123456789" * (sizes.digits // 10)})
+
+
+def _logprobs(sizes: AttackSizes) -> bytes:
+    body = {
+        "messages": [{"role": "user", "content": "Count."}],
+        "n": sizes.answers,
+        "max_tokens": sizes.answer_tokens,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "ignore_eos": True,
+    }
+    return _post("/v1/chat/completions", json.dumps(body).encode())
+
+
+def _pipelined(sizes: AttackSizes) -> bytes:
+    body = {"prompt": "hello", "max_tokens": sizes.answer_tokens, "ignore_eos": True}
+    return _post("/v1/completions", json.dumps(body).encode(), close=False) * 2
+
+
+ATTACKS = (
+    Attack("headers", "headers without end", _nothing, _headers),
+    Attack("silent", "connections that say nothing", _nothing, _silent),
+    Attack("trickle", "a byte a second", _nothing, _trickle),
+    Attack("stop_ids", "stop_token_ids", _stop_ids, _send),
+    Attack("bias", "logit_bias", _bias, _send),
+    Attack("echo", "token ids with echo", _echo, _send),
+    Attack("prompts", "small prompts", _prompts, _send),
+    Attack("keys", "unknown keys", _keys, _send),
+    Attack("logprobs", "top_logprobs of many answers", _logprobs, _send),
+    Attack("digits", "digits as prompts", _digits, _send_many),
+    Attack("gone", "two pipelined, then gone", _pipelined, _gone),
+)
+
+
+def allow_connections(number: int) -> None:
+    """Raise this process's limit of open files, if that is needed and permitted."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number + 256
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        if hard != resource.RLIM_INFINITY and hard < wanted:
+            raise BenchError(f"{number} connections need more open files than {hard}: take --size connections=100")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,165 @@
+"""All connections of a server: how many there may be, and who goes first when there are too many."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cllm.server.errors import Problem
+
+if TYPE_CHECKING:
+    from cllm.config import ServerConfig
+
+log = logging.getLogger("cllm.server")
+
+LOG_EVERY_S = 10.0
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
+SPARE_FILES = 32
+"""File descriptors for everything but connections: the model, the event loop, the log."""
+
+
+def room_for(wanted: int) -> tuple[int, int]:
+    """How many connections and how long a backlog the process has file descriptors for.
+
+    All that wait to be accepted may be accepted in one go before the first of them can be refused, so both need room.
+    """
+    allowed = _allow_files(wanted + BACKLOG + _open_files() + SPARE_FILES)
+    if allowed is None:
+        return wanted, BACKLOG
+    room = max(2, allowed - _open_files() - SPARE_FILES)
+    connections = min(wanted, max(1, room * 3 // 4))
+    return connections, min(BACKLOG, room - connections)
+
+
+def _allow_files(wanted: int) -> int | None:
+    """Raise the limit of open files as far as it is needed and permitted. What it is then; None if there is none."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    infinite = resource.RLIM_INFINITY
+    if soft == infinite or soft >= wanted:
+        return None if soft == infinite else soft
+    raised = wanted if hard == infinite else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    except (OSError, ValueError):
+        return soft
+    return raised
+
+
+def _open_files() -> int:
+    try:
+        return sum(1 for _ in Path("/dev/fd").iterdir())
+    except OSError:
+        return 16
+
+
+class Member(Protocol):
+    """A connection, as far as it concerns the others."""
+
+    def shed(self) -> None: ...
+
+    def refuse(self, problem: Problem) -> None: ...
+
+
+class Connections(Collector):
+    """Knows for whom the server waits: those clients pay when room is needed, the longest silent first."""
+
+    def __init__(self, limits: ServerConfig, most: int | None = None) -> None:
+        self.limits = limits
+        self.most = limits.max_connections if most is None else most
+        self.open = 0
+        self.shed = 0
+        self.refused = 0
+        self.stalled = 0
+        self._silent: dict[Member, None] = {}
+        """No whole request of theirs is here: new ones, idle ones, those in the middle of their headers."""
+        self._sending: dict[Member, None] = {}
+        """In the middle of a body."""
+        self._logged_at = float("-inf")
+        self._unlogged = [0, 0]
+
+    # -- connections say how they are --------------------------------------------------------------------------
+
+    def opened(self, member: Member) -> None:
+        """Count it. One too many costs the longest silent client its connection, or the new one if none is silent."""
+        self.open += 1
+        if self.open <= self.most:
+            return
+        others = (other for group in (self._silent, self._sending) for other in group)
+        victim = next((other for other in others if other is not member), None)
+        if victim is None:
+            self.refused += 1
+            self._unlogged[1] += 1
+            message = f"All {self.most} connections are in use (server.max_connections)."
+            member.refuse(Problem(503, "unavailable_error", message, code="too_many_connections", headers=_RETRY))
+        else:
+            self.shed += 1
+            self._unlogged[0] += 1
+            self.busy(victim)
+            victim.shed()
+        self._log()
+
+    def closed(self, member: Member) -> None:
+        self.open -= 1
+        self.busy(member)
+
+    def silent(self, member: Member) -> None:
+        self.busy(member)
+        self._silent[member] = None
+
+    def sending(self, member: Member) -> None:
+        self.busy(member)
+        self._sending[member] = None
+
+    def busy(self, member: Member) -> None:
+        """It is the server's turn."""
+        self._silent.pop(member, None)
+        self._sending.pop(member, None)
+
+    def note_stalled(self) -> None:
+        self.stalled += 1
+        seconds = self.limits.write_timeout_s
+        log.info("a client did not read its answer for %g s (server.write_timeout_s): cut off", seconds)
+
+    # -- and what is told of them ------------------------------------------------------------------------------
+
+    def _log(self) -> None:
+        """One line for many: who floods the server with connections must not flood its log, too."""
+        now = time.monotonic()
+        if now - self._logged_at < LOG_EVERY_S:
+            return
+        shed, refused = self._unlogged
+        self._logged_at, self._unlogged = now, [0, 0]
+        log.warning(
+            "all %d connections are taken (server.max_connections); since the last such line %d silent ones were "
+            "closed for new ones, %d new ones refused",
+            self.most,
+            shed,
+            refused,
+        )
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        prefix = self.limits.metrics_prefix
+        yield GaugeMetricFamily(f"{prefix}:http_connections", "Open connections.", value=self.open)
+        ended = CounterMetricFamily(
+            f"{prefix}:http_connections_cut", "Connections that the server ended for its own sake.", labels=["reason"]
+        )
+        for reason, number in (("shed", self.shed), ("refused", self.refused), ("stalled", self.stalled)):
+            ended.add_metric([reason], number)
+        yield ended
+
+
+_RETRY = {"Retry-After": "1"}
