@@ -273,10 +273,11 @@ def test_hyperthreads_of_one_core_count_once(tmp_path: Path, name: str) -> None:
         (Cpus(2, 2, 2), 2),
         (Cpus(2, 2, 1), 2),
         (Cpus(4, 4, 2), 4),
-        # more: one is left to others, or two of very many
+        # more: one is left to others, or two of many
         (Cpus(5, 5, 5), 4),
-        (Cpus(16, 16, 16), 15),
-        (Cpus(63, 63, 63), 62),
+        (Cpus(11, 11, 11), 10),
+        (Cpus(12, 12, 12), 10),
+        (Cpus(16, 16, 16), 14),
         (Cpus(64, 64, 64), 62),
         (Cpus(256, 256, 256), 254),
         # hyperthreads are room enough
@@ -312,7 +313,7 @@ def test_the_default_is_never_none_and_never_more_than_there_are(
     ("cpus", "reason"),
     [
         (Cpus(2, 2, 2), "one for each of 2 CPUs"),
-        (Cpus(16, 16, 16), "1 of 16 CPUs left to the server's own threads"),
+        (Cpus(16, 16, 16), "2 of 16 CPUs left to the server's own threads"),
         (Cpus(16, 16, 8), "one for each physical core of 16 CPUs"),
         (Cpus(64, 64, 64, 2.0), "cgroup quota of 2 CPUs; the machine has 64"),
         (Cpus(64, 64, 64, 1.5), "cgroup quota of 1.5 CPUs; the machine has 64"),
