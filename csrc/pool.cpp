@@ -85,7 +85,7 @@ void ThreadPool::close() {
 
 void ThreadPool::run_phase(Entry entry, const void* context, int64_t count, int64_t grain, int shares) {
     if (count <= 0) return;
-    if (count <= grain || size_ == 1) return entry(context, 0, 0, count, true);
+    if (count <= grain || size_ == 1 || count > int64_t(kItemMask)) return entry(context, 0, 0, count, true);
     const uint64_t phase = phase_.load(std::memory_order_relaxed) + 1;
     Job& job = jobs_[phase & 1];
     job.entry.store(entry, std::memory_order_relaxed);
