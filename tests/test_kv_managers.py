@@ -17,7 +17,8 @@ from cllm.kv.manager import KVManager, PositionMismatchError
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.sequence import KVSequence
-from cllm.kv.slots import SAVED_OVERHEAD_BYTES, SAVED_TOKEN_OVERHEAD_BYTES, SlotKVManager
+from cllm.kv.slots import SlotKVManager
+from cllm.kv.store import most_bytes
 
 BYTES_PER_TOKEN = 8
 Prompt = st.lists(st.integers(0, 1), min_size=1, max_size=40)
@@ -39,7 +40,7 @@ def slots(
     backend.allocate(geometry)
     assert isinstance(backend.ops, SlotOps)
     # What the manager reckons for one saved sequence of that many tokens.
-    store_bytes = store_tokens * (BYTES_PER_TOKEN + SAVED_TOKEN_OVERHEAD_BYTES) + SAVED_OVERHEAD_BYTES
+    store_bytes = most_bytes(store_tokens, BYTES_PER_TOKEN)
     manager = SlotKVManager(backend.ops, geometry, bytes_per_token=BYTES_PER_TOKEN, store_bytes=store_bytes, **options)
     return backend, manager
 
@@ -252,7 +253,7 @@ def test_admission_without_room_changes_nothing() -> None:
     assert kv.admit(late) is None
     after = kv.usage()
     assert (before.free, before.referenced) == (after.free, after.referenced)
-    assert after.allocation_failures == before.allocation_failures + 1
+    assert after == before
     assert not late.admitted
 
 
