@@ -13,7 +13,7 @@ from typing import Any
 from cllm.assemble import Parts, assemble
 from cllm.config import Config
 from cllm.engine.loop import Engine
-from cllm.engine.observer import EngineObserver
+from cllm.engine.observer import Observers
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Output, build_request
 from cllm.engine.stats import EngineSnapshot
@@ -32,7 +32,7 @@ class AsyncLLM:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.observers: list[EngineObserver] = []
+        self.observers = Observers()
         self._parts: Parts | None = None
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -48,7 +48,7 @@ class AsyncLLM:
         engine = Engine(parts.backend, parts.scheduler, self._deliver, max_queue=self.config.scheduler.max_queue)
         # The same list, so that whoever adds an observer later is heard too.
         parts.scheduler.observers = self.observers
-        parts.scheduler.kv.on_eviction = self._on_eviction
+        parts.scheduler.kv.on_eviction = self.observers.evicted
         engine.start()
         self._engine = engine
 
@@ -225,7 +225,3 @@ class AsyncLLM:
             generation.take(output, now)
             if generation.done:
                 del self._live[output.request_id]
-
-    def _on_eviction(self, count: int, seconds: float) -> None:
-        for observer in self.observers:
-            observer.on_eviction(count, seconds)

@@ -66,7 +66,6 @@ class Sequence(KVSequence):
 
     __slots__ = (
         "_key",
-        "cached_tokens",
         "chooser",
         "ended",
         "index",
@@ -74,6 +73,7 @@ class Sequence(KVSequence):
         "n_prompt",
         "order",
         "recoveries",
+        "refused",
         "request",
         "running",
         "twins",
@@ -90,10 +90,16 @@ class Sequence(KVSequence):
         self.running = False
         self.ended = False
         self.recoveries = 0
-        self.cached_tokens = 0
+        self.refused = False
+        """Whether it waits because there was no room for it."""
         self._key: bytes | None = None
         # The other answers to the same prompt; they start from this one's KV when the prompt is computed.
         self.twins: list[Sequence] = []
+
+    @property
+    def counts_as_query(self) -> bool:  # type: ignore[override]
+        """Only the first admission of a request asks the cache for what others computed."""
+        return self.request.admitted_at is None
 
     @property
     def remaining(self) -> int:
@@ -123,6 +129,7 @@ class Request:
     __slots__ = (
         "admitted_at",
         "arrival",
+        "cached_tokens",
         "deadline",
         "end_ids",
         "first_token_at",
@@ -162,6 +169,8 @@ class Request:
         self.sequences: list[Sequence] = []
         self.unfinished = params.n
         self.preemptions = 0
+        self.cached_tokens = 0
+        """Of the prompt, found when the request was first admitted."""
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None

@@ -177,14 +177,19 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 
 def choose(
     logits: NDArray[np.float32], wanted: Sequence[tuple[int, TokenChooser]], masks: Sequence[Mask | None] | None = None
-) -> list[Choice | None]:
+) -> list[Choice | Exception | None]:
     """One token for each (row, chooser) wanted, with its mask if any; several choosers may share a row.
 
-    None where a row has no finite best: it holds NaN or +inf, or nothing is allowed. `logits` is not changed.
+    None where a row has no finite best: it holds NaN or +inf, or nothing is allowed. An exception where one was raised:
+    the other choosers have chosen, so their tokens must count. `logits` is not changed.
     """
-    if masks is None:
-        masks = [None] * len(wanted)
-    return [chooser.choose(logits[row], mask) for (row, chooser), mask in zip(wanted, masks, strict=True)]
+    choices: list[Choice | Exception | None] = []
+    for index, (row, chooser) in enumerate(wanted):
+        try:
+            choices.append(chooser.choose(logits[row], None if masks is None else masks[index]))
+        except Exception as error:  # noqa: PERF203 - one answer's parameters are not the others' business
+            choices.append(error)
+    return choices
 
 
 def _bans(mask: Mask) -> Row:
