@@ -16,6 +16,7 @@ from cllm.engine.loop import Engine
 from cllm.engine.observer import Observers
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Output, build_request
+from cllm.engine.rows import RowSampler, fastest
 from cllm.engine.stats import EngineSnapshot
 from cllm.errors import InvalidRequestError, ShuttingDownError
 from cllm.generation import Generation
@@ -37,12 +38,14 @@ class AsyncLLM:
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._live: dict[str, Generation] = {}
+        self._rows: RowSampler | None = None
 
     # -- life --------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         sys.setswitchinterval(GIL_SWITCH_S)
         self._loop = asyncio.get_running_loop()
+        self._rows = fastest(self.config.backend.native.instruction_set)
         parts = await asyncio.to_thread(assemble, self.config)
         self._parts = parts
         engine = Engine(parts.backend, parts.scheduler, self._deliver, max_queue=self.config.scheduler.max_queue)
@@ -166,6 +169,7 @@ class AsyncLLM:
             seed=params.seed if params.seed is not None else secrets.randbits(63),
             max_context=self.max_context,
             vocab_size=self.shape.n_vocab,
+            rows=self._rows,
         )
         generation = Generation(request_id, ids, params, self.tokenizer, self._cancel)
         self._live[request_id] = generation

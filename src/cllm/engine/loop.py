@@ -29,6 +29,9 @@ CHECK_INTERVAL_S = 10.0
 ABORT_CHUNK_TOKENS = 32
 """A cancelled request interrupts the step it is in if its chunk is at least this long."""
 
+MAX_ABORTED_STEPS = 8
+"""Interrupted steps in a row; cancellations cause one at most, so a backend that does not stop aborting is broken."""
+
 REBUILD_ATTEMPTS = 3
 """Times that a new context is asked for before the engine gives up."""
 
@@ -66,6 +69,7 @@ class Engine:
         self._progress = (0, 0)
         self._fruitless_rebuilds = 0
         self._in_step: frozenset[str] = frozenset()
+        self._aborted_steps = 0
         self._started_at = clock()
         self._last_step_s = 0.0
         self._checked_at = clock()
@@ -185,15 +189,21 @@ class Engine:
 
     def _step(self, plan: Plan) -> None:
         scheduler = self.scheduler
-        self._in_step = frozenset(
-            sequence.request.id
-            for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True)
-            if len(chunk.tokens) >= ABORT_CHUNK_TOKENS
-        )
+        # No two steps in a row are interrupted, so that others advance however many cancel.
+        if self._aborted_steps == 0:
+            self._in_step = frozenset(
+                sequence.request.id
+                for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True)
+                if len(chunk.tokens) >= ABORT_CHUNK_TOKENS
+            )
         started = self._clock()
         try:
             logits = self.backend.step(plan.chunks)
-        except StepAbortedError:
+        except StepAbortedError as error:
+            self._aborted_steps += 1
+            if self._aborted_steps > MAX_ABORTED_STEPS:
+                raise
+            log.debug("%s", error)
             scheduler.rewind(plan)
             return
         except BackendError as error:
@@ -203,6 +213,7 @@ class Engine:
             self._in_step = frozenset()
         self._last_step_s = self._clock() - started
         self.steps += 1
+        self._aborted_steps = 0
         scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, self._last_step_s)
         # Cancellations that arrived during the step are honoured before its tokens count.
         self._drain_inbox()

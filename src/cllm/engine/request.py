@@ -13,6 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from cllm.engine.params import SamplingParams
+from cllm.engine.rows import RowSampler
 from cllm.engine.sampling import TokenChooser, TokenLogprob
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
@@ -193,8 +194,9 @@ def build_request(
     seed: int,
     max_context: int,
     vocab_size: int,
+    rows: RowSampler | None = None,
 ) -> Request:
-    """A request with its sequences, ready for the engine. Answer i draws with seed + i."""
+    """A request with its sequences, ready for the engine. Answer i draws with seed + i; `rows` does the work of it."""
     stops = frozenset(params.stop_token_ids)
     end_ids = stops if params.ignore_eos else stops | eos_ids
     forbidden = eos_ids - stops if params.ignore_eos else frozenset()
@@ -210,7 +212,7 @@ def build_request(
     limit = max_context if params.max_tokens is None else min(len(prompt) + params.max_tokens, max_context)
     for index in range(params.n):
         chooser = TokenChooser(
-            params, prompt, end_ids=end_ids, forbidden=forbidden, seed=seed + index, vocab_size=vocab_size
+            params, prompt, end_ids=end_ids, forbidden=forbidden, seed=seed + index, vocab_size=vocab_size, rows=rows
         )
         request.sequences.append(Sequence(request, index, chooser, limit))
     first = request.sequences[0]

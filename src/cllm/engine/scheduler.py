@@ -78,7 +78,7 @@ class Scheduler(Roster):
 
     def schedule(self) -> Plan:
         while not self._room_to_decode():
-            pass
+            self.raise_doubt()  # memory that did not come back is no reason for anyone else to go
         if len(self.waiting):
             self._admit()
         self.kv.arrange()
@@ -258,7 +258,7 @@ class Scheduler(Roster):
         log.error("request %s: %s; its KV is dropped and recomputed", sequence.request.id, error)
         self._set_back(sequence, error)
         if sequence.recoveries > 1:
-            self.distrust(BackendError("positions were wrong twice for one request"))
+            self.distrust(BackendError(f"positions were wrong twice for one request: {error}"))
         return False
 
     def _take_token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:
