@@ -166,10 +166,11 @@ class Rig:
     # -- what scenarios do -------------------------------------------------------------------------------------
 
     def submit(self, prompt: str, max_tokens: int = 4, **options: Any) -> Request:
-        timeout_s = options.pop("timeout_s", 1e9)
+        timeout_s, priority = options.pop("timeout_s", 1e9), options.pop("priority", 0)
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **options})
         name = f"r{len(self.requests)}"
-        request = make_request(prompt, params, arrival=self.now, timeout_s=timeout_s, max_context=96, request_id=name)
+        limits = {"timeout_s": timeout_s, "priority": priority, "max_context": 96}
+        request = make_request(prompt, params, arrival=self.now, request_id=name, **limits)
         self.requests.append(request)
         self.engine.submit(request)
         if timeout_s < 1e9:

@@ -134,9 +134,9 @@ def timeouts(rig: Rig) -> None:
 
 def preempted_prompt(rig: Rig) -> None:
     """In the middle of a prompt its memory goes to an answer."""
-    rig.submit("abc", 7)
+    rig.submit("l" * 40, 2, priority=1)
     rig.turns(1)
-    rig.submit("l" * 40, 2)
+    rig.submit("abc", 5)
     rig.run()
 
 

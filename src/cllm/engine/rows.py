@@ -36,7 +36,7 @@ def fastest(instruction_set: str = "auto") -> RowSampler:
     try:
         return NativeRowSampler(instruction_set)
     except ValueError as error:
-        raise ConfigError(f"backend.native.instruction_set is {instruction_set}: {error}; use auto") from error
+        raise ConfigError(f"backend.native.{error}") from error  # it begins with the setting
 
 
 ROWS = fastest()
