@@ -36,10 +36,14 @@ class Entry:
         place = 2 if self.slot is None else int(self.owner is not None)
         return place, -self.number
 
-    def describe(self) -> dict[str, Any]:
-        if self.owner is not None:
-            return {"state": "running", "tokens": self.owner.num_computed}
-        return {"state": "held", "tokens": self.length}
+
+def describe(entry: Entry | None) -> dict[str, Any]:
+    """What `/kv` shows of a slot that holds this."""
+    if entry is None:
+        return {"state": "free", "tokens": 0}
+    if entry.owner is not None:
+        return {"state": "running", "tokens": entry.owner.num_computed}
+    return {"state": "held", "tokens": entry.length}
 
 
 class HolderIndex:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cllm.errors import BackendError
-from cllm.kv.holders import Entry, HolderIndex
+from cllm.kv.holders import Entry, HolderIndex, describe
 from cllm.kv.manager import KVManager, PositionMismatchError
 from cllm.kv.ops import SlotGeometry, SlotOps
 from cllm.kv.radix import TOKEN_BYTES
@@ -32,8 +32,6 @@ from cllm.kv.store import Store, most_bytes
 from cllm.kv.usage import KVUsage
 
 log = logging.getLogger("cllm.kv")
-
-FREE = {"state": "free", "tokens": 0}
 
 SAVE_TAIL_TOKENS = 16
 """A held sequence whose slot is taken over is saved first if at least this many of its tokens would be lost."""
@@ -207,7 +205,7 @@ class SlotKVManager(KVManager):
 
     def details(self) -> dict[str, Any]:
         return {
-            "slots": [FREE if entry is None else entry.describe() for entry in self._slots],
+            "slots": [describe(entry) for entry in self._slots],
             "slot_tokens": self._geometry.slot_tokens,
             "store": {
                 "sequences": len(self._store),

@@ -55,7 +55,7 @@ class NativeBackend(Backend):
         try:
             engine.copy_blocks(np.array(pairs, np.int32).reshape(-1, 2))
         except (ValueError, MemoryError) as error:
-            raise BackendError(f"the native engine refused to copy blocks: {error or 'out of memory'}") from error
+            raise BackendError(f"the native engine refused to copy blocks: {str(error) or 'out of memory'}") from error
 
     def step(self, chunks: Sequence[Chunk]) -> Logits:
         """The rows lie in one buffer that every step uses again."""
