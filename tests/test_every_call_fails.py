@@ -102,6 +102,7 @@ def forks(rig: Rig) -> None:
 
 def cancels(rig: Rig) -> None:
     """While waiting, while running, one answer of two, and in the middle of a step."""
+    rig.scheduler.budget._max_tokens = 64  # chunks that are worth interrupting
     running, twins = rig.submit("to be cancelled", 8), rig.submit("twins", 5, n=2, temperature=1.0, seed=1)
     waiting = rig.submit("never begins", 3)
     other = rig.submit("goes on", 4)
@@ -111,15 +112,16 @@ def cancels(rig: Rig) -> None:
     rig.turns(1)
     rig.cancel(running)
     rig.turns(1)
+    rig.cancel(other)
+    rig.turns(2)
     long = rig.submit("l" * 40, 3)
+    rig.submit("stays", 2)
 
     def interrupt(chunks: object) -> None:
         rig.before_step = lambda chunks: None
         rig.cancel(long)
-        rig.cancel(other)
         raise StepAbortedError("somebody was cancelled")
 
-    rig.turns(1)
     rig.before_step = interrupt
     rig.run()
 

@@ -147,7 +147,7 @@ _COUNTERS = (
     ),
     _Value(
         "kv_allocation_failures",
-        "Times a request had to wait, or was preempted, for want of KV memory.",
+        "Waits and preemptions for want of room.",
         lambda s: s.kv.allocation_failures,
     ),
     _Value("batch_splits", "Batches the backend had to split.", lambda s: s.batch_splits),
