@@ -141,6 +141,8 @@ class Rig:
         self.own_faults: list[str] = []
         """What the errors say that the scenario itself causes."""
         self.scripted_rebuilds = 0
+        self.raised: list[Exception] = []
+        """What clients were told that only cancelled."""
         backend, kv = self.machine.backend, self.machine.kv
         budget = StepBudget(inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=0.5, max_tokens=16)
         self.scheduler = Scheduler(kv, budget, max_running=self.machine.max_running, clock=lambda: self.now)
@@ -179,7 +181,10 @@ class Rig:
 
     def cancel(self, request: Request, index: int | None = None) -> None:
         self.ended_early.add(request.id)
-        self.engine.cancel(request.id, index)
+        try:
+            self.engine.cancel(request.id, index)
+        except Exception as error:
+            self.raised.append(error)
 
     def turns(self, count: int) -> bool:
         """So many turns; False if there is nothing left to do before."""
@@ -218,6 +223,8 @@ class Rig:
         for request in self.requests:
             for index in range(request.params.n):
                 self._assert_ended_well(request, index)
+            assert not any(sequence.admitted for sequence in request.sequences)
+        assert not self.raised
         usage = scheduler.kv.usage()
         assert usage.referenced == 0 and usage.sequences_running == 0
         assert usage.free + usage.evictable == usage.total
