@@ -129,8 +129,8 @@ def cancels(rig: Rig) -> None:
 def timeouts(rig: Rig) -> None:
     rig.submit("too slow", 30, timeout_s=0.05)
     rig.submit("in time", 4)
-    rig.submit("m" * 30, 4, n=2, temperature=1.0, seed=9)
-    rig.submit("too late", 30, timeout_s=0.08)
+    rig.submit("m" * 20, 2)
+    rig.submit("too late", 30, timeout_s=0.06)
     rig.run()
 
 
@@ -144,9 +144,9 @@ def preempted_prompt(rig: Rig) -> None:
 
 def preempted_answer(rig: Rig) -> None:
     """Two answers outgrow the memory; on slots, one leaves a gap behind."""
-    rig.submit("abc", 3)
-    rig.submit("uvw", 9)
-    rig.submit("xyz", 9)
+    rig.submit("abc", 1)
+    rig.submit("uvw", 8)
+    rig.submit("xyz", 7)
     rig.run()
 
 
@@ -281,7 +281,7 @@ def native(tiny: Path) -> Iterator[Callable[[int], Make]]:
 @pytest.mark.parametrize("scenario", [shared_prefixes, forks, cancels, preempted_answer, rebuilds])
 def test_on_the_native_backend(native: Callable[[int], Make], scenario: Scenario) -> None:
     blocks = {preempted_answer: 2, shared_prefixes: 5}.get(scenario, 12)
-    runs = fail_every_call(native(blocks), scenario, ways=("error", "fatal", "bug"))
+    runs = fail_every_call(native(blocks), scenario, ways=("error", "bug"))
     print(f"native {scenario.__name__}: {runs}")
 
 
