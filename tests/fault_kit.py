@@ -286,8 +286,8 @@ def fail_every_call(make: Callable[[], Machine], scenario: Scenario, ways: Seque
             scenario(rig)
             assert len(rig.calls.names) >= fault.number, "the run differs before the fault"
             rig.assert_sound()
-        except BaseException as error:
-            error.add_note(f"with call {fault.number} of {len(calls)}, {calls[fault.number - 1]}, failing: {fault}")
-            raise
+        except Exception as error:
+            where = f"call {fault.number} of {len(calls)}, {calls[fault.number - 1]}"
+            raise AssertionError(f"{error} (with {where}, failing: {fault})") from error
         runs += 1
     return runs
