@@ -34,7 +34,7 @@ def sampler(name: str) -> RowSampler:
 
 @contextmanager
 def choosing_with(rows: RowSampler) -> Iterator[None]:
-    """`choose` works with this implementation for a while."""
+    """What is made to choose tokens meanwhile works with this implementation."""
     with mock.patch.object(sampling, "ROWS", rows):
         yield
 

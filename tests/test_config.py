@@ -156,6 +156,11 @@ def test_unknown_variables_are_errors_but_for_the_documented_ones() -> None:
             "scheduler.watermark is nan (flag): it must be a finite number (default 0.02)",
         ),
         (
+            "scheduler.max_queue",
+            0,
+            "scheduler.max_queue is 0 (flag): it must be at least 1 (default 256)",
+        ),
+        (
             "scheduler.max_running",
             0,
             "scheduler.max_running is 0 (flag): it must be at least 1 or null (default null)",

@@ -246,7 +246,7 @@ LAYERS = [
 KV_LAYERS = [
     {"sequence", "usage", "ops", "memory"},
     {"radix", "pool", "eviction"},
-    {"manager", "holders"},
+    {"manager", "holders", "store"},
     {"paged", "slots"},
 ]
 

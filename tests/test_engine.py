@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 import threading
 from array import array
@@ -12,12 +14,14 @@ import pytest
 
 from cllm.backends.base import Chunk
 from cllm.backends.fake import FakeBackend
-from cllm.engine.loop import Engine
+from cllm.engine.loop import MAX_FRUITLESS_REBUILDS, REBUILD_ATTEMPTS, Engine
 from cllm.engine.observer import RequestRecord
+from cllm.engine.outbox import ATTEMPTS, Outbox
 from cllm.engine.params import SamplingParams
-from cllm.engine.request import FinishReason
-from cllm.errors import BackendError, OverloadedError, RequestTimeoutError, ShuttingDownError
+from cllm.engine.request import FinishReason, Output
+from cllm.errors import BackendError, OverloadedError, RequestTimeoutError, ShuttingDownError, StepAbortedError
 from cllm.kv.ops import SlotOps
+from cllm.kv.sequence import KVSequence
 from engine_kit import Collector, assert_nothing_left, make_engine, make_request, reference
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
@@ -337,4 +341,223 @@ def test_a_slot_that_lost_its_content_before_a_step_is_healed() -> None:
     assert collector.tokens[request.id, 0] == reference(request)
     assert engine.scheduler.position_mismatches == 1
     engine.stop(0)
+    assert_nothing_left(engine)
+
+
+# -- faults, one by one; test_every_call_fails.py has them all -----------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["paged", "slots"])
+def test_a_failed_admission_loses_nobody(layout: str) -> None:
+    engine, _, collector = make_engine(layout)
+    admit, failures = engine.scheduler.kv.admit, iter([BackendError("load failed"), KeyError("a bug")])
+
+    def failing(sequence: KVSequence) -> int | None:
+        if error := next(failures, None):
+            raise error
+        return admit(sequence)
+
+    engine.scheduler.kv.admit = failing  # type: ignore[method-assign]
+    engine.start()
+    requests = [make_request(f"request {n}") for n in range(3)]
+    for request in requests:
+        engine.submit(request)
+    for request in requests:
+        collector.wait_end(request)
+        assert collector.tokens[request.id, 0] == reference(request)
+    engine.cancel(requests[0].id)
+    engine.stop(0)
+    assert engine.rebuilds == 1
+    assert_nothing_left(engine)
+
+
+def test_who_cannot_be_admitted_at_all_fails_with_the_reason() -> None:
+    engine, _, collector = make_engine("slots")
+    admit = engine.scheduler.kv.admit
+
+    def failing(sequence: KVSequence) -> int | None:
+        if sequence.tokens[0] == ord("!"):
+            raise BackendError("this one never")
+        return admit(sequence)
+
+    engine.scheduler.kv.admit = failing  # type: ignore[method-assign]
+    engine.start()
+    bad, good = make_request("! bad"), make_request("good")
+    engine.submit(bad)
+    engine.submit(good)
+    end = collector.wait_end(bad)
+    assert end.reason is FinishReason.ERROR and "this one never" in str(end.error)
+    collector.wait_end(good)
+    assert collector.tokens[good.id, 0] == reference(good)
+    engine.stop(0)
+    assert engine.rebuilds == 0
+    assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize("layout", ["paged", "slots"])
+def test_an_abort_during_recovery_is_nobodys_failure(layout: str) -> None:
+    engine, backend, collector = make_engine(layout)
+    errors = iter([BackendError("the step of all fails"), StepAbortedError("somebody else was cancelled")])
+
+    def fail(chunks: Sequence[Chunk]) -> None:
+        if error := next(errors, None):
+            raise error
+
+    backend.faults.before_step = fail
+    requests = [make_request(letter * 40) for letter in "xy"]
+    for request in requests:
+        engine._inbox.append(functools.partial(engine.scheduler.add, request))
+    engine.start()
+    for request in requests:
+        assert collector.wait_end(request).error is None
+        assert collector.tokens[request.id, 0] == reference(request)
+    engine.stop(0)
+    assert_nothing_left(engine)
+
+
+def test_a_context_that_cannot_be_rebuilt_ends_everything_and_the_engine() -> None:
+    engine, backend, collector = make_engine()
+    attempts = []
+
+    def fail() -> None:
+        attempts.append(1)
+        raise BackendError("no memory for a context")
+
+    backend.rebuild = fail  # type: ignore[method-assign]
+    backend.faults.fatal, backend.faults.steps_to_fail = True, 1
+    running, waiting = make_request("runs"), make_request("waits")
+    for request in (running, waiting):
+        engine._inbox.append(functools.partial(engine.scheduler.add, request))
+    engine.start()
+    for request in (running, waiting):
+        end = collector.wait_end(request)
+        assert end.reason is FinishReason.ERROR and "no memory for a context" in str(end.error)
+    engine._thread.join(5)
+    assert not engine.alive and not engine.accepting and len(attempts) == REBUILD_ATTEMPTS
+    with pytest.raises(ShuttingDownError):
+        engine.submit(make_request("too late"))
+    engine.stop(0)
+    assert_nothing_left(engine)
+
+
+def test_an_engine_that_fails_in_every_turn_stops_soon() -> None:
+    engine, _, collector = make_engine()
+
+    def fail() -> None:
+        raise RuntimeError("a bug in every turn")
+
+    engine.scheduler.expire = fail  # type: ignore[method-assign]
+    request = make_request("never served")
+    engine._inbox.append(functools.partial(engine.scheduler.add, request))
+    engine.start()
+    assert "a bug in every turn" in str(collector.wait_end(request).error)
+    engine._thread.join(5)
+    assert not engine.accepting and engine.rebuilds <= MAX_FRUITLESS_REBUILDS + 2
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_outputs_that_were_not_taken_are_offered_again(failures: int) -> None:
+    engine, _, collector = make_engine()
+    errors = iter([RuntimeError("the event loop is closed")] * failures)
+
+    def deliver(outputs: list[Output]) -> None:
+        if error := next(errors, None):
+            raise error
+        collector(outputs)
+
+    engine._outbox = Outbox(deliver)
+    engine.start()
+    request = make_request("all of it")
+    engine.submit(request)
+    collector.wait_end(request)
+    assert collector.tokens[request.id, 0] == reference(request)
+    engine.stop(0)
+    assert engine.rebuilds == 0
+    assert_nothing_left(engine)
+
+
+def test_an_answer_with_a_hole_ends_with_an_error() -> None:
+    engine, _, collector = make_engine()
+    errors = iter([None, *[RuntimeError("nobody listens")] * ATTEMPTS])
+
+    def deliver(outputs: list[Output]) -> None:
+        if error := next(errors, None):
+            raise error
+        collector(outputs)
+
+    engine._outbox = Outbox(deliver)
+    engine.start()
+    request = make_request("with a hole", LONG)
+    engine.submit(request)
+    end = collector.wait_end(request)
+    assert end.reason is FinishReason.ERROR and "could not be delivered" in str(end.error)
+    assert collector.tokens[request.id, 0] == reference(request)[:1]
+    engine.stop(0)
+    assert_nothing_left(engine)
+
+
+def test_cancellations_never_interrupt_two_steps_in_a_row() -> None:
+    """However many come and go, those who stay get their tokens."""
+    engine, backend, collector = make_engine()
+    interruptible = []
+
+    def step(chunks: Sequence[Chunk]) -> None:
+        interruptible.append(bool(engine._in_step))
+        if engine._in_step:
+            raise StepAbortedError("somebody left")
+
+    backend.faults.before_step = step
+    engine.start()
+    request = make_request("p" * 100)
+    engine.submit(request)
+    collector.wait_end(request)
+    assert collector.tokens[request.id, 0] == reference(request)
+    assert True in interruptible and (True, True) not in itertools.pairwise(interruptible)
+    engine.stop(0)
+
+
+def test_who_comes_during_the_idle_check_is_served_before_it_ends() -> None:
+    """A million blocks; the turns are taken by hand, so that it comes exactly then."""
+    engine, _, collector = make_engine(tokens=4_000_000)
+    engine._accepting = True
+    kv = engine.scheduler.kv
+    first, second = make_request("q" * 100), make_request("comes in the middle")
+    engine.submit(first)
+    while engine.turn():
+        pass
+    slices: list[int] = []
+    original = kv.check_in_slices
+
+    def watched() -> Iterator[int]:
+        for units in original():
+            slices.append(units)
+            if len(slices) == 3:
+                engine.submit(second)
+            yield units
+
+    kv.check_in_slices = watched  # type: ignore[method-assign]
+    engine._checked_at = -1e9
+    engine.turn()
+    assert len(slices) == 3
+    while engine.turn():
+        pass
+    assert len(slices) == 3 and collector.tokens[second.id, 0] == reference(second)
+    engine._checked_at = -1e9
+    engine.turn()
+    assert len(slices) > 1000, "undisturbed, it comes to its end"
+    assert_nothing_left(engine)
+
+
+def test_a_broken_account_is_noticed_when_idle_and_renewed() -> None:
+    engine, _, collector = make_engine()
+    engine._checked_at = -1e9
+    kv = engine.scheduler.kv
+    kv._evictable += 1  # type: ignore[attr-defined]
+    engine.start()
+    request = make_request("served all the same")
+    engine.submit(request)
+    collector.wait_end(request)
+    assert collector.tokens[request.id, 0] == reference(request)
+    engine.stop(0)
+    assert engine.rebuilds == 1
     assert_nothing_left(engine)

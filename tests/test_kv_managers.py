@@ -13,11 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cllm.backends.base import Chunk
 from cllm.backends.fake import FakeBackend
-from cllm.kv.manager import KVManager, PositionMismatchError
+from cllm.errors import BackendError
+from cllm.kv.eviction import SegmentedLRU
+from cllm.kv.manager import CHECK_SLICE, KVManager, PositionMismatchError
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.sequence import KVSequence
-from cllm.kv.slots import SAVED_OVERHEAD_BYTES, SAVED_TOKEN_OVERHEAD_BYTES, SlotKVManager
+from cllm.kv.slots import SlotKVManager
+from cllm.kv.store import most_bytes
 
 BYTES_PER_TOKEN = 8
 Prompt = st.lists(st.integers(0, 1), min_size=1, max_size=40)
@@ -39,7 +42,7 @@ def slots(
     backend.allocate(geometry)
     assert isinstance(backend.ops, SlotOps)
     # What the manager reckons for one saved sequence of that many tokens.
-    store_bytes = store_tokens * (BYTES_PER_TOKEN + SAVED_TOKEN_OVERHEAD_BYTES) + SAVED_OVERHEAD_BYTES
+    store_bytes = most_bytes(store_tokens, BYTES_PER_TOKEN)
     manager = SlotKVManager(backend.ops, geometry, bytes_per_token=BYTES_PER_TOKEN, store_bytes=store_bytes, **options)
     return backend, manager
 
@@ -60,6 +63,29 @@ def held_tokens(backend: FakeBackend, sequence: KVSequence) -> list[int]:
     return backend.memory.read(chunk, sequence.num_computed).tolist()
 
 
+def state_of(kv: KVManager) -> Any:
+    """Everything that a call which fails must leave as it is: numbers, tables, trees, and the orders of eviction."""
+    if isinstance(kv, PagedKVManager):
+        order = [bytes(node.key) for node in _in_order(kv._policy)]
+        pool = (list(kv._pool._free), list(kv._pool._references))
+        tables = [(list(s.tokens), s.num_computed, list(s.blocks), s.indexed) for s in kv._running.values()]
+        return kv.usage(), order, pool, tables, _shape(kv._tree.root, lambda node: (list(node.value), node.references))
+    assert isinstance(kv, SlotKVManager)
+    slots = [entry and (entry.number, entry.length, entry.hits) for entry in kv._slots]
+    store = [(entry.number, entry.length, entry.hits) for entry in _in_order(kv._store._order)]
+    return kv.usage(), slots, store, _shape(kv._index._tree.root, lambda node: {entry.number for entry in node.value})
+
+
+def _in_order(policy: Any) -> list[Any]:
+    if isinstance(policy, SegmentedLRU):
+        return [*_in_order(policy._probation), *_in_order(policy._protected)]
+    return list(policy._items)
+
+
+def _shape(node: Any, look: Any) -> Any:
+    return bytes(node.key), node.hits, look(node), [_shape(child, look) for child in node.children.values()]
+
+
 class ManagerMachine(RuleBasedStateMachine):
     """Sequences over two letters, so that prefixes are shared all the time."""
 
@@ -74,10 +100,12 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(prompt=Prompt)
     def admit(self, prompt: list[int]) -> None:
         sequence = KVSequence(prompt)
+        before = state_of(self.kv)
         expected = self.kv.peek(sequence.tokens.tobytes())
         cached = self.kv.admit(sequence)
         if cached is None:
             assert not sequence.admitted
+            assert state_of(self.kv) == before
             return
         assert cached == expected == sequence.num_computed < len(prompt)
         self.live.append(sequence)
@@ -90,7 +118,10 @@ class ManagerMachine(RuleBasedStateMachine):
             sequence.tokens.append(token)
         count = data.draw(st.integers(1, len(sequence.tokens) - sequence.num_computed))
         self.kv.arrange()
-        if self.kv.grow(sequence, count):
+        before = state_of(self.kv)
+        if not self.kv.grow(sequence, count):
+            assert state_of(self.kv) == before
+        else:
             logits = compute(self.backend, self.kv, sequence, count)
             alone = _computed_alone(sequence.tokens[: sequence.num_computed])
             assert np.array_equal(logits, alone)
@@ -110,8 +141,11 @@ class ManagerMachine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         parent = data.draw(st.sampled_from(self.live))
         child = KVSequence(parent.tokens[: parent.num_computed])
+        before = state_of(self.kv)
         if self.kv.fork(parent, child):
             self.live.append(child)
+        else:
+            assert state_of(self.kv) == before and not child.admitted
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), keep=st.booleans())
@@ -245,15 +279,37 @@ def test_eviction_takes_the_oldest_and_never_what_runs() -> None:
 
 
 def test_admission_without_room_changes_nothing() -> None:
-    backend, kv = paged(blocks=4)
+    """Not even where a part of an edge could be shared, whose owner has gone."""
+    backend, kv = paged(blocks=8)
+    kv.release(run_to_end(backend, kv, [2] * 12))
+    kv.release(run_to_end(backend, kv, [3] * 4))
     run_to_end(backend, kv, [1] * 12)
-    before = kv.usage()
-    late = KVSequence([2] * 12)
-    assert kv.admit(late) is None
-    after = kv.usage()
-    assert (before.free, before.referenced) == (after.free, after.referenced)
-    assert after.allocation_failures == before.allocation_failures + 1
+    before = state_of(kv)
+    late = KVSequence([2] * 8 + [4] * 20)
+    for _ in range(3):
+        assert kv.admit(late) is None
+    assert state_of(kv) == before
     assert not late.admitted
+
+
+def test_what_is_found_counts_as_room_only_once() -> None:
+    """The blocks of a prefix that nobody uses are evictable, but not for the sequence that is to share them."""
+    backend, kv = paged(blocks=4)
+    kv.release(run_to_end(backend, kv, [1] * 8))
+    assert kv.admit(KVSequence([1] * 8 + [2] * 9)) is None
+    assert kv.admit(KVSequence([1] * 8 + [2] * 8)) == 8
+
+
+def test_only_a_query_counts_for_the_hit_rate() -> None:
+    class Again(KVSequence):
+        counts_as_query = False
+
+    for backend, kv in (paged(), slots()):
+        kv.release(run_to_end(backend, kv, [1] * 9))
+        before = kv.usage()
+        assert kv.admit(Again([1] * 9)) == 8
+        after = kv.usage()
+        assert (after.query_tokens, after.hit_tokens) == (before.query_tokens, before.hit_tokens) == (9, 0)
 
 
 def test_watermark_leaves_room_to_grow_but_never_blocks_a_lone_sequence() -> None:
@@ -369,3 +425,104 @@ def test_slot_operations_of_the_fake_backend() -> None:
     assert ops.length(0) == 2 and ops.length(1) == 4
     ops.keep(1)
     assert ops.length(0) == 0 and ops.length(1) == 4
+
+
+def failing(backend: FakeBackend, name: str, error: Exception) -> None:
+    def fail(*args: Any) -> Any:
+        raise error
+
+    setattr(backend.ops, name, fail)
+
+
+def test_a_block_that_cannot_be_copied_is_given_back() -> None:
+    backend, kv = paged()
+    parent = run_to_end(backend, kv, [1, 2, 3, 4, 5, 6])
+    child = KVSequence(parent.tokens)
+    assert kv.fork(parent, child)
+    child.tokens.append(8)
+    usage, *others = state_of(kv)
+    failing(backend, "copy_blocks", BackendError("no copy"))
+    with pytest.raises(BackendError, match="no copy"):
+        kv.grow(child, 1)
+    assert state_of(kv) == (usage._replace(peak=usage.peak + 1), *others)  # for a moment there was one more
+    kv.check()
+
+
+def saved_one() -> tuple[FakeBackend, SlotKVManager]:
+    """A sequence in the store, and another one in the only slot."""
+    backend, kv = slots(count=1, store_tokens=400)
+    kv.release(run_to_end(backend, kv, [1] * 30))
+    kv.release(run_to_end(backend, kv, [2] * 30))
+    assert len(kv._store) == 1
+    return backend, kv
+
+
+@pytest.mark.parametrize("error", [BackendError("no"), MemoryError("no")])
+def test_what_cannot_be_loaded_is_dropped_and_computed(error: Exception) -> None:
+    backend, kv = saved_one()
+    load = backend.ops.load  # type: ignore[union-attr]
+    failing(backend, "load", error)
+    again = KVSequence([1] * 31)
+    assert kv.admit(again) == 0
+    kv.check()
+    assert kv.peek(array("i", [1] * 31).tobytes()) == 0
+    backend.ops.load = load  # type: ignore[union-attr]
+    compute(backend, kv, again, 31)
+    assert held_tokens(backend, again) == [1] * 31
+
+
+@pytest.mark.parametrize("error", [BackendError("no"), MemoryError("no")])
+def test_what_cannot_be_saved_is_dropped(error: Exception) -> None:
+    backend, kv = saved_one()
+    failing(backend, "save", error)
+    assert kv.admit(KVSequence([3] * 5)) == 0
+    kv.check()
+    assert kv.peek(array("i", [2] * 31).tobytes()) == 0
+    assert kv.peek(array("i", [1] * 31).tobytes()) == 30
+
+
+def test_what_cannot_be_copied_is_computed_and_a_twin_waits() -> None:
+    backend, kv = slots(count=3)
+    parent = run_to_end(backend, kv, [1, 2, 3, 4, 5])
+    failing(backend, "copy", BackendError("no"))
+    assert kv.admit(KVSequence([1, 2, 3, 4, 9])) == 0
+    assert not kv.fork(parent, KVSequence(parent.tokens))
+    kv.check()
+
+
+def test_a_slot_that_cannot_be_emptied_puts_the_context_in_doubt() -> None:
+    backend, kv = saved_one()
+    failing(backend, "remove", BackendError("no"))
+    with pytest.raises(BackendError, match="slot 0 cannot be emptied") as raised:
+        kv.admit(KVSequence([3] * 5))
+    assert raised.value.fatal
+
+
+def test_what_is_saved_survives_a_reset_only_if_its_account_is_sound() -> None:
+    backend, kv = saved_one()
+    running = KVSequence([4] * 5)
+    assert kv.admit(running) == 0
+    backend.rebuild()
+    kv.reset()
+    assert not running.admitted and running.num_computed == 0
+    assert kv.peek(array("i", [1] * 31).tobytes()) == 30
+    kv._store.bytes += 1
+    kv.reset()
+    assert kv.peek(array("i", [1] * 31).tobytes()) == 0
+    kv.check()
+
+
+def test_a_check_of_a_million_blocks_comes_in_small_slices() -> None:
+    """Long edges, short ones, and a free stack: no slice looks at more than twice the blocks that it should."""
+    kv = paged(blocks=1_000_000, block_size=1)[1]
+    for number, count in enumerate([300_000, 40_000] + [3] * 4000):
+        sequence = KVSequence([number, *range(count - 1)])
+        assert kv.admit(sequence) is not None
+        sequence.num_computed = count
+        kv.release(sequence)
+    slices = list(kv.check_in_slices())
+    assert max(slices) < 2 * CHECK_SLICE
+    assert sum(slices) > 1_000_000 + 350_000
+    kv._pool._references[999_999] += 1
+    with pytest.raises(AssertionError, match=r"blocks \[999999\]"):
+        list(kv.check_in_slices())

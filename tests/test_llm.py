@@ -10,7 +10,14 @@ import pytest
 
 from cllm import LLM, AsyncLLM, SamplingParams
 from cllm.config import load_config
-from cllm.errors import InvalidRequestError, RequestCancelledError, RequestTimeoutError, ShuttingDownError
+from cllm.errors import (
+    BackendError,
+    ConfigError,
+    InvalidRequestError,
+    RequestCancelledError,
+    RequestTimeoutError,
+    ShuttingDownError,
+)
 from cllm.kv.ops import SlotOps
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -31,6 +38,52 @@ def fake_config(**settings: Any) -> Any:
 def llm() -> Iterator[LLM]:
     with LLM(backend="fake") as opened:
         yield opened
+
+
+async def test_the_instruction_set_reaches_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = pytest.importorskip("cllm._native")
+    used: list[str] = []
+
+    class Sampler:
+        def __init__(self, instruction_set: str) -> None:
+            self._name = instruction_set
+            self._rows = original(instruction_set)
+
+        def argmax(self, values: Any) -> int:
+            used.append(self._name)
+            return int(self._rows.argmax(values))
+
+    original = native.RowSampler
+    monkeypatch.setattr(native, "RowSampler", Sampler)
+    async with AsyncLLM(fake_config(backend__native__instruction_set="generic")) as llm:
+        _ = [delta async for delta in llm.submit("which kernels?", GREEDY)]
+    assert set(used) == {"generic"}
+
+
+async def test_an_instruction_set_that_the_cpu_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = pytest.importorskip("cllm._native")
+    config = fake_config(backend__native__instruction_set="avx512")
+    if "avx512" in native.instruction_sets():
+        pytest.skip("this CPU has them all")
+    with pytest.raises(ConfigError, match=r"backend\.native\.instruction_set is avx512, but this CPU"):
+        await AsyncLLM(config).start()
+
+
+async def test_an_engine_that_gave_up_is_not_ready() -> None:
+    async with AsyncLLM(fake_config()) as llm:
+        engine = llm._engine
+        assert engine is not None and llm.ready
+
+        def fail() -> None:
+            raise BackendError("no context any more")
+
+        engine.backend.rebuild = fail  # type: ignore[method-assign]
+        engine.backend.faults.fatal, engine.backend.faults.steps_to_fail = True, 1  # type: ignore[attr-defined]
+        with pytest.raises(BackendError, match="no context any more"):
+            _ = [delta async for delta in llm.submit("too much", GREEDY)]
+        assert not llm.ready
+        with pytest.raises(ShuttingDownError):
+            llm.submit("nobody is there", GREEDY)
 
 
 def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
@@ -213,8 +266,6 @@ def test_a_slot_that_loses_its_content_is_healed_on_the_real_model(real: LLM) ->
 
 @pytest.mark.model
 def test_a_context_is_rebuilt_on_the_real_model(real: LLM) -> None:
-    from cllm.errors import BackendError
-
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompts = ["A recipe for soup:", "The history of Rome began"]
     expected = [real.generate(prompt, params)[0].text for prompt in prompts]

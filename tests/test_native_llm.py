@@ -65,10 +65,9 @@ def empty_cache(llm: LLM) -> None:
     """On the engine's thread, which owns the cache."""
     engine, done = engine_of(llm), threading.Event()
 
-    def reset() -> list[Any]:
+    def reset() -> None:
         engine.scheduler.kv.reset()
         done.set()
-        return []
 
     engine._inbox.append(reset)
     engine._wake.set()

@@ -43,7 +43,7 @@ def test_finds_the_longest_prefix_of_all(unit: int, stored: list[list[int]], ask
     whole = [tokens[: len(tokens) - len(tokens) % unit] for tokens in stored]
     for tokens in whole:
         insert(tree, tokens)
-        tree.check()
+        list(tree.examine())
     found = tree.find(key(asked))
     assert found.matched // TOKEN_BYTES == max((common(asked, tokens, unit) for tokens in whole), default=0)
 
@@ -58,7 +58,7 @@ def test_values_follow_their_tokens(unit: int, stored: list[list[int]]) -> None:
     for tokens in whole:
         node = tree.cut(tree.find(key(tokens)))
         assert [t for part in reversed(list(node.path())) for t in part.value] == tokens
-    tree.check()
+    list(tree.examine())
 
 
 @settings(max_examples=200, deadline=None)
@@ -69,7 +69,7 @@ def test_leaves_can_be_taken_until_nothing_is_left(stored: list[list[int]]) -> N
         insert(tree, tokens)
     while leaves := [node for node in tree.nodes() if not node.children]:
         tree.remove(leaves[0])
-        tree.check()
+        list(tree.examine())
     assert tree.leaves == 0
     assert tree.find(key([1])).matched == 0
 

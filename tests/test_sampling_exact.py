@@ -16,7 +16,7 @@ from cllm.engine.draw import mix64, uniform
 from cllm.engine.params import SamplingParams
 from cllm.engine.rows import RowSampler
 from cllm.engine.sampling import TokenChooser, choose
-from sampling_kit import SAMPLERS, TRUNCATIONS, choosing_with, long_rows, reference_answers, sampler
+from sampling_kit import SAMPLERS, TRUNCATIONS, long_rows, reference_answers, sampler
 
 
 @pytest.fixture(scope="module", params=SAMPLERS)
@@ -100,12 +100,11 @@ def test_chooses_what_the_reference_chooses(
     end_ids = data.draw(st.frozensets(token, max_size=2))
     mask = data.draw(st.none() | st.lists(st.booleans(), min_size=len(row), max_size=len(row)))
     logits = np.array([row], np.float32)
-    chooser = TokenChooser(params, prompt, end_ids=end_ids, seed=9, vocab_size=len(row))
+    chooser = TokenChooser(params, prompt, end_ids=end_ids, seed=9, vocab_size=len(row), rows=rows)
     output: list[int] = []
     for _ in range(4):
         values = reference_values(logits[0], params, prompt, output, end_ids, mask)
-        with choosing_with(rows):
-            [choice] = choose(logits, [(0, chooser)], None if mask is None else [np.array(mask)])
+        [choice] = choose(logits, [(0, chooser)], None if mask is None else [np.array(mask)])
         if max(values) == -math.inf:
             assert choice is None
             return

@@ -67,3 +67,9 @@ class BackendError(CLLMError):
 
 class StepAbortedError(BackendError):
     """The step was interrupted on request; nothing is wrong with the backend."""
+
+
+def describe(error: BaseException) -> str:
+    """An unexpected exception in a message: its kind too, since its own text often says nothing without."""
+    kind = type(error).__name__
+    return f"internal error: {kind}: {error}" if str(error) else f"internal error: {kind}"

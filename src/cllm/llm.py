@@ -15,9 +15,10 @@ from typing import Any
 from cllm.assemble import Parts, assemble
 from cllm.config import Config
 from cllm.engine.loop import Engine
-from cllm.engine.observer import EngineObserver
+from cllm.engine.observer import Observers
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Output, build_request
+from cllm.engine.rows import RowSampler, fastest
 from cllm.engine.stats import EngineSnapshot
 from cllm.errors import InvalidRequestError, ShuttingDownError
 from cllm.generation import Generation
@@ -34,25 +35,27 @@ class AsyncLLM:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.observers: list[EngineObserver] = []
+        self.observers = Observers()
         self._parts: Parts | None = None
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._live: dict[str, Generation] = {}
         self.deaf = False
         """Whether what the engine says is no longer passed on."""
+        self._rows: RowSampler | None = None
 
     # -- life --------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         sys.setswitchinterval(GIL_SWITCH_S)
         self._loop = asyncio.get_running_loop()
+        self._rows = fastest(self.config.backend.native.instruction_set)
         parts = await asyncio.to_thread(assemble, self.config)
         self._parts = parts
         engine = Engine(parts.backend, parts.scheduler, self._deliver, max_queue=self.config.scheduler.max_queue)
         # The same list, so that whoever adds an observer later is heard too.
         parts.scheduler.observers = self.observers
-        parts.scheduler.kv.on_eviction = self._on_eviction
+        parts.scheduler.kv.on_eviction = self.observers.evicted
         engine.start()
         self._engine = engine
         _open.add(self)
@@ -185,6 +188,7 @@ class AsyncLLM:
             seed=params.seed if params.seed is not None else secrets.randbits(63),
             max_context=self.max_context,
             vocab_size=self.shape.n_vocab,
+            rows=self._rows,
         )
         generation = Generation(request_id, ids, params, self.tokenizer, self._cancel)
         self._live[request_id] = generation
@@ -244,10 +248,6 @@ class AsyncLLM:
             generation.take(output, now)
             if generation.done:
                 del self._live[output.request_id]
-
-    def _on_eviction(self, count: int, seconds: float) -> None:
-        for observer in self.observers:
-            observer.on_eviction(count, seconds)
 
 
 # What is still open when the program ends. Its threads are stopped then, while Python can still run them: later they

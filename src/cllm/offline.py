@@ -144,7 +144,7 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams, done: Any
     ) -> list[list[Completion]]:
         # As many as the queue takes at once; the rest are submitted as others finish.
-        limit = asyncio.Semaphore(max(1, self._llm.config.scheduler.max_queue))
+        limit = asyncio.Semaphore(self._llm.config.scheduler.max_queue)
 
         async def one(prompt: Prompt) -> list[Completion]:
             async with limit:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,9 +42,7 @@ class FakeBackend(Backend):
         self.faults = Faults()
         self.latency_s = latency_s
         self.computed_tokens = 0
-        random = np.random.default_rng(7)
-        self._weights = random.integers(1, 1 << 62, MAX_POSITIONS, dtype=np.uint64)
-        self._vocab_hash = random.integers(1, 1 << 62, vocab_size, dtype=np.uint64)
+        self._weights, self._vocab_hash = _hashes(vocab_size)
         self._boost = np.zeros(vocab_size, dtype=np.float32)
         self._boost[_PRINTABLE] = 4.0
         self._boost[END_TOKEN] = 4.0
@@ -109,6 +108,14 @@ class FakeBackend(Backend):
 
     def close(self) -> None:
         self._memory = None
+
+
+@cache
+def _hashes(vocab_size: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """A random number for every position, and for every token of the vocabulary; always the same ones."""
+    random = np.random.default_rng(7)
+    positions = random.integers(1, 1 << 62, MAX_POSITIONS, dtype=np.uint64)
+    return positions, random.integers(1, 1 << 62, vocab_size, dtype=np.uint64)
 
 
 class _FakeBlocks:

@@ -36,7 +36,8 @@ class ModelConfig(Section):
 
 class NativeConfig(Section):
     instruction_set: InstructionSet = Field(
-        default="auto", description="instructions to use; auto takes the best that the CPU has"
+        default="auto",
+        description="instructions to compute and to choose tokens with; auto takes the best that the CPU has",
     )
 
 
@@ -96,7 +97,7 @@ class SchedulerConfig(Section):
     max_running: int | None = Field(
         default=None, ge=1, description="most requests computed at once (null: n_seq_max; 256 on paged backends)"
     )
-    max_queue: int = Field(default=256, ge=0, description="most requests waiting; more are refused with 429")
+    max_queue: int = Field(default=256, ge=1, description="most requests waiting; more are refused with 429")
     kv_cache_eviction_threshold: float = Field(
         default=0.8,
         gt=0,

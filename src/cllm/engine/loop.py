@@ -1,6 +1,9 @@
 """The engine: one thread that owns scheduler, cache and backend, so that none of them needs a lock.
 
 Other threads talk to it through an inbox and read what it publishes. A step is three lines: schedule, compute, apply.
+
+Whatever fails in a turn ends in that turn. A fault of one sequence is dealt with where it happens; anything else means
+that the memory is in doubt, and there is one answer to that: `_rebuild`.
 """
 
 from __future__ import annotations
@@ -13,19 +16,27 @@ from collections.abc import Callable
 from typing import Any
 
 from cllm.backends.base import Backend
+from cllm.engine.outbox import ATTEMPTS, Deliver, Outbox
 from cllm.engine.request import FinishReason, Output, Request
 from cllm.engine.scheduler import Plan, Scheduler
 from cllm.engine.stats import EngineSnapshot
-from cllm.errors import BackendError, OverloadedError, ShuttingDownError, StepAbortedError
+from cllm.errors import BackendError, OverloadedError, ShuttingDownError, StepAbortedError, describe
 
 log = logging.getLogger("cllm.engine")
-
-Deliver = Callable[[list[Output]], None]
 
 DETAILS_INTERVAL_S = 0.25
 CHECK_INTERVAL_S = 10.0
 ABORT_CHUNK_TOKENS = 32
 """A cancelled request interrupts the step it is in if its chunk is at least this long."""
+
+MAX_ABORTED_STEPS = 8
+"""Interrupted steps in a row; cancellations cause one at most, so a backend that does not stop aborting is broken."""
+
+REBUILD_ATTEMPTS = 3
+"""Times that a new context is asked for before the engine gives up."""
+
+MAX_FRUITLESS_REBUILDS = 3
+"""Rebuilds in a row after which no step was computed and no request ended; with one more the engine gives up."""
 
 
 class Engine:
@@ -44,16 +55,21 @@ class Engine:
         self.scheduler = scheduler
         self.rebuilds = 0
         self.steps = 0
-        self._deliver = deliver
+        self._outbox = Outbox(deliver)
         self._max_queue = max_queue
         self._clock = clock
-        self._inbox: deque[Callable[[], list[Output]]] = deque()
+        self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._submit_lock = threading.Lock()
         self._submitted = 0
         self._accepting = False
         self._stop_at: float | None = None
+        self._failure: BackendError | None = None
+        """Why the engine gave up."""
+        self._progress = (0, 0)
+        self._fruitless_rebuilds = 0
         self._in_step: frozenset[str] = frozenset()
+        self._aborted_steps = 0
         self._started_at = clock()
         self._last_step_s = 0.0
         self._checked_at = clock()
@@ -74,7 +90,7 @@ class Engine:
 
     @property
     def accepting(self) -> bool:
-        return self._accepting and self._thread.is_alive()
+        return self._accepting
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises at once if it cannot be taken."""
@@ -88,7 +104,7 @@ class Engine:
                     retry_after_s=self._retry_after(),
                 )
             self._submitted += 1
-            self._inbox.append(lambda: self._on_submit(request))
+            self._inbox.append(lambda: self.scheduler.add(request))
         self._wake.set()
 
     def cancel(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -96,21 +112,31 @@ class Engine:
         self._inbox.append(lambda: self._on_cancel(request_id, index, reason))
         self._wake.set()
         if request_id in self._in_step:
-            self.backend.abort()
+            self._abort()
 
     def stop(self, grace_s: float) -> None:
         """Take no more requests, refuse those that wait, let running ones end within `grace_s`; then join."""
+        self.begin_stop(grace_s)
+        if grace_s <= 0:
+            self._abort()
+        # Joining before the deadline and aborting after it bounds the wait by one abort, not by one step.
+        self._thread.join(max(grace_s, 0.0) + 0.05)
+        while self._thread.is_alive():
+            self._abort()
+            self._thread.join(0.1)
+
+    def begin_stop(self, grace_s: float) -> None:
+        """What `stop` does first: from now on the engine's turns work towards the end."""
         with self._submit_lock:
             self._accepting = False
             self._stop_at = self._clock() + grace_s
         self._wake.set()
-        if grace_s <= 0:
+
+    def _abort(self) -> None:
+        try:
             self.backend.abort()
-        # Joining before the deadline and aborting after it bounds the wait by one abort, not by one step.
-        self._thread.join(max(grace_s, 0.0) + 0.05)
-        while self._thread.is_alive():
-            self.backend.abort()
-            self._thread.join(0.1)
+        except Exception:
+            log.exception("the step could not be interrupted")
 
     def _retry_after(self) -> float:
         """About the time one running request needs to make room."""
@@ -121,177 +147,225 @@ class Engine:
     # -- the engine's thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._should_stop():
-            try:
-                if not self._turn():
-                    self._rest()
-            except Exception as error:  # noqa: PERF203 - the loop outlives any bug: requests suffer, the server goes on
-                log.exception("unexpected error in the engine; what ran is recomputed")
-                if not self._survive(error):
-                    break
-        self._accepting = False
-        self._finish_all()
-        self._publish(force=True)
-
-    def _survive(self, error: Exception) -> bool:
         try:
-            self._deliver_all(self._rebuild(BackendError(f"internal error: {error}", fatal=True)))
-        except Exception:
-            log.critical("the engine could not recover and stops", exc_info=True)
+            while not self.should_stop:
+                if not self.turn():
+                    self._wait()
+        finally:
+            self.close_down()
+
+    def turn(self) -> bool:
+        """One round, whatever fails in it; False if there is nothing to do but wait."""
+        try:
+            busy = self._advance() or self._tidy()
+        except BackendError as error:
+            self._rebuild(error)
+            busy = True
+        except Exception as error:
+            log.exception("unexpected error in the engine; what ran is recomputed")
+            self._rebuild(BackendError(describe(error), fatal=True))
+            busy = True
+        outputs = self.scheduler.take_outputs()
+        self._publish(force=not busy or (bool(outputs) and not self.scheduler.has_work))
+        return self._send(outputs) or busy
+
+    def _advance(self) -> bool:
+        """A step, if there is anything to compute; False: there is not."""
+        scheduler = self.scheduler
+        self._drain_inbox()
+        scheduler.expire()
+        if self._stop_at is not None:
+            self._refuse_waiting()
+        scheduler.raise_doubt()
+        if not scheduler.has_work:
             return False
+        plan = scheduler.schedule()
+        scheduler.raise_doubt()
+        if plan.chunks:
+            self._step(plan)
+            scheduler.raise_doubt()
+            scheduler.kv.maintain(idle=False)
         return True
 
-    def _turn(self) -> bool:
-        """One round; False if there was nothing to do."""
-        outputs = self._drain_inbox()
-        outputs += self.scheduler.expire()
-        if self._stop_at is not None:
-            outputs += self._refuse_waiting()
-        plan = self.scheduler.schedule() if self.scheduler.has_work else Plan()
-        if plan.chunks:
-            outputs += self._step(plan)
-            self.scheduler.kv.maintain(idle=False)
-        elif len(self.scheduler.waiting) and not self.scheduler.running:
-            outputs += self._fail_unplaceable()
-        self._publish(force=bool(outputs) and not self.scheduler.has_work)
-        self._deliver_all(outputs)
-        return bool(plan.chunks)
-
-    def _step(self, plan: Plan) -> list[Output]:
-        self._in_step = frozenset(
-            sequence.request.id
-            for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True)
-            if len(chunk.tokens) >= ABORT_CHUNK_TOKENS
-        )
+    def _step(self, plan: Plan) -> None:
+        scheduler = self.scheduler
+        # No two steps in a row are interrupted, so that others advance however many cancel.
+        if self._aborted_steps == 0:
+            self._in_step = frozenset(
+                sequence.request.id
+                for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True)
+                if len(chunk.tokens) >= ABORT_CHUNK_TOKENS
+            )
         started = self._clock()
         try:
             logits = self.backend.step(plan.chunks)
-        except StepAbortedError:
-            self.scheduler.rewind(plan)
-            return []
+        except StepAbortedError as error:
+            self._aborted_steps += 1
+            if self._aborted_steps > MAX_ABORTED_STEPS:
+                raise
+            log.debug("%s", error)
+            scheduler.rewind(plan)
+            return
         except BackendError as error:
-            return self._recover(plan, error)
+            self._recover(plan, error)
+            return
         finally:
             self._in_step = frozenset()
         self._last_step_s = self._clock() - started
         self.steps += 1
-        self.scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, self._last_step_s)
+        self._aborted_steps = 0
+        scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, self._last_step_s)
         # Cancellations that arrived during the step are honoured before its tokens count.
-        outputs = self._drain_inbox()
-        outputs += self.scheduler.apply(plan, logits)
-        if self.scheduler.take_suspicion():
-            outputs += self._rebuild(BackendError("positions were wrong twice for one request"))
-        for observer in self.scheduler.observers:
-            observer.on_step(self._last_step_s, plan.prompt_tokens, plan.decode_rows)
-        return outputs
+        self._drain_inbox()
+        scheduler.apply(plan, logits)
+        scheduler.observers.step(self._last_step_s, plan.prompt_tokens, plan.decode_rows)
 
-    def _recover(self, plan: Plan, error: BackendError) -> list[Output]:
+    def _recover(self, plan: Plan, error: BackendError) -> None:
         """A step failed: find the sequence that cannot be computed, so that the others finish."""
         log.error("a step of %d sequences failed: %s", len(plan.sequences), error)
         if error.fatal:
-            return self._rebuild(error)
+            raise error
         self.scheduler.rewind(plan)
-        outputs: list[Output] = []
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
+            if not sequence.running:
+                continue
             alone = Plan([sequence], [chunk])
             try:
                 logits = self.backend.step(alone.chunks)
+            except StepAbortedError:
+                # Somebody was cancelled; whoever was computed just then is not to blame.
+                self.scheduler.rewind(alone)
             except BackendError as own_error:
                 if own_error.fatal:
-                    return outputs + self._rebuild(own_error)
-                outputs += self.scheduler.blame(sequence, own_error)
+                    raise
+                self.scheduler.blame(sequence, own_error)
             else:
-                outputs += self.scheduler.apply(alone, logits)
-        return outputs
+                self.scheduler.apply(alone, logits)
 
-    def _rebuild(self, cause: BackendError) -> list[Output]:
+    def _rebuild(self, cause: BackendError) -> None:
         """Last resort: a new context. What ran is recomputed from its tokens."""
         self.rebuilds += 1
         log.error("the backend's context is rebuilt: %s", cause)
-        outputs = self.scheduler.preempt_all(cause)
-        try:
-            self.backend.rebuild()
-        except Exception as error:
-            log.exception("the backend's context could not be rebuilt")
-            failure = BackendError(f"the model's context was lost and could not be rebuilt: {error}", fatal=True)
-            for request in list(self.scheduler.requests.values()):
-                outputs += self.scheduler.finish(request, None, FinishReason.ERROR, failure)
-        self.scheduler.kv.reset()
-        return outputs
+        self.scheduler.preempt_all(cause)
+        progress = (self.steps, sum(self.scheduler.finished.values()))
+        self._fruitless_rebuilds = self._fruitless_rebuilds + 1 if progress == self._progress else 0
+        self._progress = progress
+        if self._fruitless_rebuilds > MAX_FRUITLESS_REBUILDS:
+            self._give_up(BackendError(f"the engine cannot recover: {cause}", fatal=True))
+            return
+        failure: Exception | None = None
+        for _ in range(REBUILD_ATTEMPTS):
+            try:
+                self.backend.rebuild()
+                self.scheduler.kv.reset()
+            except Exception as error:  # noqa: PERF203 - a new attempt may succeed
+                log.exception("the backend's context could not be rebuilt")
+                failure = error
+            else:
+                return
+        message = f"the model's context was lost and could not be rebuilt: {failure} (it was lost by: {cause})"
+        self._give_up(BackendError(message, fatal=True))
 
-    def _rest(self) -> None:
-        """Nothing to compute: tidy up, then wait for someone to come, or for a deadline."""
+    def _give_up(self, failure: BackendError) -> None:
+        """There is no memory to compute in: all end with this error, and nobody is taken any more."""
+        log.critical("the engine stops: %s", failure)
+        self._failure = failure
+
+    def _tidy(self) -> bool:
+        """Nothing to compute: tidy up and check the cache, piece by piece, until somebody comes."""
         kv = self.scheduler.kv
-        if not self.scheduler.running:
-            kv.maintain(idle=True)
-            now = self._clock()
-            if now - self._checked_at >= CHECK_INTERVAL_S:
-                self._checked_at = now
-                kv.check()
-        self._publish(force=True)
+        while not self._inbox and kv.maintain(idle=True):
+            pass
+        now = self._clock()
+        if now - self._checked_at >= CHECK_INTERVAL_S:
+            self._checked_at = now
+            for _ in kv.check_in_slices():
+                if self._inbox or self._stop_at is not None:
+                    break
+        return False
+
+    def _wait(self) -> None:
+        """Until someone comes, or for a deadline."""
         deadlines = [d for d in (self.scheduler.next_deadline(), self._stop_at) if d is not None]
         timeout = max(0.0, min(deadlines) - self._clock()) if deadlines else None
         if not self._inbox:
             self._wake.wait(timeout)
         self._wake.clear()
 
-    def _should_stop(self) -> bool:
+    @property
+    def should_stop(self) -> bool:
+        if self._failure is not None:
+            return True
         if self._stop_at is None:
             return False
         return self._clock() >= self._stop_at or not (self.scheduler.has_work or self._inbox)
 
-    def _finish_all(self) -> None:
-        outputs = self._drain_inbox()
-        error = ShuttingDownError("the server shut down before the request was done")
-        for request in list(self.scheduler.requests.values()):
-            outputs += self.scheduler.finish(request, None, FinishReason.CANCELLED, error)
-        self._deliver_all(outputs)
+    def close_down(self) -> None:
+        """The last thing the engine does: everybody who is still here is told, and nothing is held any more."""
+        with self._submit_lock:
+            self._accepting = False
+        scheduler = self.scheduler
+        self._drain_inbox()
+        error: Exception = ShuttingDownError("the server shut down before the request was done")
+        reason = FinishReason.CANCELLED
+        if self._failure is not None:
+            error, reason = self._failure, FinishReason.ERROR
+        for request in list(scheduler.requests.values()):
+            scheduler.finish(request, None, reason, error)
+        try:
+            scheduler.raise_doubt()
+            if self._failure is not None:
+                scheduler.kv.reset()
+        except Exception:
+            log.exception("the cache was left in doubt")
+            self._reset_cache()
+        self._publish(force=True)
+        for _ in range(ATTEMPTS):
+            self._outbox.send(scheduler.take_outputs())
 
-    def _refuse_waiting(self) -> list[Output]:
+    def _reset_cache(self) -> None:
+        try:
+            self.scheduler.kv.reset()
+        except Exception:
+            log.exception("the cache could not be reset")
+
+    def _refuse_waiting(self) -> None:
         error = ShuttingDownError("the server is shutting down; the request was waiting and was not started")
-        outputs: list[Output] = []
         for sequence in list(self.scheduler.waiting):
             if sequence.request.first_token_at is None:
-                outputs += self.scheduler.finish(sequence.request, None, FinishReason.CANCELLED, error)
-        return outputs
-
-    def _fail_unplaceable(self) -> list[Output]:
-        """Nothing runs, yet the first in the queue finds no room: it never will."""
-        sequence = self.scheduler.waiting.pop()
-        if sequence is None:
-            return []
-        self.scheduler.waiting.push(sequence)
-        error = BackendError(f"there is no room in the KV cache for {len(sequence.tokens)} tokens")
-        return self.scheduler.finish(sequence.request, None, FinishReason.ERROR, error)
+                self.scheduler.finish(sequence.request, None, FinishReason.CANCELLED, error)
 
     # -- inbox -------------------------------------------------------------------------------------------------
 
-    def _drain_inbox(self) -> list[Output]:
-        outputs: list[Output] = []
+    def _drain_inbox(self) -> None:
         while self._inbox:
-            outputs += self._inbox.popleft()()
-        return outputs
+            self._inbox.popleft()()
 
-    def _on_submit(self, request: Request) -> list[Output]:
-        self.scheduler.add(request)
-        return []
-
-    def _on_cancel(self, request_id: str, index: int | None, reason: FinishReason) -> list[Output]:
+    def _on_cancel(self, request_id: str, index: int | None, reason: FinishReason) -> None:
         request = self.scheduler.requests.get(request_id)
-        return self.scheduler.finish(request, index, reason) if request is not None else []
+        if request is not None:
+            self.scheduler.finish(request, index, reason)
 
     # -- publishing --------------------------------------------------------------------------------------------
 
-    def _deliver_all(self, outputs: list[Output]) -> None:
-        if outputs:
-            self._deliver(outputs)
+    def _send(self, outputs: list[Output]) -> bool:
+        """Deliver. True: there is something left to deliver, in the next turn."""
+        lost = self._outbox.send(outputs)
+        for request_id in lost:
+            if request := self.scheduler.requests.get(request_id):
+                error = BackendError("tokens of the answer could not be delivered")
+                self.scheduler.finish(request, None, FinishReason.ERROR, error)
+        return bool(lost) or self._outbox.waiting
 
     def _publish(self, *, force: bool = False) -> None:
-        self.snapshot = self._take_snapshot()
-        now = self._clock()
-        if force or now - self._details_at >= DETAILS_INTERVAL_S:
-            self._details_at = now
-            self.details = self.scheduler.kv.details()
+        try:
+            self.snapshot = self._take_snapshot()
+            now = self._clock()
+            if force or now - self._details_at >= DETAILS_INTERVAL_S:
+                self._details_at = now
+                self.details = self.scheduler.kv.details()
+        except Exception:
+            log.exception("the engine's numbers could not be published; the last ones stand")
 
     def _take_snapshot(self) -> EngineSnapshot:
         scheduler = self.scheduler

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from cllm.engine.request import Request
+
+log = logging.getLogger("cllm.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ def record_of(request: Request, now: float, error: Exception | None) -> RequestR
         reason=request.reason.value,
         error=str(error) if error is not None else None,
         prompt_tokens=len(request.prompt),
-        cached_tokens=request.sequences[0].cached_tokens,
+        cached_tokens=request.cached_tokens,
         generated_tokens=request.generated,
         queued_s=admitted - request.arrival,
         ttft_s=first - request.arrival if first is not None else None,
@@ -55,3 +59,25 @@ class EngineObserver(Protocol):
     def on_finished(self, record: RequestRecord) -> None: ...
 
     def on_eviction(self, count: int, seconds: float) -> None: ...
+
+
+class Observers(list[EngineObserver]):
+    """Tells each of them. One that fails is no reason for anything else to fail; it is asked again next time."""
+
+    def step(self, seconds: float, prompt_tokens: int, decode_tokens: int) -> None:
+        for observer in self:
+            self._tell(observer.on_step, seconds, prompt_tokens, decode_tokens)
+
+    def finished(self, record: RequestRecord) -> None:
+        for observer in self:
+            self._tell(observer.on_finished, record)
+
+    def evicted(self, count: int, seconds: float) -> None:
+        for observer in self:
+            self._tell(observer.on_eviction, count, seconds)
+
+    def _tell(self, listener: Callable[..., None], *facts: object) -> None:
+        try:
+            listener(*facts)
+        except Exception:
+            log.exception("%s failed; the request is not concerned", getattr(listener, "__qualname__", listener))

@@ -20,8 +20,9 @@ class WaitingQueue:
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
-        self._heap: list[tuple[Order, Sequence]] = []
-        self._gone: set[int] = set()
+        # Who left stays in the heap until it comes up; who is not in the dictionary has left.
+        self._heap: list[Order] = []
+        self._waiting: dict[Order, Sequence] = {}
         self._ticket = count()
 
     def rank(self, sequence: Sequence) -> Order:
@@ -32,22 +33,25 @@ class WaitingQueue:
         return sequence.order
 
     def push(self, sequence: Sequence) -> None:
-        heapq.heappush(self._heap, (self.rank(sequence), sequence))
+        order = self.rank(sequence)
+        if order not in self._waiting:
+            self._waiting[order] = sequence
+            heapq.heappush(self._heap, order)
 
     def pop(self) -> Sequence | None:
         while self._heap:
-            (_, ticket), sequence = heapq.heappop(self._heap)
-            if ticket not in self._gone:
+            sequence = self._waiting.pop(heapq.heappop(self._heap), None)
+            if sequence is not None:
                 return sequence
-            self._gone.remove(ticket)
         return None
 
     def discard(self, sequence: Sequence) -> None:
-        """Take a waiting sequence out; it leaves the heap when it comes up."""
-        self._gone.add(self.rank(sequence)[1])
+        """Take a sequence out, if it is waiting."""
+        if sequence.order is not None:
+            self._waiting.pop(sequence.order, None)
 
     def __len__(self) -> int:
-        return len(self._heap) - len(self._gone)
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for (_, ticket), sequence in self._heap if ticket not in self._gone)
+        return iter(self._waiting.values())

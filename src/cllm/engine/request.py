@@ -13,6 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from cllm.engine.params import SamplingParams
+from cllm.engine.rows import RowSampler
 from cllm.engine.sampling import TokenChooser, TokenLogprob
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
@@ -66,7 +67,6 @@ class Sequence(KVSequence):
 
     __slots__ = (
         "_key",
-        "cached_tokens",
         "chooser",
         "ended",
         "index",
@@ -74,6 +74,7 @@ class Sequence(KVSequence):
         "n_prompt",
         "order",
         "recoveries",
+        "refused",
         "request",
         "running",
         "twins",
@@ -90,10 +91,16 @@ class Sequence(KVSequence):
         self.running = False
         self.ended = False
         self.recoveries = 0
-        self.cached_tokens = 0
+        self.refused = False
+        """Whether it waits because there was no room for it."""
         self._key: bytes | None = None
         # The other answers to the same prompt; they start from this one's KV when the prompt is computed.
         self.twins: list[Sequence] = []
+
+    @property
+    def counts_as_query(self) -> bool:  # type: ignore[override]
+        """Only the first admission of a request asks the cache for what others computed."""
+        return self.request.admitted_at is None
 
     @property
     def remaining(self) -> int:
@@ -123,6 +130,7 @@ class Request:
     __slots__ = (
         "admitted_at",
         "arrival",
+        "cached_tokens",
         "deadline",
         "end_ids",
         "first_token_at",
@@ -162,6 +170,8 @@ class Request:
         self.sequences: list[Sequence] = []
         self.unfinished = params.n
         self.preemptions = 0
+        self.cached_tokens = 0
+        """Of the prompt, found when the request was first admitted."""
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
@@ -184,8 +194,9 @@ def build_request(
     seed: int,
     max_context: int,
     vocab_size: int,
+    rows: RowSampler | None = None,
 ) -> Request:
-    """A request with its sequences, ready for the engine. Answer i draws with seed + i."""
+    """A request with its sequences, ready for the engine. Answer i draws with seed + i; `rows` does the work of it."""
     stops = frozenset(params.stop_token_ids)
     end_ids = stops if params.ignore_eos else stops | eos_ids
     forbidden = eos_ids - stops if params.ignore_eos else frozenset()
@@ -201,7 +212,7 @@ def build_request(
     limit = max_context if params.max_tokens is None else min(len(prompt) + params.max_tokens, max_context)
     for index in range(params.n):
         chooser = TokenChooser(
-            params, prompt, end_ids=end_ids, forbidden=forbidden, seed=seed + index, vocab_size=vocab_size
+            params, prompt, end_ids=end_ids, forbidden=forbidden, seed=seed + index, vocab_size=vocab_size, rows=rows
         )
         request.sequences.append(Sequence(request, index, chooser, limit))
     first = request.sequences[0]

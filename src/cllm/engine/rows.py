@@ -6,6 +6,7 @@ from typing import Protocol
 
 from cllm.engine import draw
 from cllm.engine.draw import Ids, Row
+from cllm.errors import ConfigError
 
 
 class RowSampler(Protocol):
@@ -26,12 +27,17 @@ class RowSampler(Protocol):
     def largest(self, values: Row, count: int) -> Ids: ...
 
 
-def fastest() -> RowSampler:
+def fastest(instruction_set: str = "auto") -> RowSampler:
+    """The best there is; of the extension, the kernels of `backend.native.instruction_set`."""
     try:
         from cllm._native import RowSampler as NativeRowSampler
     except ImportError:
         return draw
-    return NativeRowSampler("auto")
+    try:
+        return NativeRowSampler(instruction_set)
+    except ValueError as error:
+        raise ConfigError(f"backend.native.{error}") from error  # it begins with the setting
 
 
 ROWS = fastest()
+"""What is used where nothing else is asked for."""

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from cllm.engine.draw import Ids, Row, mix64, uniform
 from cllm.engine.params import SamplingParams
 from cllm.engine.penalties import Penalties
-from cllm.engine.rows import ROWS
+from cllm.engine.rows import ROWS, RowSampler
 from cllm.errors import InvalidRequestError
 
 Mask = NDArray[np.bool_]
@@ -71,6 +71,7 @@ class TokenChooser:
         "_key",
         "_penalties",
         "_plain",
+        "_rows",
         "generated",
         "params",
     )
@@ -84,10 +85,12 @@ class TokenChooser:
         forbidden: frozenset[int] = frozenset(),
         seed: int,
         vocab_size: int,
+        rows: RowSampler | None = None,
     ) -> None:
         """`end_ids` end the answer, so they wait for `min_tokens`; `forbidden` ones are never chosen."""
         check_token_ids(params, vocab_size)
         self.params = params
+        self._rows = ROWS if rows is None else rows
         self.generated = 0
         self._key = mix64(seed)
         self._penalties = Penalties(params, prompt)
@@ -107,7 +110,7 @@ class TokenChooser:
 
     def choose(self, logits: Row, mask: Mask | None) -> Choice | None:
         """Choose and observe the next token; None if there is no finite best."""
-        best = ROWS.argmax(logits)
+        best = self._rows.argmax(logits)
         peak = float(logits[best])
         if not math.isfinite(peak):
             return None
@@ -121,7 +124,7 @@ class TokenChooser:
         model_peak = peak
         values = self._adjusted(logits, best, mask)
         if values is not logits:
-            best = ROWS.argmax(values)
+            best = self._rows.argmax(values)
             peak = float(values[best])
             if not math.isfinite(peak):
                 return None
@@ -129,7 +132,7 @@ class TokenChooser:
         self.observe(token_id)
         if self.params.logprobs is None:
             return Choice(token_id, None)
-        return Choice(token_id, _logprob(logits, model_peak, token_id, self.params.logprobs))
+        return Choice(token_id, _logprob(self._rows, logits, model_peak, token_id, self.params.logprobs))
 
     @property
     def _adjusts(self) -> bool:
@@ -154,7 +157,7 @@ class TokenChooser:
 
     def _draw(self, values: Row, peak: float) -> int:
         params = self.params
-        return ROWS.draw(
+        return self._rows.draw(
             values,
             peak,
             uniform(self._key, self.generated),
@@ -177,14 +180,19 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 
 def choose(
     logits: NDArray[np.float32], wanted: Sequence[tuple[int, TokenChooser]], masks: Sequence[Mask | None] | None = None
-) -> list[Choice | None]:
+) -> list[Choice | Exception | None]:
     """One token for each (row, chooser) wanted, with its mask if any; several choosers may share a row.
 
-    None where a row has no finite best: it holds NaN or +inf, or nothing is allowed. `logits` is not changed.
+    None where a row has no finite best: it holds NaN or +inf, or nothing is allowed. An exception where one was raised:
+    the other choosers have chosen, so their tokens must count. `logits` is not changed.
     """
-    if masks is None:
-        masks = [None] * len(wanted)
-    return [chooser.choose(logits[row], mask) for (row, chooser), mask in zip(wanted, masks, strict=True)]
+    choices: list[Choice | Exception | None] = []
+    for index, (row, chooser) in enumerate(wanted):
+        try:
+            choices.append(chooser.choose(logits[row], None if masks is None else masks[index]))
+        except Exception as error:  # noqa: PERF203 - one answer's parameters are not the others' business
+            choices.append(error)
+    return choices
 
 
 def _bans(mask: Mask) -> Row:
@@ -194,9 +202,9 @@ def _bans(mask: Mask) -> Row:
     return bits.view(np.float32)
 
 
-def _logprob(logits: Row, peak: float, token_id: int, count: int) -> TokenLogprob:
-    total = ROWS.log_total(logits, peak)
-    ids = ROWS.largest(logits, count) if count else np.empty(0, np.intp)
+def _logprob(rows: RowSampler, logits: Row, peak: float, token_id: int, count: int) -> TokenLogprob:
+    total = rows.log_total(logits, peak)
+    ids = rows.largest(logits, count) if count else np.empty(0, np.intp)
     ids = ids[np.argsort(-logits[ids], kind="stable")]
     top = [(int(each), float(logits[each]) - total) for each in ids]
     return TokenLogprob(token_id, float(logits[token_id]) - total, top)

@@ -5,25 +5,25 @@ decode row, more are a prompt chunk (or a resumed sequence: the same thing).
 
     schedule()   decode rows first, then prompt chunks within the step's budget, admitting from the queue
     apply()      positions checked, blocks committed, tokens chosen, ends noticed
+
+A `BackendError` of the cache that is not fatal concerns the sequence it was called for. Everything else that the cache
+raises goes to the caller, who renews the memory; until then the roster is right, whatever call it was.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from cllm.backends.base import Chunk, Logits
 from cllm.engine.budget import StepBudget
-from cllm.engine.observer import EngineObserver, record_of
-from cllm.engine.queue import WaitingQueue
-from cllm.engine.request import FinishReason, Output, Request, RequestState, Sequence
+from cllm.engine.request import FinishReason, Output, Sequence
+from cllm.engine.roster import MAX_RECOVERIES, Roster
 from cllm.engine.sampling import TokenLogprob, choose
-from cllm.errors import BackendError, RequestTimeoutError
+from cllm.errors import BackendError, describe
 from cllm.kv.manager import KVManager, PositionMismatchError
 
 log = logging.getLogger("cllm.engine")
@@ -36,9 +36,6 @@ WAIT_FOR_PREFIX_TOKENS = 8
 
 OLDEST_EVERY = 4
 """Every so many steps with prompts the oldest one goes first, however long it is."""
-
-MAX_RECOVERIES = 2
-"""Times a sequence is recomputed after a fault before it fails."""
 
 _BY_SLOT = attrgetter("slot")
 
@@ -61,7 +58,7 @@ class Plan:
         self.prompt_tokens += count
 
 
-class Scheduler:
+class Scheduler(Roster):
     def __init__(
         self,
         kv: KVManager,
@@ -71,63 +68,17 @@ class Scheduler:
         ageing_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.kv = kv
+        super().__init__(kv, ageing_s=ageing_s, clock=clock)
         self.budget = budget
-        self.observers: list[EngineObserver] = []
-        self.requests: dict[str, Request] = {}
-        self.running: list[Sequence] = []
-        self.waiting = WaitingQueue(ageing_s)
-        self.dequeued = 0
-        self.preemptions = 0
         self.position_mismatches = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.generated_tokens = 0
-        self.finished: Counter[str] = Counter()
         self._max_running = max_running
-        self._clock = clock
-        self._deadlines: list[tuple[float, str]] = []
-        self._suspect = False
         self._prompt_steps = 0
-
-    # -- requests come and go ----------------------------------------------------------------------------------
-
-    def add(self, request: Request) -> None:
-        self.requests[request.id] = request
-        heapq.heappush(self._deadlines, (request.deadline, request.id))
-        self.waiting.push(request.sequences[0])
-
-    def finish(
-        self, request: Request, index: int | None, reason: FinishReason, error: Exception | None = None
-    ) -> list[Output]:
-        """End a request, or one of its answers, wherever it stands."""
-        asked = request.sequences if index is None else [request.sequences[index]]
-        return [self._end(sequence, reason, error=error) for sequence in asked if not sequence.ended]
-
-    def expire(self) -> list[Output]:
-        """End every request whose deadline has passed."""
-        now = self._clock()
-        outputs: list[Output] = []
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][1] not in self.requests):
-            _, request_id = heapq.heappop(self._deadlines)
-            if request := self.requests.get(request_id):
-                limit = request.deadline - request.arrival
-                error = RequestTimeoutError(f"request {request_id} did not finish within {limit:g} s")
-                outputs += self.finish(request, None, FinishReason.TIMEOUT, error)
-        return outputs
-
-    def next_deadline(self) -> float | None:
-        return self._deadlines[0][0] if self._deadlines else None
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.running) or len(self.waiting) > 0
 
     # -- before a step -----------------------------------------------------------------------------------------
 
     def schedule(self) -> Plan:
         while not self._room_to_decode():
-            self._preempt(max(self.running, key=self.waiting.rank))
+            self.raise_doubt()  # memory that did not come back is no reason for anyone else to go
         if len(self.waiting):
             self._admit()
         self.kv.arrange()
@@ -148,10 +99,21 @@ class Scheduler:
         return plan
 
     def _room_to_decode(self) -> bool:
-        """Make room for the next token of every answer. False: the memory does not suffice for all of them."""
+        """Make room for the next token of every answer. False: one of them had to go, and the others try again."""
         grow = self.kv.grow
         for sequence in self.running:  # a plain loop: this runs for every sequence in every step
-            if len(sequence.tokens) - sequence.num_computed == 1 and not grow(sequence, 1):
+            if len(sequence.tokens) - sequence.num_computed == 1:
+                try:
+                    if grow(sequence, 1):
+                        continue
+                except BackendError as error:
+                    if error.fatal:
+                        raise
+                    log.error("request %s cannot grow: %s; it is recomputed", sequence.request.id, error)
+                    self._set_back(sequence, error)
+                else:
+                    self.kv.allocation_failures += 1
+                    self._preempt(max(self.running, key=self.waiting.rank))
                 return False
         return True
 
@@ -183,24 +145,52 @@ class Scheduler:
         """Take sequences from the queue while there is room, in order; those that better wait are passed over."""
         passed: list[Sequence] = []
         in_progress = [sequence for sequence in self.running if sequence.remaining > 1]
-        for _ in range(min(ADMIT_SCAN, len(self.waiting))):
-            if len(self.running) >= self._max_running:
-                break
-            sequence = self.waiting.pop()
-            if sequence is None:
-                break
-            if self._better_waits(sequence, in_progress):
-                passed.append(sequence)
-                continue
+        try:
+            for _ in range(min(ADMIT_SCAN, len(self.waiting))):
+                if len(self.running) >= self._max_running:
+                    break
+                sequence = self.waiting.pop()
+                if sequence is None:
+                    break
+                passed.append(sequence)  # it stands in the queue until it has started, whatever is raised
+                if self._better_waits(sequence, in_progress):
+                    continue
+                cached = self._place(sequence)
+                if cached is None:
+                    break
+                passed.pop()
+                self._start(sequence, cached)
+                if sequence.remaining > 1:
+                    in_progress.append(sequence)
+        finally:
+            for sequence in passed:
+                if not sequence.ended:
+                    self.waiting.push(sequence)
+
+    def _place(self, sequence: Sequence) -> int | None:
+        """Find memory for a sequence that waits; None: not now, or never, and then it has ended."""
+        try:
             cached = self.kv.admit(sequence)
-            if cached is None:
-                passed.append(sequence)
-                break
-            self._start(sequence, cached)
-            if sequence.remaining > 1:
-                in_progress.append(sequence)
-        for sequence in passed:
-            self.waiting.push(sequence)
+        except Exception as error:
+            sequence.recoveries += 1
+            if sequence.recoveries > MAX_RECOVERIES:
+                failure = error if isinstance(error, BackendError) else BackendError(describe(error))
+                self._end(sequence, FinishReason.ERROR, error=failure)
+            # What failed and took memory all the same is not to be relied on.
+            if not isinstance(error, BackendError) or error.fatal or sequence.admitted:
+                raise
+            log.error("request %s could not be admitted: %s", sequence.request.id, error)
+            return None
+        if cached is not None:
+            return cached
+        if not self.running:
+            # It has all the memory there is to itself, so waiting would not help.
+            no_room = BackendError(f"there is no room in the KV cache for {len(sequence.tokens)} tokens")
+            self.finish(sequence.request, None, FinishReason.ERROR, no_room)
+        elif not sequence.refused:
+            sequence.refused = True
+            self.kv.allocation_failures += 1
+        return None
 
     def _better_waits(self, sequence: Sequence, in_progress: list[Sequence]) -> bool:
         """Is someone computing a prompt right now that this sequence could share instead of computing it again?"""
@@ -220,48 +210,20 @@ class Scheduler:
         unit = self.kv.unit_tokens
         return -(-(computed + WAIT_FOR_PREFIX_TOKENS) // unit) * unit
 
-    def _start(self, sequence: Sequence, cached: int) -> None:
-        request = sequence.request
-        sequence.running = True
-        self.running.append(sequence)
-        if request.admitted_at is None:
-            self.dequeued += 1
-            request.admitted_at = self._clock()
-            request.state = RequestState.PROCESSING
-        if len(sequence.tokens) == sequence.n_prompt and sequence.index == 0:
-            sequence.cached_tokens = cached
-            self.prompt_tokens += sequence.n_prompt
-            self.cached_tokens += cached
-
-    def _preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Give a running sequence's memory to others; it comes back to the front of the queue and is recomputed."""
-        self.preemptions += 1
-        sequence.request.preemptions += 1
-        self._stop_running(sequence, keep=keep)
-        sequence.forget_key()
-        sequence.request.state = RequestState.PENDING
-        self.waiting.push(sequence)
-
-    def _stop_running(self, sequence: Sequence, *, keep: bool = True) -> None:
-        self.running.remove(sequence)
-        sequence.running = False
-        self.kv.release(sequence, keep=keep)
-
     # -- after a step ------------------------------------------------------------------------------------------
 
-    def apply(self, plan: Plan, logits: Logits) -> list[Output]:
-        """Take the step's result in. Sequences that ended while it ran are passed over."""
+    def apply(self, plan: Plan, logits: Logits) -> None:
+        """Take the step's result in. Sequences that ended while it ran are passed over.
+
+        What is raised is raised before any token is chosen, so that the same ones can be computed again.
+        """
         kv = self.kv
         wanted: list[tuple[int, Sequence]] = []
         row = 0
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
             if sequence.running:
                 sequence.num_computed += len(chunk.tokens)
-                try:
-                    kv.verify(sequence)
-                except PositionMismatchError as mismatch:
-                    self._heal(sequence, mismatch)
-                else:
+                if self._verified(sequence):
                     kv.commit(sequence)
                     if chunk.wants_logits:
                         wanted.append((row, sequence))
@@ -270,16 +232,36 @@ class Scheduler:
             row += chunk.wants_logits
         choices = choose(logits, [(row, sequence.chooser) for row, sequence in wanted])
         now = self._clock()
-        outputs: list[Output] = []
         for (_, sequence), choice in zip(wanted, choices, strict=True):
             if choice is None:
                 error = BackendError("the model gave no usable probabilities for the next token")
-                outputs.append(self._end(sequence, FinishReason.ERROR, error=error))
+                self._end(sequence, FinishReason.ERROR, error=error)
+            elif isinstance(choice, Exception):
+                log.error("request %s: no token can be chosen", sequence.request.id, exc_info=choice)
+                self._end(sequence, FinishReason.ERROR, error=BackendError(describe(choice)))
             else:
-                outputs.append(self._take_token(sequence, choice.token_id, choice.logprob, now))
-        return outputs
+                self._take_token(sequence, choice.token_id, choice.logprob, now)
 
-    def _take_token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> Output:
+    def _verified(self, sequence: Sequence) -> bool:
+        """Does the backend hold what it should for this sequence? If not, the sequence is recomputed."""
+        try:
+            self.kv.verify(sequence)
+        except PositionMismatchError as mismatch:
+            self.position_mismatches += 1
+            error = BackendError(str(mismatch))
+        except BackendError as failure:
+            if failure.fatal:
+                raise
+            error = failure
+        else:
+            return True
+        log.error("request %s: %s; its KV is dropped and recomputed", sequence.request.id, error)
+        self._set_back(sequence, error)
+        if sequence.recoveries > 1:
+            self.distrust(BackendError(f"positions were wrong twice for one request: {error}"))
+        return False
+
+    def _take_token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:
         request = sequence.request
         sequence.tokens.append(token)
         self.generated_tokens += 1
@@ -289,25 +271,37 @@ class Scheduler:
             request.gaps.append(now - request.last_token_at)
         request.last_token_at = now
         if token in request.end_ids:
-            return self._end(sequence, FinishReason.STOP, token, logprob)
-        if len(sequence.tokens) >= sequence.max_length:
-            return self._end(sequence, FinishReason.LENGTH, token, logprob)
-        return Output(request.id, sequence.index, token, logprob, None, None, None, sequence.cached_tokens)
+            self._end(sequence, FinishReason.STOP, token, logprob)
+        elif len(sequence.tokens) >= sequence.max_length:
+            self._end(sequence, FinishReason.LENGTH, token, logprob)
+        else:
+            self._outputs.append(
+                Output(request.id, sequence.index, token, logprob, None, None, None, request.cached_tokens)
+            )
 
     def _fork_twins(self, sequence: Sequence) -> list[Sequence]:
         """The prompt is computed: its other answers begin here, as far as there is room; the rest queue up."""
         started: list[Sequence] = []
-        for twin in sequence.twins:
-            if twin.ended:
-                continue
-            self.waiting.rank(twin)
-            if len(self.running) < self._max_running and self.kv.fork(sequence, twin):
-                self._start(twin, twin.num_computed)
-                started.append(twin)
-            else:
-                self.waiting.push(twin)
-        sequence.twins = []
+        while sequence.twins:
+            twin = sequence.twins[0]
+            if not twin.ended:
+                self.waiting.rank(twin)
+                if len(self.running) < self._max_running and self._forked(sequence, twin):
+                    self._start(twin, twin.num_computed)
+                    started.append(twin)
+                else:
+                    self.waiting.push(twin)
+            del sequence.twins[0]  # only now: a twin that could not be dealt with is dealt with next time
         return started
+
+    def _forked(self, sequence: Sequence, twin: Sequence) -> bool:
+        try:
+            return self.kv.fork(sequence, twin)
+        except BackendError as error:
+            if error.fatal or twin.admitted:
+                raise
+            log.error("request %s: an answer cannot begin where another one is: %s", sequence.request.id, error)
+            return False
 
     # -- faults ------------------------------------------------------------------------------------------------
 
@@ -317,81 +311,7 @@ class Scheduler:
             if sequence.running:
                 self.kv.rewind(sequence)
 
-    def blame(self, sequence: Sequence, error: BackendError) -> list[Output]:
+    def blame(self, sequence: Sequence, error: BackendError) -> None:
         """A sequence could not be computed, not even alone: it fails, unless its memory was wrong and can be redone."""
-        try:
-            self.kv.verify(sequence)
-        except PositionMismatchError as mismatch:
-            if sequence.recoveries < MAX_RECOVERIES:
-                self._heal(sequence, mismatch)
-                return []
-        return self.finish(sequence.request, sequence.index, FinishReason.ERROR, error)
-
-    def preempt_all(self, error: Exception) -> list[Output]:
-        """The backend's memory is lost: everything that ran is recomputed, or fails if that happened too often."""
-        outputs: list[Output] = []
-        for sequence in list(self.running):
-            sequence.recoveries += 1
-            if sequence.recoveries > MAX_RECOVERIES:
-                outputs.append(self._end(sequence, FinishReason.ERROR, error=error, keep=False))
-            else:
-                self._preempt(sequence, keep=False)
-        return outputs
-
-    def take_suspicion(self) -> bool:
-        """Has a sequence's content been wrong twice, so that the whole context is in doubt? Asking resets it."""
-        suspect, self._suspect = self._suspect, False
-        return suspect
-
-    def _heal(self, sequence: Sequence, error: PositionMismatchError) -> None:
-        self.position_mismatches += 1
-        log.error("request %s: %s; its KV is dropped and recomputed", sequence.request.id, error)
-        sequence.recoveries += 1
-        self._suspect |= sequence.recoveries > 1
-        self._preempt(sequence, keep=False)
-
-    # -- ends --------------------------------------------------------------------------------------------------
-
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        token: int | None = None,
-        logprob: TokenLogprob | None = None,
-        *,
-        error: Exception | None = None,
-        keep: bool = True,
-    ) -> Output:
-        """Release everything the sequence holds, and with the last one its request."""
-        request = sequence.request
-        if sequence.running:
-            # The backend may be ahead by a step that will not be applied.
-            if reason not in (FinishReason.STOP, FinishReason.LENGTH) or token is None:
-                self.kv.rewind(sequence)
-            self._stop_running(sequence, keep=keep)
-        elif sequence.order is not None:
-            self.waiting.discard(sequence)
-        sequence.ended = True
-        for twin in sequence.twins:
-            if not twin.ended:
-                self.waiting.push(twin)
-        sequence.twins = []
-        request.unfinished -= 1
-        if request.reason is None or reason.state is not RequestState.COMPLETED:
-            request.reason = reason
-        if request.unfinished == 0:
-            self._close(request, error)
-        stop_token = token if reason is FinishReason.STOP else None
-        cached = sequence.cached_tokens
-        return Output(request.id, sequence.index, token, logprob, reason, stop_token, error, cached)
-
-    def _close(self, request: Request, error: Exception | None) -> None:
-        assert request.reason is not None
-        request.state = request.reason.state
-        del self.requests[request.id]
-        if request.admitted_at is None:
-            self.dequeued += 1
-        self.finished[request.reason.value] += 1
-        record = record_of(request, self._clock(), error)
-        for observer in self.observers:
-            observer.on_finished(record)
+        if self._verified(sequence):
+            self._end(sequence, FinishReason.ERROR, error=error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from typing import Any
 
 from cllm.kv.ops import SavedKV
 from cllm.kv.radix import TOKEN_BYTES, Node, RadixTree
@@ -29,6 +30,20 @@ class Entry:
 
     def path(self) -> Iterator[Node[set[Entry]]]:
         return self.node.path() if self.node is not None else iter(())
+
+    def preference(self) -> tuple[int, int]:
+        """Among equals: one that waits in a slot, then a running one, then a saved one; of those the newest."""
+        place = 2 if self.slot is None else int(self.owner is not None)
+        return place, -self.number
+
+
+def describe(entry: Entry | None) -> dict[str, Any]:
+    """What `/kv` shows of a slot that holds this."""
+    if entry is None:
+        return {"state": "free", "tokens": 0}
+    if entry.owner is not None:
+        return {"state": "running", "tokens": entry.owner.num_computed}
+    return {"state": "held", "tokens": entry.length}
 
 
 class HolderIndex:
@@ -71,14 +86,15 @@ class HolderIndex:
         """The entries that are a prefix of this one, or equal to it."""
         return {other for node in entry.path() for other in node.value if other.node is node and other is not entry}
 
-    def entries(self) -> set[Entry]:
-        return {entry for node in self._tree.nodes() for entry in node.value}
-
-    def check(self) -> None:
-        self._tree.check()
-        if any(not node.value for node in self._tree.nodes()):
-            raise AssertionError("a node has no holder")
-        for entry in self.entries():
+    def examine(self) -> Iterator[tuple[Entry | None, int]]:
+        """Check all nodes, then all entries. Yields how many tokens were looked at, with the entry if it was one."""
+        entries: set[Entry] = set()
+        for node in self._tree.examine():
+            if not node.value:
+                raise AssertionError("a node has no holder")
+            entries |= node.value
+            yield None, len(node.value)
+        for entry in entries:
             spelled = b"".join(bytes(node.key) for node in reversed(list(entry.path())))
             if len(spelled) != entry.length * TOKEN_BYTES:
                 raise AssertionError("an entry's path is not as long as the entry")
@@ -86,3 +102,4 @@ class HolderIndex:
                 raise AssertionError("an entry is missing from its own path")
             if entry.owner is not None and not entry.owner.tokens.tobytes().startswith(spelled):
                 raise AssertionError("an entry stands on a path that spells other tokens")
+            yield entry, entry.length

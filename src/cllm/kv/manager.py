@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from cllm.kv.sequence import KVSequence
 from cllm.kv.usage import KVUsage
+
+log = logging.getLogger("cllm.kv")
+
+CHECK_SLICE = 1024
+"""Units (blocks or tokens) that a slice of a check looks at, about: some milliseconds."""
 
 EvictionListener = Callable[[int, float], None]
 """Called with the number of evicted units and the seconds it took."""
@@ -21,6 +28,9 @@ class KVManager(ABC):
     """Owns all KV memory. One thread uses it; only `usage` results travel to others.
 
     Life of a sequence: `admit` -> (`grow` -> step -> `commit`)... -> `release`, or `fork` for its twins.
+
+    A call that raises a `BackendError` which is not fatal has changed nothing for the sequences. After any other
+    exception nothing but `reset` may be called.
     """
 
     max_tokens: int
@@ -28,6 +38,10 @@ class KVManager(ABC):
 
     unit_tokens: int = 1
     """Prefixes are shared in whole multiples of this."""
+
+    allocation_failures: int = 0
+    """Times that a sequence had to wait, or to be preempted, for want of memory. Whoever asks counts, because only it
+    knows whether it asks again for the same."""
 
     on_eviction: EvictionListener | None = None
 
@@ -64,19 +78,22 @@ class KVManager(ABC):
 
     @abstractmethod
     def fork(self, parent: KVSequence, child: KVSequence) -> bool:
-        """Let `child`, which has the same tokens, start from all that `parent` has computed, without computing it."""
+        """Let `child`, which has the same tokens, start from all that `parent` has computed, without computing it.
+
+        False means that it cannot, now: nothing changed for either of them.
+        """
 
     @abstractmethod
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         """Take everything back. `keep` leaves the computed part in the cache, evictable."""
 
     @abstractmethod
-    def maintain(self, *, idle: bool) -> None:
-        """Between steps: evict down to the threshold, tidy up. Bounded work unless idle."""
+    def maintain(self, *, idle: bool) -> bool:
+        """Between steps: evict down to the threshold, tidy up; bounded work. True: there is more to do."""
 
     @abstractmethod
     def reset(self) -> None:
-        """The backend's memory is new and empty. No sequence may be admitted at this time."""
+        """The backend's memory is new and empty: every sequence loses what it had. Works in whatever state we are."""
 
     @abstractmethod
     def usage(self) -> KVUsage: ...
@@ -86,5 +103,30 @@ class KVManager(ABC):
         """What `/kv` shows beyond the numbers."""
 
     @abstractmethod
+    def examine(self) -> Iterator[int]:
+        """Look at everything, piece by piece, and raise AssertionError if an invariant is broken.
+
+        Yields how many units each piece had. Nothing may change in between.
+        """
+
     def check(self) -> None:
-        """Raise AssertionError if any invariant is broken."""
+        """All of `examine` at once."""
+        deque(self.examine(), maxlen=0)
+
+    def check_in_slices(self) -> Iterator[int]:
+        """All of `examine`, interrupted after every `CHECK_SLICE` units or a little more; yields how many they were."""
+        seen = 0
+        for units in self.examine():
+            seen += units
+            if seen >= CHECK_SLICE:
+                yield seen
+                seen = 0
+
+    def _tell_eviction(self, count: int, seconds: float) -> None:
+        """A listener that fails is no fault of the cache, which is in the middle of something."""
+        if self.on_eviction is None:
+            return
+        try:
+            self.on_eviction(count, seconds)
+        except Exception:
+            log.exception("the listener to evictions failed")

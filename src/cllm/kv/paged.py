@@ -11,21 +11,24 @@ reused.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cllm.kv.eviction import EvictionPolicy, make_policy
-from cllm.kv.manager import KVManager
+from cllm.kv.manager import CHECK_SLICE, KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps
 from cllm.kv.pool import BlockPool
-from cllm.kv.radix import TOKEN_BYTES, Node, RadixTree
+from cllm.kv.radix import TOKEN_BYTES, Found, Node, RadixTree
 from cllm.kv.sequence import KVSequence
 from cllm.kv.usage import KVUsage
 
 BlockNode = Node[list[int]]
 
 SPAN_INTERVAL_S = 1.0
-EVICT_PER_STEP = 256
+EVICT_AT_ONCE = 256
 
 
 class PagedKVManager(KVManager):
@@ -51,7 +54,7 @@ class PagedKVManager(KVManager):
         self._threshold_blocks = int(geometry.blocks * eviction_threshold)
         self._watermark_blocks = int(geometry.blocks * watermark)
         self._clock = clock
-        self._evictions = self._failures = self._queried = self._hit = 0
+        self._evictions = self._queried = self._hit = 0
         self._moved_bytes = 0
         self._start_empty()
 
@@ -73,16 +76,15 @@ class PagedKVManager(KVManager):
     def admit(self, sequence: KVSequence) -> int | None:
         key = sequence.tokens.tobytes()
         found = self._tree.find(key[: self._shareable_bytes(len(key))])
-        node = self._tree.cut(found)
         cached_blocks = found.matched // self._tree.unit_bytes
-        self._lock(node)
         needed = self._blocks_for(len(sequence.tokens)) - cached_blocks
         # The watermark keeps room for running sequences to grow, so it does not apply when there are none.
         reserve = self._watermark_blocks if self._running else 0
-        own = self._allocate(needed, reserve)
-        if own is None:
-            self._unlock(node)
+        if needed + reserve > self._available() - self._unused_on_path(found):
             return None
+        node = self._tree.cut(found)
+        self._lock(node)
+        own = self._allocate(needed)
         shared: list[int] = []
         for part in reversed(list(node.path())):
             part.hits += 1
@@ -92,8 +94,9 @@ class PagedKVManager(KVManager):
         sequence.indexed = cached_blocks
         sequence.num_computed = cached_blocks * self.block_size
         self._running[id(sequence)] = sequence
-        self._queried += len(sequence.tokens)
-        self._hit += sequence.num_computed
+        if sequence.counts_as_query:
+            self._queried += len(sequence.tokens)
+            self._hit += sequence.num_computed
         return sequence.num_computed
 
     def arrange(self) -> None:
@@ -107,12 +110,17 @@ class PagedKVManager(KVManager):
         writes_shared = last < len(blocks) and last >= sequence.indexed and self._pool.is_shared(blocks[last])
         if missing <= 0 and not writes_shared:
             return True
-        own = self._allocate(max(missing, 0) + writes_shared)
-        if own is None:
+        needed = max(missing, 0) + writes_shared
+        if needed > self._available():
             return False
+        own = self._allocate(needed)
         if writes_shared:
+            try:
+                self._ops.copy_blocks([(blocks[last], own[-1])])
+            except BaseException:
+                self._pool.release(own)
+                raise
             copy = own.pop()
-            self._ops.copy_blocks([(blocks[last], copy)])
             self._moved_bytes += self._bytes_per_block
             self._pool.release([blocks[last]])
             blocks[last] = copy
@@ -151,28 +159,28 @@ class PagedKVManager(KVManager):
         self._pool.release(sequence.blocks[sequence.indexed :])
         self._unlock(sequence.node)
         del self._running[id(sequence)]
-        sequence.blocks = []
-        sequence.node = None
-        sequence.indexed = 0
-        sequence.num_computed = 0
+        sequence.forget_memory()
 
     # -- upkeep ------------------------------------------------------------------------------------------------
 
-    def maintain(self, *, idle: bool) -> None:
+    def maintain(self, *, idle: bool) -> bool:
         excess = self._threshold_excess()
         if excess > 0:
-            self._evict(excess if idle else min(excess, EVICT_PER_STEP))
+            self._evict(min(excess, EVICT_AT_ONCE))
         if self._max_sequences is not None:
             while len(self._policy) and self._tree.leaves > self._max_sequences:
                 self._evict(len(self._policy.peek().value))
+        if self._threshold_excess() > 0:
+            return True
         now = self._clock()
         if idle or now - self._spans_at >= SPAN_INTERVAL_S:
             self._spans = self._pool.free_spans()
             self._spans_at = now
+        return False
 
     def reset(self) -> None:
-        if self._running:
-            raise ValueError(f"{len(self._running)} sequences still hold memory")
+        for sequence in self._running.values():
+            sequence.forget_memory()
         self._start_empty()
 
     def usage(self) -> KVUsage:
@@ -191,7 +199,7 @@ class PagedKVManager(KVManager):
             self._spans[0],
             self._spans[1],
             self._evictions,
-            self._failures,
+            self.allocation_failures,
             0,
             self._moved_bytes,
             self._queried,
@@ -208,31 +216,43 @@ class PagedKVManager(KVManager):
             "prefix_nodes_evictable": len(self._policy),
         }
 
-    def check(self) -> None:
-        self._tree.check()
-        held: list[int] = []
-        evictable = 0
+    def examine(self) -> Iterator[int]:
+        held = np.zeros(self._pool.total, np.int32)
         uses: dict[int, int] = {}
         for sequence in self._running.values():
-            held += sequence.blocks[sequence.indexed :]
             for node in sequence.node.path():
                 uses[id(node)] = uses.get(id(node), 0) + 1
-        for node in self._tree.nodes():
-            held += node.value
-            if len(node.value) * self._tree.unit_bytes != len(node.key):
+            yield from _count(sequence.blocks[sequence.indexed :], held)
+        yield from self._examine_tree(uses, held)
+        yield from self._pool.examine(held, CHECK_SLICE)
+        for sequence in self._running.values():
+            self._check_table(sequence)
+            yield len(sequence.blocks)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _examine_tree(self, uses: dict[int, int], held: NDArray[np.int32]) -> Iterator[int]:
+        evictable = 0
+        waiting: list[int] = []  # counted together: for single blocks numpy takes longer than Python
+        for node in self._tree.examine():
+            size = len(node.value)
+            if size * self._tree.unit_bytes != len(node.key):
                 raise AssertionError("an edge has another number of blocks than its tokens need")
             if node.references != uses.get(id(node), 0):
                 raise AssertionError(f"a node counts {node.references} users, {uses.get(id(node), 0)} exist")
             if (node.references == 0) != (node in self._policy):
                 raise AssertionError("a node is evictable and in use, or neither")
-            evictable += len(node.value) if node.references == 0 else 0
-        self._pool.check(held)
+            evictable += size if node.references == 0 else 0
+            if size < CHECK_SLICE:
+                waiting += node.value
+            else:
+                yield from _count(node.value, held)
+            if len(waiting) >= CHECK_SLICE:
+                yield from _count(waiting, held)
+                waiting = []
+        yield from _count(waiting, held)
         if evictable != self._evictable:
             raise AssertionError(f"{evictable} blocks are evictable, {self._evictable} were counted")
-        for sequence in self._running.values():
-            self._check_table(sequence)
-
-    # -- inside ------------------------------------------------------------------------------------------------
 
     def _check_table(self, sequence: KVSequence) -> None:
         spelled = bytearray()
@@ -258,14 +278,28 @@ class PagedKVManager(KVManager):
     def _threshold_excess(self) -> int:
         return min(self._evictable, self._pool.total - self._pool.free - self._threshold_blocks)
 
-    def _allocate(self, count: int, reserve: int = 0) -> list[int] | None:
+    def _available(self) -> int:
+        """Blocks that are free or can be had by evicting."""
+        return self._pool.free + self._evictable
+
+    def _unused_on_path(self, found: Found[list[int]]) -> int:
+        """Evictable blocks of a prefix that was found: whoever takes it keeps them from being evicted."""
+        # Whoever uses a node uses its ancestors, so the first used one ends the way up.
+        node, blocks, unused = found.node, found.inside // self._tree.unit_bytes, 0
+        while node.parent is not None and node.references == 0:
+            unused += blocks
+            node = node.parent
+            blocks = len(node.value)
+        return unused
+
+    def _allocate(self, count: int) -> list[int]:
+        """So many blocks, which are known to be available."""
         pool = self._pool
-        if count + reserve > pool.free + self._evictable:
-            self._failures += 1
-            return None
         if count > pool.free:
             self._evict(count - pool.free)
         blocks = pool.allocate(count)
+        if blocks is None:
+            raise AssertionError(f"{count} blocks were available and could not be had")
         referenced = pool.total - pool.free - self._evictable
         if referenced > self._peak:
             self._peak = referenced
@@ -289,8 +323,8 @@ class PagedKVManager(KVManager):
                 self._tree.remove(node)
         self._evictable -= freed
         self._evictions += freed
-        if self.on_eviction is not None and freed:
-            self.on_eviction(freed, self._clock() - started)
+        if freed:
+            self._tell_eviction(freed, self._clock() - started)
 
     def _lock(self, node: BlockNode) -> None:
         for part in node.path():
@@ -353,3 +387,11 @@ class PagedKVManager(KVManager):
 
 def _split_blocks(blocks: list[int], at: int) -> tuple[list[int], list[int]]:
     return blocks[:at], blocks[at:]
+
+
+def _count(blocks: list[int], held: NDArray[np.int32]) -> Iterator[int]:
+    """Count every block once more in `held`, in pieces."""
+    for begin in range(0, len(blocks), CHECK_SLICE):
+        piece = blocks[begin : begin + CHECK_SLICE]
+        np.add.at(held, piece, 1)
+        yield len(piece)

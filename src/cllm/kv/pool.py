@@ -6,9 +6,11 @@ A block is free (in the stack), or it has one reference per holder. The prefix i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class BlockPool:
@@ -69,16 +71,29 @@ class BlockPool:
         lengths = edges[1::2] - edges[0::2]
         return int(lengths.size), int(lengths.max())
 
+    def examine(self, held: NDArray[np.int32], piece: int) -> Iterator[int]:
+        """Check that every block is free or has exactly as many references as `held` counts holders for it.
+
+        In pieces of at most `piece` blocks; yields how many each had.
+        """
+        references = np.frombuffer(self._references, np.int32)
+        stacked = np.zeros(self.total, np.bool_)
+        for begin in range(0, len(self._free), piece):
+            blocks = np.array(self._free[begin : begin + piece])
+            if stacked[blocks].any() or len(np.unique(blocks)) < len(blocks):
+                raise AssertionError("a block is in the free stack twice")
+            stacked[blocks] = True
+            yield len(blocks)
+        for begin in range(0, self.total, piece):
+            part = slice(begin, begin + piece)
+            wrong = np.flatnonzero(held[part] != references[part])
+            if wrong.size:
+                raise AssertionError(f"reference counts differ from holders for blocks {(wrong + begin)[:8].tolist()}")
+            if (stacked[part] != (held[part] == 0)).any():
+                raise AssertionError("the free stack and the reference counts disagree")
+            yield len(held[part])
+
     def check(self, held: Iterable[int]) -> None:
-        """Every block is free or held, with exactly the references that `held` (one item per holder) names."""
-        counted = array("i", bytes(4 * self.total))
-        for block in held:
-            counted[block] += 1
-        if counted != self._references:
-            wrong = [b for b in range(self.total) if counted[b] != self._references[b]]
-            raise AssertionError(f"reference counts differ from holders for blocks {wrong[:8]}")
-        free = set(self._free)
-        if len(free) != len(self._free):
-            raise AssertionError("a block is in the free stack twice")
-        if any((block in free) != (counted[block] == 0) for block in range(self.total)):
-            raise AssertionError("the free stack and the reference counts disagree")
+        """All of `examine` at once; `held` has one item per holder."""
+        counted = np.bincount(np.fromiter(held, np.int64), minlength=self.total).astype(np.int32)
+        deque(self.examine(counted, self.total), maxlen=0)

@@ -101,15 +101,19 @@ class RadixTree(Generic[V]):
         return parent
 
     def nodes(self) -> Iterator[Node[V]]:
-        """Every node but the root."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
+        """Every node but the root; lazily, so that beginning costs nothing. The tree must not change meanwhile."""
+        levels = [iter(self.root.children.values())]
+        while levels:
+            node = next(levels[-1], None)
+            if node is None:
+                levels.pop()
+                continue
             yield node
-            stack.extend(node.children.values())
+            levels.append(iter(node.children.values()))
 
-    def check(self) -> None:
-        """Edges are whole units, children are filed under their own first unit, links go both ways."""
+    def examine(self) -> Iterator[Node[V]]:
+        """Every node, once it is checked: edges are whole units, children are filed under their own first unit, links
+        go both ways."""
         leaves = 0
         for node in self.nodes():
             parent = node.parent
@@ -120,6 +124,7 @@ class RadixTree(Generic[V]):
             if parent is not self.root and parent.references < node.references:
                 raise AssertionError("a path runs through a child but not through its parent")
             leaves += not node.children
+            yield node
         if leaves != self.leaves:
             raise AssertionError(f"the tree has {leaves} leaves but counted {self.leaves}")
 

@@ -16,8 +16,16 @@ class KVSequence:
 
     __slots__ = ("blocks", "entry", "indexed", "node", "num_computed", "slot", "tokens")
 
+    counts_as_query = True
+    """Whether the hit rate counts an admission now. What a sequence finds of its own work, after it had to give its
+    memory up, is no hit."""
+
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: array[int] = array("i", tokens)
+        self.forget_memory()
+
+    def forget_memory(self) -> None:
+        """It holds none (any more)."""
         self.num_computed = 0
         # Paged: the block table, the index node where this sequence's shared part ends, and the blocks in that part.
         self.blocks: list[int] = []

@@ -9,28 +9,32 @@ Two places hold computed sequences:
 A new sequence takes its longest cached prefix from wherever it is: it goes on in the slot that holds it, or the prefix
 is copied from another slot (even a running one) or loaded from the store, and trimmed. Running slots are kept adjacent,
 because the backend computes only adjacent slots together.
+
+The cache is a help, not a need: what the backend cannot save is dropped, what it cannot copy or load is computed. Only
+a slot that cannot be emptied puts the whole context in doubt.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from cllm.kv.eviction import EvictionPolicy, make_policy
-from cllm.kv.holders import Entry, HolderIndex
+from cllm.errors import BackendError
+from cllm.kv.holders import Entry, HolderIndex, describe
 from cllm.kv.manager import KVManager, PositionMismatchError
 from cllm.kv.ops import SlotGeometry, SlotOps
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
+from cllm.kv.store import Store, most_bytes
 from cllm.kv.usage import KVUsage
+
+log = logging.getLogger("cllm.kv")
 
 SAVE_TAIL_TOKENS = 16
 """A held sequence whose slot is taken over is saved first if at least this many of its tokens would be lost."""
-
-SAVED_TOKEN_OVERHEAD_BYTES = 16
-SAVED_OVERHEAD_BYTES = 4096
-"""Upper bounds of what a saved sequence needs beside its K/V: positions for every token, a header for the whole."""
 
 
 class SlotKVManager(KVManager):
@@ -54,12 +58,15 @@ class SlotKVManager(KVManager):
         self._threshold_bytes = int(store_bytes * eviction_threshold)
         self._max_sequences = max_sequences
         self._clock = clock
-        self._evictions = self._failures = self._queried = self._hit = self._moves = self._moved_bytes = 0
+        self._evictions = self._queried = self._hit = self._moves = self._moved_bytes = 0
         self._peak = 0
+        self._policy_name = eviction_policy
         self._slots: list[Entry | None] = [None] * geometry.slots
+        self._start_empty()
+
+    def _start_empty(self) -> None:
         self._index = HolderIndex()
-        self._store: EvictionPolicy[Entry] = make_policy(eviction_policy)
-        self._stored_bytes = self._stored_tokens = 0
+        self._store = Store(self._store_bytes, self._policy_name)
 
     # -- admission ---------------------------------------------------------------------------------------------
 
@@ -68,28 +75,27 @@ class SlotKVManager(KVManager):
 
     def admit(self, sequence: KVSequence) -> int | None:
         cached, holders = self._index.find(sequence.tokens.tobytes()[:-TOKEN_BYTES])
-        source = min(holders, key=_preference) if cached else None
+        source = min(holders, key=Entry.preference) if cached else None
         slot = self._choose_slot(source)
         if slot is None:
-            self._failures += 1
             return None
         if source is None:
             self._vacate(slot)
-        else:
-            source.hits += 1
-            self._bring(source, slot, cached)
+        elif not self._bring(source, slot, cached):
+            cached = 0
         self._occupy(slot, sequence, cached)
-        self._queried += len(sequence.tokens)
-        self._hit += cached
+        if sequence.counts_as_query:
+            self._queried += len(sequence.tokens)
+            self._hit += cached
         return cached
 
     def fork(self, parent: KVSequence, child: KVSequence) -> bool:
         slot = self._choose_slot(None)
         if slot is None:
-            self._failures += 1
             return False
         self._vacate(slot)
-        self._copy(parent.slot, slot, parent.num_computed)
+        if not self._copied(parent.slot, slot, parent.num_computed):
+            return False
         self._occupy(slot, child, parent.num_computed)
         return True
 
@@ -101,7 +107,8 @@ class SlotKVManager(KVManager):
             entry = self._slots[running[-1]]
             assert entry is not None and entry.owner is not None and entry.slot is not None
             self._vacate(gap)
-            self._copy(entry.slot, gap, entry.owner.num_computed)
+            if not self._copied(entry.slot, gap, entry.owner.num_computed):
+                return
             self._empty(entry.slot)
             self._slots[gap] = entry
             entry.slot = entry.owner.slot = gap
@@ -132,38 +139,46 @@ class SlotKVManager(KVManager):
         entry: Entry = sequence.entry
         if keep and sequence.num_computed:
             self._index.extend(entry, sequence)
+            sequence.forget_memory()
             entry.owner = None
             for other in self._index.covered_by(entry):
                 if other.owner is None:
                     self._discard(other)
         else:
+            sequence.forget_memory()
             self._discard(entry)
-        sequence.entry = None
-        sequence.slot = -1
-        sequence.num_computed = 0
 
     # -- upkeep ------------------------------------------------------------------------------------------------
 
-    def maintain(self, *, idle: bool) -> None:
+    def maintain(self, *, idle: bool) -> bool:
         self._make_room(0, self._threshold_bytes)
         if self._max_sequences is not None:
             occupied = sum(entry is not None for entry in self._slots)
             while len(self._store) and len(self._store) + occupied > self._max_sequences:
-                self._evict(self._store.peek())
+                self._evict(self._store.oldest())
+        return False
 
     def reset(self) -> None:
-        if self._running_slots():
-            raise ValueError("sequences still hold slots")
-        # What is saved is our own memory and survives; what was only in slots is gone.
-        for entry in self._held_in_slots():
-            self._index.remove(entry)
+        """What is saved is our own memory and survives, if our account of it is sound; what was in slots is gone."""
+        gone = [entry for entry in self._slots if entry is not None]
         self._slots = [None] * self._geometry.slots
+        for entry in gone:
+            if entry.owner is not None:
+                entry.owner.forget_memory()
+        try:
+            for entry in gone:
+                if entry.saved is None:
+                    self._index.remove(entry)
+            deque(self._examine_store(), maxlen=0)
+        except Exception:
+            log.exception("the account of the saved sequences is wrong; they are dropped")
+            self._start_empty()
 
     def usage(self) -> KVUsage:
         running = [entry.owner for entry in self._slots if entry is not None and entry.owner is not None]
         held = self._held_in_slots()
         referenced = sum(owner.num_computed for owner in running)
-        evictable = sum(entry.length for entry in held) + self._stored_tokens
+        evictable = sum(entry.length for entry in held) + self._store.tokens
         total = self._geometry.tokens + self._store_bytes // self._bytes_per_token
         self._peak = max(self._peak, referenced)
         free_runs = "".join("." if entry is None else "x" for entry in self._slots).replace("x", " ").split()
@@ -181,7 +196,7 @@ class SlotKVManager(KVManager):
             free_segments=len(free_runs),
             largest_free_span=max(map(len, free_runs), default=0) * self._geometry.slot_tokens,
             evictions=self._evictions,
-            allocation_failures=self._failures,
+            allocation_failures=self.allocation_failures,
             compactions=self._moves,
             moved_bytes=self._moved_bytes,
             query_tokens=self._queried,
@@ -190,18 +205,18 @@ class SlotKVManager(KVManager):
 
     def details(self) -> dict[str, Any]:
         return {
-            "slots": [_describe(entry) for entry in self._slots],
+            "slots": [describe(entry) for entry in self._slots],
             "slot_tokens": self._geometry.slot_tokens,
             "store": {
                 "sequences": len(self._store),
-                "tokens": self._stored_tokens,
-                "bytes": self._stored_bytes,
+                "tokens": self._store.tokens,
+                "bytes": self._store.bytes,
                 "capacity_bytes": self._store_bytes,
             },
         }
 
-    def check(self) -> None:
-        self._index.check()
+    def examine(self) -> Iterator[int]:
+        yield from self._examine_store()
         for number, entry in enumerate(self._slots):
             expected = 0
             if entry is not None:
@@ -210,20 +225,20 @@ class SlotKVManager(KVManager):
                     raise AssertionError(f"slot {number} names a sequence that is elsewhere")
             if self._ops.length(number) != expected:
                 raise AssertionError(f"slot {number} holds {self._ops.length(number)} positions, not {expected}")
-        stored_tokens = stored_bytes = 0
-        for entry in self._index.entries():
-            if entry.saved is None:
-                if entry.slot is None or self._slots[entry.slot] is not entry:
-                    raise AssertionError("the index names a sequence that is nowhere")
+            yield expected
+
+    def _examine_store(self) -> Iterator[int]:
+        """The index, and what it says of the store and the slots."""
+        saved: list[Entry] = []
+        for entry, tokens in self._index.examine():
+            yield tokens
+            if entry is None:
                 continue
-            stored_tokens += entry.length
-            stored_bytes += entry.saved.nbytes
-            if entry.slot is not None or entry not in self._store:
-                raise AssertionError("a saved sequence is in a slot, or not evictable")
-        if (stored_tokens, stored_bytes) != (self._stored_tokens, self._stored_bytes):
-            raise AssertionError(f"{stored_bytes} bytes are stored, {self._stored_bytes} counted")
-        if stored_bytes > self._store_bytes:
-            raise AssertionError(f"{stored_bytes} bytes are stored, {self._store_bytes} are allowed")
+            if entry.saved is not None:
+                saved.append(entry)
+            elif entry.slot is None or self._slots[entry.slot] is not entry:
+                raise AssertionError("the index names a sequence that is nowhere")
+        self._store.check(saved)
 
     # -- inside: slots -----------------------------------------------------------------------------------------
 
@@ -260,27 +275,50 @@ class SlotKVManager(KVManager):
         sequence.num_computed = computed
         self._index.extend(entry, sequence)
 
-    def _bring(self, source: Entry, slot: int, cached: int) -> None:
-        """Make `slot` hold the first `cached` tokens of `source`."""
-        if source.slot == slot:
-            worth_saving = source.length - cached >= SAVE_TAIL_TOKENS
-            if not (worth_saving and self._save(source)):
-                self._index.remove(source)
-            self._slots[slot] = None
-        elif source.slot is not None:
-            self._vacate(slot)
-            self._copy(source.slot, slot, source.length)
-        else:
-            assert source.saved is not None
-            self._store.remove(source)
-            self._store.add(source, source.hits)
-            saved = source.saved
-            # Saving what is in the slot may evict the source; its bytes are in hand.
-            self._vacate(slot)
-            self._ops.load(slot, saved)
-            self._moved_bytes += saved.nbytes
-        if self._ops.length(slot) > cached:
-            self._ops.remove(slot, cached)
+    def _bring(self, source: Entry, slot: int, cached: int) -> bool:
+        """Make `slot` hold the first `cached` tokens of `source`. False: the backend cannot, and the slot is empty."""
+        source.hits += 1
+        saved = source.saved
+        try:
+            if source.slot == slot:
+                self._take_over(source, slot, cached)
+            elif source.slot is not None:
+                self._vacate(slot)
+                self._copy(source.slot, slot, source.length)
+            else:
+                self._load(source, slot)
+            self._trim(slot, cached)
+        except (BackendError, MemoryError) as error:
+            _raise_if_fatal(error)
+            log.warning("%d cached tokens cannot be brought into slot %d: %s; they are computed", cached, slot, error)
+            if saved is not None:
+                self._discard(source)
+            self._empty(slot)
+            return False
+        return True
+
+    def _take_over(self, source: Entry, slot: int, cached: int) -> None:
+        """Go on in the slot of a held sequence, of which only the first `cached` tokens stay there."""
+        worth_saving = source.length - cached >= SAVE_TAIL_TOKENS
+        if not (worth_saving and self._save(source)):
+            self._index.remove(source)
+        self._slots[slot] = None
+
+    def _load(self, source: Entry, slot: int) -> None:
+        saved = source.saved
+        assert saved is not None
+        self._store.touch(source)
+        # Saving what is in the slot may evict the source; its bytes are in hand.
+        self._vacate(slot)
+        self._ops.load(slot, saved)
+        self._moved_bytes += saved.nbytes
+
+    def _trim(self, slot: int, tokens: int) -> None:
+        held = self._ops.length(slot)
+        if held < tokens:
+            raise BackendError(f"slot {slot} holds {held} positions, not {tokens}")
+        if held > tokens:
+            self._ops.remove(slot, tokens)
 
     def _vacate(self, slot: int) -> None:
         """Empty a slot that nobody runs in; what it held moves to the store if there is room."""
@@ -291,40 +329,56 @@ class SlotKVManager(KVManager):
             self._empty(slot)
 
     def _empty(self, slot: int) -> None:
-        self._ops.remove(slot, 0)
+        try:
+            self._ops.remove(slot, 0)
+        except BackendError as error:
+            raise BackendError(f"slot {slot} cannot be emptied: {error}", fatal=True) from error
         self._slots[slot] = None
 
     def _copy(self, source: int, target: int, tokens: int) -> None:
         self._ops.copy(source, target)
         self._moved_bytes += tokens * self._bytes_per_token
 
+    def _copied(self, source: int, target: int, tokens: int) -> bool:
+        """Copy into a slot that is empty. False: the backend cannot, and it is empty still."""
+        try:
+            self._copy(source, target, tokens)
+        except (BackendError, MemoryError) as error:
+            _raise_if_fatal(error)
+            log.warning("slot %d cannot be copied to slot %d: %s", source, target, error)
+            self._empty(target)
+            return False
+        return True
+
     # -- inside: store -----------------------------------------------------------------------------------------
 
     def _save(self, entry: Entry) -> bool:
         """Keep a held sequence's content as bytes; its slot is the caller's to empty. False: there is no room."""
         assert entry.slot is not None
-        needed = entry.length * (self._bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES) + SAVED_OVERHEAD_BYTES
+        needed = most_bytes(entry.length, self._bytes_per_token)
         if needed > self._store_bytes:
             return False
         self._make_room(needed, self._store_bytes)
-        entry.saved = self._ops.save(entry.slot)
-        entry.slot = None
-        self._store.add(entry, entry.hits)
-        self._stored_tokens += entry.length
-        self._stored_bytes += entry.saved.nbytes
-        self._moved_bytes += entry.saved.nbytes
+        try:
+            saved = self._ops.save(entry.slot)
+        except (BackendError, MemoryError) as error:
+            _raise_if_fatal(error)
+            log.warning("%d cached tokens of slot %d cannot be saved: %s", entry.length, entry.slot, error)
+            return False
+        self._store.add(entry, saved)
+        self._moved_bytes += saved.nbytes
         return True
 
     def _make_room(self, needed: int, limit: int) -> None:
         """Evict saved sequences until `needed` more bytes keep the store within `limit`."""
-        if self._stored_bytes + needed <= limit:
+        store = self._store
+        if store.bytes + needed <= limit:
             return
         started = self._clock()
-        before = self._stored_tokens
-        while self._stored_bytes + needed > limit and len(self._store):
-            self._evict(self._store.peek())
-        if self.on_eviction is not None:
-            self.on_eviction(before - self._stored_tokens, self._clock() - started)
+        before = store.tokens
+        while store.bytes + needed > limit and len(store):
+            self._evict(store.oldest())
+        self._tell_eviction(before - store.tokens, self._clock() - started)
 
     def _evict(self, entry: Entry) -> None:
         self._evictions += entry.length
@@ -337,21 +391,9 @@ class SlotKVManager(KVManager):
             entry.slot = None
         if entry.saved is not None:
             self._store.remove(entry)
-            self._stored_tokens -= entry.length
-            self._stored_bytes -= entry.saved.nbytes
-            entry.saved = None
         self._index.remove(entry)
 
 
-def _preference(entry: Entry) -> tuple[int, int]:
-    """Among equals: one that waits in a slot, then a running one, then a saved one; of those the newest."""
-    place = 2 if entry.slot is None else int(entry.owner is not None)
-    return place, -entry.number
-
-
-def _describe(entry: Entry | None) -> dict[str, Any]:
-    if entry is None:
-        return {"state": "free", "tokens": 0}
-    if entry.owner is not None:
-        return {"state": "running", "tokens": entry.owner.num_computed}
-    return {"state": "held", "tokens": entry.length}
+def _raise_if_fatal(error: BackendError | MemoryError) -> None:
+    if isinstance(error, BackendError) and error.fatal:
+        raise error

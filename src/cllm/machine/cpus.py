@@ -16,8 +16,8 @@ _TOPOLOGY = "sys/devices/system/cpu/cpu{}/topology"
 FEW = 4
 """Up to so many CPUs all of them compute: one less would cost more than the server's own threads take."""
 MANY = 12
-"""From so many CPUs on, two are left to others: of 16, 14 threads compute as fast as 15, and answers reach their clients
-sooner (`docs/benchmarks.md`)."""
+"""From so many CPUs on, two are left to others: of 16, 14 threads compute as fast as 15, and answers reach their
+clients sooner (`docs/benchmarks.md`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,11 @@ _COUNTERS = (
         "KV bytes copied: prefixes, saving and loading, copy on write, compaction.",
         lambda s: s.kv.moved_bytes,
     ),
-    _Value("kv_allocation_failures", "Allocations that found no room.", lambda s: s.kv.allocation_failures),
+    _Value(
+        "kv_allocation_failures",
+        "Waits and preemptions for want of room.",
+        lambda s: s.kv.allocation_failures,
+    ),
     _Value("batch_splits", "Batches the backend had to split.", lambda s: s.batch_splits),
     _Value("engine_steps", "Steps of the engine.", lambda s: s.steps),
     _Value("backend_rebuilds", "Times the backend's context was rebuilt.", lambda s: s.rebuilds),

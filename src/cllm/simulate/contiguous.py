@@ -14,7 +14,7 @@ Tidying happens when an allocation would fail although there is memory enough, n
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -115,13 +115,15 @@ class ContiguousKVManager(SimulatedManager):
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         self._segments.remove(sequence.entry)
         self._free += sequence.entry.size
-        sequence.entry = None
-        sequence.num_computed = 0
+        sequence.forget_memory()
 
-    def maintain(self, *, idle: bool) -> None:
+    def maintain(self, *, idle: bool) -> bool:
         """Memory is tidied when somebody needs it; when idle, there is nothing in it."""
+        return False
 
     def reset(self) -> None:
+        for segment in self._segments:
+            segment.owner.forget_memory()
         self._segments = []
         self._free = self.max_tokens
 
@@ -151,7 +153,7 @@ class ContiguousKVManager(SimulatedManager):
     def details(self) -> dict[str, Any]:
         return {"segments": [{"start": segment.start, "size": segment.size} for segment in self._segments]}
 
-    def check(self) -> None:
+    def examine(self) -> Iterator[int]:
         end = taken = 0
         for segment in self._segments:
             if segment.start < end:
@@ -160,6 +162,7 @@ class ContiguousKVManager(SimulatedManager):
                 raise AssertionError("a sequence is not where its segment says, or longer than that")
             end = segment.end
             taken += segment.size
+            yield segment.size
         if end > self.max_tokens or taken != self.max_tokens - self._free:
             raise AssertionError(f"{taken} tokens of memory are taken, {self.max_tokens - self._free} counted")
 

@@ -175,6 +175,7 @@ class _Run:
             self._settle()
         server = self._server
         server.scheduler.apply(plan, server.backend.logits(len(plan.chunks)))
+        server.scheduler.take_outputs()
         if ends_run:
             server.kv.maintain(idle=False)
         return ends_run

@@ -16,7 +16,7 @@ NEVER = 1 << 62
 
 
 class Refusals(NamedTuple):
-    """Allocations that found no room."""
+    """Allocations that found no room, each time they were asked for."""
 
     total: int
     fragmented: int
@@ -69,16 +69,16 @@ class SimulatedManager(KVManager):
 class NeverInPieces(SimulatedManager):
     """The counters of a real manager, whose memory is enough whenever enough of it is free."""
 
-    _failures: int
+    _refused: int = 0
     _moved_bytes: int
 
     @property
     def refusals(self) -> Refusals:
-        return Refusals(self._failures, 0)
+        return Refusals(self._refused, 0)
 
     @refusals.setter
     def refusals(self, value: Refusals) -> None:
-        self._failures = value.total
+        self._refused = value.total
 
     @property
     def moved_bytes(self) -> int:
@@ -112,6 +112,16 @@ class SimulatedPaged(PagedKVManager, NeverInPieces):
         self._sharing = sharing
         if not sharing:
             self.unit_tokens = NEVER
+
+    def admit(self, sequence: KVSequence) -> int | None:
+        cached = super().admit(sequence)
+        self._refused += cached is None
+        return cached
+
+    def grow(self, sequence: KVSequence, count: int) -> bool:
+        grown = super().grow(sequence, count)
+        self._refused += not grown
+        return grown
 
     def commit(self, sequence: KVSequence) -> None:
         if self._sharing:
@@ -177,6 +187,11 @@ class SimulatedSlotManager(SlotKVManager, NeverInPieces):
 
     forwards = False
     refuses_steadily = False
+
+    def admit(self, sequence: KVSequence) -> int | None:
+        cached = super().admit(sequence)
+        self._refused += cached is None
+        return cached
 
     def grow_due(self, sequence: KVSequence) -> int:
         return 0

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from cllm.engine.budget import StepBudget
 from cllm.engine.observer import RequestRecord
 from cllm.engine.params import SamplingParams
-from cllm.engine.request import FinishReason, Request, Sequence
+from cllm.engine.request import Request, Sequence
 from cllm.engine.scheduler import Plan, Scheduler
-from cllm.errors import BackendError
 from cllm.simulate.backend import SimulatedBackend, TracedAnswer
 from cllm.simulate.cost import CostModel
 from cllm.simulate.forward import forward
@@ -94,7 +93,8 @@ class SimulatedServer:
         scheduler = self.scheduler
         self._someone_follows = False
         while self.now < until and scheduler.has_work and not self._someone_follows:
-            if scheduler.expire():
+            scheduler.expire()
+            if scheduler.take_outputs():
                 self.refusal = None
             elif not (self._fast_forward and forward(self, until)):
                 self._step()
@@ -106,8 +106,7 @@ class SimulatedServer:
         refused, running, preempted = self.kv.refusals, len(scheduler.running), scheduler.preemptions
         plan = scheduler.schedule()
         if not plan.chunks:
-            self._fail_unplaceable()
-            return
+            return  # the first in the queue will never find room, and has ended
         logits = self.backend.step(plan.chunks)
         self.refusal = self._steady_refusal(plan, refused, running, preempted)
         tally.steps += 1
@@ -117,6 +116,7 @@ class SimulatedServer:
         scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, self.backend.seconds)
         tally.computed_tokens += plan.prompt_tokens + plan.decode_rows
         scheduler.apply(plan, logits)
+        scheduler.take_outputs()
         self.kv.maintain(idle=False)
 
     def _steady_refusal(self, plan: Plan, before: Refusals, running: int, preempted: int) -> Refusals | None:
@@ -132,14 +132,6 @@ class SimulatedServer:
         """Time for the bytes that were moved since the last step."""
         moved, self._moved_bytes = self.kv.moved_bytes - self._moved_bytes, self.kv.moved_bytes
         return moved / self.cost.move_bytes_per_s
-
-    def _fail_unplaceable(self) -> None:
-        """Nothing runs, yet the first in the queue finds no room: it never will."""
-        sequence = self.scheduler.waiting.pop()
-        if sequence is not None:
-            self.scheduler.waiting.push(sequence)
-            error = BackendError(f"there is no room in the KV cache for {len(sequence.tokens)} tokens")
-            self.scheduler.finish(sequence.request, None, FinishReason.ERROR, error)
 
     def _idle_until(self, moment: float) -> None:
         """The engine tidies up as far as the cache asks for; here in bounded pieces, which come to the same."""

@@ -82,11 +82,11 @@ class LlamaSlotOps:
         """
         if not self._shifted:
             return
-        self._shifted = False
         slot = min(range(self._context.slots), key=self.length)
         end = self.length(slot)
         with self._context.uninterrupted():
             self._context.decode([Chunk(array("i", [0]), end, False, slot)])
+        self._shifted = False  # only now: a decode that failed has rotated nothing
         self.remove(slot, end)
 
     def forget(self) -> None:

@@ -54,24 +54,24 @@ class NativeBackend(Backend):
         engine = self._ready()
         try:
             engine.copy_blocks(np.array(pairs, np.int32).reshape(-1, 2))
-        except ValueError as error:
-            raise BackendError(f"the native engine refused to copy blocks: {error}") from error
+        except (ValueError, MemoryError) as error:
+            raise BackendError(f"the native engine refused to copy blocks: {str(error) or 'out of memory'}") from error
 
     def step(self, chunks: Sequence[Chunk]) -> Logits:
         """The rows lie in one buffer that every step uses again."""
         engine = self._ready()
         if not chunks:
             return self._logits[:0]
-        tokens, rows, table = _as_arrays(chunks)
-        wanted = int(np.count_nonzero(rows[:, 2]))
         try:
+            tokens, rows, table = _as_arrays(chunks)
+            wanted = int(np.count_nonzero(rows[:, 2]))
             if wanted > len(self._logits):
                 self._logits = self._room_for_logits(2 * wanted)  # pages that no row reaches are never touched
             logits = self._logits[:wanted]
             finished = engine.step(tokens, rows, table, logits)
         except (ValueError, MemoryError) as error:
-            reason = str(error) or "out of memory"
-            raise BackendError(f"the native engine refused a step of {len(tokens)} tokens: {reason}") from error
+            reason, count = str(error) or "out of memory", sum(len(chunk.tokens) for chunk in chunks)
+            raise BackendError(f"the native engine refused a step of {count} tokens: {reason}") from error
         if not finished:
             raise StepAbortedError("the step was aborted")
         return logits

@@ -1,14 +1,14 @@
 """How much memory a model's weights take once they are packed, known from the header alone.
 
-A file is mapped while it is read, but the packed weights are the process's own memory: what does not fit is better
-known before it is loaded. csrc/packed.h has the layouts.
+The packed weights are the process's own memory: what does not fit is better known before it is loaded. csrc/packed.h has the layouts.
 """
 
 from __future__ import annotations
 
 from gguf import GGMLQuantizationType
 
-from cllm.models.gguf import GGUFModel, TensorInfo
+from cllm.models.gguf import GGUFModel
+from cllm.models.gguf_header import TensorInfo
 
 _TILE_ROWS = 16
 _SCALED = 32

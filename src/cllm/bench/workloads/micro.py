@@ -165,6 +165,7 @@ def _bookkeeping_s(scheduler: Scheduler, backend: Backend, sampling: _Sampling) 
     computed = perf_counter()
     scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, computed - computing)
     scheduler.apply(plan, logits)
+    scheduler.take_outputs()
     scheduler.kv.maintain(idle=False)
     scheduler.kv.usage()
     everything = perf_counter() - start

@@ -147,9 +147,9 @@ class _LockedEngine(Engine):
         super().__init__(backend, scheduler, _ignore)
         self._lock = lock
 
-    def _turn(self) -> bool:
+    def turn(self) -> bool:
         with self._lock:
-            return super()._turn()
+            return super().turn()
 
 
 def _locked(lock: threading.Lock, engine: Engine) -> Read:

@@ -1,0 +1,198 @@
+"""Who is here: every request, where each of its sequences stands, and what became of it.
+
+A decision about a request (a token, an end, a place in the queue) stands as soon as it is made. Giving memory back may
+fail afterwards: that puts the cache in doubt (`distrust`), never the decision. So nothing here raises half-way, and
+what happened waits in `take_outputs` however the step goes on.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from cllm.engine.observer import Observers, record_of
+from cllm.engine.queue import WaitingQueue
+from cllm.engine.request import FinishReason, Output, Request, RequestState, Sequence
+from cllm.engine.sampling import TokenLogprob
+from cllm.errors import RequestTimeoutError
+from cllm.kv.manager import KVManager
+
+MAX_RECOVERIES = 2
+"""Times a sequence is recomputed after a fault before it fails."""
+
+
+class Roster:
+    def __init__(self, kv: KVManager, *, ageing_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.kv = kv
+        self.observers = Observers()
+        self.requests: dict[str, Request] = {}
+        self.running: list[Sequence] = []
+        self.waiting = WaitingQueue(ageing_s)
+        self.dequeued = 0
+        self.preemptions = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.finished: Counter[str] = Counter()
+        self._clock = clock
+        self._deadlines: list[tuple[float, str]] = []
+        self._outputs: list[Output] = []
+        self._doubt: Exception | None = None
+
+    # -- requests come and go ----------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        self.requests[request.id] = request
+        heapq.heappush(self._deadlines, (request.deadline, request.id))
+        self.waiting.push(request.sequences[0])
+
+    def finish(self, request: Request, index: int | None, reason: FinishReason, error: Exception | None = None) -> None:
+        """End a request, or one of its answers, wherever it stands."""
+        for sequence in request.sequences if index is None else [request.sequences[index]]:
+            if not sequence.ended:
+                self._end(sequence, reason, error=error)
+
+    def expire(self) -> None:
+        """End every request whose deadline has passed."""
+        now = self._clock()
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][1] not in self.requests):
+            _, request_id = heapq.heappop(self._deadlines)
+            if request := self.requests.get(request_id):
+                limit = request.deadline - request.arrival
+                error = RequestTimeoutError(f"request {request_id} did not finish within {limit:g} s")
+                self.finish(request, None, FinishReason.TIMEOUT, error)
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or len(self.waiting) > 0
+
+    def take_outputs(self) -> list[Output]:
+        """What happened since this was asked last: tokens and ends, in order."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # -- doubt -------------------------------------------------------------------------------------------------
+
+    def distrust(self, error: Exception) -> None:
+        """The cache, or the backend's memory, may not be what we think: before the next step it has to be renewed."""
+        self._doubt = self._doubt or error
+
+    def raise_doubt(self) -> None:
+        """Raise what put the memory in doubt, if anything did."""
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None:
+            raise doubt
+
+    def preempt_all(self, error: Exception) -> None:
+        """All memory is lost: everything that ran is recomputed, or fails if that happened too often.
+
+        The cache is not asked; it has to be reset.
+        """
+        self._doubt = None
+        lost, self.running = self.running, []
+        for sequence in lost:
+            sequence.running = False
+            sequence.recoveries += 1
+            if sequence.recoveries > MAX_RECOVERIES:
+                self._end(sequence, FinishReason.ERROR, error=error)
+            else:
+                self._queue_again(sequence)
+
+    # -- a sequence's way --------------------------------------------------------------------------------------
+
+    def _start(self, sequence: Sequence, cached: int) -> None:
+        request = sequence.request
+        sequence.running = True
+        sequence.refused = False
+        self.running.append(sequence)
+        if request.admitted_at is None:
+            self.dequeued += 1
+            request.admitted_at = self._clock()
+            # Later admissions compute the same prompt again, and what they find is the request's own work.
+            request.cached_tokens = cached
+            self.prompt_tokens += sequence.n_prompt
+            self.cached_tokens += cached
+        request.state = RequestState.PROCESSING
+
+    def _preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Give a running sequence's memory to others; it comes back to the front of the queue and is recomputed."""
+        self._stop_running(sequence)
+        self._queue_again(sequence)
+        self._let_go(sequence, rewind=False, keep=keep)
+
+    def _set_back(self, sequence: Sequence, error: Exception) -> None:
+        """The memory of a running sequence failed: it is recomputed, or fails if that happened too often."""
+        sequence.recoveries += 1
+        if sequence.recoveries > MAX_RECOVERIES:
+            self._end(sequence, FinishReason.ERROR, error=error, keep=False)
+        else:
+            self._preempt(sequence, keep=False)
+
+    def _queue_again(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        sequence.request.preemptions += 1
+        sequence.request.state = RequestState.PENDING
+        sequence.forget_key()
+        self.waiting.push(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.running = False
+
+    def _let_go(self, sequence: Sequence, *, rewind: bool, keep: bool) -> None:
+        """Give the sequence's memory back; `rewind` if the backend may be ahead by a step that was not applied."""
+        try:
+            if rewind:
+                self.kv.rewind(sequence)
+            self.kv.release(sequence, keep=keep)
+        except Exception as error:
+            self.distrust(error)
+
+    # -- ends --------------------------------------------------------------------------------------------------
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        token: int | None = None,
+        logprob: TokenLogprob | None = None,
+        *,
+        error: Exception | None = None,
+        keep: bool = True,
+    ) -> None:
+        """Release everything the sequence holds, and with the last one its request."""
+        request = sequence.request
+        sequence.ended = True
+        stop_token = token if reason is FinishReason.STOP else None
+        self._outputs.append(
+            Output(request.id, sequence.index, token, logprob, reason, stop_token, error, request.cached_tokens)
+        )
+        if sequence.running:
+            self._stop_running(sequence)
+            # A token is the result of a step that was applied.
+            self._let_go(sequence, rewind=token is None, keep=keep)
+        else:
+            self.waiting.discard(sequence)
+        for twin in sequence.twins:
+            if not twin.ended:
+                self.waiting.push(twin)
+        sequence.twins = []
+        request.unfinished -= 1
+        if request.reason is None or reason.state is not RequestState.COMPLETED:
+            request.reason = reason
+        if request.unfinished == 0:
+            self._close(request, error)
+
+    def _close(self, request: Request, error: Exception | None) -> None:
+        assert request.reason is not None
+        request.state = request.reason.state
+        del self.requests[request.id]
+        if request.admitted_at is None:
+            self.dequeued += 1
+        self.finished[request.reason.value] += 1
+        self.observers.finished(record_of(request, self._clock(), error))

@@ -1,0 +1,293 @@
+"""Fail the n-th call: every call from the engine into cache, memory operations, backend, observers and delivery.
+
+A scenario is run once to count its calls, then once for every call and every way of failing. The engine's turns are
+taken by hand, with a clock of our own, so that every run is the same up to the call that fails.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cllm.backends.base import Backend
+from cllm.engine.budget import StepBudget
+from cllm.engine.loop import Engine
+from cllm.engine.params import SamplingParams
+from cllm.engine.request import FinishReason, Request
+from cllm.engine.scheduler import Scheduler
+from cllm.errors import BackendError, StepAbortedError
+from cllm.kv.manager import KVManager
+from engine_kit import Collector, make_request
+
+CAUSE = "the n-th call failed"
+"""In the message of every injected fault, so that a request's error can be traced to it."""
+
+WAYS: dict[str, Callable[[], Exception]] = {
+    "error": lambda: BackendError(CAUSE),
+    "fatal": lambda: BackendError(CAUSE, fatal=True),
+    "aborted": lambda: StepAbortedError(CAUSE),
+    "memory": lambda: MemoryError(CAUSE),
+    "bug": lambda: KeyError(CAUSE),
+}
+AFTER_WAYS = ("error", "bug")
+"""The ways in which a call fails after it has had its effect."""
+
+LASTING_WAYS = ("error", "aborted", "bug")
+"""The ways in which all further calls fail, too."""
+
+KV_CALLS = (
+    "peek", "admit", "arrange", "grow", "commit", "verify", "rewind", "fork", "release", "maintain", "reset", "usage",
+    "details", "examine",
+)  # fmt: skip
+OPS_CALLS = ("copy_blocks", "length", "remove", "copy", "save", "load")
+BACKEND_CALLS = ("step", "rebuild", "abort")
+OBSERVER_CALLS = ("on_step", "on_finished", "on_eviction")
+WITHOUT_EFFECT = {f"kv.{name}" for name in ("peek", "verify", "usage", "details", "examine")} | {"ops.length"}
+HARMLESS = ("observer.", "deliver", "kv.usage", "kv.details", "backend.abort")
+"""Calls whose failing no request may notice."""
+
+MAX_TURNS = 400
+MAX_REBUILDS = 4
+
+
+@dataclass
+class Fault:
+    """Which call fails, and how."""
+
+    number: int = 0
+    way: str = "bug"
+    after: bool = False
+    """It fails when it has had its effect."""
+    lasting: bool = False
+    """From then on all calls of that name fail."""
+
+
+class Calls:
+    """Counts calls, and lets one fail."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.names: list[str] = []
+        self.counting = True
+        self._fault = fault
+
+    @property
+    def failed(self) -> str:
+        return self.names[self._fault.number - 1] if 0 < self._fault.number <= len(self.names) else ""
+
+    def wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            if not self.counting:
+                return call(*args, **options)
+            self.names.append(name)
+            fault = self._fault
+            if len(self.names) == fault.number or (fault.lasting and name == self.failed):
+                if fault.after:
+                    call(*args, **options)
+                raise WAYS[fault.way]()
+            return call(*args, **options)
+
+        return counted
+
+    def wrap_all(self, target: Any, prefix: str, names: Sequence[str]) -> None:
+        for name in names:
+            if hasattr(target, name):
+                setattr(target, name, self.wrap(f"{prefix}.{name}", getattr(target, name)))
+
+
+class _Ops:
+    """Stands between a manager and the backend's operations."""
+
+    def __init__(self, ops: Any, calls: Calls) -> None:
+        for name in OPS_CALLS:
+            if hasattr(ops, name):
+                setattr(self, name, calls.wrap(f"ops.{name}", getattr(ops, name)))
+
+
+class _Observer:
+    def on_step(self, seconds: float, prompt_tokens: int, decode_tokens: int) -> None: ...
+
+    def on_finished(self, record: Any) -> None: ...
+
+    def on_eviction(self, count: int, seconds: float) -> None: ...
+
+
+@dataclass
+class Machine:
+    """A backend with its cache, empty: what the scenarios are run on."""
+
+    backend: Backend
+    kv: KVManager
+    expected: Callable[[Request, int], list[int]]
+    """What an answer consists of, when nothing else happens."""
+    max_running: int = 3
+
+
+@dataclass
+class Rig:
+    """An engine whose turns a scenario takes by hand."""
+
+    machine: Machine
+    fault: Fault = field(default_factory=Fault)
+
+    def __post_init__(self) -> None:
+        self.now = 0.0
+        self.calls = Calls(self.fault)
+        self.collector = Collector()
+        self.requests: list[Request] = []
+        self.ended_early: set[str] = set()
+        """Requests that the scenario itself cancels, lets time out or shuts down."""
+        self.own_faults: list[str] = []
+        """What the errors say that the scenario itself causes."""
+        self.scripted_rebuilds = 0
+        self.raised: list[Exception] = []
+        """What clients were told that only cancelled."""
+        backend, kv = self.machine.backend, self.machine.kv
+        budget = StepBudget(inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=0.5, max_tokens=16)
+        self.scheduler = Scheduler(kv, budget, max_running=self.machine.max_running, clock=lambda: self.now)
+        self.engine = Engine(
+            backend, self.scheduler, self.calls.wrap("deliver", self.collector), clock=lambda: self.now
+        )
+        observer = _Observer()
+        self.calls.wrap_all(observer, "observer", OBSERVER_CALLS)
+        self.scheduler.observers.append(observer)
+        kv.on_eviction = self.scheduler.observers.evicted
+        self.unwrapped_step = backend.step
+        self.before_step: Callable[[Sequence[Any]], None] = lambda chunks: None
+        backend.step = self._step  # type: ignore[method-assign]
+        self.calls.wrap_all(backend, "backend", BACKEND_CALLS)
+        self.calls.wrap_all(kv, "kv", KV_CALLS)
+        kv._ops = _Ops(kv._ops, self.calls)  # type: ignore[attr-defined]
+        self.engine._accepting = True
+
+    def _step(self, chunks: Sequence[Any]) -> Any:
+        self.before_step(chunks)
+        return self.unwrapped_step(chunks)
+
+    # -- what scenarios do -------------------------------------------------------------------------------------
+
+    def submit(self, prompt: str, max_tokens: int = 4, **options: Any) -> Request:
+        timeout_s, priority = options.pop("timeout_s", 1e9), options.pop("priority", 0)
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **options})
+        name = f"r{len(self.requests)}"
+        limits = {"timeout_s": timeout_s, "priority": priority, "max_context": 96}
+        request = make_request(prompt, params, arrival=self.now, request_id=name, **limits)
+        self.requests.append(request)
+        self.engine.submit(request)
+        if timeout_s < 1e9:
+            self.ended_early.add(request.id)
+        return request
+
+    def cancel(self, request: Request, index: int | None = None) -> None:
+        self.ended_early.add(request.id)
+        try:
+            self.engine.cancel(request.id, index)
+        except Exception as error:
+            self.raised.append(error)
+
+    def turns(self, count: int) -> bool:
+        """So many turns; False if there is nothing left to do before."""
+        for _ in range(count):
+            self.now += 0.01
+            if self.engine.should_stop or not self.engine.turn():
+                return False
+        return True
+
+    def run(self) -> None:
+        assert not self.turns(MAX_TURNS), "the engine does not come to an end"
+
+    def idle_check(self) -> None:
+        """Long enough after the last one that the engine looks at everything."""
+        self.now += 60.0
+        self.run()
+
+    def stop(self, grace_s: float) -> None:
+        self.ended_early |= {request.id for request in self.requests}
+        self.engine.begin_stop(grace_s)
+
+    # -- what must hold after each ----------------------------------------------------------------------------
+
+    def assert_sound(self) -> None:
+        self.calls.counting = False
+        self.before_step = lambda chunks: None
+        engine, scheduler = self.engine, self.scheduler
+        if engine._failure is not None:
+            assert self.fault.lasting, f"the engine gave up: {engine._failure}"
+        if engine.should_stop:
+            engine.close_down()
+            assert not engine.accepting
+        else:
+            self.run()
+            self._assert_next_is_answered()
+        for request in self.requests:
+            for index in range(request.params.n):
+                self._assert_ended_well(request, index)
+            assert not any(sequence.admitted for sequence in request.sequences)
+        assert not self.raised
+        usage = scheduler.kv.usage()
+        assert usage.referenced == 0 and usage.sequences_running == 0
+        assert usage.free + usage.evictable == usage.total
+        assert not scheduler.running and len(scheduler.waiting) == 0 and not scheduler.requests
+        assert list(scheduler.waiting) == [] and scheduler.take_outputs() == [] and not engine._outbox.waiting
+        assert engine._submitted == scheduler.dequeued == len(self.requests) == sum(scheduler.finished.values())
+        assert scheduler.prompt_tokens <= sum(len(request.prompt) for request in self.requests)
+        answers = sum(request.params.n for request in self.requests) if self.fault.lasting else 0
+        assert engine.rebuilds <= MAX_REBUILDS * (1 + answers) + self.scripted_rebuilds
+        if not engine.should_stop:
+            scheduler.kv.check()
+
+    def _assert_next_is_answered(self) -> None:
+        last = self.submit("who comes next?")
+        self.run()
+        assert self.collector.ends[last.id, 0].reason is FinishReason.LENGTH
+        assert self.collector.tokens[last.id, 0] == self.machine.expected(last, 0)
+
+    def _assert_ended_well(self, request: Request, index: int) -> None:
+        key = (request.id, index)
+        assert key in self.collector.ends, f"{key} never ended"
+        end = self.collector.ends[key]
+        tokens, expected = self.collector.tokens.get(key, []), self.machine.expected(request, index)
+        assert tokens == expected[: len(tokens)], f"{key} got other tokens than alone"
+        if end.reason is FinishReason.LENGTH:
+            assert tokens == expected
+        elif end.reason is FinishReason.ERROR:
+            causes = [*self.own_faults, *([] if self.calls.failed.startswith(HARMLESS) else [CAUSE])]
+            assert any(cause in str(end.error) for cause in causes), f"{key}: {end.error!r} does not name the cause"
+        else:
+            assert request.id in self.ended_early, f"{key} ended with {end.reason}"
+
+
+Scenario = Callable[[Rig], None]
+
+
+def all_faults(calls: Sequence[str], ways: Sequence[str]) -> Iterator[Fault]:
+    seen: Counter[str] = Counter()
+    for number, name in enumerate(calls, 1):
+        yield from (Fault(number, way) for way in ways)
+        seen[name] += 1
+        if seen[name] <= 2 and name != "deliver":  # nobody can be told anything if that fails for good
+            yield from (Fault(number, way, lasting=True) for way in LASTING_WAYS if way in ways)
+        # A delivery that fails has not delivered; what only looks has no effect.
+        if name not in WITHOUT_EFFECT and not name.startswith(("deliver", "observer.")):
+            yield from (Fault(number, way, after=True) for way in AFTER_WAYS if way in ways)
+
+
+def fail_every_call(make: Callable[[], Machine], scenario: Scenario, ways: Sequence[str] = tuple(WAYS)) -> int:
+    """Returns how many runs there were with a call that failed."""
+    rig = Rig(make())
+    scenario(rig)
+    calls = list(rig.calls.names)
+    rig.assert_sound()
+    runs = 0
+    for fault in all_faults(calls, ways):
+        rig = Rig(make(), fault)
+        try:
+            scenario(rig)
+            assert len(rig.calls.names) >= fault.number, "the run differs before the fault"
+            rig.assert_sound()
+        except Exception as error:
+            where = f"call {fault.number} of {len(calls)}, {calls[fault.number - 1]}"
+            raise AssertionError(f"{error} (with {where}, failing: {fault})") from error
+        runs += 1
+    return runs

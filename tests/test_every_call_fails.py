@@ -1,0 +1,312 @@
+"""Whatever call fails: every request ends exactly once, nothing is held, and the next one is answered.
+
+With `-s` it prints how many calls failed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cllm.backends.base import Backend, Chunk
+from cllm.backends.fake import FakeBackend
+from cllm.backends.llama_cpp import LlamaCppBackend
+from cllm.backends.native import NativeBackend
+from cllm.engine.request import Request
+from cllm.errors import BackendError, StepAbortedError
+from cllm.kv.ops import BlockGeometry, SlotGeometry
+from cllm.kv.paged import PagedKVManager
+from cllm.kv.slots import SlotKVManager
+from cllm.kv.store import most_bytes
+from cllm.models.gguf import GGUFModel
+from engine_kit import make_request, reference
+from fault_kit import BACKEND_CALLS, Machine, Rig, Scenario, fail_every_call
+from native_kit import write_model
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Thousands of tracebacks that are meant."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def paged(blocks: int = 48) -> Machine:
+    backend = FakeBackend(context_length=96)
+    geometry = BlockGeometry(blocks, 4)
+    backend.allocate(geometry)
+    kv = PagedKVManager(backend.ops, geometry, bytes_per_token=8, eviction_threshold=0.7, watermark=0.02)
+    return Machine(backend, kv, expected)
+
+
+def slots(count: int = 3) -> Machine:
+    backend = FakeBackend(context_length=96)
+    geometry = SlotGeometry(count, 96)
+    backend.allocate(geometry)
+    store = 2 * most_bytes(48, 8)
+    kv = SlotKVManager(backend.ops, geometry, bytes_per_token=8, store_bytes=store, eviction_threshold=0.9)
+    return Machine(backend, kv, expected, max_running=count)
+
+
+def expected(request: Request, index: int) -> list[int]:
+    params = request.params
+    return _reference(bytes(request.prompt), params.max_tokens, params.temperature, params.seed, params.n, index)
+
+
+@functools.cache
+def _reference(prompt: bytes, max_tokens: int, temperature: float, seed: int | None, n: int, index: int) -> list[int]:
+    from cllm.engine.params import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, n=n, ignore_eos=True)
+    tokens = list(memoryview(prompt).cast("i"))
+    return reference(make_request(tokens, params, max_context=96), index)
+
+
+# -- scenarios -----------------------------------------------------------------------------------------------------
+
+
+def mixed_prompts(rig: Rig) -> None:
+    rig.submit("short")
+    rig.submit("a prompt of more than one chunk", temperature=1.0, seed=3)
+    rig.turns(2)
+    rig.submit("late")
+    rig.run()
+    rig.idle_check()
+
+
+def shared_prefixes(rig: Rig) -> None:
+    """Prefixes of sequences that run, are held, were saved or evicted."""
+    prefix = "all of them begin like "
+    rig.submit(prefix + "one", 2)
+    rig.submit(prefix + "two", 2)
+    rig.run()
+    rig.submit("x" * 30, 2)
+    rig.submit("y" * 30, 2)
+    rig.run()
+    rig.submit(prefix + "three", 2)
+    rig.submit("x" * 20, 2)
+    rig.run()
+
+
+def forks(rig: Rig) -> None:
+    """More answers than may run at once."""
+    rig.submit("several", 3, n=4, temperature=1.0, seed=5)
+    rig.turns(2)
+    rig.submit("one more", 2)
+    rig.run()
+
+
+def cancels(rig: Rig) -> None:
+    """While waiting, while running, one answer of two, and in the middle of a step."""
+    rig.scheduler.budget._max_tokens = 64  # chunks that are worth interrupting
+    running, twins = rig.submit("to be cancelled", 8), rig.submit("twins", 5, n=2, temperature=1.0, seed=1)
+    waiting = rig.submit("never begins", 3)
+    other = rig.submit("goes on", 4)
+    rig.turns(2)
+    rig.cancel(waiting)
+    rig.cancel(twins, 1)
+    rig.turns(1)
+    rig.cancel(running)
+    rig.turns(1)
+    rig.cancel(other)
+    rig.turns(2)
+    long = rig.submit("l" * 40, 3)
+    rig.submit("stays", 2)
+
+    def interrupt(chunks: object) -> None:
+        rig.before_step = lambda chunks: None
+        rig.cancel(long)
+        raise StepAbortedError("somebody was cancelled")
+
+    rig.before_step = interrupt
+    rig.run()
+
+
+def timeouts(rig: Rig) -> None:
+    rig.submit("too slow", 30, timeout_s=0.05)
+    rig.submit("in time", 4)
+    rig.submit("m" * 20, 2)
+    rig.submit("too late", 30, timeout_s=0.06)
+    rig.run()
+
+
+def preempted_prompt(rig: Rig) -> None:
+    """In the middle of a prompt its memory goes to an answer."""
+    rig.submit("l" * 40, 2, priority=1)
+    rig.turns(1)
+    rig.submit("abc", 5)
+    rig.run()
+
+
+def preempted_answer(rig: Rig) -> None:
+    """Two answers outgrow the memory; on slots, one leaves a gap behind."""
+    rig.submit("abc", 1)
+    rig.submit("uvw", 8)
+    rig.submit("xyz", 7)
+    rig.run()
+
+
+def shutdown(rig: Rig) -> None:
+    rig.submit("ends", 3)
+    rig.submit("does not", 60)
+    rig.submit("nor this", 60, n=2, temperature=1.0, seed=2)
+    rig.submit("has not begun")
+    rig.turns(2)
+    rig.stop(0.05)
+    rig.run()
+
+
+def rebuilds(rig: Rig) -> None:
+    """A context that is lost, a step that fails, a sequence that cannot be computed, in turn."""
+    rig.scripted_rebuilds = 1
+    rig.own_faults.append("nobody can compute this")
+    rig.submit("one", 6)
+    rig.submit("two of the same", 6, n=2, temperature=1.0, seed=4)
+    rig.turns(3)
+
+    def lose(chunks: object) -> None:
+        rig.before_step = lambda chunks: None
+        raise BackendError("nobody can compute this: the context is lost", fatal=True)
+
+    rig.before_step = lose
+    rig.turns(2)
+    poison = ord("~")
+
+    def refuse(chunks: list) -> None:
+        if any(poison in chunk.tokens for chunk in chunks):
+            raise BackendError("nobody can compute this")
+
+    rig.before_step = refuse
+    rig.submit("bad ~", 3)
+    rig.run()
+
+
+def wrong_positions(rig: Rig) -> None:
+    """A slot that holds a token nobody asked it to hold, twice."""
+    rig.scripted_rebuilds = 2
+    rig.own_faults.append("positions")
+    rig.submit("one", 5)
+    rig.submit("two", 5)
+
+    def stray(chunks: list) -> None:
+        token = Chunk(array("i", [9]), chunks[0].start + 40, False, chunks[0].slot)
+        rig.machine.backend.memory.write(token, np.array([9], np.int32))
+
+    for _ in range(2):
+        rig.turns(2)
+        rig.before_step = stray
+        rig.turns(1)
+        rig.before_step = lambda chunks: None
+    rig.run()
+
+
+SCENARIOS: list[Scenario] = [
+    mixed_prompts, shared_prefixes, forks, cancels, timeouts, preempted_prompt, preempted_answer, shutdown, rebuilds,
+]  # fmt: skip
+
+
+def make_fake(layout: str, scenario: Scenario) -> Machine:
+    if layout == "slots":
+        return slots(2 if scenario is shared_prefixes else 3)
+    return paged({preempted_prompt: 11, preempted_answer: 5, shared_prefixes: 16}.get(scenario, 48))
+
+
+CASES = [(layout, scenario) for layout in ("paged", "slots") for scenario in SCENARIOS] + [("slots", wrong_positions)]
+
+
+@pytest.mark.parametrize(("layout", "scenario"), CASES)
+def test_on_the_fake_backend(layout: str, scenario: Scenario) -> None:
+    runs = fail_every_call(lambda: make_fake(layout, scenario), scenario)
+    print(f"{layout} {scenario.__name__}: {runs}")
+
+
+# -- real backends -------------------------------------------------------------------------------------------------
+
+Make = Callable[[], Machine]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf", n_layers=1, n_embd=32, n_ff=32)
+
+
+def alone(make: Make) -> Callable[[Request, int], list[int]]:
+    """Answers of a machine that does nothing else, each computed once."""
+    known: dict[str, list[list[int]]] = {}
+
+    def answers(request: Request, index: int) -> list[int]:
+        key = repr((request.prompt, request.params))
+        if key not in known:
+            rig = Rig(make())
+            again = make_request(request.prompt, request.params, max_context=96)
+            rig.engine.submit(again)
+            rig.run()
+            known[key] = [rig.collector.tokens[again.id, n] for n in range(request.params.n)]
+        return known[key][index]
+
+    return answers
+
+
+def fresh(backend: Backend) -> None:
+    """Without what a run before has put around it, and empty."""
+    for name in BACKEND_CALLS:
+        backend.__dict__.pop(name, None)
+    backend.rebuild()
+
+
+def native_machine(backend: NativeBackend, blocks: int, expected: Callable[[Request, int], list[int]]) -> Machine:
+    fresh(backend)
+    geometry = BlockGeometry(blocks, 16)
+    backend.allocate(geometry)
+    kv = PagedKVManager(backend.ops, geometry, bytes_per_token=8, eviction_threshold=0.7)
+    return Machine(backend, kv, expected)
+
+
+@pytest.fixture(scope="module")
+def native(tiny: Path) -> Iterator[Callable[[int], Make]]:
+    """From a number of blocks to what makes machines."""
+    settings = {"threads": 1, "instruction_set": "auto", "kv_type_k": "f16", "kv_type_v": "f16"}
+    with NativeBackend(GGUFModel.open(tiny), **settings) as one, NativeBackend(GGUFModel.open(tiny), **settings) as two:
+        for backend in (one, two):
+            backend.allocate(BlockGeometry(1, 16))
+        answers = alone(lambda: native_machine(two, 16, lambda request, index: []))
+        yield lambda blocks: lambda: native_machine(one, blocks, answers)
+
+
+@pytest.mark.parametrize("scenario", [shared_prefixes, forks, cancels, preempted_answer, rebuilds])
+def test_on_the_native_backend(native: Callable[[int], Make], scenario: Scenario) -> None:
+    blocks = {preempted_answer: 2, shared_prefixes: 5}.get(scenario, 12)
+    runs = fail_every_call(native(blocks), scenario, ways=("error", "bug"))
+    print(f"native {scenario.__name__}: {runs}")
+
+
+def llama_machine(backend: LlamaCppBackend, count: int, expected: Callable[[Request, int], list[int]]) -> Machine:
+    fresh(backend)
+    store = 2 * most_bytes(48, 128)
+    kv = SlotKVManager(backend.ops, SlotGeometry(count, 256), bytes_per_token=128, store_bytes=store)
+    return Machine(backend, kv, expected, max_running=count)
+
+
+@pytest.fixture(scope="module")
+def llama(tiny: Path) -> Iterator[Make]:
+    settings = {"threads": 1, "n_batch": 64, "n_ubatch": 64, "kv_type_k": "f16", "kv_type_v": "f16"}
+    switches = {"flash_attention": True, "mmap": True, "mlock": False}
+    with LlamaCppBackend(tiny, **settings, **switches) as one, LlamaCppBackend(tiny, **settings, **switches) as two:
+        for backend in (one, two):
+            backend.allocate(SlotGeometry(2, 256))
+        answers = alone(lambda: llama_machine(two, 2, lambda request, index: []))
+        yield lambda: llama_machine(one, 2, answers)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("scenario", [shared_prefixes, forks, cancels, rebuilds])
+def test_on_llama_cpp(llama: Make, scenario: Scenario) -> None:
+    runs = fail_every_call(llama, scenario, ways=("error",))
+    print(f"llama_cpp {scenario.__name__}: {runs}")
