@@ -17,7 +17,7 @@ class KVSequence:
     __slots__ = ("blocks", "entry", "indexed", "node", "num_computed", "slot", "tokens")
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens: array[int] = array("i", tokens)
+        self.tokens: array[int] = tokens[:] if isinstance(tokens, array) else array("i", tokens)
         self.num_computed = 0
         # Paged: the block table, the index node where this sequence's shared part ends, and the blocks in that part.
         self.blocks: list[int] = []

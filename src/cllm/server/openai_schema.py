@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from cllm.engine.params import MAX_LOGPROBS
 from cllm.server.sampling_schema import SamplingFields
-from cllm.server.validation import Int32, RequestModel, StrictModel, Text, Texts, Unsupported, refusal
+from cllm.server.validation import AtMost, Int32, RequestModel, Text, Texts, Unsupported, refusal
 
 ModelName = Annotated[Text, Field(max_length=512)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 UserName = Annotated[Text, Field(max_length=256)]
 
-MAX_MESSAGES = 4096
 _PROMPT = "A string, several strings, token ids, or several lists of token ids."
 
 
@@ -52,7 +51,12 @@ class CompletionRequest(OpenAIRequest):
     )
     unsupported: ClassVar[Unsupported] = {"suffix": ("",)}
 
-    prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] = Field(description=_PROMPT)
+    prompt: (
+        Text
+        | Annotated[Texts, AtMost("max_prompts", "prompts", str)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(fail_fast=True), AtMost("max_prompts", "prompts", list)]
+    ) = Field(description=_PROMPT)
     max_tokens: Int32 | None = Field(None, description="Most tokens to generate. Default 16.")
     echo: bool | None = Field(None, description="Put the prompt in front of the answer.")
     logprobs: Int32 | None = Field(None, description="Log probabilities of so many likeliest tokens, 0 to 20.")
@@ -68,9 +72,17 @@ class CompletionRequest(OpenAIRequest):
         return self
 
 
-class TextPart(StrictModel):
+class TextPart(RequestModel):
     type: Literal["text"]
     text: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        """Before the keys are looked at: those of a picture would be called unknown."""
+        if isinstance(data, dict) and isinstance(kind := data.get("type", "text"), str) and kind != "text":
+            raise refusal("type", f"must be 'text', not {kind[:40]!r}; this server takes no other parts")
+        return data
 
 
 class ChatMessage(RequestModel):
@@ -131,7 +143,7 @@ class ChatRequest(OpenAIRequest):
         "prompt_cache_retention": ("in_memory",),
     }
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")]
     max_tokens: Int32 | None = Field(None, description="The old name of max_completion_tokens.")
     max_completion_tokens: Annotated[Int32, Field(ge=1)] | None = Field(
         None, description="Most tokens to generate. Default: as many as the context holds."

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from cllm.engine.params import SamplingParams
-from cllm.errors import InvalidRequestError
-from cllm.server.validation import Int32, Int64, RequestModel, Text, Texts, wrong
+from cllm.server.validation import AtMost, Int32, Int64, RequestModel, Text, Texts, wrong
 
 _PASSED_ON = (
     "temperature",
@@ -39,7 +38,7 @@ def _ids_to_numbers(biases: Any) -> Any:
     return biases
 
 
-Biases = Annotated[dict[str, float], BeforeValidator(_ids_to_numbers)]
+Biases = Annotated[dict[str, float], BeforeValidator(_ids_to_numbers), AtMost("max_logit_bias", "tokens")]
 
 
 class SamplingFields(RequestModel):
@@ -54,33 +53,27 @@ class SamplingFields(RequestModel):
     presence_penalty: float | None = Field(None, description="-2 to 2. Default 0.")
     logit_bias: Biases | None = Field(None, description="Token id -> bias from -100 to 100.", examples=[{"42": -100}])
     seed: Int64 | None = Field(None, description="Same seed, same output, whatever else is running.")
-    stop: Text | Texts | None = Field(None, description="The answer ends before any of these.")
-    stop_token_ids: Annotated[list[Int32], Field(fail_fast=True)] | None = Field(
-        None, description="The answer ends at any of these tokens."
+    stop: Text | Annotated[Texts, AtMost("max_stop_strings", "strings")] | None = Field(
+        None, description="The answer ends before any of these."
+    )
+    stop_token_ids: Annotated[list[Int32], Field(fail_fast=True), AtMost("max_stop_token_ids", "token ids")] | None = (
+        Field(None, description="The answer ends at any of these tokens.")
     )
     ignore_eos: bool | None = Field(None, description="Go on past the end-of-answer token.")
     min_tokens: Int32 | None = Field(None, description="No end before this many tokens. Default 0.")
     priority: Int32 | None = Field(None, description="Lower goes first. Default 0.")
     timeout: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Seconds after which the request fails, queued or running."
+        None,
+        description="Seconds after which the request fails; scheduler.request_timeout_s is the most.",
     )
 
-    def sampling(self, *, max_stops: int, max_tokens: int | None, **own: Any) -> SamplingParams:
+    def sampling(self, *, max_tokens: int | None, **own: Any) -> SamplingParams:
         """These fields as `SamplingParams`; `own` is what the endpoint names in its own way."""
         given = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
         given.update((name, value) for name, value in own.items() if value is not None)
         return SamplingParams(
             **given,
             max_tokens=max_tokens,
-            stop=self._stops(max_stops),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
         )
-
-    def _stops(self, most: int) -> tuple[str, ...]:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(stops) > most:
-            raise InvalidRequestError(
-                f"stop holds {len(stops)} strings; at most {most} are allowed (server.max_stop_strings)",
-                "stop",
-            )
-        return stops
