@@ -16,7 +16,10 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -42,11 +45,36 @@ def _whole_characters(text: str) -> str:
     return text
 
 
+def _whole_numbers(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """5.0 is as good a number as 5, in a list, too; JSON does not tell them apart."""
+    try:
+        return handler(value)
+    except ValidationError:
+        as_integers = [_as_integer(each) for each in value] if isinstance(value, list) else _as_integer(value)
+        if as_integers == value:
+            return handler(as_integers)
+        raise
+
+
+def _as_integer(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+WHOLE = WrapValidator(_whole_numbers)
+"""The last mark of an integer or a list of integers, after its range."""
+
 Text = Annotated[str, AfterValidator(_whole_characters)]
 """A string that can be written as UTF-8."""
-Texts = Annotated[list[Text], Field(fail_fast=True)]
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Words = Annotated[Text, Field(json_schema_extra={"minLength": 1})]
+"""A text that must not be empty; who uses it says so better than a validator could."""
+Texts = Annotated[list[Words], Field(fail_fast=True)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"x-token-id": True})]],
+    Field(fail_fast=True),
+    WHOLE,
+]
 
 Unsupported = Mapping[str, Sequence[Any]]
 
@@ -78,7 +106,10 @@ class AtMost:
 
 
 AT_MOST = "x-at-most"
-"""The key in a schema for the setting that limits a list or an object; the API's page has its value."""
+"""In a schema: the setting that limits this list, object or text. The API's description has its value instead."""
+TOKEN_ID = "x-token-id"
+"""In a schema: this number is a token id. The description has the largest there is."""
+TOKEN_IDS_AS_KEYS = "x-token-ids-as-keys"
 
 
 class RequestModel(BaseModel):
@@ -93,6 +124,16 @@ class RequestModel(BaseModel):
     unsupported: ClassVar[Unsupported] = {}
     """Parameters that the API knows and this server does not have, each with the values that change nothing."""
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        found = handler(schema)
+        described = handler.resolve_ref_schema(found)
+        described.setdefault("properties", {}).update(
+            (name, {"enum": [None, *harmless], "description": "Not supported: these values change nothing."})
+            for name, harmless in cls.unsupported.items()
+        )
+        return found
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_keys(cls, data: Any) -> Any:
@@ -104,10 +145,15 @@ class RequestModel(BaseModel):
                 taken[name] = value
             elif name not in cls.unsupported:
                 raise refusal(name, "is not a parameter of this request")
-            elif value is not None and value not in cls.unsupported[name]:
+            elif value is not None and not any(_same(value, harmless) for harmless in cls.unsupported[name]):
                 choices = ["leave it out", *(f"send {json.dumps(harmless)}" for harmless in cls.unsupported[name])]
                 raise refusal(name, f"is not supported by this server; {' or '.join(choices)}")
         return taken
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equal, and of one type: 0 is not false."""
+    return type(value) is type(other) and bool(value == other)
 
 
 def wrong(reason: str) -> PydanticCustomError:
