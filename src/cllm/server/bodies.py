@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from fastapi import Request
+from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
 from cllm.errors import InvalidRequestError
@@ -112,6 +113,10 @@ class _JsonCount:
         """Where the colons after the first keys of the body itself are."""
         self._last = 0
         """Where the last such colon is."""
+        self._since = 0
+        """Marks since then."""
+        self._largest = (0, 0)
+        """The most marks that follow one such colon, and where that is."""
 
     def check(self) -> None:
         for start in range(0, len(self._bytes), _SLICE):
@@ -126,16 +131,25 @@ class _JsonCount:
         marks = found[places]
         depths = self._depth + np.cumsum(_STEPS[marks], dtype=np.int32)
         colons = marks == ord(":")
-        tops = places[colons & (depths == 1)] + start
+        at = np.flatnonzero(colons & (depths == 1))
+        tops = places[at] + start
         self._parameters += tops[: MAX_PARAMETERS + 1 - len(self._parameters)].tolist()
         self._values += int(np.count_nonzero(marks == ord(",")) + np.count_nonzero(_STEPS[marks] > 0))
         self._keys += int(np.count_nonzero(colons))
         self._inside = int(strings[-1])
         if len(marks):
             self._depth = int(depths[-1])
-        if len(tops):
-            self._last = int(tops[-1])
+        self._compare(np.diff(np.concatenate(([0], at, [len(marks)]))), tops)
         self._judge(int(depths.max(initial=0)))
+
+    def _compare(self, sizes: NDArray[np.intp], tops: NDArray[np.intp]) -> None:
+        """`sizes`: the marks before the first of the colons `tops`, and after each of them."""
+        self._since += int(sizes[0])
+        self._largest = max(self._largest, (self._since, self._last))
+        if len(tops):
+            best = int(sizes[1:].argmax())
+            self._largest = max(self._largest, (int(sizes[1 + best]), int(tops[best])))
+            self._since, self._last = int(sizes[-1]), int(tops[-1])
 
     def _judge(self, depth: int) -> None:
         if depth > MAX_DEPTH:
@@ -151,7 +165,7 @@ class _JsonCount:
         ):
             most: int = getattr(self._limits, setting)
             if count > most:
-                name = self._key(self._last)
+                name = self._key(self._largest[1])
                 raise InvalidRequestError(
                     f"{name} is too large: the body's JSON has more than {most} {things} (server.{setting}).", name
                 )

@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 from cllm.server.answers import unless_gone
 from cllm.server.errors import ClientGoneError
 
-SLICE_BYTES = 65_536
-"""At 60 bytes and a microsecond for each log probability, a slice is a millisecond."""
-_ENTRIES = 64
+SLICE_BYTES = 16_384
+"""Of log probabilities, a millisecond's work."""
+_ENTRIES = 16
 _CHARACTERS = 16_384
 
 
