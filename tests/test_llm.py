@@ -129,6 +129,14 @@ async def test_a_deadline_ends_a_generation() -> None:
                 pass
 
 
+async def test_a_request_may_shorten_the_operators_deadline_and_not_lengthen_it() -> None:
+    async with AsyncLLM(fake_config(backend__fake__latency_ms=5.0, scheduler__request_timeout_s=0.05)) as llm:
+        generation = llm.submit("slow", SamplingParams(max_tokens=3000, ignore_eos=True), timeout_s=1e6)
+        with pytest.raises(RequestTimeoutError, match=r"0\.05 s"):
+            async for _ in generation:
+                pass
+
+
 async def test_shutdown_ends_what_runs_and_refuses_what_comes() -> None:
     llm = AsyncLLM(fake_config(backend__fake__latency_ms=5.0))
     await llm.start()
