@@ -33,7 +33,7 @@ class Counting(ByteTokenizer):
 
 def test_a_text_too_large_for_any_tokens_is_refused_untouched() -> None:
     tokenizer = Counting()
-    with pytest.raises(InvalidRequestError, match=r"prompt has 20001 bytes.*1000 tokens.*context is 1001") as error:
+    with pytest.raises(InvalidRequestError, match=r"the prompt has 20001 bytes.*1000 tokens.*context is 1001") as error:
         LIMIT.check_text(tokenizer, "x" * 20_001, "prompt")
     assert (error.value.param, tokenizer.encoded) == ("prompt", 0)
 
@@ -70,5 +70,5 @@ def test_what_is_refused_is_too_long(size: int, most: int) -> None:
 
 def test_the_tokens_themselves_have_the_last_word() -> None:
     LIMIT.check([0] * 1000, "prompt")
-    with pytest.raises(InvalidRequestError, match="messages has 1001 tokens; the context is 1001"):
+    with pytest.raises(InvalidRequestError, match="the prompt has 1001 tokens; the context is 1001"):
         LIMIT.check([0] * 1001, "messages")

@@ -108,7 +108,7 @@ async def generate_stream(body: _GenerateBody, request: Request, state: State) -
 async def encode(body: Annotated[EncodeRequest, Depends(taken(EncodeRequest))], state: State) -> Response:
     """The tokens of a text."""
     most = state.config.server.max_encode_tokens
-    limit = TokenLimit(most, f"at most {most} tokens are counted (server.max_encode_tokens)")
+    limit = TokenLimit(most, f"at most {most} are counted (server.max_encode_tokens)", "the text")
     return SlicedJson(_encode_pieces(await state.texts.encode(body.text, limit, "text")))
 
 

@@ -41,12 +41,12 @@ class Texts:
         return encoded
 
     async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        most, reason = self._llm.prompt_limit
+        most, reason, _ = self._llm.prompt_limit
         # Templates trim: blanks around a message may count for nothing.
         size = sum(len(message["content"].strip()) for message in messages)
         if size > most * self._llm.tokenizer.longest_token:
             raise InvalidRequestError(
-                f"messages have {size} characters, which are more than {most} tokens; {reason}", "messages"
+                f"the messages have {size} characters, which are more than {most} tokens; {reason}", "messages"
             )
         return await self._lanes.run(size + _EACH * len(messages), lambda: self._llm.encode_chat(messages))
 

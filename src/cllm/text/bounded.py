@@ -19,10 +19,11 @@ class TokenLimit(NamedTuple):
     most: int
     reason: str
     """What allows no more, for the error."""
+    what: str = "the prompt"
 
     def check(self, ids: Sequence[int], param: str) -> None:
         if len(ids) > self.most:
-            raise InvalidRequestError(f"{param} has {len(ids)} tokens; {self.reason}", param)
+            raise InvalidRequestError(f"{self.what} has {len(ids)} tokens; {self.reason}", param)
 
     def check_text(self, tokenizer: Tokenizer, text: str, param: str, *, special: bool = False) -> None:
         """Refuse a text that is too long for certain: from its size, since no token stands for more bytes than the
@@ -34,7 +35,7 @@ class TokenLimit(NamedTuple):
         size = len(text.encode(errors="replace"))
         if size > self.most * tokenizer.longest_token:
             raise InvalidRequestError(
-                f"{param} has {size} bytes of text, which are more than {self.most} tokens "
+                f"{self.what} has {size} bytes of text, which are more than {self.most} tokens "
                 f"(the longest has {tokenizer.longest_token} bytes); {self.reason}",
                 param,
             )
@@ -48,7 +49,7 @@ class TokenLimit(NamedTuple):
             count += max(len(tokenizer.encode(piece, special=special, add_bos=False)) - slack, 0)
             if count > self.most:
                 raise InvalidRequestError(
-                    f"{param} has more than {self.most} tokens in the first {start + len(piece)} of its {len(text)} "
+                    f"{self.what} has more than {self.most} tokens in the first {start + len(piece)} of its {len(text)} "
                     f"characters; {self.reason}",
                     param,
                 )
