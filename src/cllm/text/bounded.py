@@ -49,7 +49,7 @@ class TokenLimit(NamedTuple):
             count += max(len(tokenizer.encode(piece, special=special, add_bos=False)) - slack, 0)
             if count > self.most:
                 raise InvalidRequestError(
-                    f"{self.what} has more than {self.most} tokens in the first {start + len(piece)} of its {len(text)} "
-                    f"characters; {self.reason}",
+                    f"{self.what} has more than {self.most} tokens in the first {start + len(piece)} of its "
+                    f"{len(text)} characters; {self.reason}",
                     param,
                 )
