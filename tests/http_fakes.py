@@ -24,6 +24,7 @@ from cllm.models.shape import ModelShape
 from cllm.server.app import create_app
 from cllm.server.connection import Connection
 from cllm.server.connections import Connections
+from cllm.text.bounded import TokenLimit
 
 SHAPE = ModelShape("llama", 2, 8, 2, 1, 4, 4, 0x110000, 64)
 KV = KVUsage(
@@ -72,6 +73,7 @@ class CharTokenizer:
     bos_id = None
     eos_ids: frozenset[int] = frozenset()
     add_bos = False
+    longest_token = 4
 
     def encode(self, text: str, *, special: bool = False, add_bos: bool = True) -> list[int]:
         return [ord(character) for character in text]
@@ -191,6 +193,10 @@ class FakeLLM:
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         rendered = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return self.tokenizer.encode(rendered)
+
+    @property
+    def prompt_limit(self) -> TokenLimit:
+        return TokenLimit(self.max_context, f"the context is {self.max_context} tokens")
 
     def snapshot(self) -> EngineSnapshot:
         return self.state

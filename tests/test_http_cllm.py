@@ -168,6 +168,9 @@ async def test_the_api_description_tells_the_truth() -> None:
             if method == "post":
                 errors = operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"]
                 assert errors.endswith("ErrorReply" if path.startswith("/v1") else "FailureReply")
+                body = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+                assert schema["components"]["schemas"][body]["additionalProperties"] is False
+    assert "x-" not in json.dumps(schema["components"]).replace("x-request-id", "")
     stream = schema["paths"]["/generate_stream"]["post"]["responses"]["200"]["content"]
     assert list(stream) == ["text/event-stream"]
     (metrics,) = schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]

@@ -18,7 +18,7 @@ from cllm.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from cllm.server import errors
+from cllm.server import bodies
 from cllm.server.middleware import RequestContext
 from cllm.server.validation import describe_invalid
 from http_fakes import FakeLLM, client_for, config_with, served
@@ -321,7 +321,7 @@ async def test_unexpected_failure_shows_its_request_id_and_nothing_else(
 
 async def test_a_failure_closes_what_was_already_submitted() -> None:
     llm = FakeLLM()
-    response = await post(llm, "/v1/completions", {"prompt": ["good", "x" * 65]})
+    response = await post(llm, "/v1/completions", {"prompt": ["good", ""]})
     assert response.status_code == 400
     assert [generation.closed.is_set() for generation in llm.generations] == [True]
 
@@ -427,10 +427,10 @@ def huge(count: int) -> list[tuple[str, dict[str, Any], str]]:
     return [
         ("/v1/completions", {"prompt": [*[5] * count, "a"]}, "prompt"),
         ("/v1/completions", {"prompt": "x", "stop": [1] * count}, "stop"),
-        ("/v1/completions", {"prompt": "x", "stop_token_ids": ["a"] * count}, "stop_token_ids[0]"),
+        ("/v1/completions", {"prompt": "x", "stop_token_ids": ["a"] * count}, "stop_token_ids"),
         ("/v1/completions", {"prompt": "x", **{f"k{number}": 1 for number in range(count)}}, "k0"),
         ("/v1/completions", {"prompt": "x", "logit_bias": {str(n): "a" for n in range(count)}}, "logit_bias"),
-        ("/v1/chat/completions", {"messages": [1] * count}, "messages[0]"),
+        ("/v1/chat/completions", {"messages": [1] * count}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * count}, "messages"),
         ("/v1/chat/completions", {"messages": [part]}, "messages[0].content[0].text"),
     ]
@@ -447,8 +447,8 @@ async def test_thousands_of_mistakes_are_one_error(
         described.append(len(found))
         return describe_invalid(found)
 
-    monkeypatch.setattr(errors, "describe_invalid", counted)
+    monkeypatch.setattr(bodies, "describe_invalid", counted)
     response = await post(FakeLLM(), path, body)
     assert (response.status_code, error_of(response)["param"]) == (400, param)
-    assert described[0] <= 4
+    assert sum(described) <= 4
     assert len(response.content) < 500

@@ -14,8 +14,10 @@ import pytest
 from openai import APIError, AsyncOpenAI, RateLimitError
 from starlette.types import Message
 
+import loop_kit
 from cllm.config import Config
 from cllm.errors import BackendError, OverloadedError
+from cllm.server.openai_replies import ChatReply, CompletionReply
 from http_fakes import FakeLLM, TrackedApp, app_for, client_for, config_with, served
 
 USER = {"role": "user", "content": "hi"}
@@ -191,6 +193,61 @@ async def test_completion_logprobs(llm: FakeLLM, streamed: bool) -> None:
         "top_logprobs": [{"H": -0.5, "~": -9999.0}, {"e": -0.5, "~": -9999.0}],
         "text_offset": [0, 1],
     }
+
+
+async def test_whole_and_streamed_answers_are_the_models_of_the_description(llm: FakeLLM) -> None:
+    """They are written by hand, in pieces; the models are what is documented."""
+    llm.text = 'Quote " and \\ and \u2028 and 漢 ' * 2
+    sampled = {"n": 2, "max_tokens": 30, "logprobs": 2, "stop_token_ids": [5]}
+    completion = await post(llm, "/v1/completions", {"prompt": ["a", "b"], **sampled})
+    assert CompletionReply.model_validate(completion).model_dump() == completion
+    assert [choice["text"] for choice in completion["choices"]] == [llm.text[:30]] * 4
+    chat = await post(llm, "/v1/chat/completions", {"messages": [USER], **sampled, "logprobs": True, "top_logprobs": 1})
+    assert ChatReply.model_validate(chat).model_dump() == chat
+    assert [choice["message"]["content"] for choice in chat["choices"]] == [llm.text[:30]] * 2
+
+
+async def test_a_large_answer_comes_in_slices_and_others_have_their_turn(llm: FakeLLM) -> None:
+    llm.text, llm.max_context = "x" * 2_000, 4_000
+    body = json.dumps({"prompt": "hi", "max_tokens": 2_000, "logprobs": 2, "n": 3}).encode()
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    elsewhere = asyncio.ensure_future(others())
+    reply = await loop_kit.post(app_for(llm), "/v1/completions", body)
+    elsewhere.cancel()
+    assert [len(choice["text"]) for choice in json.loads(reply.body)["choices"]] == [2_000] * 3
+    assert reply.writes > 10
+    assert turns > reply.writes
+
+
+async def test_a_small_answer_says_how_long_it_is(llm: FakeLLM) -> None:
+    async with client_for(llm) as client:
+        response = await client.post("/v1/completions", json={"prompt": "hi"})
+    assert response.headers["content-length"] == str(len(response.content))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("n", "tokens", "top", "refused"), [(5, 4, 4, False), (5, 4, 5, True), (1, None, 0, False)])
+async def test_log_probabilities_of_a_request_are_limited(
+    n: int, tokens: int | None, top: int, refused: bool, stream: bool
+) -> None:
+    llm = FakeLLM(config_with(max_logprobs=100))
+    chat = {"messages": [USER], "logprobs": True, "top_logprobs": top}
+    completion = {"prompt": "hi", "logprobs": top}
+    async with client_for(llm) as client:
+        for path, body in (("/v1/chat/completions", chat), ("/v1/completions", completion)):
+            response = await client.post(path, json={**body, "n": n, "max_tokens": tokens, "stream": stream})
+            assert (response.status_code == 400) is refused, response.text
+            if refused:
+                error = response.json()["error"]
+                assert error["param"] == ("top_logprobs" if path.startswith("/v1/chat") else "logprobs")
+                assert "n = 5 x 4 tokens x 6 log probabilities are 120; at most 100" in error["message"]
 
 
 async def test_logprobs_0_reports_the_chosen_token_alone(llm: FakeLLM) -> None:

@@ -132,7 +132,7 @@ def test_logprobs_are_one_per_token(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "words"),
-    [([], "empty"), ([1, 9999], "9999"), ("x" * 5000, "5000 tokens and the context 4096")],
+    [([], "empty"), ([1, 9999], "9999"), ("x" * 5000, "5000 tokens; the context is 4096")],
 )
 def test_impossible_prompts_are_refused_at_once(llm: LLM, prompt: Any, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words) as error:
@@ -177,6 +177,14 @@ async def test_closing_a_generation_cancels_it() -> None:
 async def test_a_deadline_ends_a_generation() -> None:
     async with AsyncLLM(fake_config(backend__fake__latency_ms=5.0)) as llm:
         generation = llm.submit("slow", SamplingParams(max_tokens=3000, ignore_eos=True), timeout_s=0.05)
+        with pytest.raises(RequestTimeoutError, match=r"0\.05 s"):
+            async for _ in generation:
+                pass
+
+
+async def test_a_request_may_shorten_the_operators_deadline_and_not_lengthen_it() -> None:
+    async with AsyncLLM(fake_config(backend__fake__latency_ms=5.0, scheduler__request_timeout_s=0.05)) as llm:
+        generation = llm.submit("slow", SamplingParams(max_tokens=3000, ignore_eos=True), timeout_s=1e6)
         with pytest.raises(RequestTimeoutError, match=r"0\.05 s"):
             async for _ in generation:
                 pass

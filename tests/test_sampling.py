@@ -289,3 +289,17 @@ def test_forbidden_tokens_are_never_chosen(temperature: float) -> None:
     for _ in range(50):
         choice = choose(logits, [(0, chooser)])[0]
         assert choice is not None and choice.token_id in (1, 3)
+
+
+def test_a_twin_chooses_as_a_chooser_of_its_own_would() -> None:
+    rng = np.random.default_rng(5)
+    rows = rng.normal(size=(40, 60)).astype(np.float32)
+    params = SamplingParams(
+        repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.2, logit_bias={3: 2.0, 7: -5.0}, min_tokens=3
+    )
+    options: dict[str, Any] = {"prompt": [1, 2, 3, 2], "end_ids": frozenset({9})}
+    first = make_chooser(params, 60, seed=1, **options)
+    twins = [first, *(first.twin(seed) for seed in (2, 3))]
+    alone = [make_chooser(params, 60, seed=seed, **options) for seed in (1, 2, 3)]
+    for row in rows:  # in turn, so that what one has seen would show in the others
+        assert [twin.choose(row, None) for twin in twins] == [chooser.choose(row, None) for chooser in alone]

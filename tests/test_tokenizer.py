@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cllm.errors import InvalidRequestError, ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
+from cllm.text.bounded import SLACK
 from cllm.text.tokenizer import ByteTokenizer, TableTokenizer, Tokenizer, load_tokenizer
 from gguf_kit import LLAMA_KEYS, LlamaVocabulary, write_gguf
 
@@ -217,6 +218,40 @@ def test_sentencepiece_pieces_and_ends_are_llama_cpps(sentencepiece: Pair) -> No
 def test_a_megabyte_is_encoded(smollm2: Pair, text: str) -> None:
     assert smollm2.ours.decode(smollm2.ours.encode(text)) == text
     assert smollm2.ours.decode(smollm2.ours.encode(text, special=True), skip_special=False) == text
+
+
+def check_a_cut(tokenizer: Tokenizer, text: str, at: int) -> None:
+    """What refusing a long text from its pieces stands on (text/bounded.py)."""
+    whole = len(tokenizer.encode(text, add_bos=False))
+    pieces = [len(tokenizer.encode(piece, add_bos=False)) for piece in (text[:at], text[at:])]
+    assert sum(pieces) - whole <= tokenizer.longest_token + SLACK
+    assert sum(pieces) - whole <= 2 * SLACK  # it is far less, for what people and these vocabularies write
+    assert whole * tokenizer.longest_token >= len(text.encode())
+
+
+PARTS = ["ab", "a", "=", " ", "\n", "7", "the", " word", "漢", "é"]
+REPEATED = st.tuples(st.lists(st.sampled_from(PARTS)), st.integers(1, 60))
+
+
+@pytest.mark.model
+@settings(max_examples=200, deadline=None)
+@given(repeated=REPEATED, share=st.floats(0, 1))
+def test_a_cut_makes_few_tokens_more(
+    smollm2: Pair, same_words_otherwise_split: Pair, repeated: tuple[list[str], int], share: float
+) -> None:
+    text = "".join(repeated[0]) * repeated[1]
+    for pair in (smollm2, same_words_otherwise_split):
+        check_a_cut(pair.ours, text, int(share * len(text)))
+
+
+@pytest.mark.model
+@settings(max_examples=100, deadline=None)
+@given(repeated=REPEATED, share=st.floats(0, 1))
+def test_a_cut_makes_few_tokens_more_of_sentencepiece(
+    sentencepiece: Pair, repeated: tuple[list[str], int], share: float
+) -> None:
+    text = "".join(repeated[0]) * repeated[1]
+    check_a_cut(sentencepiece.ours, text, int(share * len(text)))
 
 
 @pytest.mark.model

@@ -16,6 +16,9 @@ from cllm.errors import RequestCancelledError
 from cllm.text.stream import TextStream
 from cllm.text.tokenizer import Tokenizer
 
+MOST_TOKENS = 64
+"""Tokens in a delta. Some have no text, and text may be held back for long; their log probabilities are not."""
+
 
 @dataclass(slots=True)
 class Delta:
@@ -128,7 +131,7 @@ class Generation:
                 self._cancel(self.request_id, output.answer, FinishReason.STOP)
         elif output.reason is not None:
             self._finish(answer, output, text + answer.stream.flush(), output.reason.value, self._stop_reason(output))
-        elif text:
+        elif text or len(answer.token_ids) >= MOST_TOKENS:
             self._pass_on(answer, output.answer, text)
 
     def fail(self, error: Exception) -> None:

@@ -23,6 +23,7 @@ from cllm.engine.stats import EngineSnapshot
 from cllm.errors import InvalidRequestError, ShuttingDownError
 from cllm.generation import Generation
 from cllm.models.shape import ModelShape
+from cllm.text.bounded import TokenLimit
 from cllm.text.chat import ChatTemplate
 from cllm.text.tokenizer import Tokenizer
 
@@ -119,6 +120,13 @@ class AsyncLLM:
         return self._loaded.max_context
 
     @property
+    def prompt_limit(self) -> TokenLimit:
+        most = self.max_context - 1
+        return TokenLimit(
+            most, f"the context is {self.max_context} tokens, of which at least one must be left for the answer"
+        )
+
+    @property
     def shape(self) -> ModelShape:
         return self._loaded.backend.shape
 
@@ -158,7 +166,7 @@ class AsyncLLM:
     # -- work --------------------------------------------------------------------------------------------------
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return self.chat_template.encode(self.tokenizer, messages)
+        return self.chat_template.encode(self.tokenizer, messages, self.prompt_limit)
 
     def submit(
         self,
@@ -169,11 +177,15 @@ class AsyncLLM:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Generation:
-        """Queue a prompt. Raises at once what can be known at once: see `cllm.errors`."""
+        """Queue a prompt. Raises at once what can be known at once: see `cllm.errors`.
+
+        `timeout_s` may shorten scheduler.request_timeout_s, never lengthen it.
+        """
         engine = self._running
         params = params or SamplingParams()
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_prompt(ids)
+        longest_s = self.config.scheduler.request_timeout_s
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         if request_id in self._live:
             raise InvalidRequestError(f"a request with the id {request_id} is running already", "request_id")
@@ -182,7 +194,7 @@ class AsyncLLM:
             ids,
             params,
             arrival=time.monotonic(),
-            timeout_s=timeout_s or self.config.scheduler.request_timeout_s,
+            timeout_s=longest_s if timeout_s is None else min(timeout_s, longest_s),
             priority=priority,
             eos_ids=self.tokenizer.eos_ids,
             seed=params.seed if params.seed is not None else secrets.randbits(63),
@@ -213,19 +225,18 @@ class AsyncLLM:
             raise ShuttingDownError("the model is not loaded")
         return self._engine
 
+    def _encode(self, prompt: str) -> list[int]:
+        self.prompt_limit.check_text(self.tokenizer, prompt, "prompt")
+        return self.tokenizer.encode(prompt)
+
     def _check_prompt(self, ids: Sequence[int]) -> None:
         if not ids:
             raise InvalidRequestError("the prompt is empty: it needs at least one token", "prompt")
+        self.prompt_limit.check(ids, "prompt")
         vocab = self.shape.n_vocab
         if min(ids) < 0 or max(ids) >= vocab:
             wrong = next(i for i in ids if not 0 <= i < vocab)
             raise InvalidRequestError(f"the prompt holds token {wrong}; ids go from 0 to {vocab - 1}", "prompt")
-        if len(ids) >= self.max_context:
-            raise InvalidRequestError(
-                f"the prompt has {len(ids)} tokens and the context {self.max_context}, "
-                "of which at least one must be left for the answer",
-                "prompt",
-            )
 
     def _cancel(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         if self._engine is not None:

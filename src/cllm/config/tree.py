@@ -146,8 +146,21 @@ class ServerConfig(Section):
     write_timeout_s: float = Field(
         default=30.0, gt=0, description="a client that has not read its answer for this long is cut off"
     )
+    max_json_values: int = Field(
+        default=262_144, ge=16_384, description="most values in the JSON of a body; a long text is one"
+    )
+    max_json_keys: int = Field(default=32_768, ge=16_384, description="most keys in the JSON of a body")
+    max_messages: int = Field(default=4096, ge=1, description="most messages in a chat")
+    max_prompts: int = Field(default=128, ge=1, description="most answers to a request: its prompts times n")
     max_stop_strings: int = Field(default=16, ge=0, description="most stop strings in a request")
-    max_prompts: int = Field(default=128, ge=1, description="most prompts in a request")
+    max_stop_token_ids: int = Field(default=1024, ge=0, description="most stop tokens in a request")
+    max_logit_bias: int = Field(default=1024, ge=0, description="most tokens in a request's logit_bias")
+    max_logprobs: int = Field(
+        default=1_000_000,
+        ge=0,
+        description="most log probabilities in an answer to a request: n x tokens x (1 + alternatives asked for)",
+    )
+    max_encode_tokens: int = Field(default=131_072, ge=1, description="most tokens that POST /encode counts in a text")
     metrics_prefix: str = Field(
         default="cllm", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", description="first part of every metric's name"
     )

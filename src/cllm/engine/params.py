@@ -5,12 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cllm.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 _MAY_BE_NONE = ("max_tokens", "logprobs")
+
+
+class Range(NamedTuple):
+    """What a number may be. A float as `low` allows fractions."""
+
+    low: float
+    high: float | None = None
+    open_low: bool = False
+
+
+RANGES = {
+    "max_tokens": Range(1),
+    "n": Range(1, MAX_CHOICES),
+    "temperature": Range(0.0, 100.0),
+    "top_p": Range(0.0, 1.0, open_low=True),
+    "top_k": Range(-1),
+    "min_p": Range(0.0, 1.0),
+    "repetition_penalty": Range(0.0, 100.0, open_low=True),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "presence_penalty": Range(-2.0, 2.0),
+    "logprobs": Range(0, MAX_LOGPROBS),
+    "min_tokens": Range(0),
+}
+MAX_BIAS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +70,16 @@ class SamplingParams:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _check_range(self, "max_tokens", 1, None)
-        _check_range(self, "n", 1, MAX_CHOICES)
-        _check_range(self, "temperature", 0.0, 100.0)
-        _check_range(self, "top_p", 0.0, 1.0, open_low=True)
-        _check_range(self, "top_k", -1, None)
-        _check_range(self, "min_p", 0.0, 1.0)
-        _check_range(self, "repetition_penalty", 0.0, 100.0, open_low=True)
-        _check_range(self, "frequency_penalty", -2.0, 2.0)
-        _check_range(self, "presence_penalty", -2.0, 2.0)
-        _check_range(self, "logprobs", 0, MAX_LOGPROBS)
-        _check_range(self, "min_tokens", 0, None)
+        for name, allowed in RANGES.items():
+            _check_range(self, name, allowed)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens})", "min_tokens"
             )
         for token, bias in self.logit_bias.items():
-            if not math.isfinite(bias) or abs(bias) > 100:
+            if not math.isfinite(bias) or abs(bias) > MAX_BIAS:
                 raise InvalidRequestError(
-                    f"logit_bias[{token}] is {bias}; it must be between -100 and 100", "logit_bias"
+                    f"logit_bias[{token}] is {bias}; it must be between -{MAX_BIAS} and {MAX_BIAS}", "logit_bias"
                 )
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
@@ -75,7 +91,8 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-def _check_range(params: SamplingParams, name: str, low: float, high: float | None, *, open_low: bool = False) -> None:
+def _check_range(params: SamplingParams, name: str, allowed: Range) -> None:
+    low, high, open_low = allowed
     value = getattr(params, name)
     if value is None and name in _MAY_BE_NONE:
         return

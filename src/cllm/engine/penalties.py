@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -19,7 +20,18 @@ class Penalties:
     API and vLLM.
     """
 
-    __slots__ = ("_counts", "_drops", "_frequency", "_ids", "_places", "_presence", "_repetition", "active")
+    __slots__ = (
+        "_counts",
+        "_drops",
+        "_frequency",
+        "_ids",
+        "_places",
+        "_presence",
+        "_prompt_places",
+        "_repetition",
+        "_size",
+        "active",
+    )
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int]) -> None:
         self._repetition = params.repetition_penalty
@@ -28,17 +40,30 @@ class Penalties:
         repeats = self._repetition != 1.0
         self.active = repeats or self._frequency != 0.0 or self._presence != 0.0
         seen = np.unique(np.asarray(prompt, np.intp)) if repeats else np.empty(0, np.intp)
-        # Parallel, one place per distinct token: its id, how often it was generated, what that costs it.
-        self._places = {token: place for place, token in enumerate(seen.tolist())}
-        self._counts = [0] * len(seen)
+        # Parallel, one place per distinct token: its id, how often it was generated, what that costs it. The places
+        # of the prompt's tokens come first and never change.
+        self._prompt_places = {token: place for place, token in enumerate(seen.tolist())}
+        self._places: dict[int, int] = {}
+        self._size = len(seen)
         self._ids = seen
+        self._counts = np.zeros(len(seen), np.int64)
         self._drops = np.zeros(len(seen))
+
+    def twin(self) -> Penalties:
+        """The same for another answer to the same prompt, before anything was generated."""
+        twin = copy(self)
+        twin._places = {}
+        twin._counts = np.zeros_like(self._counts)
+        twin._drops = np.zeros_like(self._drops)
+        return twin
 
     def observe(self, token_id: int) -> None:
         """Count one generated token."""
-        place = self._places.setdefault(token_id, len(self._counts))
-        if place == len(self._counts):
-            self._counts.append(0)
+        place = self._prompt_places.get(token_id)
+        if place is None:
+            place = self._places.setdefault(token_id, self._size)
+        if place == self._size:
+            self._size += 1
             if place == len(self._ids):
                 self._grow()
             self._ids[place] = token_id
@@ -47,7 +72,7 @@ class Penalties:
 
     def apply(self, values: Row) -> None:
         """Change `values` in place, in float64 rounded once."""
-        size = len(self._counts)
+        size = self._size
         ids = self._ids[:size]
         seen = values[ids].astype(np.float64)
         if self._repetition != 1.0:
@@ -56,6 +81,8 @@ class Penalties:
         values[ids] = np.minimum(seen - self._drops[:size], _FLOAT32_MAX)
 
     def _grow(self) -> None:
+        """New arrays, not the old ones: those may be a twin's, too."""
         spare = len(self._ids) + 64
         self._ids = np.concatenate([self._ids, np.zeros(spare, np.intp)])
+        self._counts = np.concatenate([self._counts, np.zeros(spare, np.int64)])
         self._drops = np.concatenate([self._drops, np.zeros(spare)])

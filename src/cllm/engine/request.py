@@ -210,11 +210,11 @@ def build_request(
         end_ids=end_ids,
     )
     limit = max_context if params.max_tokens is None else min(len(prompt) + params.max_tokens, max_context)
-    for index in range(params.n):
-        chooser = TokenChooser(
-            params, prompt, end_ids=end_ids, forbidden=forbidden, seed=seed + index, vocab_size=vocab_size, rows=rows
-        )
-        request.sequences.append(Sequence(request, index, chooser, limit))
+    chooser = TokenChooser(
+        params, prompt, end_ids=end_ids, forbidden=forbidden, seed=seed, vocab_size=vocab_size, rows=rows
+    )
+    choosers = [chooser, *(chooser.twin(seed + index) for index in range(1, params.n))]
+    request.sequences = [Sequence(request, index, each, limit) for index, each in enumerate(choosers)]
     first = request.sequences[0]
     first.twins = request.sequences[1:]
     return request

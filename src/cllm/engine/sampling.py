@@ -19,8 +19,9 @@ Log probabilities are those of the model itself, before all of this (as OpenAI's
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -38,16 +39,32 @@ Mask = NDArray[np.bool_]
 _MINUS_INFINITY_BITS = np.int32(np.float32(-np.inf).view(np.int32))
 
 
-@dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """A token's log probability, and the most likely tokens with theirs, best first.
 
-    `top` never holds a token of probability zero, so it may be shorter than asked for.
+    `top` never holds a token of probability zero, so it may be shorter than asked for. Two arrays hold it: an answer
+    keeps thousands of these, and as objects the twenty pairs of one would take two thousand bytes.
     """
 
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]
+    __slots__ = ("_top_ids", "_top_logprobs", "logprob", "token_id")
+
+    def __init__(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> None:
+        self.token_id = token_id
+        self.logprob = logprob
+        self._top_ids: array[int] = array("i", [each for each, _ in top])
+        self._top_logprobs: array[float] = array("d", [each for _, each in top])
+
+    @property
+    def top(self) -> list[tuple[int, float]]:
+        return list(zip(self._top_ids, self._top_logprobs, strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenLogprob):
+            return NotImplemented
+        return (self.token_id, self.logprob, self.top) == (other.token_id, other.logprob, other.top)
+
+    def __repr__(self) -> str:
+        return f"TokenLogprob({self.token_id}, {self.logprob}, {self.top})"
 
 
 class Choice(NamedTuple):
@@ -101,6 +118,14 @@ class TokenChooser:
         self._forbidden_ids: Ids = np.array(sorted(forbidden), np.intp)
         # Then the best token is all there is to know, and no computing waits for anything else between two steps.
         self._plain = params.greedy and params.logprobs is None and not self._adjusts
+
+    def twin(self, seed: int) -> TokenChooser:
+        """A chooser for another answer to the same prompt, made from one that has not chosen yet. What never changes
+        is shared: a twin costs next to nothing, however long the prompt and the lists of tokens are."""
+        twin = copy(self)
+        twin._key = mix64(seed)
+        twin._penalties = self._penalties.twin()
+        return twin
 
     def observe(self, token_id: int) -> None:
         """Take a token as generated."""

@@ -21,7 +21,7 @@ class KVSequence:
     memory up, is no hit."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens: array[int] = array("i", tokens)
+        self.tokens: array[int] = tokens[:] if isinstance(tokens, array) else array("i", tokens)
         self.forget_memory()
 
     def forget_memory(self) -> None:

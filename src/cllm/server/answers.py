@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +20,13 @@ if TYPE_CHECKING:
     from cllm.llm import AsyncLLM
 
 T = TypeVar("T")
+
+BATCH = 64
+"""Most deltas in a batch: what is made of it in one go must not take long."""
+_BATCH_LOGPROBS = 2048
+"""Most log probabilities in a batch; a delta holds at most those of `Generation.MOST_TOKENS`."""
+_TURN_S = 0.004
+"""How long submitting may take before others get their turn."""
 
 
 @dataclass(slots=True)
@@ -45,8 +54,9 @@ class Answer:
 class Answers:
     """The answers to one or more prompts: `async with` submits and cleans up, `async for` yields batches.
 
-    A batch holds every delta that has arrived since the last one, so a slow reader gets larger batches
-    instead of more of them. Answers are numbered through: prompt 0's `n` first, then prompt 1's.
+    A batch holds the deltas that have arrived since the last one, so a slow reader gets larger batches instead of more
+    of them, but no more than `batch`, and the event loop has its turn between two of them. Answers are numbered
+    through: prompt 0's `n` first, then prompt 1's.
     """
 
     def __init__(
@@ -58,6 +68,7 @@ class Answers:
         request_id: str,
         priority: int | None = None,
         timeout_s: float | None = None,
+        batch: int = BATCH,
     ) -> None:
         self.request_id = request_id
         self.generations: list[Generation] = []
@@ -67,15 +78,21 @@ class Answers:
         self._priority = priority or 0
         self._timeout_s = timeout_s
         self._pumps: list[asyncio.Task[None]] = []
-        self._arrived: list[Delta] = []
+        self._arrived: deque[Delta] = deque()
+        per_token = 1 + (params.logprobs or 0)
+        self._batch = min(batch, max(1, _BATCH_LOGPROBS // per_token)) if params.logprobs is not None else batch
         self._failure: Exception | None = None
         self._open = 0
         self._news = asyncio.Event()
 
     async def __aenter__(self) -> Answers:
         try:
+            turn = time.perf_counter()
             for number, prompt in enumerate(self._prompts):
                 self.generations.append(self._submit(number, prompt))
+                if time.perf_counter() - turn > _TURN_S:
+                    await asyncio.sleep(0)
+                    turn = time.perf_counter()
         except BaseException:
             await self._close()
             raise
@@ -90,6 +107,8 @@ class Answers:
         return self
 
     async def __anext__(self) -> list[Delta]:
+        if self._arrived:
+            await asyncio.sleep(0)
         while not self._arrived:
             if self._failure is not None:
                 raise self._failure
@@ -97,8 +116,7 @@ class Answers:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
-        batch, self._arrived = self._arrived, []
-        return batch
+        return [self._arrived.popleft() for _ in range(min(self._batch, len(self._arrived)))]
 
     async def collect(self) -> list[Answer]:
         """Wait for the end of all answers."""

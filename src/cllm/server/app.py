@@ -7,18 +7,18 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 
 from cllm import __version__
 from cllm.observe.metrics import EngineCollector, MetricsObserver, create_registry
 from cllm.server import generate, openai, ops
 from cllm.server.errors import install_handlers
-from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, RequestContext
+from cllm.server.middleware import ApiKey, BodyLimit, RequestContext
+from cllm.server.openapi import describe
 from cllm.server.state import ServerState
 
 if TYPE_CHECKING:
-    from cllm.config import Config
+    from cllm.config import Config, ServerConfig
     from cllm.llm import AsyncLLM
 
 _DESCRIPTION = """OpenAI's API and cLLM's own on one engine. Point any OpenAI client at `/v1`.
@@ -48,7 +48,7 @@ def create_app(llm: AsyncLLM, config: Config) -> FastAPI:
         app.include_router(router)
     install_handlers(app, retry_after_s=config.server.shutdown_grace_s)
     _add_middleware(app, config)
-    app.openapi = lambda: _openapi(app, with_key=config.server.api_key is not None)  # type: ignore[method-assign]
+    app.openapi = lambda: _openapi(app, llm, config.server)  # type: ignore[method-assign]
     return app
 
 
@@ -80,20 +80,12 @@ def _add_middleware(app: FastAPI, config: Config) -> None:
     app.add_middleware(RequestContext)
 
 
-def _openapi(app: FastAPI, *, with_key: bool) -> dict[str, Any]:
-    """FastAPI's description, less the 422 that this server never answers, plus the API key."""
-    if app.openapi_schema is not None:
-        return app.openapi_schema
-    schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    for path, methods in schema["paths"].items():
-        for operation in methods.values():
-            operation["responses"].pop("422", None)
-            if with_key and path not in OPEN_PATHS:
-                operation["security"] = [{"ApiKey": []}]
-    components = schema["components"]
-    for unused in ("HTTPValidationError", "ValidationError"):
-        components["schemas"].pop(unused, None)
-    if with_key:
-        components["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
-    app.openapi_schema = schema
-    return schema
+def _openapi(app: FastAPI, llm: AsyncLLM, config: ServerConfig) -> dict[str, Any]:
+    """The same for as long as the model is loaded, which is only known then."""
+    if app.openapi_schema is None:
+        vocab_size = llm.shape.n_vocab if llm.ready else None
+        schema = describe(app, config, vocab_size, with_key=config.api_key is not None)
+        if vocab_size is None:
+            return schema
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -20,7 +19,6 @@ from cllm.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from cllm.server.validation import describe_invalid
 
 log = logging.getLogger("cllm.server")
 
@@ -106,11 +104,6 @@ def problem_of_http(error: HTTPException, method: str, path: str) -> Problem:
     return Problem(error.status_code, "invalid_request_error", message, None, code, error.headers)
 
 
-def problem_of_invalid(errors: Sequence[Mapping[str, Any]]) -> Problem:
-    param, message = describe_invalid(errors)
-    return Problem(400, "invalid_request_error", message, param=param)
-
-
 def install_handlers(app: FastAPI, retry_after_s: float) -> None:
     """Every refusal and failure inside a route leaves in the form of `Problem`."""
 
@@ -122,16 +115,11 @@ def install_handlers(app: FastAPI, retry_after_s: float) -> None:
         assert isinstance(error, HTTPException)
         return problem_of_http(error, request.method, request.url.path).response(request.url.path)
 
-    async def on_invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return problem_of_invalid(error.errors()).response(request.url.path)
-
     async def on_client_gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
 
     app.add_exception_handler(CLLMError, on_cllm_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(ClientGoneError, on_client_gone)
 
 

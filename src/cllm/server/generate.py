@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from cllm.server.answers import Answer, Answers, unless_gone
 from cllm.server.benchmark import run_benchmark
+from cllm.server.bodies import taken
 from cllm.server.errors import ApiError
 from cllm.server.generate_schema import (
     DEFAULT_MAX_TOKENS,
     BenchmarkReply,
     BenchmarkRequest,
-    EncodeData,
     EncodeReply,
     EncodeRequest,
     FailureReply,
@@ -26,8 +27,10 @@ from cllm.server.generate_schema import (
     ModelInfoReply,
 )
 from cllm.server.openai_replies import error_responses, event_stream
+from cllm.server.sliced import SlicedJson, list_pieces
 from cllm.server.sse import DONE, EventStream, data
 from cllm.server.state import ServerState, State
+from cllm.text.bounded import TokenLimit
 
 if TYPE_CHECKING:
     from cllm.generation import Delta
@@ -36,6 +39,8 @@ _ERRORS = error_responses(FailureReply, 400, 401, 408, 413, 429, 500, 503)
 _STREAM = 'data: {"id":"gen-1","token":[318],"text":" is","done":false}'
 
 router = APIRouter(tags=["cLLM"])
+
+_GenerateBody = Annotated[GenerateRequest, Depends(taken(GenerateRequest))]
 
 
 class _Run:
@@ -79,7 +84,7 @@ class _GenerateEvents:
 
 
 @router.post("/generate", response_model=GenerateReply, responses=_ERRORS)
-async def generate(body: GenerateRequest, request: Request, state: State) -> Response:
+async def generate(body: _GenerateBody, request: Request, state: State) -> Response:
     """Continue a prompt."""
     run, answers = await _prepare(body, request, state)
 
@@ -93,21 +98,24 @@ async def generate(body: GenerateRequest, request: Request, state: State) -> Res
 
 
 @router.post("/generate_stream", response_class=Response, responses={**_ERRORS, **event_stream(_STREAM)})
-async def generate_stream(body: GenerateRequest, request: Request, state: State) -> Response:
+async def generate_stream(body: _GenerateBody, request: Request, state: State) -> Response:
     """Continue a prompt as server-sent events: `token` holds the new token ids, `text` the new text."""
     run, answers = await _prepare(body, request, state)
     return EventStream(answers, _GenerateEvents(run))
 
 
-@router.post("/encode", responses=error_responses(FailureReply, 400, 401, 413))
-async def encode(body: EncodeRequest, state: State) -> EncodeReply:
+@router.post("/encode", response_model=EncodeReply, responses=error_responses(FailureReply, 400, 401, 413, 500, 503))
+async def encode(body: Annotated[EncodeRequest, Depends(taken(EncodeRequest))], state: State) -> Response:
     """The tokens of a text."""
-    tokens = await state.encode(body.text)
-    return EncodeReply(data=EncodeData(tokens=tokens, length=len(tokens)))
+    most = state.config.server.max_encode_tokens
+    limit = TokenLimit(most, f"at most {most} are counted (server.max_encode_tokens)", "the text")
+    return SlicedJson(_encode_pieces(await state.texts.encode(body.text, limit, "text")))
 
 
 @router.post("/benchmark", response_model=BenchmarkReply, responses=_ERRORS)
-async def benchmark(body: BenchmarkRequest, request: Request, state: State) -> Response:
+async def benchmark(
+    body: Annotated[BenchmarkRequest, Depends(taken(BenchmarkRequest))], request: Request, state: State
+) -> Response:
     """Put a small load on this server and measure it. One at a time."""
     if state.benchmark_running:
         raise ApiError(
@@ -119,7 +127,7 @@ async def benchmark(body: BenchmarkRequest, request: Request, state: State) -> R
         )
     state.benchmark_running = True
     try:
-        prompt = await state.encode(body.prompt)
+        prompt = await state.texts.encode_prompt(body.prompt)
         run_id = f"bench-{request.state.unique_id}"
         measured = await unless_gone(request.receive, run_benchmark(state.llm, prompt, body, run_id))
     finally:
@@ -151,13 +159,17 @@ async def model_info(state: State) -> ModelInfoReply:
     return ModelInfoReply(data=info)
 
 
+def _encode_pieces(tokens: list[int]) -> Iterator[str]:
+    """An `EncodeReply`."""
+    yield '{"success":true,"data":{"tokens":'
+    yield from list_pieces(map(str, tokens), entries=4096)
+    yield f',"length":{len(tokens)}}}}}'
+
+
 async def _prepare(body: GenerateRequest, request: Request, state: ServerState) -> tuple[_Run, Answers]:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     run = _Run(request, max_tokens)
-    params = body.sampling(
-        max_stops=state.config.server.max_stop_strings,
-        max_tokens=max_tokens,
-    )
-    prompt = await state.encode(body.prompt)
+    params = body.sampling(max_tokens=max_tokens)
+    prompt = await state.texts.encode_prompt(body.prompt)
     answers = Answers(state.llm, [prompt], params, request_id=run.id, priority=body.priority, timeout_s=body.timeout)
     return run, answers

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cllm.server.openai_replies import ErrorDetail
-from cllm.server.sampling_schema import SamplingFields
-from cllm.server.validation import Int32, RequestModel, Text
+from cllm.server.sampling_schema import SamplingFields, in_range
+from cllm.server.validation import WHOLE, Int32, RequestModel, Text, Words
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -18,8 +18,10 @@ class GenerateRequest(SamplingFields):
         json_schema_extra={"example": {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}}
     )
 
-    prompt: Text
-    max_tokens: Int32 | None = Field(None, description=f"Most tokens to generate. Default {DEFAULT_MAX_TOKENS}.")
+    prompt: Words
+    max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
+        None, description=f"Most tokens to generate. Default {DEFAULT_MAX_TOKENS}."
+    )
 
 
 class GenerateData(BaseModel):
@@ -58,13 +60,13 @@ class EncodeReply(BaseModel):
 class BenchmarkRequest(RequestModel):
     model_config = ConfigDict(json_schema_extra={"example": {"requests": 16, "concurrency": 4, "max_tokens": 32}})
 
-    requests: Annotated[int, Field(ge=1, le=1000)] = 16
-    concurrency: Annotated[int, Field(ge=1, le=64)] = 4
-    prompt: Text = Field(
+    requests: Annotated[int, Field(ge=1, le=1000), WHOLE] = 16
+    concurrency: Annotated[int, Field(ge=1, le=64), WHOLE] = 4
+    prompt: Words = Field(
         "Explain in a few sentences why the sky is blue.",
         description="The same for every request: all but the first ones find it in the KV cache.",
     )
-    max_tokens: Annotated[int, Field(ge=1, le=4096)] = Field(
+    max_tokens: Annotated[int, Field(ge=1, le=4096), WHOLE] = Field(
         32, description="Every request generates exactly so many, past any end of answer."
     )
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from fastapi import APIRouter, Depends, Request, Response
 
 from cllm.errors import InvalidRequestError
-from cllm.server.answers import Answer, Answers, unless_gone
+from cllm.server.answers import BATCH, Answer, Answers, unless_gone
+from cllm.server.bodies import taken
 from cllm.server.openai_render import (
     ChatEvents,
     CompletionEvents,
     Head,
-    chat_choice,
-    completion_choice,
+    chat_pieces,
+    completion_pieces,
     usage_of,
 )
 from cllm.server.openai_replies import (
@@ -29,6 +29,7 @@ from cllm.server.openai_replies import (
     event_stream,
 )
 from cllm.server.openai_schema import ChatRequest, CompletionRequest, OpenAIRequest
+from cllm.server.sliced import SlicedJson
 from cllm.server.sse import EventStream
 from cllm.server.state import ServerState, State
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("cllm.server")
 
 DEFAULT_COMPLETION_TOKENS = 16
+_LONG_ECHO = 4096
+"""Characters of prompts to echo from which on the answers' beginnings are sent one by one."""
 
 _ERRORS = error_responses(ErrorReply, 400, 401, 404, 408, 413, 429, 500, 503)
 _COMPLETION_STREAM = 'data: {"id":"cmpl-1","object":"text_completion",...,"choices":[{"index":0,"text":" Paris",...}]}'
@@ -49,47 +52,46 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
 @router.post("/completions", response_model=CompletionReply, responses={**_ERRORS, **event_stream(_COMPLETION_STREAM)})
-async def completions(body: CompletionRequest, request: Request, state: State) -> Response:
+async def completions(
+    body: Annotated[CompletionRequest, Depends(taken(CompletionRequest))], request: Request, state: State
+) -> Response:
     """Continue a prompt, or several."""
     state.check_model(body.model)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    params = _params(state, body, max_tokens, body.logprobs)
+    params = _params(body, max_tokens, body.logprobs)
     texts = _split(body.prompt)
     _check_count(state, len(texts), params.n)
-    prompts = await state.encode_all(texts)
+    prompts = await state.texts.encode_prompts(texts)
+    _check_logprobs(state, prompts, params, "logprobs")
     tokenizer = state.llm.tokenizer
-    echoes: dict[int, str] = {}
-    if body.echo:
-        for number, text in enumerate(texts):
-            shown = text if isinstance(text, str) else tokenizer.decode(text, skip_special=False)
-            echoes.update((number * params.n + index, shown) for index in range(params.n))
+    echoes = await _echoes(state, texts, params.n) if body.echo else {}
     head = _head(request, state, "cmpl")
-    answers = _answers(state, body, prompts, params, head.id)
+    batch = 1 if max(map(len, echoes.values()), default=0) > _LONG_ECHO else BATCH
+    answers = _answers(state, body, prompts, params, head.id, batch)
     if body.stream:
         events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes)
         return EventStream(answers, events)
     whole = await unless_gone(request.receive, _collect(answers))
-    choices = [
-        completion_choice(index, answer, tokenizer, echo=echoes.get(index, "")) for index, answer in enumerate(whole)
-    ]
-    return _reply(CompletionReply(**head._asdict(), choices=choices, usage=usage_of(answers)))
+    return SlicedJson(completion_pieces(head, whole, usage_of(answers), tokenizer, echoes))
 
 
 @router.post("/chat/completions", response_model=ChatReply, responses={**_ERRORS, **event_stream(_CHAT_STREAM)})
-async def chat_completions(body: ChatRequest, request: Request, state: State) -> Response:
+async def chat_completions(
+    body: Annotated[ChatRequest, Depends(taken(ChatRequest))], request: Request, state: State
+) -> Response:
     """Answer the last message of a conversation."""
     state.check_model(body.model)
-    params = _params(state, body, body.most_tokens, (body.top_logprobs or 0) if body.logprobs else None)
+    params = _params(body, body.most_tokens, (body.top_logprobs or 0) if body.logprobs else None)
     _check_count(state, 1, params.n)
-    prompt = await state.encode_chat([message.plain() for message in body.messages])
+    prompt = await state.texts.encode_chat([message.plain() for message in body.messages])
+    _check_logprobs(state, [prompt], params, "top_logprobs")
     tokenizer = state.llm.tokenizer
     head = _head(request, state, "chatcmpl")
     answers = _answers(state, body, [prompt], params, head.id)
     if body.stream:
         return EventStream(answers, ChatEvents(head, tokenizer, include_usage=body.include_usage))
     whole = await unless_gone(request.receive, _collect(answers))
-    choices = [chat_choice(index, answer, tokenizer) for index, answer in enumerate(whole)]
-    return _reply(ChatReply(**head._asdict(), choices=choices, usage=usage_of(answers)))
+    return SlicedJson(chat_pieces(head, whole, usage_of(answers), tokenizer))
 
 
 @router.get("/models", responses=error_responses(ErrorReply, 401))
@@ -109,13 +111,8 @@ def _card(state: ServerState) -> ModelCard:
     return ModelCard(id=state.served_name, created=state.created, max_model_len=state.llm.max_context)
 
 
-def _params(state: ServerState, body: OpenAIRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    return body.sampling(
-        max_stops=state.config.server.max_stop_strings,
-        max_tokens=max_tokens,
-        n=body.n,
-        logprobs=logprobs,
-    )
+def _params(body: OpenAIRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    return body.sampling(max_tokens=max_tokens, n=body.n, logprobs=logprobs)
 
 
 def _split(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -139,6 +136,30 @@ def _check_count(state: ServerState, prompts: int, n: int) -> None:
         )
 
 
+def _check_logprobs(state: ServerState, prompts: list[list[int]], params: SamplingParams, param: str) -> None:
+    if params.logprobs is None:
+        return
+    room = [max(state.llm.max_context - len(prompt), 0) for prompt in prompts]
+    tokens = sum(room if params.max_tokens is None else (min(each, params.max_tokens) for each in room))
+    each, most = 1 + params.logprobs, state.config.server.max_logprobs
+    if params.n * tokens * each > most:
+        raise InvalidRequestError(
+            f"n = {params.n} x {tokens} tokens x {each} log probabilities are {params.n * tokens * each}; "
+            f"at most {most} are allowed in one request (server.max_logprobs): ask for fewer answers, tokens or "
+            f"alternatives",
+            param,
+        )
+
+
+async def _echoes(state: ServerState, texts: list[str | list[int]], n: int) -> dict[int, str]:
+    """What goes in front of each answer: its prompt."""
+    echoes: dict[int, str] = {}
+    for number, text in enumerate(texts):
+        shown = text if isinstance(text, str) else await state.texts.decode(text)
+        echoes.update((number * n + index, shown) for index in range(n))
+    return echoes
+
+
 def _head(request: Request, state: ServerState, prefix: str) -> Head:
     return Head(f"{prefix}-{request.state.unique_id}", int(time.time()), state.served_name)
 
@@ -149,16 +170,21 @@ def _answers(
     prompts: list[list[int]],
     params: SamplingParams,
     request_id: str,
+    batch: int = BATCH,
 ) -> Answers:
     if body.asker:
         log.info("%s user=%r", request_id, body.asker)
-    return Answers(state.llm, prompts, params, request_id=request_id, priority=body.priority, timeout_s=body.timeout)
+    return Answers(
+        state.llm,
+        prompts,
+        params,
+        request_id=request_id,
+        priority=body.priority,
+        timeout_s=body.timeout,
+        batch=batch,
+    )
 
 
 async def _collect(answers: Answers) -> list[Answer]:
     async with answers:
         return await answers.collect()
-
-
-def _reply(reply: BaseModel) -> Response:
-    return Response(reply.model_dump_json(), media_type="application/json")

@@ -1,32 +1,21 @@
-"""OpenAI's forms of an answer: whole choices, and events built from strings made once per request."""
+"""OpenAI's forms of an answer: whole ones in pieces, and events built from strings made once per request."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from cllm.server.answers import Answer, Answers
-from cllm.server.openai_replies import (
-    ChatChoice,
-    ChatLogprob,
-    ChatLogprobs,
-    CompletionChoice,
-    CompletionLogprobs,
-    PromptTokensDetails,
-    ReplyMessage,
-    TopLogprob,
-    Usage,
-)
-from cllm.server.sse import DONE, data
+from cllm.server.logprobs import ChatLogprobs, CompletionLogprobs
+from cllm.server.openai_replies import PromptTokensDetails, Usage
+from cllm.server.sliced import as_json, text_pieces
+from cllm.server.sse import DONE
 
 if TYPE_CHECKING:
     from cllm.engine.sampling import TokenLogprob
     from cllm.generation import Delta
     from cllm.text.tokenizer import Tokenizer
-
-_LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot write."""
 
 
 class Head(NamedTuple):
@@ -35,6 +24,11 @@ class Head(NamedTuple):
     id: str
     created: int
     model: str
+
+    def start(self, kind: str) -> str:
+        """The beginning of an object of this kind, up to where its choices begin."""
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return json.dumps(head, separators=(",", ":"))[:-1] + ',"choices":['
 
 
 def usage_of(answers: Answers) -> Usage:
@@ -46,61 +40,38 @@ def usage_of(answers: Answers) -> Usage:
     )
 
 
-def completion_choice(index: int, answer: Answer, tokenizer: Tokenizer, *, echo: str) -> CompletionChoice:
-    return CompletionChoice(
-        index=index,
-        text=echo + answer.text,
-        logprobs=completion_logprobs(answer.logprobs, tokenizer) if answer.logprobs else None,
-        finish_reason=answer.finish_reason,
-        stop_reason=answer.stop_reason,
-    )
+def completion_pieces(
+    head: Head, whole: Sequence[Answer], usage: Usage, tokenizer: Tokenizer, echoes: Mapping[int, str]
+) -> Iterator[str]:
+    """A `CompletionReply`. `echoes` is what goes in front of each answer."""
+    logprobs = CompletionLogprobs(tokenizer)
+    start = head.start("text_completion")
+    for index, answer in enumerate(whole):
+        yield f'{start}{{"index":{index},"text":'
+        yield from text_pieces(echoes.get(index, ""), answer.text)
+        yield ',"logprobs":'
+        yield from logprobs.pieces(answer.logprobs) if answer.logprobs else ("null",)
+        yield _ending(answer)
+        start = ","
+    yield f'],"usage":{usage.model_dump_json()}}}'
 
 
-def chat_choice(index: int, answer: Answer, tokenizer: Tokenizer) -> ChatChoice:
-    return ChatChoice(
-        index=index,
-        message=ReplyMessage(content=answer.text),
-        logprobs=chat_logprobs(answer.logprobs, tokenizer) if answer.logprobs else None,
-        finish_reason=answer.finish_reason,
-        stop_reason=answer.stop_reason,
-    )
+def chat_pieces(head: Head, whole: Sequence[Answer], usage: Usage, tokenizer: Tokenizer) -> Iterator[str]:
+    """A `ChatReply`."""
+    logprobs = ChatLogprobs(tokenizer)
+    start = head.start("chat.completion")
+    for index, answer in enumerate(whole):
+        yield f'{start}{{"index":{index},"message":{{"role":"assistant","content":'
+        yield from text_pieces(answer.text)
+        yield ',"refusal":null},"logprobs":'
+        yield from logprobs.pieces(answer.logprobs) if answer.logprobs else ("null",)
+        yield _ending(answer)
+        start = ","
+    yield f'],"usage":{usage.model_dump_json()}}}'
 
 
-def completion_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer, offset: int = 0) -> CompletionLogprobs:
-    """`offset` is where in the answer's text the first token begins."""
-    tokens = [tokenizer.token_text(entry.token_id) for entry in entries]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return CompletionLogprobs(
-        tokens=tokens,
-        token_logprobs=[_finite(entry.logprob) for entry in entries],
-        top_logprobs=[
-            # The chosen token is always there, also when it is not among the likeliest.
-            {tokenizer.token_text(token): _finite(logprob) for token, logprob in entry.top}
-            | {token_text: _finite(entry.logprob)}
-            for token_text, entry in zip(tokens, entries, strict=True)
-        ],
-        text_offset=offsets,
-    )
-
-
-def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> ChatLogprobs:
-    def fields(token_id: int, logprob: float) -> dict[str, Any]:
-        raw = tokenizer.token_bytes(token_id)
-        text = tokenizer.token_text(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw) if raw else None}
-
-    return ChatLogprobs(
-        content=[
-            ChatLogprob(
-                **fields(entry.token_id, entry.logprob),
-                top_logprobs=[TopLogprob(**fields(*pair)) for pair in entry.top],
-            )
-            for entry in entries
-        ]
-    )
+def _ending(answer: Answer) -> str:
+    return f',"finish_reason":{as_json(answer.finish_reason)},"stop_reason":{as_json(answer.stop_reason)}}}'
 
 
 class _OpenAIEvents:
@@ -108,24 +79,16 @@ class _OpenAIEvents:
 
     _object: str
 
-    def __init__(self, head: Head, tokenizer: Tokenizer, *, include_usage: bool) -> None:
-        self._tokenizer = tokenizer
-        self._head = {
-            "id": head.id,
-            "object": self._object,
-            "created": head.created,
-            "model": head.model,
-        }
+    def __init__(self, head: Head, *, include_usage: bool) -> None:
         self._include_usage = include_usage
-        start = json.dumps(self._head, separators=(",", ":"))[:-1]
-        self._start = f'data: {start},"choices":[{{"index":'
+        self._start = f"data: {head.start(self._object)}"
         self._stop = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
         self._running = f',"logprobs":null,"finish_reason":null{self._stop}'
 
     def end(self, answers: Answers) -> str:
         if not self._include_usage:
             return DONE
-        return data({**self._head, "choices": [], "usage": usage_of(answers).model_dump()}) + DONE
+        return f'{self._start}],"usage":{usage_of(answers).model_dump_json()}}}\n\n{DONE}'
 
     def _rest(self, delta: Delta, logprobs: str) -> str:
         """The event from the text on."""
@@ -140,27 +103,31 @@ class CompletionEvents(_OpenAIEvents):
 
     def __init__(self, head: Head, tokenizer: Tokenizer, *, include_usage: bool, echoes: Mapping[int, str]) -> None:
         """`echoes` is what goes in front of each answer."""
-        super().__init__(head, tokenizer, include_usage=include_usage)
-        self._echoes = dict(echoes)
+        super().__init__(head, include_usage=include_usage)
+        self._logprobs = CompletionLogprobs(tokenizer)
+        # As JSON without its quotes, once for all answers to a prompt.
+        written = {text: "".join(text_pieces(text))[1:-1] for text in set(echoes.values())}
+        self._echoes = {index: written[text] for index, text in echoes.items()}
         self._offsets: dict[int, int] = {}
 
     def event(self, delta: Delta) -> str:
-        text = self._echoes.pop(delta.index, "") + delta.text if self._echoes else delta.text
-        logprobs = "null" if delta.logprobs is None else self._logprobs(delta.index, delta.logprobs)
-        return f'{self._start}{delta.index},"text":{json.dumps(text)}{self._rest(delta, logprobs)}'
+        echo = self._echoes.pop(delta.index, "") if self._echoes else ""
+        logprobs = "null" if delta.logprobs is None else self._written(delta.index, delta.logprobs)
+        text = json.dumps(delta.text)
+        return f'{self._start}{{"index":{delta.index},"text":"{echo}{text[1:]}{self._rest(delta, logprobs)}'
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> str:
+    def _written(self, index: int, entries: Sequence[TokenLogprob]) -> str:
         offset = self._offsets.get(index, 0)
-        logprobs = completion_logprobs(entries, self._tokenizer, offset)
-        self._offsets[index] = offset + sum(map(len, logprobs.tokens))
-        return logprobs.model_dump_json()
+        self._offsets[index] = offset + self._logprobs.length(entries)
+        return "".join(self._logprobs.pieces(entries, offset))
 
 
 class ChatEvents(_OpenAIEvents):
     _object = "chat.completion.chunk"
 
     def __init__(self, head: Head, tokenizer: Tokenizer, *, include_usage: bool) -> None:
-        super().__init__(head, tokenizer, include_usage=include_usage)
+        super().__init__(head, include_usage=include_usage)
+        self._logprobs = ChatLogprobs(tokenizer)
         self._introduced: set[int] = set()
 
     def event(self, delta: Delta) -> str:
@@ -168,12 +135,6 @@ class ChatEvents(_OpenAIEvents):
         if delta.index not in self._introduced:
             self._introduced.add(delta.index)
             role = '"role":"assistant",'
-        logprobs = "null"
-        if delta.logprobs is not None:
-            logprobs = chat_logprobs(delta.logprobs, self._tokenizer).model_dump_json()
+        logprobs = "null" if delta.logprobs is None else "".join(self._logprobs.pieces(delta.logprobs))
         content = f'{{{role}"content":{json.dumps(delta.text)}}}'
-        return f'{self._start}{delta.index},"delta":{content}{self._rest(delta, logprobs)}'
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)
+        return f'{self._start}{{"index":{delta.index},"delta":{content}{self._rest(delta, logprobs)}'

@@ -123,7 +123,15 @@ def error_responses(model: type[BaseModel], *statuses: int) -> dict[int | str, d
     return {status: {"model": model, "description": _CAUSES[status]} for status in statuses}
 
 
+_EVENT = {
+    "type": "object",
+    "description": "A server-sent event; its data is a JSON object, and at the end `[DONE]`.",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
+
+
 def event_stream(example: str) -> dict[int | str, dict[str, Any]]:
     """The documentation of an endpoint that can also stream."""
-    content = {"text/event-stream": {"schema": {"type": "string"}, "example": example}}
+    content = {"text/event-stream": {"schema": _EVENT, "example": example}}
     return {200: {"description": "The answer, whole or as a stream.", "content": content}}

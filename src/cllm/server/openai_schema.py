@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from cllm.engine.params import MAX_LOGPROBS
-from cllm.server.sampling_schema import SamplingFields
-from cllm.server.validation import Int32, RequestModel, StrictModel, Text, Texts, Unsupported, refusal
+from cllm.server.sampling_schema import SamplingFields, in_range
+from cllm.server.validation import (
+    WHOLE,
+    AtMost,
+    Int32,
+    RequestModel,
+    Text,
+    Texts,
+    TokenIds,
+    Unsupported,
+    Words,
+    refusal,
+)
 
 ModelName = Annotated[Text, Field(max_length=512)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+Tokens = Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})]
 UserName = Annotated[Text, Field(max_length=256)]
 
-MAX_MESSAGES = 4096
 _PROMPT = "A string, several strings, token ids, or several lists of token ids."
 
 
@@ -24,9 +34,20 @@ class StreamOptions(RequestModel):
     include_usage: bool | None = Field(None, description="End the stream with an event that holds the usage.")
 
 
+def _together(name: str, needs: str) -> dict[str, Any]:
+    """In the API's description: `name` may only be given where `needs` is true."""
+    given = {"properties": {needs: {"const": True}}, "required": [needs]}
+    return {"anyOf": [{"properties": {name: {"type": "null"}}}, given]}
+
+
+def _not_both(one: str, other: str) -> dict[str, Any]:
+    """In the API's description: one of the two is null, false or missing."""
+    return {"anyOf": [{"properties": {name: {"enum": [None, False]}}} for name in (one, other)]}
+
+
 class OpenAIRequest(SamplingFields):
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
-    n: Int32 | None = Field(None, description="Number of answers to each prompt. Default 1.")
+    n: Annotated[Int32, in_range("n")] | None = Field(None, description="Number of answers to each prompt. Default 1.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
     stream_options: StreamOptions | None = None
     user: UserName | None = Field(None, description="Who asks; goes into the log next to the request id.")
@@ -48,14 +69,30 @@ class OpenAIRequest(SamplingFields):
 
 class CompletionRequest(OpenAIRequest):
     model_config = ConfigDict(
-        json_schema_extra={"example": {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}}
+        json_schema_extra={
+            "example": {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0},
+            "allOf": [_together("stream_options", "stream"), _not_both("echo", "logprobs")],
+        }
     )
     unsupported: ClassVar[Unsupported] = {"suffix": ("",)}
 
-    prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] = Field(description=_PROMPT)
-    max_tokens: Int32 | None = Field(None, description="Most tokens to generate. Default 16.")
+    prompt: (
+        Words
+        | Annotated[Texts, Field(json_schema_extra={"minItems": 1}), AtMost("max_prompts", "prompts", str)]
+        | Tokens
+        | Annotated[
+            list[Tokens],
+            Field(fail_fast=True, json_schema_extra={"minItems": 1}),
+            AtMost("max_prompts", "prompts", list),
+        ]
+    ) = Field(description=_PROMPT)
+    max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
+        None, description="Most tokens to generate. Default 16."
+    )
     echo: bool | None = Field(None, description="Put the prompt in front of the answer.")
-    logprobs: Int32 | None = Field(None, description="Log probabilities of so many likeliest tokens, 0 to 20.")
+    logprobs: Annotated[Int32, in_range("logprobs")] | None = Field(
+        None, description="Log probabilities of so many likeliest tokens, 0 to 20."
+    )
     best_of: Int32 | None = Field(None, description="Not supported: must equal n if given.")
 
     @model_validator(mode="after")
@@ -68,9 +105,17 @@ class CompletionRequest(OpenAIRequest):
         return self
 
 
-class TextPart(StrictModel):
+class TextPart(RequestModel):
     type: Literal["text"]
     text: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        """Before the keys are looked at: those of a picture would be called unknown."""
+        if isinstance(data, dict) and isinstance(kind := data.get("type", "text"), str) and kind != "text":
+            raise refusal("type", f"must be 'text', not {kind[:40]!r}; this server takes no other parts")
+        return data
 
 
 class ChatMessage(RequestModel):
@@ -106,7 +151,8 @@ class ChatRequest(OpenAIRequest):
             "example": {
                 "messages": [{"role": "user", "content": "What is the capital of France?"}],
                 "max_completion_tokens": 64,
-            }
+            },
+            "allOf": [_together("stream_options", "stream"), _together("top_logprobs", "logprobs")],
         }
     )
     unsupported: ClassVar[Unsupported] = {
@@ -131,13 +177,15 @@ class ChatRequest(OpenAIRequest):
         "prompt_cache_retention": ("in_memory",),
     }
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_tokens: Int32 | None = Field(None, description="The old name of max_completion_tokens.")
-    max_completion_tokens: Annotated[Int32, Field(ge=1)] | None = Field(
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")]
+    max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
+        None, description="The old name of max_completion_tokens."
+    )
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = Field(
         None, description="Most tokens to generate. Default: as many as the context holds."
     )
     logprobs: bool | None = Field(None, description="Report the log probability of every token.")
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
         None, description="And of so many likeliest ones."
     )
     safety_identifier: UserName | None = Field(None, description="The new name of user.")

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from cllm.engine.params import SamplingParams
-from cllm.errors import InvalidRequestError
-from cllm.server.validation import Int32, Int64, RequestModel, Text, Texts, wrong
+from cllm.engine.params import MAX_BIAS, RANGES, SamplingParams
+from cllm.server.validation import TOKEN_IDS_AS_KEYS, AtMost, Int32, Int64, RequestModel, TokenIds, Words, wrong
+from cllm.text.stream import MAX_STOP_CHARACTERS
 
 _PASSED_ON = (
     "temperature",
@@ -25,7 +25,7 @@ _PASSED_ON = (
     "min_tokens",
 )
 
-_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 def _ids_to_numbers(biases: Any) -> Any:
@@ -39,48 +39,68 @@ def _ids_to_numbers(biases: Any) -> Any:
     return biases
 
 
-Biases = Annotated[dict[str, float], BeforeValidator(_ids_to_numbers)]
+Bias = Annotated[float, Field(json_schema_extra={"minimum": -MAX_BIAS, "maximum": MAX_BIAS})]
+Biases = Annotated[
+    dict[str, Bias],
+    BeforeValidator(_ids_to_numbers),
+    AtMost("max_logit_bias", "tokens"),
+    Field(json_schema_extra={TOKEN_IDS_AS_KEYS: True}),
+]
+StopString = Annotated[Words, Field(json_schema_extra={"maxLength": MAX_STOP_CHARACTERS})]
+
+StopStrings = Annotated[list[StopString], Field(fail_fast=True), AtMost("max_stop_strings", "strings")]
+StopTokens = Annotated[TokenIds, AtMost("max_stop_token_ids", "token ids")]
+
+
+def in_range(name: str) -> Any:
+    """Shows in the API's description what `SamplingParams` allows."""
+    low, high, open_low = RANGES[name]
+    shown: dict[str, Any] = {"exclusiveMinimum" if open_low else "minimum": low}
+    return Field(json_schema_extra=shown if high is None else {**shown, "maximum": high})
 
 
 class SamplingFields(RequestModel):
     """`null` means the default. Ranges are checked by `SamplingParams`, once for all ways in."""
 
-    temperature: float | None = Field(None, description="0 is greedy. Default 1.")
-    top_p: float | None = Field(None, description="Keep the likeliest tokens up to this mass. Default 1.")
-    top_k: Int32 | None = Field(None, description="Keep this many likeliest tokens; 0 or -1: all.")
-    min_p: float | None = Field(None, description="Drop tokens below this share of the likeliest one's.")
-    repetition_penalty: float | None = Field(None, description="Above 1 discourages repetition. Default 1.")
-    frequency_penalty: float | None = Field(None, description="-2 to 2. Default 0.")
-    presence_penalty: float | None = Field(None, description="-2 to 2. Default 0.")
+    temperature: Annotated[float, in_range("temperature")] | None = Field(None, description="0 is greedy. Default 1.")
+    top_p: Annotated[float, in_range("top_p")] | None = Field(
+        None, description="Keep the likeliest tokens up to this mass. Default 1."
+    )
+    top_k: Annotated[Int32, in_range("top_k")] | None = Field(
+        None, description="Keep this many likeliest tokens; 0 or -1: all."
+    )
+    min_p: Annotated[float, in_range("min_p")] | None = Field(
+        None, description="Drop tokens below this share of the likeliest one's."
+    )
+    repetition_penalty: Annotated[float, in_range("repetition_penalty")] | None = Field(
+        None, description="Above 1 discourages repetition. Default 1."
+    )
+    frequency_penalty: Annotated[float, in_range("frequency_penalty")] | None = Field(
+        None, description="-2 to 2. Default 0."
+    )
+    presence_penalty: Annotated[float, in_range("presence_penalty")] | None = Field(
+        None, description="-2 to 2. Default 0."
+    )
     logit_bias: Biases | None = Field(None, description="Token id -> bias from -100 to 100.", examples=[{"42": -100}])
     seed: Int64 | None = Field(None, description="Same seed, same output, whatever else is running.")
-    stop: Text | Texts | None = Field(None, description="The answer ends before any of these.")
-    stop_token_ids: Annotated[list[Int32], Field(fail_fast=True)] | None = Field(
-        None, description="The answer ends at any of these tokens."
-    )
+    stop: StopString | StopStrings | None = Field(None, description="The answer ends before any of these.")
+    stop_token_ids: StopTokens | None = Field(None, description="The answer ends at any of these tokens.")
     ignore_eos: bool | None = Field(None, description="Go on past the end-of-answer token.")
-    min_tokens: Int32 | None = Field(None, description="No end before this many tokens. Default 0.")
+    min_tokens: Annotated[Int32, in_range("min_tokens")] | None = Field(
+        None, description="No end before this many tokens, at most max_tokens. Default 0."
+    )
     priority: Int32 | None = Field(None, description="Lower goes first. Default 0.")
     timeout: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Seconds after which the request fails, queued or running."
+        None, description="Seconds after which the request fails; scheduler.request_timeout_s is the most."
     )
 
-    def sampling(self, *, max_stops: int, max_tokens: int | None, **own: Any) -> SamplingParams:
+    def sampling(self, *, max_tokens: int | None, **own: Any) -> SamplingParams:
         """These fields as `SamplingParams`; `own` is what the endpoint names in its own way."""
         given = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
         given.update((name, value) for name, value in own.items() if value is not None)
         return SamplingParams(
             **given,
             max_tokens=max_tokens,
-            stop=self._stops(max_stops),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
         )
-
-    def _stops(self, most: int) -> tuple[str, ...]:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(stops) > most:
-            raise InvalidRequestError(
-                f"stop holds {len(stops)} strings; at most {most} are allowed (server.max_stop_strings)",
-                "stop",
-            )
-        return stops

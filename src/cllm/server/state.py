@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
+from cllm.server.bodies import body_lanes
 from cllm.server.errors import ApiError
+from cllm.server.lanes import Lanes
+from cllm.server.texts import Texts
 
 if TYPE_CHECKING:
     from cllm.config import Config
     from cllm.llm import AsyncLLM
-
-T = TypeVar("T")
-
-LONG_TEXT = 4_000
-"""Characters, of which a thousand cost up to a millisecond, from which on tokenising moves to a thread: others'
-streams must not stutter."""
 
 
 @dataclass(slots=True)
@@ -31,6 +26,11 @@ class ServerState:
     registry: CollectorRegistry
     created: int = field(default_factory=lambda: int(time.time()))
     benchmark_running: bool = False
+    bodies: Lanes = field(default_factory=body_lanes)
+    texts: Texts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.texts = Texts(self.llm)
 
     @property
     def served_name(self) -> str:
@@ -47,26 +47,6 @@ class ServerState:
             param="model",
             code="model_not_found",
         )
-
-    async def encode(self, text: str) -> list[int]:
-        return (await self.encode_all([text]))[0]
-
-    async def encode_all(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """Strings become tokens, tokens stay."""
-        encode = self.llm.tokenizer.encode
-        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        return await off_loop(
-            size, lambda: [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        )
-
-    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        size = sum(len(message["content"]) for message in messages)
-        return await off_loop(size, lambda: self.llm.encode_chat(messages))
-
-
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run `work` here if it is small, in a thread if it would hold up the event loop."""
-    return work() if size < LONG_TEXT else await asyncio.to_thread(work)
 
 
 async def _state_of(request: Request) -> ServerState:

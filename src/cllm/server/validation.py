@@ -5,11 +5,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from reprlib import Repr
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 _SHOWN = 60
 _SHOULD = re.compile("^(Input|String) should")
@@ -31,29 +45,94 @@ def _whole_characters(text: str) -> str:
     return text
 
 
+def _whole_numbers(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """5.0 is as good a number as 5, in a list, too; JSON does not tell them apart."""
+    try:
+        return handler(value)
+    except ValidationError:
+        as_integers = [_as_integer(each) for each in value] if isinstance(value, list) else _as_integer(value)
+        if as_integers == value:
+            return handler(as_integers)
+        raise
+
+
+def _as_integer(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+WHOLE = WrapValidator(_whole_numbers)
+"""The last mark of an integer or a list of integers, after its range."""
+
 Text = Annotated[str, AfterValidator(_whole_characters)]
 """A string that can be written as UTF-8."""
-Texts = Annotated[list[Text], Field(fail_fast=True)]
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Words = Annotated[Text, Field(json_schema_extra={"minLength": 1})]
+"""A text that must not be empty; who uses it says so better than a validator could."""
+Texts = Annotated[list[Words], Field(fail_fast=True)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"x-token-id": True})]],
+    Field(fail_fast=True),
+    WHOLE,
+]
 
 Unsupported = Mapping[str, Sequence[Any]]
 
 
-class StrictModel(BaseModel):
-    """A JSON object from a client. Unknown keys and wrong types are errors, never guesses.
+@dataclass(frozen=True)
+class AtMost:
+    """Marks a list or an object of at most so many items: the setting server.`setting`, from the validation's context.
+
+    They are counted before any of them is looked at. `items`: only lists of this type are meant.
+    """
+
+    setting: str
+    things: str
+    items: type = object
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {**handler(schema), AT_MOST: self.setting}
+
+    def _check(self, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, (list, dict)) and info.context is not None:
+            most: int = getattr(info.context, self.setting)
+            if len(value) > most and isinstance(next(iter(value)), self.items):
+                reason = f"holds {len(value)} {self.things}; at most {most} are allowed (server.{self.setting})"
+                raise wrong(reason)
+        return value
+
+
+AT_MOST = "x-at-most"
+"""In a schema: the setting that limits this list, object or text. The API's description has its value instead."""
+TOKEN_ID = "x-token-id"
+"""In a schema: this number is a token id. The description has the largest there is."""
+TOKEN_IDS_AS_KEYS = "x-token-ids-as-keys"
+
+
+class RequestModel(BaseModel):
+    """A JSON object from a client. Unknown keys and wrong types are errors, never guesses, and of a key that is refused
+    the error says whether it is unknown, or known and not supported.
 
     Lists in requests are `fail_fast`: a list of a million wrong items is one error, not a million.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-
-class RequestModel(StrictModel):
-    """One that says of every key it refuses whether it is unknown or known and not supported."""
-
     unsupported: ClassVar[Unsupported] = {}
     """Parameters that the API knows and this server does not have, each with the values that change nothing."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        found = handler(schema)
+        described = handler.resolve_ref_schema(found)
+        described.setdefault("properties", {}).update(
+            (name, {"enum": [None, *harmless], "description": "Not supported: these values change nothing."})
+            for name, harmless in cls.unsupported.items()
+        )
+        return found
 
     @model_validator(mode="before")
     @classmethod
@@ -66,10 +145,15 @@ class RequestModel(StrictModel):
                 taken[name] = value
             elif name not in cls.unsupported:
                 raise refusal(name, "is not a parameter of this request")
-            elif value is not None and value not in cls.unsupported[name]:
+            elif value is not None and not any(_same(value, harmless) for harmless in cls.unsupported[name]):
                 choices = ["leave it out", *(f"send {json.dumps(harmless)}" for harmless in cls.unsupported[name])]
                 raise refusal(name, f"is not supported by this server; {' or '.join(choices)}")
         return taken
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equal, and of one type: 0 is not false."""
+    return type(value) is type(other) and bool(value == other)
 
 
 def wrong(reason: str) -> PydanticCustomError:
@@ -79,21 +163,18 @@ def wrong(reason: str) -> PydanticCustomError:
 
 def refusal(param: str, reason: str) -> PydanticCustomError:
     """For validators of a whole object, which have to say which parameter they mean."""
-    return PydanticCustomError("refused", "{reason}", {"param": _shorten(param), "reason": reason})
+    return PydanticCustomError("refused", "{reason}", {"param": shorten(param), "reason": reason})
 
 
 def describe_invalid(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
     """(parameter, message) for the error that says most."""
     error = max(errors, key=_clarity)
-    if error["type"] == "json_invalid":
-        reason, at = error.get("ctx", {}).get("error", "broken"), error["loc"][-1]
-        return None, f"The body is not valid JSON: {reason} (at character {at})."
     path = _path_of(error)
     if not path and error["type"] == "string_unicode":
         return None, f"The body has the key {_show(error['input'])}, which is not valid text."
     if not path:
         return None, "The body must be a JSON object, sent with content-type: application/json."
-    param = _shorten("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:])
+    param = shorten("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:])
     return param, f"{param} {_reason(error, path[-1], errors)}."
 
 
@@ -101,18 +182,13 @@ def _clarity(error: Mapping[str, Any]) -> tuple[bool, int]:
     """A value that fits no branch of a union yields an error per branch. Our own are the clearest, then the one
     that got furthest into the value; but of alternatives that look alike, only the whole can be named."""
     loc = error["loc"]
-    alike = len(loc) > 1 and loc[1] in ("prompt", "stop")
+    alike = bool(loc) and loc[0] in ("prompt", "stop")
     return error["type"] in _OWN_KINDS, -len(loc) if alike else len(loc)
 
 
 def _path_of(error: Mapping[str, Any]) -> list[str | int]:
     """Where the error is, without pydantic's marks of union branches (`str`, `list[int]`, ...)."""
-    *inner, last = error["loc"]
-    if error["type"] != "extra_forbidden":
-        inner.append(last)
-    path = [part for part in inner[1:] if isinstance(part, int) or _is_field_name(part)]
-    if error["type"] == "extra_forbidden":
-        path.append(last)
+    path = [part for part in error["loc"] if isinstance(part, int) or _is_field_name(part)]
     if error["type"] == "refused":
         path.append(error["ctx"]["param"])
     return path
@@ -130,12 +206,8 @@ def _reason(error: Mapping[str, Any], name: str | int, errors: Sequence[Mapping[
         return "is missing"
     if kind == "too_short":
         return "is empty"
-    if kind == "too_long":
-        return f"holds more than {error['ctx']['max_length']} items"
     if kind == "model_attributes_type":
         return f"must be an object, not {_show(error.get('input'))}"
-    if kind == "extra_forbidden":
-        return "is not a parameter of this request"
     expected = _SHOULD.sub("must", str(error["msg"]))
     if name in _MUST_BE and len(errors) > 1:
         expected = f"must be {_MUST_BE[str(name)]}"
@@ -144,11 +216,12 @@ def _reason(error: Mapping[str, Any], name: str | int, errors: Sequence[Mapping[
 
 def _show(value: Any) -> str:
     try:
-        return _shorten(_SHORT.repr(value))
+        return shorten(_SHORT.repr(value))
     except ValueError:  # an integer of more digits than Python prints
         return "a number too large to show"
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
+    """What a client sent, fit to be shown to it."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"

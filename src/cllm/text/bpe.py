@@ -9,6 +9,7 @@ Two things differ between the library and llama.cpp, and both are levelled here:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -17,6 +18,9 @@ from cllm.errors import ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.gguf_header import short
 from cllm.text.vocab import SPECIAL_KINDS, TokenKind, Vocabulary
+
+# The library would take all cores for a text with special tokens in it; they are the engine's.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 Encoder = Callable[[list[str]], list[list[int]]]
 """Ordinary text, several pieces at once, to token ids; runs outside the GIL."""

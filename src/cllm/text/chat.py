@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cllm.errors import InvalidRequestError, ModelError
 from cllm.models.gguf import GGUFModel
+from cllm.text.bounded import TokenLimit
 from cllm.text.tokenizer import Tokenizer
 from cllm.text.vocab import special_name
 
@@ -35,6 +36,8 @@ CHATML = (
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _FIELDS = ("role", "content", "name")
+_SLICE = 1 << 16
+"""Characters that are looked at before other threads get their turn."""
 
 
 class ChatTemplate:
@@ -59,8 +62,10 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         return self._render(_read_messages(messages), add_generation_prompt=add_generation_prompt)
 
-    def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The prompt that asks for the next answer, as tokens."""
+    def encode(
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], limit: TokenLimit | None = None
+    ) -> list[int]:
+        """The prompt that asks for the next answer, as tokens; one that passes `limit` is refused."""
         plain = _read_messages(messages)
         guard = _guard(frozenset(tokenizer.special_tokens))
         risky = {text: spots for text in _user_texts(plain) if (spots := guard.find(text))}
@@ -72,7 +77,12 @@ class ChatTemplate:
         else:
             text = self._render(plain)
         has_bos = bool(self._bos) and text.startswith(self._bos) and literal[:1] != [0]
-        return tokenizer.encode(text, special=True, add_bos=not has_bos, literal=literal)
+        if limit is not None:
+            limit.check_text(tokenizer, text, "messages", special=True)
+        ids = tokenizer.encode(text, special=True, add_bos=not has_bos, literal=literal)
+        if limit is not None:
+            limit.check(ids, "messages")
+        return ids
 
     def _render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
         try:
@@ -88,7 +98,10 @@ class ChatTemplate:
             ) from error
 
     def _unused_character(self, messages: list[dict[str, str]]) -> str:
-        used = set(self._source + self._bos + self._eos).union(*_user_texts(messages))
+        used = set(self._source + self._bos + self._eos)
+        for text in _user_texts(messages):
+            for start in range(0, len(text), _SLICE):
+                used.update(text[start : start + _SLICE])
         for code in (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE)):
             if chr(code) not in used:
                 return chr(code)

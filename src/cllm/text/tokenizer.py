@@ -44,6 +44,10 @@ class Tokenizer(Protocol):
     def special_tokens(self) -> Mapping[str, int]:
         """The tokens that `special=True` recognises by name."""
 
+    @property
+    def longest_token(self) -> int:
+        """The most bytes of text that one token stands for."""
+
     def encode(
         self, text: str, *, special: bool = False, add_bos: bool = True, literal: Sequence[int] = ()
     ) -> list[int]:
@@ -83,6 +87,7 @@ class TableTokenizer:
         self._whole = _longest_first(always_whole.items())
         self._whole_or_special = _longest_first([*always_whole.items(), *special_tokens.items()])
         self.special_tokens = special_tokens
+        self.longest_token = max(1, *map(len, pieces), *(len(name.encode()) for name in special_tokens))
         self.vocab_size = len(pieces)
         self.bos_id = bos_id
         self.eos_ids = eos_ids
@@ -91,7 +96,8 @@ class TableTokenizer:
     def encode(
         self, text: str, *, special: bool = False, add_bos: bool = True, literal: Sequence[int] = ()
     ) -> list[int]:
-        text = _LONE_SURROGATES.sub("\ufffd", text)
+        if not text.isascii():
+            text = _LONE_SURROGATES.sub("\ufffd", text)
         markers = self._whole_or_special if special else self._whole
         fragments = _cut_out(text, markers, literal)
         encoded = iter(self._encode([each for each in fragments if isinstance(each, str)]))

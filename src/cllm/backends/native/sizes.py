@@ -1,6 +1,7 @@
 """How much memory a model's weights take once they are packed, known from the header alone.
 
-The packed weights are the process's own memory: what does not fit is better known before it is loaded. csrc/packed.h has the layouts.
+The packed weights are the process's own memory: what does not fit is better known before it is loaded. csrc/packed.h
+has the layouts.
 """
 
 from __future__ import annotations

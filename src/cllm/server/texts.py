@@ -1,0 +1,72 @@
+"""Texts to tokens for every endpoint: what is too long is refused early, and nobody waits for another's long text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cllm.errors import InvalidRequestError
+from cllm.server.lanes import Lanes
+from cllm.text.bounded import PIECE, TokenLimit
+
+if TYPE_CHECKING:
+    from cllm.llm import AsyncLLM
+
+INLINE = 2_000
+"""Characters that are tokenised on the event loop: at most about 3 ms (digits, each of which is a word by itself)."""
+_EACH = 16
+"""A text or message costs as much as so many characters, however short it is."""
+
+
+class Texts:
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._lanes = Lanes("text", inline=INLINE, short=PIECE)
+
+    async def encode(self, text: str, limit: TokenLimit, param: str) -> list[int]:
+        return (await self._encode([text], limit, param))[0]
+
+    async def encode_prompt(self, text: str) -> list[int]:
+        return await self.encode(text, self._llm.prompt_limit, "prompt")
+
+    async def encode_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Strings become tokens, tokens stay. A job holds as many prompts as make a piece: others get their turn."""
+        encoded: list[list[int]] = []
+        start = size = 0
+        for stop, prompt in enumerate(prompts, 1):
+            size += _size(prompt)
+            if size >= PIECE or stop == len(prompts):
+                encoded += await self._encode(prompts[start:stop], self._llm.prompt_limit, "prompt")
+                start, size = stop, 0
+        return encoded
+
+    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        most, reason, _ = self._llm.prompt_limit
+        # Templates trim: blanks around a message may count for nothing.
+        size = sum(len(message["content"].strip()) for message in messages)
+        if size > most * self._llm.tokenizer.longest_token:
+            raise InvalidRequestError(
+                f"the messages have {size} characters, which are more than {most} tokens; {reason}", "messages"
+            )
+        return await self._lanes.run(size + _EACH * len(messages), lambda: self._llm.encode_chat(messages))
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of a prompt, special tokens by name."""
+        decode = self._llm.tokenizer.decode
+        return await self._lanes.run(len(ids), lambda: decode(ids, skip_special=False))
+
+    async def _encode(self, texts: Sequence[str | list[int]], limit: TokenLimit, param: str) -> list[list[int]]:
+        tokenizer = self._llm.tokenizer
+
+        def encode(text: str | list[int]) -> list[int]:
+            if isinstance(text, str):
+                limit.check_text(tokenizer, text, param)
+                text = tokenizer.encode(text)
+            limit.check(text, param)
+            return text
+
+        return await self._lanes.run(sum(map(_size, texts)), lambda: [encode(text) for text in texts])
+
+
+def _size(prompt: str | list[int]) -> int:
+    return _EACH + (len(prompt) if isinstance(prompt, str) else 0)

@@ -1,0 +1,55 @@
+"""Texts that may have so many tokens: found too long without tokenising much more than that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cllm.errors import InvalidRequestError
+from cllm.text.tokenizer import Tokenizer
+
+PIECE = 32_768
+"""Characters that are tokenised at a time. A text no longer than this is tokenised whole at once."""
+SLACK = 16
+"""Tokens by which a cut may lengthen a text, beside the token that it goes through, which may fall into as many as it
+has bytes: merges near a cut come out differently, those a few words away do not. More than 7 were never found."""
+
+
+class TokenLimit(NamedTuple):
+    most: int
+    reason: str
+    """What allows no more, for the error."""
+    what: str = "the prompt"
+
+    def check(self, ids: Sequence[int], param: str) -> None:
+        if len(ids) > self.most:
+            raise InvalidRequestError(f"{self.what} has {len(ids)} tokens; {self.reason}", param)
+
+    def check_text(self, tokenizer: Tokenizer, text: str, param: str, *, special: bool = False) -> None:
+        """Refuse a text that is too long for certain: from its size, since no token stands for more bytes than the
+        longest; then piece by piece, until there are too many. What passes is worth tokenising whole, and may turn out
+        to be too long by little; that is for `check` to say.
+        """
+        if len(text) * 4 <= self.most:
+            return
+        size = len(text.encode(errors="replace"))
+        if size > self.most * tokenizer.longest_token:
+            raise InvalidRequestError(
+                f"{self.what} has {size} bytes of text, which are more than {self.most} tokens "
+                f"(the longest has {tokenizer.longest_token} bytes); {self.reason}",
+                param,
+            )
+        if size > self.most and len(text) > PIECE:
+            self._count(tokenizer, text, param, special=special)
+
+    def _count(self, tokenizer: Tokenizer, text: str, param: str, *, special: bool) -> None:
+        count, slack = 0, tokenizer.longest_token + SLACK
+        for start in range(0, len(text), PIECE):
+            piece = text[start : start + PIECE]
+            count += max(len(tokenizer.encode(piece, special=special, add_bos=False)) - slack, 0)
+            if count > self.most:
+                raise InvalidRequestError(
+                    f"{self.what} has more than {self.most} tokens in the first {start + len(piece)} of its "
+                    f"{len(text)} characters; {self.reason}",
+                    param,
+                )

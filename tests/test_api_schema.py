@@ -1,0 +1,58 @@
+"""Does the API's own description tell the truth? schemathesis reads it, sends what it allows and what it forbids, and
+compares: what is allowed must be taken, what is forbidden refused, and every answer described."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from cllm.config import Config
+from cllm.llm import AsyncLLM
+from cllm.server.app import create_app
+
+# A request that passes the deadline it asked for was taken; 408 is its answer.
+SETTINGS = """
+[checks.positive_data_acceptance]
+expected-statuses = ["2xx", "404", "408"]
+"""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A real server on the fake backend, in a thread."""
+    config = Config.model_validate({"backend": {"type": "fake"}, "log": {"level": "error"}})
+    server = uvicorn.Server(uvicorn.Config(create_app(AsyncLLM(config), config), port=0, log_level="error"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            thread.join(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_the_description_is_true(url: str, tmp_path: Path) -> None:
+    (tmp_path / "schemathesis.toml").write_text(SETTINGS)
+    command = f"run {url}/openapi.json --phases examples,coverage,fuzzing --max-examples 30 --seed 1"
+    quiet = "--generation-deterministic --no-color --continue-on-failure --request-timeout 60"
+    hooks = Path(__file__).parent / "schemathesis_hooks.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "schemathesis.cli", *command.split(), *quiet.split()],
+        cwd=tmp_path,
+        env={**os.environ, "SCHEMATHESIS_HOOKS": str(hooks)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
