@@ -90,6 +90,31 @@ def test_a_shared_prompt_is_computed_once_even_when_all_come_together(layout: st
     assert backend.computed_tokens <= 120 + 6 * 16 + generated
 
 
+def test_who_asks_for_many_answers_does_not_make_others_wait() -> None:
+    """A step of all 81 rows would take 0.81 s, three times the longest gap."""
+    backend = FakeBackend()
+    scheduler = make_scheduler(backend, tokens=16_384, running=128)
+    many = make_request("many answers", SamplingParams(n=80, temperature=1.0, seed=3, max_tokens=30, ignore_eos=True))
+    one = make_request("a single one", SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    scheduler.add(many)
+    for _ in range(4):
+        step(scheduler, backend)
+    scheduler.add(one)
+    rows, steps_of_one, outputs = [], [], list[Output]()
+    while scheduler.has_work:
+        outputs += (new := step(scheduler, backend))
+        rows.append(sum(1 for output in new if output.token_id is not None))
+        steps_of_one.append(any(output.request_id == one.id for output in new))
+        scheduler.kv.check()
+    assert answer(outputs, one) == reference(one)
+    first = steps_of_one.index(True)
+    assert all(steps_of_one[first : first + 30])
+    # The others take turns: 32 rows a step, in which nobody is left out.
+    assert max(rows[first:]) <= 33
+    assert sorted(o.answer for o in outputs if o.request_id == many.id and o.reason is not None) == list(range(80))
+    assert answer(outputs, many, 79) == reference(many, 79)[-len(answer(outputs, many, 79)) :]
+
+
 @pytest.mark.parametrize(("shared", "waits"), [(12, False), (16, True)])
 def test_nobody_waits_for_less_than_can_be_shared(shared: int, waits: bool) -> None:
     """Blocks of 16 are shared whole: 12 tokens in common are no reason to wait."""

@@ -15,7 +15,8 @@ target itself, every step has a chunk, which suits a backend to which small chun
 is longer, chunks are larger and fewer, which suits one that reads all its weights for each: llama.cpp on two cores
 computes 16 tokens at 149 a second, 64 at 194, 256 at 223. Where many answers run, so that their rows alone take long,
 a chunk may be several times as long as those. Where more wait for their first token than for their next, chunks are as
-long as with no answers.
+long as with no answers. Neither holds where small chunks cost no more: there a step stays within half as much again as
+the target, and where the rows alone would take longer than that, some of them wait for the next step.
 
     step        decode  decode  decode+chunk  decode  decode  decode+chunk
     allowance     ▂       ▅        █ → 0        ▂       ▅        █ → 0
@@ -33,6 +34,12 @@ CHUNK_SHARE = 5.0
 PROMPT_SHARE = 2.0
 """On average prompts take at most this many times as long as the rows, if that is more than the target leaves."""
 
+LONGEST_STEP = 1.5
+"""A step beside answers, in longest gaps, where small chunks cost no more than large ones."""
+
+MANY_ROWS = 32
+"""So many rows are always computed together: fewer would cost almost as much."""
+
 REMEASURE_ROWS_EVERY = 16
 """After so many steps with prompts one goes without, so that the cost of rows stays known."""
 
@@ -44,12 +51,20 @@ class StepBudget:
         self._inter_token_s = inter_token_s
         self._max_gap_s = max_gap_s
         self._prompt_only_s = prompt_only_s
+        self._longest_s = LONGEST_STEP * max_gap_s if max_gap_s <= inter_token_s else None
         self._max_tokens = max_tokens
         self._row_s: dict[int, float] = {}
         self._token_s = 0.0
         self._saved_s = max_gap_s
         self._mixed_steps = REMEASURE_ROWS_EVERY
         self._crowded = False
+
+    def rows_at_once(self, rows: int) -> int:
+        """How many of the answers' rows the next step computes."""
+        row_s = self._one_row_s(rows)
+        if rows <= MANY_ROWS or rows * row_s <= self._max_gap_s:
+            return rows
+        return max(MANY_ROWS, int(self._max_gap_s / row_s))
 
     def chunk_tokens(self, decode_rows: int) -> int:
         """The largest chunk beside `decode_rows` answers."""
@@ -96,10 +111,13 @@ class StepBudget:
         return self._row_s.get(max(decode_rows, 1).bit_length(), 0.0)
 
     def _chunk_s(self, decode_rows: int) -> float:
-        if decode_rows == 0 or self._crowded:
+        if decode_rows == 0:
             return self._prompt_only_s
         rows_s = decode_rows * self._one_row_s(decode_rows)
-        return max(self._max_gap_s - rows_s, min(CHUNK_SHARE * rows_s, self._prompt_only_s))
+        chunk_s = self._prompt_only_s if self._crowded else min(CHUNK_SHARE * rows_s, self._prompt_only_s)
+        if self._longest_s is not None:
+            chunk_s = min(chunk_s, self._longest_s - rows_s)
+        return max(self._max_gap_s - rows_s, chunk_s)
 
 
 def _blend(old: float, new: float) -> float:

@@ -77,6 +77,7 @@ class Sequence(KVSequence):
         "refused",
         "request",
         "running",
+        "turn",
         "twins",
     )
 
@@ -93,6 +94,8 @@ class Sequence(KVSequence):
         self.recoveries = 0
         self.refused = False
         """Whether it waits because there was no room for it."""
+        self.turn = 0
+        """When it last had one, while not all answers are computed in every step."""
         self._key: bytes | None = None
         # The other answers to the same prompt; they start from this one's KV when the prompt is computed.
         self.twins: list[Sequence] = []

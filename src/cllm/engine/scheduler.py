@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from cllm.backends.base import Chunk, Logits
 from cllm.engine.budget import StepBudget
@@ -38,6 +39,7 @@ OLDEST_EVERY = 4
 """Every so many steps with prompts the oldest one goes first, however long it is."""
 
 _BY_SLOT = attrgetter("slot")
+_BY_TURN = attrgetter("turn")
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ class Scheduler(Roster):
         self.position_mismatches = 0
         self._max_running = max_running
         self._prompt_steps = 0
+        self._turns = 0
 
     # -- before a step -----------------------------------------------------------------------------------------
 
@@ -86,17 +89,34 @@ class Scheduler(Roster):
         self.running.sort(key=_BY_SLOT)
         plan = Plan()
         prompts: list[Sequence] = []
+        rows = plan.sequences
         for sequence in self.running:
-            tokens, start = sequence.tokens, sequence.num_computed
-            if len(tokens) - start == 1:
-                plan.sequences.append(sequence)
-                plan.chunks.append(Chunk(tokens[start:], start, True, sequence.slot, sequence.blocks))
-            else:
-                prompts.append(sequence)
-        plan.decode_rows = len(plan.chunks)
+            (rows if len(sequence.tokens) - sequence.num_computed == 1 else prompts).append(sequence)
+        most = self.budget.rows_at_once(len(rows))
+        if most < len(rows):
+            rows[:] = self._whose_turn(rows, most)
+        for sequence in rows:
+            start = sequence.num_computed
+            plan.chunks.append(Chunk(sequence.tokens[start:], start, True, sequence.slot, sequence.blocks))
+        plan.decode_rows = len(rows)
         if prompts:
             self.plan_prompts(plan, prompts)
         return plan
+
+    def _whose_turn(self, rows: list[Sequence], most: int) -> list[Sequence]:
+        """Some of the answers, in the order of `rows`. Of each request the one that has waited longest, then a second
+        one of each, and so on: who asks for many answers does not make those wait who ask for one."""
+        asked: Counter[int] = Counter()
+        places: list[tuple[int, int, Sequence]] = []
+        for sequence in sorted(rows, key=_BY_TURN):
+            request = id(sequence.request)
+            places.append((asked[request], sequence.turn, sequence))
+            asked[request] += 1
+        places.sort(key=itemgetter(0, 1))
+        self._turns += 1
+        for _, _, sequence in places[:most]:
+            sequence.turn = self._turns
+        return [sequence for sequence in rows if sequence.turn == self._turns]
 
     def _room_to_decode(self) -> bool:
         """Make room for the next token of every answer. False: one of them had to go, and the others try again."""
