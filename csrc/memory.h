@@ -45,6 +45,7 @@ public:
     size_t size() const { return size_; }
     void ensure(size_t count) {
         if (count <= size_) return;
+        size_ = 0;  // until there is memory again: what is asked for may not be had
         data_.reset();
         data_.reset(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64))));
         size_ = count;

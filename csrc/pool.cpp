@@ -16,7 +16,6 @@ namespace {
 constexpr int kPatience = 2;        // before a thread looks for work in the shares of others
 constexpr int kSpin = 1000;         // before it sleeps: longer than the time between two steps
 constexpr int kCrowdedSpin = 100;   // the same on a core that somebody else wants: longer than a thread is late for no reason
-constexpr int kOwnSpin = 4;         // the same if that somebody is one of this pool, which has more threads than there are cores
 constexpr int kLook = 20;           // so often it asks on which of these it is
 constexpr int kRingEvery = 100;     // sleepers are not called more often: to wake one costs more than a small phase
 constexpr int kYields = 50;         // so often a thread gives its core to another of the pool before it sleeps
@@ -49,25 +48,24 @@ int measure_pauses() {
     return std::max(1, int(kPauses / std::max(shortest, 0.1)));
 }
 
-int usable_cores() {
+int current_core() {
 #if defined(__linux__)
-    cpu_set_t allowed;
-    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
+    return sched_getcpu();
+#else
+    return -1;  // not known, so nobody is in anybody's way
 #endif
-    return int(std::thread::hardware_concurrency());
 }
 
 }  // namespace
 
 ThreadPool::ThreadPool(int threads)
-    : size_(threads), seats_(new Seat[size_t(threads)]), pauses_per_us_(measure_pauses()),
-      oversubscribed_(threads > usable_cores()) {
+    : size_(threads), seats_(new Seat[size_t(threads)]), pauses_per_us_(measure_pauses()) {
     workers_.reserve(size_t(threads - 1));
     try {
         for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
     } catch (const std::system_error& error) {
         close();
-        throw std::runtime_error("the system refused to start thread " + std::to_string(workers_.size() + 1) + " of " +
+        throw std::runtime_error("the system refused to start thread " + std::to_string(workers_.size() + 2) + " of " +
                                  std::to_string(threads) + ": " + error.what());
     }
 }
@@ -97,7 +95,7 @@ void ThreadPool::run_phase(Entry entry, const void* context, int64_t count, int6
     const auto over = [&] { return all_done(phase, count); };
     int64_t done = work_on(phase, 0, 0, 0);
     const auto lend_a_hand = [&] { done += help(phase, 0, done); };
-    while (!wait(owners_core_, over, lend_a_hand)) finished_.sleep(over);
+    while (!wait(0, owners_core_, over, lend_a_hand)) finished_.sleep(over);
 }
 
 void ThreadPool::publish(uint64_t phase) {
@@ -111,7 +109,7 @@ void ThreadPool::publish(uint64_t phase) {
 
 bool ThreadPool::all_done(uint64_t phase, int64_t count) const {
     for (int thread = 0; thread < size(); ++thread) {
-        const uint64_t done = seats_[size_t(thread)].done.load(std::memory_order_acquire);
+        const uint64_t done = seats_[size_t(thread)].done.load();
         if (is_of(done, phase)) count -= items_of(done);
     }
     return count == 0;
@@ -143,12 +141,16 @@ bool ThreadPool::claim(uint64_t phase, int share, Range& range) {
 int64_t ThreadPool::work_on(uint64_t phase, int share, int thread, int64_t done_before) {
     int64_t done = 0;
     Range range;
+    std::atomic<int>& busy_on = seats_[size_t(thread)].busy_on;
     while (claim(phase, share, range)) {
+        if (done == 0) busy_on.store(current_core(), std::memory_order_relaxed);
         const Job& job = jobs_[phase & 1];
         job.entry.load()(job.context.load(), thread, range.first, range.last, done_before + done == 0);
         done += range.last - range.first;
     }
-    if (done) report(phase, thread, done_before + done);
+    if (done == 0) return 0;
+    if (thread != 0) busy_on.store(-1, std::memory_order_relaxed);  // the owner always has something to do
+    report(phase, thread, done_before + done);
     return done;
 }
 
@@ -174,22 +176,27 @@ bool ThreadPool::spin(int us, const Over& over) const {
     return false;
 }
 
+// Whether another thread that has work was last seen on the core of this one, so that only one of them can run.
+bool ThreadPool::in_the_way(int thread) const {
+    const int core = current_core();
+    for (int other = 0; core >= 0 && other < size_; ++other)
+        if (other != thread && seats_[size_t(other)].busy_on.load(std::memory_order_relaxed) == core) return true;
+    return false;
+}
+
 // Until `over`, helping on the way; false if it is time to sleep.
 template <class Over, class Help>
-bool ThreadPool::wait(Core& core, const Over& over, const Help& help) const {
+bool ThreadPool::wait(int thread, Core& core, const Over& over, const Help& help) const {
     if (spin(kPatience, over)) return true;
     help();
-    if (oversubscribed_) {
-        if (spin(kOwnSpin, over)) return true;
-        // Asleep, a thread would have to be woken for every phase in which it is needed.
-        for (int i = 0; i < kYields; ++i) {
+    int yields = 0;
+    for (int waited = 0; waited < (core.crowded() ? kCrowdedSpin : kSpin); waited += kLook) {
+        // Asleep, it would have to be woken for every phase in which it is needed.
+        while (in_the_way(thread) && yields++ < kYields) {
             sched_yield();
             if (spin(1, over)) return true;
             help();
         }
-        return false;
-    }
-    for (int waited = 0; waited < (core.crowded() ? kCrowdedSpin : kSpin); waited += kLook) {
         if (spin(kLook, over)) return true;
         help();
     }
@@ -200,14 +207,14 @@ void ThreadPool::serve(int thread) {
     Core core;
     uint64_t phase = 0;
     int64_t done = 0;  // in this phase
-    const auto over = [&] { return phase_.load(std::memory_order_acquire) != phase; };
+    const auto over = [&] { return phase_.load() != phase; };
     const auto lend_a_hand = [&] { done += help(phase, thread, done); };
     while (!closing_.load()) {
         if (over()) {
             phase = phase_.load();
             done = work_on(phase, thread, thread, 0);
         }
-        if (wait(core, over, lend_a_hand)) continue;
+        if (wait(thread, core, over, lend_a_hand)) continue;
         phases_.sleep(over);
         if (phases_.anybody()) phases_.ring(2);
     }

@@ -9,7 +9,8 @@
 //
 // Every thread has a cache line of its own for what it takes and one for what it has done: where all cores are there, a phase
 // costs one line that all read and one line each that the owner reads. Who waits spins, because phases last microseconds, but
-// not for long on a core that somebody else wants: it sleeps there, which also saves its turn for when it is needed.
+// not for long on a core that somebody else wants: it sleeps there, which also saves its turn for when it is needed. If that
+// somebody is one of the pool itself, it makes way at once.
 #pragma once
 
 #include <atomic>
@@ -70,6 +71,7 @@ private:
     struct Seat {
         alignas(64) std::atomic<uint64_t> taken{0};  // of this share, as a position among all items
         alignas(64) std::atomic<uint64_t> done{0};   // by this thread
+        alignas(64) std::atomic<int> busy_on{-1};    // the core on which this thread was when it began to work
     };
     struct Range {
         int64_t first, last;
@@ -102,13 +104,13 @@ private:
     template <class Over>
     bool spin(int us, const Over& over) const;
     template <class Over, class Help>
-    bool wait(Core& core, const Over& over, const Help& help) const;
+    bool wait(int thread, Core& core, const Over& over, const Help& help) const;
+    bool in_the_way(int thread) const;
 
     const int size_;
     std::unique_ptr<Seat[]> seats_;
     std::vector<std::thread> workers_;
     const int pauses_per_us_;
-    const bool oversubscribed_;  // more threads than cores
     Job jobs_[2];  // of even and of odd phases
     alignas(64) std::atomic<uint64_t> phase_{0};
     std::atomic<bool> closing_{false};
