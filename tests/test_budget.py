@@ -146,3 +146,29 @@ def test_another_number_of_rows_is_measured_before_prompts_go_on() -> None:
     run(budget, rows=0, prompts=1, steps=5)
     taken = [tokens for tokens, _ in run(budget, rows=8, prompts=1, steps=6)]
     assert taken[0] == 0 and any(taken)
+
+
+def test_many_rows_wait_only_while_they_are_slow() -> None:
+    budget = StepBudget(inter_token_s=0.1, max_gap_s=0.1, prompt_only_s=1.0, max_tokens=512)
+    assert budget.rows_at_once(128) == 128
+    budget.observe(0, 128, 0.4)
+    assert budget.rows_at_once(128) == 32
+    assert budget.rows_at_once(33) == 33
+    for _ in range(20):
+        rows = budget.rows_at_once(128)
+        budget.observe(0, rows, rows * 0.0005)
+    assert budget.rows_at_once(128) == 128
+
+
+def test_where_small_chunks_cost_more_all_rows_are_computed_together() -> None:
+    budget = make()
+    budget.observe(0, 128, 4.0)
+    assert budget.rows_at_once(128) == 128
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_a_crowd_of_prompts_does_not_make_steps_longer_than_half_as_much_again(rows: int) -> None:
+    budget = StepBudget(inter_token_s=0.1, max_gap_s=0.1, prompt_only_s=1.0, max_tokens=512)
+    steps = run(budget, rows=rows, prompts=128, steps=60)
+    assert any(tokens for tokens, _ in steps)
+    assert all(seconds <= max(0.16, 2.6 * rows * ROW_S) for _, seconds in steps[10:])

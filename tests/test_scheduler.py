@@ -91,9 +91,10 @@ def test_a_shared_prompt_is_computed_once_even_when_all_come_together(layout: st
 
 
 def test_who_asks_for_many_answers_does_not_make_others_wait() -> None:
-    """A step of all 81 rows would take 0.81 s, three times the longest gap."""
+    """A step of all 81 rows would take 0.81 s, eight times the longest gap."""
     backend = FakeBackend()
     scheduler = make_scheduler(backend, tokens=16_384, running=128)
+    scheduler.budget = StepBudget(inter_token_s=0.1, max_gap_s=0.1, prompt_only_s=0.5, max_tokens=32)
     many = make_request("many answers", SamplingParams(n=80, temperature=1.0, seed=3, max_tokens=30, ignore_eos=True))
     one = make_request("a single one", SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
     scheduler.add(many)

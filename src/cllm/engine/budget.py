@@ -16,7 +16,7 @@ is longer, chunks are larger and fewer, which suits one that reads all its weigh
 computes 16 tokens at 149 a second, 64 at 194, 256 at 223. Where many answers run, so that their rows alone take long,
 a chunk may be several times as long as those. Where more wait for their first token than for their next, chunks are as
 long as with no answers. Neither holds where small chunks cost no more: there a step stays within half as much again as
-the target, and where the rows alone would take longer than that, some of them wait for the next step.
+the target, if the rows leave room for that, and if there are many that do not, some of them wait for the next step.
 
     step        decode  decode  decode+chunk  decode  decode  decode+chunk
     allowance     ▂       ▅        █ → 0        ▂       ▅        █ → 0
@@ -35,7 +35,9 @@ PROMPT_SHARE = 2.0
 """On average prompts take at most this many times as long as the rows, if that is more than the target leaves."""
 
 LONGEST_STEP = 1.5
-"""A step beside answers, in longest gaps, where small chunks cost no more than large ones."""
+"""A step beside answers, in longest gaps, where small chunks cost no more than large ones,"""
+SMALL_CHUNK_SHARE = 1.5
+"""unless the rows take long themselves: then a chunk may take this many times as long as they, so that prompts advance."""
 
 MANY_ROWS = 32
 """So many rows are always computed together: fewer would cost almost as much."""
@@ -61,8 +63,12 @@ class StepBudget:
 
     def rows_at_once(self, rows: int) -> int:
         """How many of the answers' rows the next step computes."""
-        row_s = self._one_row_s(rows)
-        if rows <= MANY_ROWS or rows * row_s <= self._max_gap_s:
+        if rows <= MANY_ROWS or self._longest_s is None:
+            return rows
+        # Rows together cost no more than fewer do, each. So what is measured while some wait tells when they need not.
+        known = [seconds for size, seconds in self._row_s.items() if size <= rows.bit_length()]
+        row_s = min(known, default=0.0)
+        if rows * row_s <= self._max_gap_s:
             return rows
         return max(MANY_ROWS, int(self._max_gap_s / row_s))
 
@@ -116,7 +122,7 @@ class StepBudget:
         rows_s = decode_rows * self._one_row_s(decode_rows)
         chunk_s = self._prompt_only_s if self._crowded else min(CHUNK_SHARE * rows_s, self._prompt_only_s)
         if self._longest_s is not None:
-            chunk_s = min(chunk_s, self._longest_s - rows_s)
+            chunk_s = min(chunk_s, max(self._longest_s - rows_s, SMALL_CHUNK_SHARE * rows_s))
         return max(self._max_gap_s - rows_s, chunk_s)
 
 
