@@ -148,19 +148,22 @@ def encode(count: int, _n: int) -> Body:
     return "/encode", json.dumps({"text": "5" * count}).encode(), count > SERVER.max_encode_tokens
 
 
+JUST_PARSED = SERVER.max_json_values - 20
+"""Values that are not too many to be parsed, with what else the body holds."""
+
 COSTLY: list[tuple[Callable[[int, int], Body], list[int]]] = [
-    (stop_token_ids, [SERVER.max_stop_token_ids, INLINE_BYTES // 3, SERVER.max_json_values]),
+    (stop_token_ids, [SERVER.max_stop_token_ids, INLINE_BYTES // 3, JUST_PARSED, SERVER.max_json_values]),
     (logit_bias, [320, SERVER.max_logit_bias, INLINE_BYTES // 8, SERVER.max_json_keys]),
-    (prompts, [SERVER.max_prompts, INLINE_BYTES // 14, SERVER.max_json_values]),
+    (prompts, [SERVER.max_prompts, INLINE_BYTES // 14, JUST_PARSED, SERVER.max_json_values]),
     (lists_of_ids, [SERVER.max_prompts, SERVER.max_json_values // 2]),
     (token_ids, [CONTEXT, INLINE_BYTES // 5]),
-    (values, [CONTEXT, INLINE_BYTES // 3, SERVER.max_json_values, SERVER.max_body_bytes // 3]),
+    (values, [CONTEXT, INLINE_BYTES // 3, JUST_PARSED, SERVER.max_json_values, SERVER.max_body_bytes // 3]),
     (text, [INLINE, CONTEXT, INLINE_BYTES, PIECE, CONTEXT * 5, SERVER.max_body_bytes - 100]),
     (messages, [FITTING_MESSAGES, SERVER.max_messages, SERVER.max_json_keys // 2]),
     (unknown_keys, [MAX_PARAMETERS, INLINE_BYTES // 14, SERVER.max_json_keys, 280_000]),
     (nested_keys, [INLINE_BYTES // 14, SERVER.max_json_keys, 280_000]),
     (depth, [3, MAX_DEPTH, 1000, SERVER.max_body_bytes // 2 - 100]),
-    (stop_strings, [SERVER.max_stop_strings, INLINE_BYTES // 9, SERVER.max_json_values]),
+    (stop_strings, [SERVER.max_stop_strings, INLINE_BYTES // 9, JUST_PARSED, SERVER.max_json_values]),
     (stop_characters, [MAX_STOP_CHARACTERS]),
     (logprobs, [SERVER.max_logprobs]),
     (chat_logprobs, [SERVER.max_logprobs]),

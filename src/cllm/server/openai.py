@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 from fastapi import APIRouter, Depends, Request, Response
 
@@ -116,14 +116,11 @@ def _params(body: OpenAIRequest, max_tokens: int | None, logprobs: int | None) -
 
 
 def _split(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """The prompts in `prompt`: a flat list of token ids is one, a list of strings or lists is several."""
-    if isinstance(prompt, str):
+    """The prompts in `prompt`, whose items are of one kind: a flat list of token ids is one prompt, a list of strings or
+    lists is several. Only the first item is looked at: there may be very many."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
-    strings_or_lists = [item for item in prompt if not isinstance(item, int)]
-    if strings_or_lists:
-        return [*strings_or_lists]
-    token_ids = [item for item in prompt if isinstance(item, int)]
-    return [token_ids]
+    return [*cast("list[str] | list[list[int]]", prompt)] or [[]]
 
 
 def _check_count(state: ServerState, prompts: int, n: int) -> None:
