@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,10 @@ GIL_SWITCH_S = 5e-4
 class AsyncLLM:
     """A loaded model that takes prompts. `async with AsyncLLM(config) as llm:` loads and, at the end, frees it."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, before_mapping: Callable[[], None] | None = None) -> None:
+        """`before_mapping` is called, in a thread, before the model file is mapped, if it is."""
         self.config = config
+        self._before_mapping = before_mapping
         self.observers = Observers()
         self._parts: Parts | None = None
         self._engine: Engine | None = None
@@ -54,7 +56,7 @@ class AsyncLLM:
         sys.setswitchinterval(GIL_SWITCH_S)
         self._loop = asyncio.get_running_loop()
         self._rows = fastest(self.config.backend.native.instruction_set)
-        parts = await asyncio.to_thread(assemble, self.config)
+        parts = await asyncio.to_thread(assemble, self.config, self._before_mapping)
         self._parts = parts
         engine = Engine(parts.backend, parts.scheduler, self._deliver, max_queue=self.config.scheduler.max_queue)
         # The same list, so that whoever adds an observer later is heard too.
