@@ -308,5 +308,5 @@ def llama(tiny: Path) -> Iterator[Make]:
 @pytest.mark.model
 @pytest.mark.parametrize("scenario", [shared_prefixes, forks, cancels, rebuilds])
 def test_on_llama_cpp(llama: Make, scenario: Scenario) -> None:
-    runs = fail_every_call(llama, scenario, ways=("error",))
+    runs = fail_every_call(llama, scenario, ways=("error", "bug"))
     print(f"llama_cpp {scenario.__name__}: {runs}")
