@@ -104,7 +104,7 @@ class FakeGeneration:
     ) -> None:
         self.llm = llm
         self.request_id = request_id
-        self.prompt_ids = prompt_ids
+        self.prompt_ids = list(prompt_ids)
         self.params = params
         self.options = options
         self.cached_tokens = len(prompt_ids) // 2

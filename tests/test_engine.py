@@ -7,7 +7,7 @@ import itertools
 import random
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -455,37 +455,39 @@ def test_an_engine_that_fails_in_every_turn_stops_soon() -> None:
     assert not engine.accepting and engine.rebuilds <= MAX_FRUITLESS_REBUILDS + 2
 
 
-@pytest.mark.parametrize("failures", [1, 2])
-def test_outputs_that_were_not_taken_are_offered_again(failures: int) -> None:
-    engine, _, collector = make_engine()
-    errors = iter([RuntimeError("the event loop is closed")] * failures)
-
-    def deliver(outputs: list[Output]) -> None:
-        if error := next(errors, None):
-            raise error
-        collector(outputs)
-
-    engine._outbox = Outbox(deliver)
+def assert_one_is_served(engine: Engine, collector: Collector, *, rebuilds: int) -> None:
     engine.start()
     request = make_request("all of it")
     engine.submit(request)
     collector.wait_end(request)
     assert collector.tokens[request.id, 0] == reference(request)
     engine.stop(0)
-    assert engine.rebuilds == 0
+    assert engine.rebuilds == rebuilds
     assert_nothing_left(engine)
+
+
+def failing_outbox(collector: Collector, errors: Iterable[Exception | None]) -> Outbox:
+    """Each delivery fails with the next of `errors`, or is made if there is none."""
+    left = iter(errors)
+
+    def deliver(outputs: list[Output]) -> None:
+        if error := next(left, None):
+            raise error
+        collector(outputs)
+
+    return Outbox(deliver)
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_outputs_that_were_not_taken_are_offered_again(failures: int) -> None:
+    engine, _, collector = make_engine()
+    engine._outbox = failing_outbox(collector, [RuntimeError("the event loop is closed")] * failures)
+    assert_one_is_served(engine, collector, rebuilds=0)
 
 
 def test_an_answer_with_a_hole_ends_with_an_error() -> None:
     engine, _, collector = make_engine()
-    errors = iter([None, *[RuntimeError("nobody listens")] * ATTEMPTS])
-
-    def deliver(outputs: list[Output]) -> None:
-        if error := next(errors, None):
-            raise error
-        collector(outputs)
-
-    engine._outbox = Outbox(deliver)
+    engine._outbox = failing_outbox(collector, [None, *[RuntimeError("nobody listens")] * ATTEMPTS])
     engine.start()
     request = make_request("with a hole", LONG)
     engine.submit(request)
@@ -553,11 +555,4 @@ def test_a_broken_account_is_noticed_when_idle_and_renewed() -> None:
     engine._checked_at = -1e9
     kv = engine.scheduler.kv
     kv._evictable += 1  # type: ignore[attr-defined]
-    engine.start()
-    request = make_request("served all the same")
-    engine.submit(request)
-    collector.wait_end(request)
-    assert collector.tokens[request.id, 0] == reference(request)
-    engine.stop(0)
-    assert engine.rebuilds == 1
-    assert_nothing_left(engine)
+    assert_one_is_served(engine, collector, rebuilds=1)

@@ -132,7 +132,13 @@ def test_logprobs_are_one_per_token(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "words"),
-    [([], "empty"), ([1, 9999], "9999"), ("x" * 5000, "5000 tokens; the context is 4096")],
+    [
+        ([], "empty"),
+        ([1, 9999], "9999"),
+        ([-1], "-1"),
+        ([1 << 40], str(1 << 40)),
+        ("x" * 5000, "5000 tokens; the context is 4096"),
+    ],
 )
 def test_impossible_prompts_are_refused_at_once(llm: LLM, prompt: Any, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words) as error:

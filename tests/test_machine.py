@@ -350,7 +350,10 @@ def test_affinity_of_this_process() -> None:
 @needs_linux
 @pytest.mark.parametrize(("kind", "name"), [(resource.RLIMIT_AS, "ulimit -v"), (resource.RLIMIT_DATA, "ulimit -d")])
 def test_ulimits_of_this_process(kind: int, name: str) -> None:
-    code = "from cllm.machine import *; room = tightest(read_rooms()); print(room.name, room.free, room.hard, sep=';')"
+    code = (
+        "from cllm.machine import *; room = tightest(read_rooms()); "
+        "print(room.name, room.free, room.hard, room.counts_mapped, sep=';')"
+    )
     ran = subprocess.run(
         [sys.executable, "-c", code],
         preexec_fn=lambda: resource.setrlimit(kind, (200 * MIB, resource.getrlimit(kind)[1])),
@@ -358,8 +361,8 @@ def test_ulimits_of_this_process(kind: int, name: str) -> None:
         text=True,
         check=True,
     )
-    found, free, hard = ran.stdout.strip().split(";")
-    assert found == name and hard == "True"
+    found, free, hard, mapped = ran.stdout.strip().split(";")
+    assert found == name and hard == "True" and mapped == str(kind == resource.RLIMIT_AS)
     assert 0 < int(free) < 200 * MIB
 
 

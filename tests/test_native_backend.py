@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -198,6 +201,41 @@ def test_an_abort_ends_the_step_and_no_other(backend: NativeBackend) -> None:
         other.join()
     backend.abort()  # between steps: nothing to end
     assert np.array_equal(row(backend, chunk(0, 500, table(40, 500))), expected)
+
+
+STEP_WITHOUT_MEMORY = """
+import resource
+import numpy as np, psutil
+from cllm.errors import BackendError
+from test_native_backend import BlockGeometry, Chunk, MIB, array, chunk, make, row, table
+with make() as backend:
+    backend.allocate(BlockGeometry(260, 16))
+    many = Chunk(array("i", range(1, 4001)), 0, True, blocks=table(8, 4000))
+    expected = row(backend, chunk(0, 16, [0]))
+    taken = psutil.Process().memory_info().vms
+    allowed = resource.getrlimit(resource.RLIMIT_AS)
+    for _ in range(3):
+        resource.setrlimit(resource.RLIMIT_AS, (taken + 8 * MIB, allowed[1]))
+        try:
+            backend.step([many])
+        except BackendError as error:
+            assert not error.fatal, error
+        else:
+            raise AssertionError("there was memory")
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, allowed)
+        assert np.array_equal(row(backend, chunk(0, 16, [0])), expected)
+    assert backend.step([many]).shape[0] == 1
+print("sound")
+"""
+
+
+def test_a_step_that_gets_no_memory_harms_no_other() -> None:
+    """In a process of its own, as it was killed when a buffer that could not grow was used all the same."""
+    ran = subprocess.run(
+        [sys.executable, "-c", STEP_WITHOUT_MEMORY], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stdout) == (0, "sound\n"), ran.stderr
 
 
 def test_it_needs_blocks_and_memory() -> None:

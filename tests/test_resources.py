@@ -26,6 +26,7 @@ from native_kit import WEIGHT_TYPES, write_model
 
 HOST = Room("the machine's memory", 64_000 * MIB, 40_000 * MIB, hard=False)
 CONTAINER = Room("the container's memory limit", 2048 * MIB, 2000 * MIB, hard=True)
+ADDRESSES = Room("ulimit -v", 2148 * MIB, 2048 * MIB, hard=True, counts_mapped=True)
 WEIGHTS = Weights("m.gguf", 400 * MIB)
 MAPPED = Weights("m.gguf", 400 * MIB, mapped=True)
 
@@ -68,7 +69,7 @@ def test_weights_that_do_not_fit_a_hard_limit_are_refused_with_the_numbers() -> 
         budget(HOST, CONTAINER, weights=Weights("big.gguf", 3000 * MIB))
     assert str(caught.value) == (
         "the weights of big.gguf take 3,000 MiB, more than the 2,000 MiB that the container's memory limit of "
-        "2,048 MiB leaves; raise the limit or take a smaller model"
+        "2,048 MiB leaves; raise the limit or use a smaller model"
     )
 
 
@@ -114,6 +115,25 @@ def test_a_budget_that_takes_nearly_all_of_a_hard_limit_is_warned_of(
     assert budget(HOST, CONTAINER, kv_cache_max_memory_mb=asked) == int(asked) * MIB
     assert levels(caplog).count("WARNING") == warnings
     assert caplog.messages[0] == f"KV cache: {asked:,.0f} MiB (resources.kv_cache_max_memory_mb)"
+
+
+def test_the_warning_names_the_limit_that_is_nearly_used_up(caplog: pytest.LogCaptureFixture) -> None:
+    short = Room("the machine's memory", 64_000 * MIB, 1980 * MIB, hard=False)
+    budget(short, CONTAINER, kv_cache_max_memory_mb=1500.0)
+    assert caplog.messages[1].startswith("resources.kv_cache_max_memory_mb is 1500: hardly anything of the 2,000 MiB")
+    assert "the container's memory limit" in caplog.messages[1] and "the machine" not in caplog.messages[1]
+
+
+def test_mapped_weights_count_where_mappings_do() -> None:
+    """The address space holds them, whether or not they are in memory."""
+    with pytest.raises(ConfigError) as caught:
+        budget(HOST, CONTAINER, ADDRESSES, weights=MAPPED, kv_cache_max_memory_mb=1700.0)
+    assert "beside the weights (400 MiB) ulimit -v of 2,148 MiB leaves 1,648 MiB; set it to 1648 at most" in str(
+        caught.value
+    )
+    assert budget(HOST, CONTAINER, ADDRESSES, weights=MAPPED, kv_cache_max_memory_mb=1400.0) == 1400 * MIB
+    with pytest.raises(ModelError, match=r"more than the 2,048 MiB that ulimit -v"):
+        budget(HOST, ADDRESSES, weights=Weights("big.gguf", 3000 * MIB, mapped=True), kv_cache_max_memory_mb=1.0)
 
 
 @pytest.mark.parametrize(("room", "warnings"), [(HOST, 0), (CONTAINER, 1)])
@@ -238,7 +258,7 @@ def test_under_a_ulimit_a_server_starts_smaller(tiny: Path) -> None:
     )
     *lines, size = ran.stdout.splitlines()
     assert 64 * MIB < int(size) <= limit // 4
-    assert any("that ulimit -v of 4,096 MiB leaves" in line for line in lines)
+    assert any("that ulimit -v of 4,096 MiB leaves" in line for line in lines), lines
 
 
 def test_the_default_is_what_this_machine_allows(tiny: Path) -> None:

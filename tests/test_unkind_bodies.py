@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cllm.backends.base import Chunk, Logits
+from cllm.backends.fake import FakeBackend
 from cllm.config import Config
+from cllm.config.tree import ResourcesConfig
 from cllm.llm import AsyncLLM
 from cllm.server.app import create_app
 from cllm.server.bodies import INLINE_BYTES, MAX_DEPTH, MAX_PARAMETERS
 from cllm.server.texts import INLINE
 from cllm.text.bounded import PIECE
 from cllm.text.stream import MAX_STOP_CHARACTERS
-from loop_kit import LoopTimes, post
+from loop_kit import LoopTimes, Reply, post
 
 T = TypeVar("T")
 
@@ -42,10 +46,10 @@ FITTING_MESSAGES = 145
 class Served:
     """The app on a loop of its own, which runs only while a request is answered."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config = LIMITS) -> None:
         self._loop = asyncio.new_event_loop()
-        self.llm = AsyncLLM(LIMITS)
-        self.app: FastAPI = create_app(self.llm, LIMITS)
+        self.llm = AsyncLLM(config)
+        self.app: FastAPI = create_app(self.llm, config)
         self.run(self.llm.start())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -56,9 +60,31 @@ class Served:
         self._loop.close()
 
 
+class LongContext(FakeBackend):
+    """Computes nothing, so that a very long prompt is soon done."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, context_length=300_000)
+
+    def step(self, chunks: Sequence[Chunk]) -> Logits:
+        wanted = sum(chunk.wants_logits for chunk in chunks)
+        return np.zeros((wanted, self.shape.n_vocab), np.float32)
+
+
+@pytest.fixture
+def long_served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """With a context that holds as many tokens as a body may."""
+    monkeypatch.setattr("cllm.backends.fake.FakeBackend", LongContext)
+    resources = {"max_context_length": 300_000, "kv_cache_max_memory_mb": 64}
+    yield from serve(Served(LIMITS.model_copy(update={"resources": ResourcesConfig.model_validate(resources)})))
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    server = Served()
+    yield from serve(Served())
+
+
+def serve(server: Served) -> Iterator[Served]:
     for path in ("/v1/completions", "/generate", "/encode"):  # what the first request does once is done
         server.run(post(server.app, path, json.dumps({"prompt": "a", "text": "a"}).encode()))
     yield server
@@ -148,19 +174,22 @@ def encode(count: int, _n: int) -> Body:
     return "/encode", json.dumps({"text": "5" * count}).encode(), count > SERVER.max_encode_tokens
 
 
+JUST_PARSED = SERVER.max_json_values - 20
+"""Values that are not too many to be parsed, with what else the body holds."""
+
 COSTLY: list[tuple[Callable[[int, int], Body], list[int]]] = [
-    (stop_token_ids, [SERVER.max_stop_token_ids, INLINE_BYTES // 3, SERVER.max_json_values]),
+    (stop_token_ids, [SERVER.max_stop_token_ids, INLINE_BYTES // 3, JUST_PARSED, SERVER.max_json_values]),
     (logit_bias, [320, SERVER.max_logit_bias, INLINE_BYTES // 8, SERVER.max_json_keys]),
-    (prompts, [SERVER.max_prompts, INLINE_BYTES // 14, SERVER.max_json_values]),
+    (prompts, [SERVER.max_prompts, INLINE_BYTES // 14, JUST_PARSED, SERVER.max_json_values]),
     (lists_of_ids, [SERVER.max_prompts, SERVER.max_json_values // 2]),
     (token_ids, [CONTEXT, INLINE_BYTES // 5]),
-    (values, [CONTEXT, INLINE_BYTES // 3, SERVER.max_json_values, SERVER.max_body_bytes // 3]),
+    (values, [CONTEXT, INLINE_BYTES // 3, JUST_PARSED, SERVER.max_json_values, SERVER.max_body_bytes // 3]),
     (text, [INLINE, CONTEXT, INLINE_BYTES, PIECE, CONTEXT * 5, SERVER.max_body_bytes - 100]),
     (messages, [FITTING_MESSAGES, SERVER.max_messages, SERVER.max_json_keys // 2]),
     (unknown_keys, [MAX_PARAMETERS, INLINE_BYTES // 14, SERVER.max_json_keys, 280_000]),
     (nested_keys, [INLINE_BYTES // 14, SERVER.max_json_keys, 280_000]),
     (depth, [3, MAX_DEPTH, 1000, SERVER.max_body_bytes // 2 - 100]),
-    (stop_strings, [SERVER.max_stop_strings, INLINE_BYTES // 9, SERVER.max_json_values]),
+    (stop_strings, [SERVER.max_stop_strings, INLINE_BYTES // 9, JUST_PARSED, SERVER.max_json_values]),
     (stop_characters, [MAX_STOP_CHARACTERS]),
     (logprobs, [SERVER.max_logprobs]),
     (chat_logprobs, [SERVER.max_logprobs]),
@@ -189,11 +218,22 @@ NEAR_A_LIMIT = st.sampled_from(COSTLY).flatmap(
 )
 
 
+def answer(served: Served, path: str, body: bytes) -> Reply:
+    """The answer, for which no callback may take long: at the third time at the latest, as a machine that is short of
+    memory or cores makes any of them take longer now and then."""
+    for _ in range(3):
+        times = LoopTimes()
+        with times.measured():
+            reply = served.run(post(served.app, path, body))
+        if times.worst <= MOST_CPU_S:
+            break
+    assert times.worst <= MOST_CPU_S, f"{times.worst * 1000:.0f} ms, three times in a row"
+    return reply
+
+
 def check(served: Served, make: Callable[[int, int], Body], count: int, n: int) -> None:
     path, body, refused = make(count, n)
-    times = LoopTimes()
-    with times.measured():
-        reply = served.run(post(served.app, path, body))
+    reply = answer(served, path, body)
     if len(body) > SERVER.max_body_bytes:
         assert reply.status == 413
     else:
@@ -202,7 +242,6 @@ def check(served: Served, make: Callable[[int, int], Body], count: int, n: int) 
     if reply.status == 400 and make is not depth and not (make is prompts and count == 1):
         param = json.loads(reply.body)["error"]["param"]
         assert param.partition(".")[0] == NAMED.get(make, make.__name__), reply.body[:300]
-    assert times.worst <= MOST_CPU_S, f"{times.worst * 1000:.0f} ms"
 
 
 @pytest.mark.parametrize(("make", "limits"), COSTLY, ids=lambda value: getattr(value, "__name__", ""))
@@ -213,6 +252,14 @@ def test_at_and_above_every_limit_the_loop_is_free(
     for limit in limits:
         for count in (limit, limit + 1):
             check(served, make, count, n)
+
+
+@pytest.mark.parametrize("n", [1, 128])
+def test_a_prompt_of_as_many_ids_as_a_body_may_hold_is_taken(long_served: Served, n: int) -> None:
+    ids = [number % 320 for number in range(JUST_PARSED)]
+    body = json.dumps({"prompt": ids, "max_tokens": 1, "n": n, "repetition_penalty": 1.5}).encode()
+    reply = answer(long_served, "/v1/completions", body)
+    assert reply.status == 200, reply.body[:300]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -64,9 +65,12 @@ class _Memory:
     max_context: int
 
 
-def assemble(config: Config) -> Parts:
-    """Load the model and build the parts. Raises `ModelError` or `ConfigError`; nothing is left open then."""
-    opened = _open_model(config)
+def assemble(config: Config, before_mapping: Callable[[], None] | None = None) -> Parts:
+    """Load the model and build the parts. Raises `ModelError` or `ConfigError`; nothing is left open then.
+
+    `before_mapping` is called before the model file is mapped, if it is.
+    """
+    opened = _open_model(config, before_mapping)
     try:
         return _build(config, opened)
     except BaseException:
@@ -74,7 +78,7 @@ def assemble(config: Config) -> Parts:
         raise
 
 
-def _open_model(config: Config) -> _Opened:
+def _open_model(config: Config, before_mapping: Callable[[], None] | None) -> _Opened:
     if config.backend.type == "fake":
         from cllm.backends.fake import FakeBackend
 
@@ -89,6 +93,8 @@ def _open_model(config: Config) -> _Opened:
     _check_relations(config, kind)
     threads = choose_threads(config.backend.threads, read_cpus())
     kv_bytes = choose_kv_bytes(config.resources, _weights(config, model, kind), read_rooms())
+    if before_mapping is not None and kind == "llama_cpp" and config.backend.llama_cpp.mmap:
+        before_mapping()
     backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
     return _Opened(name, tokenizer, template, backend, kv_bytes)
 

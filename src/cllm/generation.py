@@ -70,7 +70,7 @@ class Generation:
         cancel: Canceller,
     ) -> None:
         self.request_id = request_id
-        self.prompt_ids = list(prompt_ids)
+        self.prompt_ids = prompt_ids
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.timings = Timings()

@@ -9,8 +9,11 @@ import secrets
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from cllm.assemble import Parts, assemble
 from cllm.config import Config
@@ -34,8 +37,10 @@ GIL_SWITCH_S = 5e-4
 class AsyncLLM:
     """A loaded model that takes prompts. `async with AsyncLLM(config) as llm:` loads and, at the end, frees it."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, before_mapping: Callable[[], None] | None = None) -> None:
+        """`before_mapping` is called, in a thread, before the model file is mapped, if it is."""
         self.config = config
+        self._before_mapping = before_mapping
         self.observers = Observers()
         self._parts: Parts | None = None
         self._engine: Engine | None = None
@@ -51,7 +56,7 @@ class AsyncLLM:
         sys.setswitchinterval(GIL_SWITCH_S)
         self._loop = asyncio.get_running_loop()
         self._rows = fastest(self.config.backend.native.instruction_set)
-        parts = await asyncio.to_thread(assemble, self.config)
+        parts = await asyncio.to_thread(assemble, self.config, self._before_mapping)
         self._parts = parts
         engine = Engine(parts.backend, parts.scheduler, self._deliver, max_queue=self.config.scheduler.max_queue)
         # The same list, so that whoever adds an observer later is heard too.
@@ -183,8 +188,7 @@ class AsyncLLM:
         """
         engine = self._running
         params = params or SamplingParams()
-        ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check_prompt(ids)
+        ids = self._checked(self._encode(prompt) if isinstance(prompt, str) else prompt)
         longest_s = self.config.scheduler.request_timeout_s
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         if request_id in self._live:
@@ -229,14 +233,22 @@ class AsyncLLM:
         self.prompt_limit.check_text(self.tokenizer, prompt, "prompt")
         return self.tokenizer.encode(prompt)
 
-    def _check_prompt(self, ids: Sequence[int]) -> None:
-        if not ids:
+    def _checked(self, prompt: Sequence[int]) -> array[int]:
+        """The prompt as an array, which can be looked through in no time, however long it is."""
+        if not len(prompt):
             raise InvalidRequestError("the prompt is empty: it needs at least one token", "prompt")
-        self.prompt_limit.check(ids, "prompt")
+        self.prompt_limit.check(prompt, "prompt")
         vocab = self.shape.n_vocab
-        if min(ids) < 0 or max(ids) >= vocab:
-            wrong = next(i for i in ids if not 0 <= i < vocab)
+        try:
+            ids = array("i", prompt)
+            values = np.frombuffer(ids, np.int32)
+            known = values.min() >= 0 and values.max() < vocab
+        except OverflowError:
+            known = False
+        if not known:
+            wrong = next(i for i in prompt if not 0 <= i < vocab)
             raise InvalidRequestError(f"the prompt holds token {wrong}; ids go from 0 to {vocab - 1}", "prompt")
+        return ids
 
     def _cancel(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         if self._engine is not None:

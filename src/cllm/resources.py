@@ -62,8 +62,8 @@ def _share(fraction: float, weights: Weights, rooms: Sequence[Room]) -> int:
     budget = int(left * fraction)
     if budget < 1:
         raise ConfigError(
-            f"{weights.name} takes {mib(weights.size)} of {room}, so that nothing is left for the KV cache; take a "
-            "smaller model, or set resources.kv_cache_max_memory_mb to start nevertheless"
+            f"{weights.name} takes {mib(weights.size)} of {room}, so that nothing is left for the KV cache; use a "
+            "smaller model, or set resources.kv_cache_max_memory_mb to start anyway"
         )
     log.info("KV cache: %s (%g of %s, less %s of weights)", mib(budget), fraction, room, mib(weights.size))
     if room.hard and fraction > NEARLY_ALL:
@@ -75,30 +75,38 @@ def _share(fraction: float, weights: Weights, rooms: Sequence[Room]) -> int:
 
 
 def _check_weights(weights: Weights, rooms: Sequence[Room]) -> None:
-    room = tightest(rooms)
-    if weights.size <= room.free:
-        return
-    said = f"the weights of {weights.name} take {mib(weights.size)}, more than {room}"
-    if not weights.mapped and (hard := [room for room in rooms if room.hard and weights.size > room.free]):
+    if hard := [room for room in rooms if room.hard and _held(weights, room) > room.free]:
         raise ModelError(
             f"the weights of {weights.name} take {mib(weights.size)}, more than {tightest(hard)}; "
-            "raise the limit or take a smaller model"
+            "raise the limit or use a smaller model"
         )
-    log.warning("%s: expect it to be slow", said)
+    room = tightest(rooms)
+    if weights.size > room.free:
+        log.warning(
+            "the weights of %s take %s, more than %s: expect it to be slow", weights.name, mib(weights.size), room
+        )
 
 
 def _check_asked(setting: str, budget: int, weights: Weights, rooms: Sequence[Room]) -> None:
-    own = 0 if weights.mapped else weights.size
-    if hard := [room for room in rooms if room.hard and budget + own > room.free]:
-        room = tightest(hard)
-        most = (room.free - own) // MIB
-        advice = f"set it to {most} at most" if most > 0 else "take a smaller model"
+    def left(room: Room) -> int:
+        return room.free - _held(weights, room)
+
+    hard = [room for room in rooms if room.hard]
+    narrowest = min(hard, key=left, default=None)
+    if narrowest is not None and budget > left(narrowest):
+        most = left(narrowest) // MIB
+        advice = f"set it to {most} at most" if most > 0 else "use a smaller model"
         raise ConfigError(
-            f"{setting}, but beside the weights ({mib(own)}) {room.name} of {mib(room.limit)} leaves "
-            f"{mib(max(0, room.free - own))}; {advice}, or raise the limit"
+            f"{setting}, but beside the weights ({mib(_held(weights, narrowest))}) {narrowest.name} of "
+            f"{mib(narrowest.limit)} leaves {mib(max(0, left(narrowest)))}; {advice}, or raise the limit"
         )
     room = tightest(rooms)
     if budget + weights.size > room.free:
         log.warning("%s and the weights take %s: together more than %s", setting, mib(weights.size), room)
-    elif any(room.hard and budget > NEARLY_ALL * (room.free - own) for room in rooms):
-        log.warning("%s: hardly anything of %s is left beside it and the weights", setting, tightest(rooms))
+    elif narrowest is not None and budget > NEARLY_ALL * left(narrowest):
+        log.warning("%s: hardly anything of %s is left beside it and the weights", setting, narrowest)
+
+
+def _held(weights: Weights, room: Room) -> int:
+    """What of the weights a limit cannot do without: all, unless they are mapped and it does not count mappings."""
+    return weights.size if room.counts_mapped or not weights.mapped else 0

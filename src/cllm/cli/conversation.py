@@ -9,6 +9,7 @@ from contextlib import closing, suppress
 from typing import Any
 
 from cllm.cli.local import Answer, stream_answer
+from cllm.cli.memory import explain_bus_errors
 from cllm.cli.options import say
 from cllm.config import Config
 from cllm.engine.params import SamplingParams
@@ -20,7 +21,7 @@ HELP = "/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an a
 
 def run_chat(config: Config, params: SamplingParams, system: str | None) -> dict[str, Any]:
     """Talk until the user has enough; the history and what was measured."""
-    llm = AsyncLLM(config)
+    llm = AsyncLLM(config, before_mapping=explain_bus_errors)
     with closing(asyncio.new_event_loop()) as loop:
         loop.run_until_complete(llm.start())
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cllm.cli.memory import check_room
+from cllm.cli.memory import check_room, explain_bus_errors
 from cllm.cli.options import (
     BackendOption,
     ConfigOption,
@@ -76,7 +76,7 @@ async def _generate(config: Config, prompt: str, params: SamplingParams, json_fi
         if not only_json:
             print(piece, end="", flush=True)
 
-    async with AsyncLLM(config) as llm:
+    async with AsyncLLM(config, before_mapping=explain_bus_errors) as llm:
         answer = await stream_answer(llm, prompt, params, write)
         result = {"model": llm.model_name, "backend": llm.backend_name, "prompt": prompt, **answer.as_json()}
     if not only_json:

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cllm.cli.memory import explain_bus_errors
 from cllm.cli.options import load_settings
 from cllm.observe.log import setup_logging, tokens_per_second
 
@@ -24,7 +23,6 @@ def prepare(file: Path | None, assignments: Sequence[str] | None, model: str | N
     config = loaded.config
     quiet = loaded.sources["log.level"] == "default"
     setup_logging(config.log.model_copy(update={"level": "warning"}) if quiet else config.log)
-    explain_bus_errors()
     if config.backend.type != "fake":
         from cllm.models.registry import resolve
 

@@ -32,7 +32,8 @@ def check_room() -> None:
 
 
 def explain_bus_errors() -> None:
-    """llama.cpp maps the model file. If that is cut short, the next read is a signal, not an error."""
+    """For a model file that is mapped, as llama.cpp does: if it is cut short, the next read is a signal, not an error.
+    Where nothing is mapped, such a signal means something else."""
     try:
         from cllm._native import end_on_bus_error
     except ImportError:  # llama.cpp works without our engine

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cllm.cli.memory import check_room, explain_bus_errors
+from cllm.cli.memory import check_room
 from cllm.cli.options import MODEL_HELP, BackendOption, ConfigOption, SetOption, load_settings
 
 
@@ -31,6 +31,5 @@ def serve(
     from cllm.cli.serving import run_server
 
     standard.never_block()
-    explain_bus_errors()
 
     raise typer.Exit(run_server(config))

@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from cllm.cli.memory import explain_bus_errors
 from cllm.config import Config, ServerConfig
 from cllm.errors import ConfigError
 from cllm.llm import AsyncLLM
@@ -81,7 +82,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: Config, listener: socket.socket) -> None:
         self.exit_code = 0
-        self._llm = AsyncLLM(config)
+        self._llm = AsyncLLM(config, before_mapping=explain_bus_errors)
         self._settings = config
         self._listener = listener
         self._serving: asyncio.Task[None] | None = None

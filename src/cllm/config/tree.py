@@ -63,7 +63,7 @@ class BackendConfig(Section):
         default="auto", description="what runs the model; auto is native, or llama_cpp for models native cannot run"
     )
     threads: int | None = Field(
-        default=None, ge=1, le=1024, description="threads that compute (null: as the CPUs that cLLM may use allow)"
+        default=None, ge=1, le=1024, description="compute threads (null: chosen from the CPUs cLLM may use)"
     )
     native: NativeConfig = NativeConfig()
     llama_cpp: LlamaCppConfig = LlamaCppConfig()
@@ -78,10 +78,7 @@ class ResourcesConfig(Section):
         default=None, gt=0, description="hard limit of KV memory in MiB (null: kv_memory_fraction decides)"
     )
     kv_memory_fraction: float = Field(
-        default=0.25,
-        gt=0,
-        le=1,
-        description="share of the memory that is left beside the weights for the KV cache when no limit is set",
+        default=0.25, gt=0, le=1, description="share of the memory left after the weights that the KV cache may take"
     )
     max_context_length: int | None = Field(
         default=None, ge=2, description="most tokens in a sequence (null: the model's own, at most 8192)"

@@ -80,4 +80,4 @@ class Observers(list[EngineObserver]):
         try:
             listener(*facts)
         except Exception:
-            log.exception("%s failed; the request is not concerned", getattr(listener, "__qualname__", listener))
+            log.exception("%s failed; the request is unaffected", getattr(listener, "__qualname__", listener))

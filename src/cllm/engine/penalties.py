@@ -27,7 +27,7 @@ class Penalties:
         "_ids",
         "_places",
         "_presence",
-        "_prompt_places",
+        "_prompt_ids",
         "_repetition",
         "_size",
         "active",
@@ -39,10 +39,11 @@ class Penalties:
         self._presence = params.presence_penalty
         repeats = self._repetition != 1.0
         self.active = repeats or self._frequency != 0.0 or self._presence != 0.0
-        seen = np.unique(np.asarray(prompt, np.intp)) if repeats else np.empty(0, np.intp)
+        # Counted, not sorted: a prompt may be long, and this is done on the event loop.
+        seen = np.flatnonzero(np.bincount(np.asarray(prompt, np.intp))) if repeats else np.empty(0, np.intp)
         # Parallel, one place per distinct token: its id, how often it was generated, what that costs it. The places
-        # of the prompt's tokens come first and never change.
-        self._prompt_places = {token: place for place, token in enumerate(seen.tolist())}
+        # of the prompt's tokens come first, in order of ids, and never change.
+        self._prompt_ids = seen
         self._places: dict[int, int] = {}
         self._size = len(seen)
         self._ids = seen
@@ -59,8 +60,8 @@ class Penalties:
 
     def observe(self, token_id: int) -> None:
         """Count one generated token."""
-        place = self._prompt_places.get(token_id)
-        if place is None:
+        place = int(self._prompt_ids.searchsorted(token_id))
+        if place == len(self._prompt_ids) or self._prompt_ids[place] != token_id:
             place = self._places.setdefault(token_id, self._size)
         if place == self._size:
             self._size += 1

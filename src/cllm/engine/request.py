@@ -82,7 +82,8 @@ class Sequence(KVSequence):
     )
 
     def __init__(self, request: Request, index: int, chooser: TokenChooser, max_length: int) -> None:
-        super().__init__(request.prompt)
+        super().__init__(())
+        self.tokens = request.prompt  # until there is a token of its own: a hundred answers take no hundred copies
         self.request = request
         self.index = index
         self.chooser = chooser
@@ -109,6 +110,12 @@ class Sequence(KVSequence):
     def remaining(self) -> int:
         """Tokens that are known and not computed yet."""
         return len(self.tokens) - self.num_computed
+
+    def append(self, token: int) -> None:
+        """Take a token as generated."""
+        if self.tokens is self.request.prompt:
+            self.tokens = self.tokens[:]
+        self.tokens.append(token)
 
     @property
     def key(self) -> bytes:

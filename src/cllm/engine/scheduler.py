@@ -283,7 +283,7 @@ class Scheduler(Roster):
 
     def _take_token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:
         request = sequence.request
-        sequence.tokens.append(token)
+        sequence.append(token)
         self.generated_tokens += 1
         if request.first_token_at is None:
             request.first_token_at = now

@@ -129,4 +129,4 @@ class KVManager(ABC):
         try:
             self.on_eviction(count, seconds)
         except Exception:
-            log.exception("the listener to evictions failed")
+            log.exception("an eviction listener failed")

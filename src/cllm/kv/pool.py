@@ -6,8 +6,7 @@ A block is free (in the stack), or it has one reference per holder. The prefix i
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,8 +91,3 @@ class BlockPool:
             if (stacked[part] != (held[part] == 0)).any():
                 raise AssertionError("the free stack and the reference counts disagree")
             yield len(held[part])
-
-    def check(self, held: Iterable[int]) -> None:
-        """All of `examine` at once; `held` has one item per holder."""
-        counted = np.bincount(np.fromiter(held, np.int64), minlength=self.total).astype(np.int32)
-        deque(self.examine(counted, self.total), maxlen=0)

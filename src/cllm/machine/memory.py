@@ -28,6 +28,8 @@ class Room:
     free: int
     hard: bool
     """What lies beyond it cannot be had: the call fails, or the system ends the process."""
+    counts_mapped: bool = False
+    """Pages of files that are mapped count, although the system could drop them."""
 
     def __str__(self) -> str:
         return f"the {mib(self.free)} that {self.name} of {mib(self.limit)} leaves"
@@ -79,7 +81,7 @@ def _commit(root: Path) -> Iterator[Room]:
 
 
 def _of_process(root: Path) -> Iterator[Room]:
-    """ulimits. They count what is mapped, touched or not."""
+    """ulimits. They count what is mapped, touched or not: -v all of it, -d only what is the process's own."""
     try:
         import resource
     except ImportError:  # no such thing on this system
@@ -91,7 +93,8 @@ def _of_process(root: Path) -> Iterator[Room]:
         limit = resource.getrlimit(kind)[0]
         if limit != resource.RLIM_INFINITY and limit < _UNLIMITED:
             used = (pages[field] if field < len(pages) else None) or 0
-            yield Room(name, limit, max(0, limit - used * page), hard=True)
+            mapped = kind == resource.RLIMIT_AS
+            yield Room(name, limit, max(0, limit - used * page), hard=True, counts_mapped=mapped)
 
 
 def _of_group(group: Group) -> Iterator[Room]:

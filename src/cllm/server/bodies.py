@@ -14,8 +14,10 @@ import numpy as np
 from fastapi import Request
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from cllm.errors import InvalidRequestError
+from cllm.server.errors import ClientGoneError
 from cllm.server.lanes import Lanes
 from cllm.server.validation import describe_invalid, shorten
 
@@ -51,7 +53,10 @@ def taken(model: type[M]) -> Callable[[Request], Awaitable[M]]:
     async def take(request: Request) -> M:
         if not _is_json(request.headers.get("content-type", "")):
             raise InvalidRequestError(_NOT_JSON)
-        raw = await request.body()
+        try:
+            raw = await request.body()
+        except ClientDisconnect:
+            raise ClientGoneError from None
         state = request.app.state.cllm
         limits: ServerConfig = state.config.server
         lanes: Lanes = state.bodies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -159,7 +159,7 @@ async def model_info(state: State) -> ModelInfoReply:
     return ModelInfoReply(data=info)
 
 
-def _encode_pieces(tokens: list[int]) -> Iterator[str]:
+def _encode_pieces(tokens: Sequence[int]) -> Iterator[str]:
     """An `EncodeReply`."""
     yield '{"success":true,"data":{"tokens":'
     yield from list_pieces(map(str, tokens), entries=4096)

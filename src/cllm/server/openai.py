@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, cast
 
 from fastapi import APIRouter, Depends, Request, Response
 
@@ -116,14 +117,11 @@ def _params(body: OpenAIRequest, max_tokens: int | None, logprobs: int | None) -
 
 
 def _split(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """The prompts in `prompt`: a flat list of token ids is one, a list of strings or lists is several."""
-    if isinstance(prompt, str):
+    """The prompts in `prompt`: a flat list of token ids is one, a list of strings or lists is several. All items are of
+    one kind, so that a look at the first will do: there may be very many."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
-    strings_or_lists = [item for item in prompt if not isinstance(item, int)]
-    if strings_or_lists:
-        return [*strings_or_lists]
-    token_ids = [item for item in prompt if isinstance(item, int)]
-    return [token_ids]
+    return [*cast("list[str] | list[list[int]]", prompt)] or [[]]
 
 
 def _check_count(state: ServerState, prompts: int, n: int) -> None:
@@ -136,7 +134,7 @@ def _check_count(state: ServerState, prompts: int, n: int) -> None:
         )
 
 
-def _check_logprobs(state: ServerState, prompts: list[list[int]], params: SamplingParams, param: str) -> None:
+def _check_logprobs(state: ServerState, prompts: Sequence[Sequence[int]], params: SamplingParams, param: str) -> None:
     if params.logprobs is None:
         return
     room = [max(state.llm.max_context - len(prompt), 0) for prompt in prompts]
@@ -167,7 +165,7 @@ def _head(request: Request, state: ServerState, prefix: str) -> Head:
 def _answers(
     state: ServerState,
     body: OpenAIRequest,
-    prompts: list[list[int]],
+    prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     request_id: str,
     batch: int = BATCH,

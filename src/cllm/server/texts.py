@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ INLINE = 2_000
 """Characters that are tokenised on the event loop: at most about 3 ms (digits, each of which is a word by itself)."""
 _EACH = 16
 """A text or message costs as much as so many characters, however short it is."""
+_IDS = 16
+"""So many token ids cost as much as a character."""
 
 
 class Texts:
@@ -23,15 +26,16 @@ class Texts:
         self._llm = llm
         self._lanes = Lanes("text", inline=INLINE, short=PIECE)
 
-    async def encode(self, text: str, limit: TokenLimit, param: str) -> list[int]:
+    async def encode(self, text: str, limit: TokenLimit, param: str) -> Sequence[int]:
         return (await self._encode([text], limit, param))[0]
 
-    async def encode_prompt(self, text: str) -> list[int]:
+    async def encode_prompt(self, text: str) -> Sequence[int]:
         return await self.encode(text, self._llm.prompt_limit, "prompt")
 
-    async def encode_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """Strings become tokens, tokens stay. A job holds as many prompts as make a piece: others get their turn."""
-        encoded: list[list[int]] = []
+    async def encode_prompts(self, prompts: Sequence[str | list[int]]) -> list[Sequence[int]]:
+        """Strings become tokens, tokens become an array. A job holds as many prompts as make a piece: others get their
+        turn."""
+        encoded: list[Sequence[int]] = []
         start = size = 0
         for stop, prompt in enumerate(prompts, 1):
             size += _size(prompt)
@@ -55,18 +59,20 @@ class Texts:
         decode = self._llm.tokenizer.decode
         return await self._lanes.run(len(ids), lambda: decode(ids, skip_special=False))
 
-    async def _encode(self, texts: Sequence[str | list[int]], limit: TokenLimit, param: str) -> list[list[int]]:
+    async def _encode(self, texts: Sequence[str | list[int]], limit: TokenLimit, param: str) -> list[Sequence[int]]:
         tokenizer = self._llm.tokenizer
 
-        def encode(text: str | list[int]) -> list[int]:
-            if isinstance(text, str):
-                limit.check_text(tokenizer, text, param)
-                text = tokenizer.encode(text)
-            limit.check(text, param)
-            return text
+        def encode(text: str | list[int]) -> Sequence[int]:
+            if not isinstance(text, str):
+                limit.check(text, param)
+                return array("i", text)
+            limit.check_text(tokenizer, text, param)
+            ids = tokenizer.encode(text)
+            limit.check(ids, param)
+            return ids
 
         return await self._lanes.run(sum(map(_size, texts)), lambda: [encode(text) for text in texts])
 
 
 def _size(prompt: str | list[int]) -> int:
-    return _EACH + (len(prompt) if isinstance(prompt, str) else 0)
+    return _EACH + (len(prompt) if isinstance(prompt, str) else len(prompt) // _IDS)
