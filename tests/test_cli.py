@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
+import cllm.cli
 from cllm.cli import main
 from cllm.observe.log import stop_logging
 
@@ -446,3 +447,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
         _, err = talk.communicate("/help\n", timeout=LIMIT_S)
     assert talk.returncode == 0
     assert err.startswith("/reset forgets")
+
+
+def test_ctrl_c_before_the_command_has_begun_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cllm.cli, "app", interrupted)
+    assert cllm.cli._run([]) == 130

@@ -317,6 +317,9 @@ def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"model: {name: \xe9}")
     with pytest.raises(ConfigError, match="not UTF-8"):
         load(tmp_path / "latin.yaml")
+    (tmp_path / "long.yaml").write_text("#" * 1_048_577)  # /dev/zero is longer still
+    with pytest.raises(ConfigError, match=r"long\.yaml has more than 1048576 characters"):
+        load(tmp_path / "long.yaml")
 
 
 def test_the_api_key_is_not_shown_by_repr() -> None:

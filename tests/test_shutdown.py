@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import signal
+import socket
 import time
 
 import httpx
 import pytest
 
+from cllm.cli.serving import Server, bind
+from cllm.config import load_config
 from serve_kit import LIMIT_S, Served, completion, read_all, serving, until
 
 SLOW = "backend.fake.latency_ms=20"
@@ -65,3 +71,23 @@ def test_an_idle_server_ends_although_clients_keep_their_connections() -> None:
         assert kept.get(f"{server.url}/health").status_code == 200
         server.send(signal.SIGTERM)
         assert server.end() == 0
+
+
+def test_a_signal_between_loading_and_listening_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin = Server.startup
+
+    async def interrupted(server: Server, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_soon(server._on_signal, signal.SIGTERM)
+        await begin(server, sockets)
+
+    monkeypatch.setattr(Server, "startup", interrupted)
+    config = load_config(overrides={"backend.type": "fake", "server.port": 0}).config
+    with bind(config.server) as listener:
+        server = Server(config, listener)
+        with contextlib.suppress(asyncio.CancelledError):
+            server.run(sockets=[listener])
+    gc.unfreeze()
+    assert server.exit_code in (0, 128 + signal.SIGTERM)  # whether or not it listened already
+    assert not any("Traceback" in record.getMessage() or record.exc_info for record in caplog.records)

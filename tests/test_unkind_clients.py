@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from cllm.config import Config
+from cllm.errors import ConfigError
 from cllm.server import connections
 from cllm.server.connections import Connections
 from cllm.server.errors import Problem
@@ -247,8 +248,11 @@ def test_the_limit_of_open_files_is_raised_as_far_as_needed(monkeypatch: pytest.
     Limits(monkeypatch, 1024, 4096, may_raise=False)
     most, backlog = connections.room_for(1024)
     assert most < 1024 and most + backlog + 20 + connections.SPARE_FILES <= 1024
-    Limits(monkeypatch, 20, 20)
+    Limits(monkeypatch, 30, 30)
     assert min(connections.room_for(1024)) >= 1
+    Limits(monkeypatch, 28, 28)
+    with pytest.raises(ConfigError, match=r"limit of open files is 28 \(ulimit -n\); a server needs at least 29"):
+        connections.room_for(1024)
     Limits(monkeypatch, resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     assert connections.room_for(1024) == (1024, connections.BACKLOG)
 

@@ -98,6 +98,8 @@ def _run(args: Sequence[str] | None) -> int:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except CLLMError as error:
         return _report(str(error), error, 2)
+    except KeyboardInterrupt:  # before click, which turns it into a SystemExit, has begun
+        return _SIGNALLED + signal.SIGINT
     except BrokenPipeError:
         return 1
     except Exception as error:

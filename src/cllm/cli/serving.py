@@ -103,6 +103,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 ws="none",
+                lifespan="off",  # the model is loaded and closed here; a signal meanwhile would be logged as a failure
                 backlog=self._backlog,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=DELIVERY_S,

@@ -44,13 +44,20 @@ _Loader.add_implicit_resolver(
 )
 
 
+MOST_CHARACTERS = 1 << 20
+"""Of a configuration file. Some files have no end: /dev/zero takes all memory before it takes a minute."""
+
+
 def read_file(path: Path) -> Iterator[Setting | Misfit]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the configuration file {path} is not UTF-8 text") from error
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(f"the configuration file {path} has more than {MOST_CHARACTERS} characters: give another one")
     lines: dict[str, int] = {}
     try:
         loader = _Loader(text)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cllm.errors import ConfigError
 from cllm.server.errors import Problem
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ log = logging.getLogger("cllm.server")
 LOG_EVERY_S = 10.0
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
+FEWEST_FILES = 9
+"""Of those that are not open yet: with fewer, the event loop cannot even be made."""
 SPARE_FILES = 32
 """File descriptors for everything but connections: the model, the event loop, the log."""
 
@@ -33,6 +36,9 @@ def room_for(wanted: int) -> tuple[int, int]:
     allowed = _allow_files(wanted + BACKLOG + _open_files() + SPARE_FILES)
     if allowed is None:
         return wanted, BACKLOG
+    if allowed - _open_files() < FEWEST_FILES:
+        least = _open_files() + FEWEST_FILES
+        raise ConfigError(f"the limit of open files is {allowed} (ulimit -n); a server needs at least {least}")
     room = max(2, allowed - _open_files() - SPARE_FILES)
     connections = min(wanted, max(1, room * 3 // 4))
     return connections, min(BACKLOG, room - connections)
