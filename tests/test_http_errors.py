@@ -452,3 +452,15 @@ async def test_thousands_of_mistakes_are_one_error(
     assert (response.status_code, error_of(response)["param"]) == (400, param)
     assert sum(described) <= 4
     assert len(response.content) < 500
+
+
+async def test_a_compressed_body_is_refused_as_that() -> None:
+    response = await post(FakeLLM(), "/v1/completions", b"\x1f\x8b\x08", headers={"content-encoding": "gzip"})
+    assert response.status_code == 400
+    assert error_of(response)["message"] == "The body is compressed (gzip); send it without Content-Encoding."
+
+
+async def test_a_name_that_is_too_long_is_refused_in_one_clear_line() -> None:
+    response = await post(FakeLLM(), "/v1/completions", {**COMPLETION, "user": "a" * 1000})
+    assert response.status_code == 400
+    assert error_of(response)["message"] == "user holds more than 256 characters."

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from cllm.bench.http import BenchError
 
-ANSWER_LIMIT_S = 120.0
+ANSWER_LIMIT_S = 300.0
 ENDED_LIMIT_S = 20.0
 _BLOCK = 65_536
 

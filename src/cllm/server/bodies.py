@@ -53,6 +53,11 @@ def taken(model: type[M]) -> Callable[[Request], Awaitable[M]]:
     async def take(request: Request) -> M:
         if not _is_json(request.headers.get("content-type", "")):
             raise InvalidRequestError(_NOT_JSON)
+        encoding = request.headers.get("content-encoding", "identity").lower()
+        if encoding != "identity":
+            raise InvalidRequestError(
+                f"The body is compressed ({shorten(encoding)}); send it without Content-Encoding."
+            )
         try:
             raw = await request.body()
         except ClientDisconnect:

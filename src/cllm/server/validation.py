@@ -206,6 +206,10 @@ def _reason(error: Mapping[str, Any], name: str | int, errors: Sequence[Mapping[
         return "is missing"
     if kind == "too_short":
         return "is empty"
+    if kind in ("too_long", "string_too_long"):
+        given = error.get("input")
+        unit = "characters" if isinstance(given, str) else "items"
+        return f"holds more than {error['ctx']['max_length']} {unit}"
     if kind == "model_attributes_type":
         return f"must be an object, not {_show(error.get('input'))}"
     expected = _SHOULD.sub("must", str(error["msg"]))
