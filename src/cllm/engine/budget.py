@@ -37,7 +37,7 @@ PROMPT_SHARE = 2.0
 LONGEST_STEP = 1.5
 """A step beside answers, in longest gaps, where small chunks cost no more than large ones,"""
 SMALL_CHUNK_SHARE = 1.5
-"""unless the rows take long themselves: then a chunk may take so many times as long as they, so that prompts advance."""
+"""unless the rows take long themselves: then a chunk may take so many times as long, so that prompts advance."""
 
 MANY_ROWS = 32
 """So many rows are always computed together: fewer would cost almost as much."""
