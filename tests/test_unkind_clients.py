@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
+import select
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -111,6 +113,65 @@ def test_a_large_body_is_refused_while_it_is_being_sent(server: Served) -> None:
     head = b"POST /generate HTTP/1.1\r\nhost: test\r\ncontent-length: 50000000\r\n\r\n"
     reply = reply_of(ask(server, head, *[b"x" * 1_000_000] * 20))
     assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+
+
+def unfinished(size: int) -> bytes:
+    """All but one byte of a body of this size, and before it the headers."""
+    head = f"POST /generate HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+    return head.encode() + b'{"prompt": "' + b"x" * (size - 14) + b'"'
+
+
+def send_what_is_taken(connections: list[socket.socket], data: bytes) -> None:
+    """To all of them at once, until none takes any more."""
+    left = dict.fromkeys(connections, memoryview(data))
+    while left:
+        _, writable, _ = select.select([], list(left), [], 1.0)
+        if not writable:
+            return
+        for connection in writable:
+            connection.setblocking(False)
+            left[connection] = left[connection][connection.send(left[connection]) :]
+            connection.settimeout(LIMIT_S)
+            if not left[connection]:
+                del left[connection]
+
+
+def test_all_bodies_together_have_a_limit_and_each_has_its_turn(server: Served) -> None:
+    process = psutil.Process(server.process.pid)
+    before = process.memory_info().rss
+    with contextlib.ExitStack() as stack:
+        senders = [stack.enter_context(server.connect()) for _ in range(80)]
+        send_what_is_taken(senders, unfinished(4_100_000))
+        assert process.memory_info().rss - before < 130_000_000  # 328 MB were sent; 64 MiB and one body may be held
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        raw = ask(server, completion(max_tokens=3).replace(b"host: test", b"host: test\r\nconnection: close"))
+        assert reply_of(raw).status == 200  # small ones do not wait
+
+
+def test_bodies_that_had_to_wait_are_answered_when_others_are_done() -> None:
+    body = unfinished(1_500_000)
+    settings = ["server.max_body_bytes=2000000", "server.max_bodies_bytes=2000000"]
+    with serving(*settings) as server, contextlib.ExitStack() as stack:
+        senders = [stack.enter_context(server.connect()) for _ in range(3)]
+        for sender in senders:
+            sender.sendall(body[:700_000])
+        rest = [threading.Thread(target=sender.sendall, args=(body[700_000:] + b"}",)) for sender in senders]
+        for thread in reversed(rest):
+            thread.start()
+        for sender in senders:
+            assert b"the prompt" in sender.recv(65_536)
+        for thread in rest:
+            thread.join()
+
+
+def test_who_was_kept_waiting_is_not_blamed() -> None:
+    settings = ["server.max_body_bytes=2000000", "server.max_bodies_bytes=2000000", "server.body_timeout_s=2"]
+    with serving(*settings) as server, server.connect() as first, server.connect() as second:
+        send_what_is_taken([first], unfinished(1_900_000))
+        send_what_is_taken([second], unfinished(1_900_000)[:500_000])
+        blamed, other = reply_of(read_all(first)), reply_of(read_all(second))
+    assert (blamed.status, blamed.error["code"]) == (408, "slow_request")
+    assert (other.status, other.error["code"]) == (503, "too_many_bodies") and other.headers["retry-after"] == "1"
 
 
 # -- too slowly, or not at all -------------------------------------------------------------------------------------
@@ -263,6 +324,12 @@ class Stub:
     def refuse(self, problem: Problem) -> None:
         self.told.append(problem.status)
 
+    def pause_reading(self) -> None:
+        self.told.append("pause")
+
+    def resume_reading(self) -> None:
+        self.told.append("resume")
+
 
 def test_the_longest_silent_goes_first() -> None:
     held = Connections(Config().server, most=3)
@@ -281,6 +348,36 @@ def test_the_longest_silent_goes_first() -> None:
     assert victims[0] == [["shed"], [], [], []]
     assert victims[1] == [["shed"], ["shed"], [], []]
     assert victims[2] == [["shed"], ["shed"], [], [503]]
+
+
+def test_the_newest_bodies_wait_and_one_always_goes_on() -> None:
+    held = Connections(Config.model_validate({"server": {"max_body_bytes": 1024, "max_bodies_bytes": 2048}}).server)
+    first, second, third, late = members = [Stub() for _ in range(4)]
+
+    def told() -> list[list[object]]:
+        news = [[*member.told] for member in members]
+        for member in members:
+            member.told.clear()
+        return news
+
+    for member in (first, second, third):
+        held.sending(member)
+        held.holds(member, 600)
+    assert told() == [[], [], [], []]
+    held.holds(second, 900)
+    assert told() == [[], ["pause"], ["pause"], []]
+    held.holds(first, 1024)  # the oldest always may
+    held.sending(late)
+    held.holds(late, 400)  # it came with its headers
+    assert told() == [[], [], [], ["pause"]]
+    held.holds(late, 900)
+    assert told() == [[], [], [], [503]]
+    held.busy(late)  # which is what it does then
+    assert told() == [[], [], [], ["resume"]]
+    held.busy(first)
+    assert told() == [[], ["resume"], [], []]  # there is room for what one of them may bring
+    held.closed(second)
+    assert told() == [[], [], ["resume"], []]
 
 
 # -- by halves, and gone -------------------------------------------------------------------------------------------

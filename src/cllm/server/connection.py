@@ -14,7 +14,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
-from cllm.server.connections import Connections
+from cllm.server.connections import Connections, too_many_bodies
 from cllm.server.errors import Problem
 from cllm.server.exchange import Exchange, Headers
 from cllm.server.parsing import OtherProtocolError, RefusedError, RequestReader
@@ -71,6 +71,8 @@ class Connection(asyncio.Protocol):
         self._probes = 0
         self._begun_with = 0
         """Bytes of the status line that are written already."""
+        self._kept_waiting = False
+        """The active request's body was not read for a while, for there was no room for it."""
         self._reading = True
         self._writable = asyncio.Event()
         self._writable.set()
@@ -92,7 +94,7 @@ class Connection(asyncio.Protocol):
             "state": self._app_state,
         }
         most_head = self._limits.max_header_bytes
-        self._reader = RequestReader(lambda: Exchange(self), scope, most_head, self._on_head, self._on_end)
+        self._reader = RequestReader(self._begin, scope, most_head, self._on_head, self._on_end)
         self._server.connections.add(self)  # type: ignore[arg-type]
         self._others.silent(self)
         self._watch(self._limits.header_timeout_s, self._on_late_head)
@@ -180,6 +182,7 @@ class Connection(asyncio.Protocol):
         await self._writable.wait()
 
     def pause_reading(self) -> None:
+        self._kept_waiting = True
         if self._reading and not self._transport.is_closing():
             self._reading = False
             self._transport.pause_reading()
@@ -205,7 +208,7 @@ class Connection(asyncio.Protocol):
         elif done.received:
             self._advance()
         else:
-            self.resume_reading()  # the rest of its body comes first
+            self._others.sending(self)  # the rest of its body comes first, and is not kept
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -229,6 +232,11 @@ class Connection(asyncio.Protocol):
                     self.refuse(refusal.problem)
             if self._deaf:
                 return
+        self._count_body()
+
+    def _count_body(self) -> None:
+        if self._active is not None and not self._active.received:
+            self._others.holds(self, self._active.held)
 
     def _hold(self, data: bytes) -> None:
         if len(self._ahead) + len(data) <= self._limits.max_header_bytes:
@@ -246,6 +254,9 @@ class Connection(asyncio.Protocol):
         else:
             self._active.keep_alive = False
 
+    def _begin(self) -> Exchange:
+        return Exchange(self, self._limits.max_body_bytes)
+
     def _on_head(self, exchange: Exchange) -> None:
         if self._active is None:
             self._start(exchange)
@@ -261,6 +272,7 @@ class Connection(asyncio.Protocol):
 
     def _start(self, exchange: Exchange) -> None:
         self._active = exchange
+        self._kept_waiting = False
         if exchange.received:
             self._unwatch()
             self._others.busy(self)
@@ -285,6 +297,7 @@ class Connection(asyncio.Protocol):
             data = bytes(self._ahead)
             self._ahead.clear()
             self._feed(data)
+        self._count_body()
         if self._active is not None or self._deaf:
             return
         self._others.silent(self)
@@ -339,7 +352,11 @@ class Connection(asyncio.Protocol):
             self.refuse(_late("headers", self._limits.header_timeout_s, "server.header_timeout_s"))
 
     def _on_late_body(self) -> None:
-        self.refuse(_late("body", self._limits.body_timeout_s, "server.body_timeout_s"))
+        seconds = self._limits.body_timeout_s
+        if self._kept_waiting:
+            self.refuse(too_many_bodies(f"Other large requests left no room for this one for {seconds:g} s"))
+        else:
+            self.refuse(_late("body", seconds, "server.body_timeout_s"))
 
     def _on_stalled(self) -> None:
         self._others.note_stalled()
