@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import resource
 import select
 import socket
@@ -23,6 +24,7 @@ from serve_kit import LIMIT_S, Served, completion, post, read_all, reply_of, ser
 
 SHORT = ["server.header_timeout_s=0.5", "server.body_timeout_s=0.5", "server.write_timeout_s=0.5"]
 GET = b"GET /health HTTP/1.1\r\nhost: test\r\n"
+LAST = GET + b"connection: close\r\n\r\n"
 CHUNKED = (
     b"POST /generate HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
 )
@@ -89,13 +91,20 @@ def test_headers_up_to_the_limit_are_taken(server: Served) -> None:
 
 def test_pipelined_requests_are_answered_in_order_up_to_a_number(server: Served) -> None:
     one = GET + b"\r\n"
-    last = GET + b"connection: close\r\n\r\n"
-    answers = ask(server, completion(max_tokens=3) + one + one + last)
+    answers = ask(server, completion(max_tokens=3) + one + one + LAST)
     assert answers.count(b"HTTP/1.1 200 OK") == 4 and answers.index(b'"usage"') < answers.index(b'"model_loaded"')
-    # Far more than anybody needs: the first are answered, then the connection ends and the rest may be sent again.
-    answers = ask(server, one * 20_000)
-    assert 1 <= answers.count(b"HTTP/1.1 200 OK") < 1_000
+    # More than anybody needs: the first are answered, then the connection ends and the rest may be sent again.
+    one = "GET /no{} HTTP/1.1\r\nhost: test\r\n\r\n"
+    for number in (9, 12, 20_000):
+        answers = ask(server, "".join(map(one.format, range(number))).encode())
+        assert re.findall(rb"There is no /no(\d+) here", answers) == [b"%d" % each for each in range(8)]
+        assert answers.count(b"HTTP/1.1 404") == 8 and answers.count(b"connection: close") == 1
     assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_requests_before_one_that_is_malformed_are_answered(server: Served) -> None:
+    answers = ask(server, completion(max_tokens=3) + GET + b"\r\n" + b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
+    assert answers.count(b"HTTP/1.1 200 OK") == 2 and b'"model_loaded"' in answers
 
 
 def test_what_is_no_http_is_refused_with_a_reason(server: Served) -> None:
@@ -107,6 +116,7 @@ def test_what_is_no_http_is_refused_with_a_reason(server: Served) -> None:
     ):
         reply = reply_of(ask(server, raw))
         assert (reply.status, reply.error["code"]) == (400, "bad_request"), raw
+        assert reply.error["message"].startswith("Malformed HTTP request: ") and reply.headers["x-request-id"]
 
 
 def test_a_large_body_is_refused_while_it_is_being_sent(server: Served) -> None:
@@ -216,11 +226,13 @@ def test_a_second_request_has_its_own_time(impatient: Served) -> None:
     assert reply.status == 408
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/nothing", "/health"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/nothing", "/health"])
 def test_bodies_that_never_end_are_refused(impatient: Served, path: str) -> None:
-    head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{{"
-    reply = reply_of(ask(impatient, head.encode()))
-    if path == "/v1/completions":
+    head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\nx-request-id: mine\r\n"
+    reply = reply_of(ask(impatient, head.encode() + b"content-length: 1000\r\n\r\n{"))
+    assert reply.headers["x-request-id"] == "mine"
+    if path in ("/v1/completions", "/generate"):
+        assert ("success" in json.loads(reply.body)) == (path == "/generate")
         assert (reply.status, reply.error["code"]) == (408, "slow_request")
         assert "body did not come within 0.5 s (server.body_timeout_s)" in reply.error["message"]
     else:  # answered at once, and the connection is not kept for the rest of the body
@@ -232,7 +244,7 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off() -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(server.address)
         connection.sendall(completion(max_tokens=4000, n=32, logprobs=5, stream=True))
-        until(lambda: server.logged("a client did not read its answer for 0.5 s (server.write_timeout_s): cut off"))
+        until(lambda: server.logged("a client did not read fast enough for 0.5 s (server.write_timeout_s): cut off"))
         until(server.idle)
         assert not server.logged("Traceback"), server.lines
 
@@ -267,7 +279,8 @@ def test_slow_bodies_make_room_too_and_running_answers_do_not() -> None:
         last = stack.enter_context(server.connect())
         last.sendall(completion(max_tokens=4000, stream=True))
         assert last.recv(65_536).startswith(b"HTTP/1.1 200")
-        assert reply_of(read_all(slow)).error["code"] == "too_many_connections"
+        shed = reply_of(read_all(slow))
+        assert shed.error["code"] == "too_many_connections" and "to make room" in shed.error["message"]
         refused = reply_of(ask(server, GET + b"\r\n"))
         assert (refused.status, refused.headers["retry-after"]) == (503, "1")
         assert "All 4 connections are in use (server.max_connections)" in refused.error["message"]
@@ -491,8 +504,24 @@ def test_a_chunked_body_is_read(server: Served) -> None:
 def test_head_and_upgrades_are_answered_like_any_other(server: Served) -> None:
     raw = ask(server, b"HEAD /health HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n")
     assert reply_of(raw).status == 405 and reply_of(raw).body == b""
-    raw = ask(server, GET + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n")
+    raw = ask(server, GET + b"connection: upgrade, close\r\nupgrade: websocket\r\n\r\n")
     assert reply_of(raw).status == 200 and reply_of(raw).headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("size", [7, 40_000])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_request_that_asks_for_http_2_keeps_its_body_and_its_connection(
+    server: Served, size: int, chunked: bool
+) -> None:
+    asks = ["connection: upgrade, http2-settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__"]
+    request = post("/encode", {"text": "x" * size}, *asks)
+    if chunked:
+        head, _, body = request.partition(b"\r\n\r\n")
+        head = re.sub(rb"content-length: \d+", b"transfer-encoding: chunked", head)
+        request = b"%b\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (head, len(body), body)
+    answers = ask(server, request + GET + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n" + request + LAST)
+    assert answers.count(b"HTTP/1.1 200 OK") == 4, answers
+    assert answers.count(b'"success":true') == 2 and answers.count(b'"model_loaded"') == 2
 
 
 def test_one_connection_serves_many_requests(server: Served) -> None:

@@ -8,16 +8,14 @@ read nothing, pipelined requests whose client leaves, connections that are close
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import Callable
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
 from cllm.server.connections import Connections, too_many_bodies
 from cllm.server.errors import Problem
-from cllm.server.exchange import Exchange, Headers
-from cllm.server.parsing import OtherProtocolError, RefusedError, RequestReader
+from cllm.server.exchange import Exchange, Headers, refusal_of
+from cllm.server.parsing import RefusedError, RequestReader
 
 if TYPE_CHECKING:
     import uvicorn
@@ -64,7 +62,9 @@ class Connection(asyncio.Protocol):
         self._ahead = bytearray()
         """Bytes that came before that, and are not parsed yet."""
         self._deaf = False
-        """Whatever else comes is thrown away; after the active answer the connection ends."""
+        """Whatever else comes is thrown away; after the answers to what is here the connection ends."""
+        self._unheard = False
+        """Something was thrown away."""
         self._idle = False
         """Between two requests: time for headers runs from the first byte of the next."""
         self._half_closed = False
@@ -102,6 +102,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._deaf or self._transport.is_closing():
+            self._unheard = True
             return
         if self._idle:
             self._idle = False
@@ -148,7 +149,7 @@ class Connection(asyncio.Protocol):
     def shed(self) -> None:
         """Make room for somebody else, at once."""
         if self._active is not None and not self._active.started:
-            message = "The connection was needed for others before the request was whole (server.max_connections)."
+            message = "Closed to make room: the request was incomplete and server.max_connections was reached."
             self._write_refusal(Problem(503, "unavailable_error", message, code="too_many_connections"))
             self._forget()
             self._close()
@@ -157,12 +158,11 @@ class Connection(asyncio.Protocol):
 
     def refuse(self, problem: Problem) -> None:
         """Answer this and end, whatever the client still sends."""
-        may_write = self._active is None or not self._active.started
         self._deaf = True
+        if self._active is None or not self._active.started:
+            self._write_refusal(problem)
         self._forget()
         self._active = None
-        if may_write:
-            self._write_refusal(problem)
         self._linger()
 
     # -- the exchange's side -----------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Connection(asyncio.Protocol):
         self._server.total_requests += 1
         if not done.keep_alive:
             self._deaf = True
-            if done.received:
+            if done.received and not self._unheard:
                 self._close()
             else:
                 self._linger()
@@ -223,11 +223,10 @@ class Connection(asyncio.Protocol):
                 return
             try:
                 self._reader.feed(data[start : start + SLICE])
-            except OtherProtocolError:
-                self._stop_listening()  # the request itself is answered as if it had not asked
             except RefusedError as refusal:
                 if self._must_wait():
-                    self._stop_listening()  # the one before it is answered first
+                    self._unheard = True
+                    self._stop_listening()  # those before it are answered first
                 else:
                     self.refuse(refusal.problem)
             if self._deaf:
@@ -242,17 +241,18 @@ class Connection(asyncio.Protocol):
         if len(self._ahead) + len(data) <= self._limits.max_header_bytes:
             self._ahead += data
         else:
+            self._unheard = True
             self._stop_listening()
 
     def _stop_listening(self) -> None:
-        """End after the active answer: what came behind it may be sent again, on another connection."""
+        """End after the answers to what is here as a whole: the rest may be sent again, on another connection."""
         self._deaf = True
         self._ahead.clear()
-        self._queue.clear()
-        if self._active is None:
+        self._queue = deque(exchange for exchange in self._queue if exchange.received)
+        if self._active is None or (self._active.answered and not self._active.received):
             self._linger()
         else:
-            self._active.keep_alive = False
+            (self._queue[-1] if self._queue else self._active).keep_alive = False
 
     def _begin(self) -> Exchange:
         return Exchange(self, self._limits.max_body_bytes)
@@ -298,7 +298,10 @@ class Connection(asyncio.Protocol):
             self._ahead.clear()
             self._feed(data)
         self._count_body()
-        if self._active is not None or self._deaf:
+        if self._active is not None:
+            return
+        if self._deaf:
+            self._linger()
             return
         self._others.silent(self)
         if self._half_closed:
@@ -363,13 +366,7 @@ class Connection(asyncio.Protocol):
         self.abort()
 
     def _write_refusal(self, problem: Problem) -> None:
-        body = json.dumps(problem.body("")).encode()
-        lines = [f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}", "content-type: application/json"]
-        lines += [f"content-length: {len(body)}", "connection: close"]
-        lines += [f"{name}: {value}" for name, value in (problem.headers or {}).items()]
-        head = "\r\n".join(lines).encode() + b"\r\n"
-        head += b"".join(b"%b: %b\r\n" % header for header in self.default_headers)
-        self.write_head(head + b"\r\n" + body)
+        self.write_head(refusal_of(self._active, problem, self.default_headers))
 
     def _linger(self) -> None:
         """Say that this was all, and throw away what comes until the client has understood."""

@@ -178,7 +178,7 @@ class Connections(Collector):
     def note_stalled(self) -> None:
         self.stalled += 1
         seconds = self.limits.write_timeout_s
-        log.info("a client did not read its answer for %g s (server.write_timeout_s): cut off", seconds)
+        log.info("a client did not read fast enough for %g s (server.write_timeout_s): cut off", seconds)
 
     # -- and what is told of them ------------------------------------------------------------------------------
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
+import uuid
 from http import HTTPStatus
 from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Scope
+
+from cllm.server.errors import Problem
 
 log = logging.getLogger("cllm.server")
 
@@ -206,3 +210,15 @@ class Exchange:
         if not self.keep_alive and not closes:
             lines.append(b"connection: close")
         return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def refusal_of(exchange: Exchange | None, problem: Problem, default_headers: Headers) -> bytes:
+    """The last answer on a connection, in the form that the refused request's endpoint has; there may be no request."""
+    scope = {} if exchange is None else exchange.scope
+    request_id = scope.get("state", {}).get("request_id") or uuid.uuid4().hex
+    body = json.dumps(problem.body(scope.get("path", ""))).encode()
+    lines = [f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}", "content-type: application/json"]
+    lines += [f"content-length: {len(body)}", "connection: close", f"x-request-id: {request_id}"]
+    lines += [f"{name}: {value}" for name, value in (problem.headers or {}).items()]
+    head = "\r\n".join(lines).encode() + b"\r\n"
+    return head + b"".join(b"%b: %b\r\n" % header for header in default_headers) + b"\r\n" + body
