@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from cllm.config import Config
+from cllm.server import connection as one_connection
 from cllm.server import connections
 from cllm.server.connections import Connections
 from cllm.server.errors import Problem
@@ -463,6 +464,12 @@ def test_a_client_that_half_closes_and_then_leaves_is_noticed(server: Served, st
         until(lambda: server.running() > 0)
         assert not server.idle()
     until(server.idle)
+
+
+def test_whether_a_half_closed_client_is_still_there_is_asked_for_as_long_as_a_request_may_take() -> None:
+    looks = len(one_connection.STATUS_LINE_BEGIN)
+    last_after_s = sum(one_connection.PROBE_S * one_connection.PROBE_GROWTH**look for look in range(looks - 1))
+    assert last_after_s > Config().scheduler.request_timeout_s
 
 
 # -- old and odd, but right ----------------------------------------------------------------------------------------

@@ -28,7 +28,9 @@ LINGER_S = 2.0
 would answer the bytes that nobody read with a reset, and the client might never see the refusal."""
 STATUS_LINE_BEGIN = b"HTTP/1.1 "
 PROBE_S = 0.05
-"""From the first look whether a client that has closed its half is still there to the second; then twice as long."""
+"""From the first look whether a client that has closed its half is still there to the second."""
+PROBE_GROWTH = 4
+"""So many times as long it is to each further look. There are nine: the last comes after a quarter of an hour."""
 
 
 class Connection(asyncio.Protocol):
@@ -334,7 +336,7 @@ class Connection(asyncio.Protocol):
         else:
             self._transport.write(STATUS_LINE_BEGIN[self._probes : self._probes + 1])
             self._begun_with += 1
-        self._prober = self._loop.call_later(PROBE_S * 2**self._probes, self._probe)
+        self._prober = self._loop.call_later(PROBE_S * PROBE_GROWTH**self._probes, self._probe)
         self._probes += 1
 
     # -- time, and the end -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cllm.machine.files import allow_open_files
 from cllm.server.errors import Problem
 
 if TYPE_CHECKING:
@@ -32,30 +33,12 @@ def room_for(wanted: int) -> tuple[int, int]:
 
     All that wait to be accepted may be accepted in one go before the first of them can be refused, so both need room.
     """
-    allowed = _allow_files(wanted + BACKLOG + _open_files() + SPARE_FILES)
+    allowed = allow_open_files(wanted + BACKLOG + _open_files() + SPARE_FILES)
     if allowed is None:
         return wanted, BACKLOG
     room = max(2, allowed - _open_files() - SPARE_FILES)
     connections = min(wanted, max(1, room * 3 // 4))
     return connections, min(BACKLOG, room - connections)
-
-
-def _allow_files(wanted: int) -> int | None:
-    """Raise the limit of open files as far as it is needed and permitted. What it is then; None if there is none."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    infinite = resource.RLIM_INFINITY
-    if soft == infinite or soft >= wanted:
-        return None if soft == infinite else soft
-    raised = wanted if hard == infinite else min(wanted, hard)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-    except (OSError, ValueError):
-        return soft
-    return raised
 
 
 def _open_files() -> int:
