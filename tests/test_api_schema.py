@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -17,6 +19,8 @@ import uvicorn
 from cllm.config import Config
 from cllm.llm import AsyncLLM
 from cllm.server.app import create_app
+from cllm.server.connection import Connection
+from cllm.server.connections import Connections
 
 # A request that passes the deadline it asked for was taken; 408 is its answer.
 SETTINGS = """
@@ -29,7 +33,9 @@ expected-statuses = ["2xx", "404", "408"]
 def url() -> Iterator[str]:
     """A real server on the fake backend, in a thread."""
     config = Config.model_validate({"backend": {"type": "fake"}, "log": {"level": "error"}})
-    server = uvicorn.Server(uvicorn.Config(create_app(AsyncLLM(config), config), port=0, log_level="error"))
+    protocol: Any = partial(Connection, Connections(config.server))
+    app = create_app(AsyncLLM(config), config)
+    server = uvicorn.Server(uvicorn.Config(app, http=protocol, port=0, log_level="error"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
     try:

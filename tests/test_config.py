@@ -259,6 +259,11 @@ def test_the_longest_gap_may_not_be_less_than_the_mean() -> None:
     assert load(flags={"scheduler.inter_token_target_ms": 400.0}).config.scheduler.max_gap_ms is None
 
 
+def test_all_bodies_have_room_for_the_largest() -> None:
+    (problem,) = problems(flags={"server.max_body_bytes": 100_000_000})
+    assert "server.max_bodies_bytes is 67108864 (default) but server.max_body_bytes is 100000000 (flag)" in problem
+
+
 def test_relations_of_one_backend_do_not_bind_others() -> None:
     flags = {"scheduler.max_running": 200, "resources.block_size": 24}
     assert load(flags={"backend.type": "fake", **flags}).config.scheduler.max_running == 200

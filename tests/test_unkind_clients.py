@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import resource
+import select
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -15,6 +18,7 @@ import pytest
 
 from cllm.config import Config
 from cllm.errors import ConfigError
+from cllm.server import connection as one_connection
 from cllm.server import connections
 from cllm.server.connections import Connections
 from cllm.server.errors import Problem
@@ -22,6 +26,7 @@ from serve_kit import LIMIT_S, Served, completion, post, read_all, reply_of, ser
 
 SHORT = ["server.header_timeout_s=0.5", "server.body_timeout_s=0.5", "server.write_timeout_s=0.5"]
 GET = b"GET /health HTTP/1.1\r\nhost: test\r\n"
+LAST = GET + b"connection: close\r\n\r\n"
 CHUNKED = (
     b"POST /generate HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
 )
@@ -88,13 +93,20 @@ def test_headers_up_to_the_limit_are_taken(server: Served) -> None:
 
 def test_pipelined_requests_are_answered_in_order_up_to_a_number(server: Served) -> None:
     one = GET + b"\r\n"
-    last = GET + b"connection: close\r\n\r\n"
-    answers = ask(server, completion(max_tokens=3) + one + one + last)
+    answers = ask(server, completion(max_tokens=3) + one + one + LAST)
     assert answers.count(b"HTTP/1.1 200 OK") == 4 and answers.index(b'"usage"') < answers.index(b'"model_loaded"')
-    # Far more than anybody needs: the first are answered, then the connection ends and the rest may be sent again.
-    answers = ask(server, one * 20_000)
-    assert 1 <= answers.count(b"HTTP/1.1 200 OK") < 1_000
+    # More than anybody needs: the first are answered, then the connection ends and the rest may be sent again.
+    one = "GET /no{} HTTP/1.1\r\nhost: test\r\n\r\n"
+    for number in (9, 12, 20_000):
+        answers = ask(server, "".join(map(one.format, range(number))).encode())
+        assert re.findall(rb"There is no /no(\d+) here", answers) == [b"%d" % each for each in range(8)]
+        assert answers.count(b"HTTP/1.1 404") == 8 and answers.count(b"connection: close") == 1
     assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_requests_before_one_that_is_malformed_are_answered(server: Served) -> None:
+    answers = ask(server, completion(max_tokens=3) + GET + b"\r\n" + b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
+    assert answers.count(b"HTTP/1.1 200 OK") == 2 and b'"model_loaded"' in answers
 
 
 def test_what_is_no_http_is_refused_with_a_reason(server: Served) -> None:
@@ -106,12 +118,72 @@ def test_what_is_no_http_is_refused_with_a_reason(server: Served) -> None:
     ):
         reply = reply_of(ask(server, raw))
         assert (reply.status, reply.error["code"]) == (400, "bad_request"), raw
+        assert reply.error["message"].startswith("Malformed HTTP request: ") and reply.headers["x-request-id"]
 
 
 def test_a_large_body_is_refused_while_it_is_being_sent(server: Served) -> None:
     head = b"POST /generate HTTP/1.1\r\nhost: test\r\ncontent-length: 50000000\r\n\r\n"
     reply = reply_of(ask(server, head, *[b"x" * 1_000_000] * 20))
     assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+
+
+def unfinished(size: int) -> bytes:
+    """All but one byte of a body of this size, and before it the headers."""
+    head = f"POST /generate HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+    return head.encode() + b'{"prompt": "' + b"x" * (size - 14) + b'"'
+
+
+def send_what_is_taken(connections: list[socket.socket], data: bytes) -> None:
+    """To all of them at once, until none takes any more."""
+    left = dict.fromkeys(connections, memoryview(data))
+    while left:
+        _, writable, _ = select.select([], list(left), [], 1.0)
+        if not writable:
+            return
+        for connection in writable:
+            connection.setblocking(False)
+            left[connection] = left[connection][connection.send(left[connection]) :]
+            connection.settimeout(LIMIT_S)
+            if not left[connection]:
+                del left[connection]
+
+
+def test_all_bodies_together_have_a_limit_and_each_has_its_turn(server: Served) -> None:
+    process = psutil.Process(server.process.pid)
+    before = process.memory_info().rss
+    with contextlib.ExitStack() as stack:
+        senders = [stack.enter_context(server.connect()) for _ in range(80)]
+        send_what_is_taken(senders, unfinished(4_100_000))
+        assert process.memory_info().rss - before < 130_000_000  # 328 MB were sent; 64 MiB and one body may be held
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        raw = ask(server, completion(max_tokens=3).replace(b"host: test", b"host: test\r\nconnection: close"))
+        assert reply_of(raw).status == 200  # small ones do not wait
+
+
+def test_bodies_that_had_to_wait_are_answered_when_others_are_done() -> None:
+    body = unfinished(1_500_000)
+    settings = ["server.max_body_bytes=2000000", "server.max_bodies_bytes=2000000"]
+    with serving(*settings) as server, contextlib.ExitStack() as stack:
+        senders = [stack.enter_context(server.connect()) for _ in range(3)]
+        for sender in senders:
+            sender.sendall(body[:700_000])
+        rest = [threading.Thread(target=sender.sendall, args=(body[700_000:] + b"}",)) for sender in senders]
+        for thread in reversed(rest):
+            thread.start()
+        for sender in senders:
+            assert b"the prompt" in sender.recv(65_536)
+        for thread in rest:
+            thread.join()
+
+
+def test_who_was_kept_waiting_is_not_blamed() -> None:
+    settings = ["server.max_body_bytes=2000000", "server.max_bodies_bytes=2000000", "server.body_timeout_s=2"]
+    with serving(*settings) as server, server.connect() as first, server.connect() as second:
+        send_what_is_taken([first], unfinished(1_900_000))
+        send_what_is_taken([second], unfinished(1_900_000)[:500_000])
+        blamed, other = reply_of(read_all(first)), reply_of(read_all(second))
+    assert (blamed.status, blamed.error["code"]) == (408, "slow_request")
+    assert (other.status, other.error["code"]) == (503, "too_many_bodies") and other.headers["retry-after"] == "1"
 
 
 # -- too slowly, or not at all -------------------------------------------------------------------------------------
@@ -156,11 +228,13 @@ def test_a_second_request_has_its_own_time(impatient: Served) -> None:
     assert reply.status == 408
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/nothing", "/health"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/nothing", "/health"])
 def test_bodies_that_never_end_are_refused(impatient: Served, path: str) -> None:
-    head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{{"
-    reply = reply_of(ask(impatient, head.encode()))
-    if path == "/v1/completions":
+    head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\nx-request-id: mine\r\n"
+    reply = reply_of(ask(impatient, head.encode() + b"content-length: 1000\r\n\r\n{"))
+    assert reply.headers["x-request-id"] == "mine"
+    if path in ("/v1/completions", "/generate"):
+        assert ("success" in json.loads(reply.body)) == (path == "/generate")
         assert (reply.status, reply.error["code"]) == (408, "slow_request")
         assert "body did not come within 0.5 s (server.body_timeout_s)" in reply.error["message"]
     else:  # answered at once, and the connection is not kept for the rest of the body
@@ -172,7 +246,7 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off() -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(server.address)
         connection.sendall(completion(max_tokens=4000, n=32, logprobs=5, stream=True))
-        until(lambda: server.logged("a client did not read its answer for 0.5 s (server.write_timeout_s): cut off"))
+        until(lambda: server.logged("a client did not read fast enough for 0.5 s (server.write_timeout_s): cut off"))
         until(server.idle)
         assert not server.logged("Traceback"), server.lines
 
@@ -207,7 +281,8 @@ def test_slow_bodies_make_room_too_and_running_answers_do_not() -> None:
         last = stack.enter_context(server.connect())
         last.sendall(completion(max_tokens=4000, stream=True))
         assert last.recv(65_536).startswith(b"HTTP/1.1 200")
-        assert reply_of(read_all(slow)).error["code"] == "too_many_connections"
+        shed = reply_of(read_all(slow))
+        assert shed.error["code"] == "too_many_connections" and "to make room" in shed.error["message"]
         refused = reply_of(ask(server, GET + b"\r\n"))
         assert (refused.status, refused.headers["retry-after"]) == (503, "1")
         assert "All 4 connections are in use (server.max_connections)" in refused.error["message"]
@@ -267,6 +342,12 @@ class Stub:
     def refuse(self, problem: Problem) -> None:
         self.told.append(problem.status)
 
+    def pause_reading(self) -> None:
+        self.told.append("pause")
+
+    def resume_reading(self) -> None:
+        self.told.append("resume")
+
 
 def test_the_longest_silent_goes_first() -> None:
     held = Connections(Config().server, most=3)
@@ -285,6 +366,36 @@ def test_the_longest_silent_goes_first() -> None:
     assert victims[0] == [["shed"], [], [], []]
     assert victims[1] == [["shed"], ["shed"], [], []]
     assert victims[2] == [["shed"], ["shed"], [], [503]]
+
+
+def test_the_newest_bodies_wait_and_one_always_goes_on() -> None:
+    held = Connections(Config.model_validate({"server": {"max_body_bytes": 1024, "max_bodies_bytes": 2048}}).server)
+    first, second, third, late = members = [Stub() for _ in range(4)]
+
+    def told() -> list[list[object]]:
+        news = [[*member.told] for member in members]
+        for member in members:
+            member.told.clear()
+        return news
+
+    for member in (first, second, third):
+        held.sending(member)
+        held.holds(member, 600)
+    assert told() == [[], [], [], []]
+    held.holds(second, 900)
+    assert told() == [[], ["pause"], ["pause"], []]
+    held.holds(first, 1024)  # the oldest always may
+    held.sending(late)
+    held.holds(late, 400)  # it came with its headers
+    assert told() == [[], [], [], ["pause"]]
+    held.holds(late, 900)
+    assert told() == [[], [], [], [503]]
+    held.busy(late)  # which is what it does then
+    assert told() == [[], [], [], ["resume"]]
+    held.busy(first)
+    assert told() == [[], ["resume"], [], []]  # there is room for what one of them may bring
+    held.closed(second)
+    assert told() == [[], [], ["resume"], []]
 
 
 # -- by halves, and gone -------------------------------------------------------------------------------------------
@@ -359,6 +470,12 @@ def test_a_client_that_half_closes_and_then_leaves_is_noticed(server: Served, st
     until(server.idle)
 
 
+def test_whether_a_half_closed_client_is_still_there_is_asked_for_as_long_as_a_request_may_take() -> None:
+    looks = len(one_connection.STATUS_LINE_BEGIN)
+    last_after_s = sum(one_connection.PROBE_S * one_connection.PROBE_GROWTH**look for look in range(looks - 1))
+    assert last_after_s > Config().scheduler.request_timeout_s
+
+
 # -- old and odd, but right ----------------------------------------------------------------------------------------
 
 
@@ -398,8 +515,24 @@ def test_a_chunked_body_is_read(server: Served) -> None:
 def test_head_and_upgrades_are_answered_like_any_other(server: Served) -> None:
     raw = ask(server, b"HEAD /health HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n")
     assert reply_of(raw).status == 405 and reply_of(raw).body == b""
-    raw = ask(server, GET + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n")
+    raw = ask(server, GET + b"connection: upgrade, close\r\nupgrade: websocket\r\n\r\n")
     assert reply_of(raw).status == 200 and reply_of(raw).headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("size", [7, 40_000])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_request_that_asks_for_http_2_keeps_its_body_and_its_connection(
+    server: Served, size: int, chunked: bool
+) -> None:
+    asks = ["connection: upgrade, http2-settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__"]
+    request = post("/encode", {"text": "x" * size}, *asks)
+    if chunked:
+        head, _, body = request.partition(b"\r\n\r\n")
+        head = re.sub(rb"content-length: \d+", b"transfer-encoding: chunked", head)
+        request = b"%b\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (head, len(body), body)
+    answers = ask(server, request + GET + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n" + request + LAST)
+    assert answers.count(b"HTTP/1.1 200 OK") == 4, answers
+    assert answers.count(b'"success":true') == 2 and answers.count(b'"model_loaded"') == 2
 
 
 def test_one_connection_serves_many_requests(server: Served) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cllm.bench.http import BenchError
+from cllm.machine.files import allow_open_files
 
 ANSWER_LIMIT_S = 300.0
 ENDED_LIMIT_S = 20.0
@@ -198,11 +199,7 @@ ATTACKS = (
 
 def allow_connections(number: int) -> None:
     """Raise this process's limit of open files, if that is needed and permitted."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = number + 256
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        if hard != resource.RLIM_INFINITY and hard < wanted:
-            raise BenchError(f"{number} connections need more open files than {hard}: take --size connections=100")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    allowed = allow_open_files(wanted)
+    if allowed is not None and allowed < wanted:
+        raise BenchError(f"{number} connections need more open files than {allowed}: take --size connections=100")

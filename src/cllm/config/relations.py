@@ -30,6 +30,11 @@ def check_relations(config: Config, origins: Mapping[str, str]) -> list[str]:
             f"{say('scheduler.max_gap_ms')} but {say('scheduler.inter_token_target_ms')}: "
             "the longest time may not be less than the mean; raise the first"
         ]
+    if config.server.max_bodies_bytes < config.server.max_body_bytes:
+        return [
+            f"{say('server.max_bodies_bytes')} but {say('server.max_body_bytes')}: "
+            "all bodies together may not be less than the largest; raise the first or lower the second"
+        ]
     kind = config.backend.type
     if kind == "auto":
         return []

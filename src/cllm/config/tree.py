@@ -138,6 +138,11 @@ class ServerConfig(Section):
     )
     max_header_bytes: int = Field(default=65_536, ge=1024, description="largest request line and headers together")
     max_body_bytes: int = Field(default=4_194_304, ge=1024, description="largest request body")
+    max_bodies_bytes: int = Field(
+        default=67_108_864,
+        ge=1024,
+        description="most bytes of unfinished bodies of all clients together; beyond it the newest have to wait",
+    )
     header_timeout_s: float = Field(default=10.0, gt=0, description="time a client has to send its headers")
     body_timeout_s: float = Field(default=60.0, gt=0, description="time a client has to send a request's body")
     write_timeout_s: float = Field(

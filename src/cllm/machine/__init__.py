@@ -1,6 +1,7 @@
-"""What this process may use of the machine: CPUs and memory, whoever sets the limit.
+"""What this process may use of the machine: CPUs, memory and open files, whoever sets the limit.
 
 cpus.py      CPUs: affinity and cpusets, cgroup quota, physical cores; how many threads are started by default
+files.py     open files: the limit, raised as far as it is needed
 memory.py    memory: what is free, what cgroups, ulimits and the system's commit limit leave
 cgroups.py   where the cgroups of this process are, of both versions
 

@@ -8,16 +8,14 @@ read nothing, pipelined requests whose client leaves, connections that are close
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import Callable
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
-from cllm.server.connections import Connections
+from cllm.server.connections import Connections, too_many_bodies
 from cllm.server.errors import Problem
-from cllm.server.exchange import Exchange, Headers
-from cllm.server.parsing import OtherProtocolError, RefusedError, RequestReader
+from cllm.server.exchange import Exchange, Headers, refusal_of
+from cllm.server.parsing import RefusedError, RequestReader
 
 if TYPE_CHECKING:
     import uvicorn
@@ -30,7 +28,9 @@ LINGER_S = 2.0
 would answer the bytes that nobody read with a reset, and the client might never see the refusal."""
 STATUS_LINE_BEGIN = b"HTTP/1.1 "
 PROBE_S = 0.05
-"""From the first look whether a client that has closed its half is still there to the second; then twice as long."""
+"""From the first look whether a client that has closed its half is still there to the second."""
+PROBE_GROWTH = 4
+"""So many times as long it is to each further look. There are nine: the last comes after a quarter of an hour."""
 
 
 class Connection(asyncio.Protocol):
@@ -64,13 +64,17 @@ class Connection(asyncio.Protocol):
         self._ahead = bytearray()
         """Bytes that came before that, and are not parsed yet."""
         self._deaf = False
-        """Whatever else comes is thrown away; after the active answer the connection ends."""
+        """Whatever else comes is thrown away; after the answers to what is here the connection ends."""
+        self._unheard = False
+        """Something was thrown away."""
         self._idle = False
         """Between two requests: time for headers runs from the first byte of the next."""
         self._half_closed = False
         self._probes = 0
         self._begun_with = 0
         """Bytes of the status line that are written already."""
+        self._kept_waiting = False
+        """The active request's body was not read for a while, for there was no room for it."""
         self._reading = True
         self._writable = asyncio.Event()
         self._writable.set()
@@ -92,7 +96,7 @@ class Connection(asyncio.Protocol):
             "state": self._app_state,
         }
         most_head = self._limits.max_header_bytes
-        self._reader = RequestReader(lambda: Exchange(self), scope, most_head, self._on_head, self._on_end)
+        self._reader = RequestReader(self._begin, scope, most_head, self._on_head, self._on_end)
         self._server.connections.add(self)  # type: ignore[arg-type]
         self._others.silent(self)
         self._watch(self._limits.header_timeout_s, self._on_late_head)
@@ -100,6 +104,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._deaf or self._transport.is_closing():
+            self._unheard = True
             return
         if self._idle:
             self._idle = False
@@ -146,7 +151,7 @@ class Connection(asyncio.Protocol):
     def shed(self) -> None:
         """Make room for somebody else, at once."""
         if self._active is not None and not self._active.started:
-            message = "The connection was needed for others before the request was whole (server.max_connections)."
+            message = "Closed to make room: the request was incomplete and server.max_connections was reached."
             self._write_refusal(Problem(503, "unavailable_error", message, code="too_many_connections"))
             self._forget()
             self._close()
@@ -155,12 +160,11 @@ class Connection(asyncio.Protocol):
 
     def refuse(self, problem: Problem) -> None:
         """Answer this and end, whatever the client still sends."""
-        may_write = self._active is None or not self._active.started
         self._deaf = True
+        if self._active is None or not self._active.started:
+            self._write_refusal(problem)
         self._forget()
         self._active = None
-        if may_write:
-            self._write_refusal(problem)
         self._linger()
 
     # -- the exchange's side -----------------------------------------------------------------------------------
@@ -180,6 +184,7 @@ class Connection(asyncio.Protocol):
         await self._writable.wait()
 
     def pause_reading(self) -> None:
+        self._kept_waiting = True
         if self._reading and not self._transport.is_closing():
             self._reading = False
             self._transport.pause_reading()
@@ -198,14 +203,14 @@ class Connection(asyncio.Protocol):
         self._server.total_requests += 1
         if not done.keep_alive:
             self._deaf = True
-            if done.received:
+            if done.received and not self._unheard:
                 self._close()
             else:
                 self._linger()
         elif done.received:
             self._advance()
         else:
-            self.resume_reading()  # the rest of its body comes first
+            self._others.sending(self)  # the rest of its body comes first, and is not kept
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -220,31 +225,39 @@ class Connection(asyncio.Protocol):
                 return
             try:
                 self._reader.feed(data[start : start + SLICE])
-            except OtherProtocolError:
-                self._stop_listening()  # the request itself is answered as if it had not asked
             except RefusedError as refusal:
                 if self._must_wait():
-                    self._stop_listening()  # the one before it is answered first
+                    self._unheard = True
+                    self._stop_listening()  # those before it are answered first
                 else:
                     self.refuse(refusal.problem)
             if self._deaf:
                 return
+        self._count_body()
+
+    def _count_body(self) -> None:
+        if self._active is not None and not self._active.received:
+            self._others.holds(self, self._active.held)
 
     def _hold(self, data: bytes) -> None:
         if len(self._ahead) + len(data) <= self._limits.max_header_bytes:
             self._ahead += data
         else:
+            self._unheard = True
             self._stop_listening()
 
     def _stop_listening(self) -> None:
-        """End after the active answer: what came behind it may be sent again, on another connection."""
+        """End after the answers to what is here as a whole: the rest may be sent again, on another connection."""
         self._deaf = True
         self._ahead.clear()
-        self._queue.clear()
-        if self._active is None:
+        self._queue = deque(exchange for exchange in self._queue if exchange.received)
+        if self._active is None or (self._active.answered and not self._active.received):
             self._linger()
         else:
-            self._active.keep_alive = False
+            (self._queue[-1] if self._queue else self._active).keep_alive = False
+
+    def _begin(self) -> Exchange:
+        return Exchange(self, self._limits.max_body_bytes)
 
     def _on_head(self, exchange: Exchange) -> None:
         if self._active is None:
@@ -261,6 +274,7 @@ class Connection(asyncio.Protocol):
 
     def _start(self, exchange: Exchange) -> None:
         self._active = exchange
+        self._kept_waiting = False
         if exchange.received:
             self._unwatch()
             self._others.busy(self)
@@ -285,7 +299,11 @@ class Connection(asyncio.Protocol):
             data = bytes(self._ahead)
             self._ahead.clear()
             self._feed(data)
-        if self._active is not None or self._deaf:
+        self._count_body()
+        if self._active is not None:
+            return
+        if self._deaf:
+            self._linger()
             return
         self._others.silent(self)
         if self._half_closed:
@@ -318,7 +336,7 @@ class Connection(asyncio.Protocol):
         else:
             self._transport.write(STATUS_LINE_BEGIN[self._probes : self._probes + 1])
             self._begun_with += 1
-        self._prober = self._loop.call_later(PROBE_S * 2**self._probes, self._probe)
+        self._prober = self._loop.call_later(PROBE_S * PROBE_GROWTH**self._probes, self._probe)
         self._probes += 1
 
     # -- time, and the end -------------------------------------------------------------------------------------
@@ -339,20 +357,18 @@ class Connection(asyncio.Protocol):
             self.refuse(_late("headers", self._limits.header_timeout_s, "server.header_timeout_s"))
 
     def _on_late_body(self) -> None:
-        self.refuse(_late("body", self._limits.body_timeout_s, "server.body_timeout_s"))
+        seconds = self._limits.body_timeout_s
+        if self._kept_waiting:
+            self.refuse(too_many_bodies(f"Other large requests left no room for this one for {seconds:g} s"))
+        else:
+            self.refuse(_late("body", seconds, "server.body_timeout_s"))
 
     def _on_stalled(self) -> None:
         self._others.note_stalled()
         self.abort()
 
     def _write_refusal(self, problem: Problem) -> None:
-        body = json.dumps(problem.body("")).encode()
-        lines = [f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}", "content-type: application/json"]
-        lines += [f"content-length: {len(body)}", "connection: close"]
-        lines += [f"{name}: {value}" for name, value in (problem.headers or {}).items()]
-        head = "\r\n".join(lines).encode() + b"\r\n"
-        head += b"".join(b"%b: %b\r\n" % header for header in self.default_headers)
-        self.write_head(head + b"\r\n" + body)
+        self.write_head(refusal_of(self._active, problem, self.default_headers))
 
     def _linger(self) -> None:
         """Say that this was all, and throw away what comes until the client has understood."""

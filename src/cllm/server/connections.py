@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cllm.errors import ConfigError
+from cllm.machine.files import allow_open_files
 from cllm.server.errors import Problem
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("cllm.server")
 
 LOG_EVERY_S = 10.0
+_ONE_READ = 262_144
+"""Bytes that the event loop reads from a connection at a time, at most."""
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 FEWEST_FILES = 9
@@ -33,7 +36,7 @@ def room_for(wanted: int) -> tuple[int, int]:
 
     All that wait to be accepted may be accepted in one go before the first of them can be refused, so both need room.
     """
-    allowed = _allow_files(wanted + BACKLOG + _open_files() + SPARE_FILES)
+    allowed = allow_open_files(wanted + BACKLOG + _open_files() + SPARE_FILES)
     if allowed is None:
         return wanted, BACKLOG
     if allowed - _open_files() < FEWEST_FILES:
@@ -42,24 +45,6 @@ def room_for(wanted: int) -> tuple[int, int]:
     room = max(2, allowed - _open_files() - SPARE_FILES)
     connections = min(wanted, max(1, room * 3 // 4))
     return connections, min(BACKLOG, room - connections)
-
-
-def _allow_files(wanted: int) -> int | None:
-    """Raise the limit of open files as far as it is needed and permitted. What it is then; None if there is none."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    infinite = resource.RLIM_INFINITY
-    if soft == infinite or soft >= wanted:
-        return None if soft == infinite else soft
-    raised = wanted if hard == infinite else min(wanted, hard)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-    except (OSError, ValueError):
-        return soft
-    return raised
 
 
 def _open_files() -> int:
@@ -76,6 +61,10 @@ class Member(Protocol):
 
     def refuse(self, problem: Problem) -> None: ...
 
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
 
 class Connections(Collector):
     """Knows for whom the server waits: those clients pay when room is needed, the longest silent first."""
@@ -87,10 +76,15 @@ class Connections(Collector):
         self.shed = 0
         self.refused = 0
         self.stalled = 0
+        self.crowded = 0
         self._silent: dict[Member, None] = {}
         """No whole request of theirs is here: new ones, idle ones, those in the middle of their headers."""
-        self._sending: dict[Member, None] = {}
-        """In the middle of a body."""
+        self._sending: dict[Member, int] = {}
+        """In the middle of a body, of which so many bytes are held; in order of their beginning."""
+        self._held = 0
+        """Bytes of all these bodies."""
+        self._waiting: dict[Member, None] = {}
+        """Those of them that are not read from until others are done."""
         self._logged_at = float("-inf")
         self._unlogged = [0, 0]
 
@@ -125,17 +119,55 @@ class Connections(Collector):
 
     def sending(self, member: Member) -> None:
         self.busy(member)
-        self._sending[member] = None
+        self._sending[member] = 0
 
     def busy(self, member: Member) -> None:
         """It is the server's turn."""
         self._silent.pop(member, None)
-        self._sending.pop(member, None)
+        self._let_read(member)
+        held = self._sending.pop(member, None)
+        if held is not None:
+            self._held -= held
+            self._share_room()
+
+    def holds(self, member: Member, size: int) -> None:
+        """So many bytes of its body are here. Where that is too much with all others, all but the oldest have to wait;
+        who begins a body even so, and brings more than there is room for, is sent away."""
+        if member not in self._sending:
+            return
+        self._held += size - self._sending[member]
+        self._sending[member] = size
+        if self._held <= self.limits.max_bodies_bytes:
+            return
+        oldest = next(iter(self._sending))
+        if member is not oldest and self._held > self.limits.max_bodies_bytes + self.limits.max_body_bytes:
+            self.crowded += 1
+            member.refuse(too_many_bodies("Too many large requests are being received at once"))
+            return
+        for other in self._sending:
+            if other is not oldest and other not in self._waiting:
+                self._waiting[other] = None
+                other.pause_reading()
+
+    def _share_room(self) -> None:
+        """Bytes were let go: the oldest goes on in any case, others as far as there is room for what they bring."""
+        room = self.limits.max_bodies_bytes - self._held
+        oldest = next(iter(self._sending), None)
+        for member in [other for other in self._sending if other in self._waiting]:
+            if member is not oldest and room <= 0:
+                return
+            self._let_read(member)
+            room -= _ONE_READ
+
+    def _let_read(self, member: Member) -> None:
+        if member in self._waiting:
+            del self._waiting[member]
+            member.resume_reading()
 
     def note_stalled(self) -> None:
         self.stalled += 1
         seconds = self.limits.write_timeout_s
-        log.info("a client did not read its answer for %g s (server.write_timeout_s): cut off", seconds)
+        log.info("a client did not read fast enough for %g s (server.write_timeout_s): cut off", seconds)
 
     # -- and what is told of them ------------------------------------------------------------------------------
 
@@ -163,9 +195,14 @@ class Connections(Collector):
         ended = CounterMetricFamily(
             f"{prefix}:http_connections_cut", "Connections that the server ended for its own sake.", labels=["reason"]
         )
-        for reason, number in (("shed", self.shed), ("refused", self.refused), ("stalled", self.stalled)):
-            ended.add_metric([reason], number)
+        for reason in ("shed", "refused", "stalled", "crowded"):
+            ended.add_metric([reason], getattr(self, reason))
         yield ended
 
 
 _RETRY = {"Retry-After": "1"}
+
+
+def too_many_bodies(why: str) -> Problem:
+    message = f"{why} (server.max_bodies_bytes). Try again later."
+    return Problem(503, "unavailable_error", message, code="too_many_bodies", headers=_RETRY)

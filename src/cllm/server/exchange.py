@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
+import uuid
 from http import HTTPStatus
 from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Scope
 
+from cllm.server.errors import Problem
+
 log = logging.getLogger("cllm.server")
 
-HIGH_WATER = 65_536
-"""Bytes of a body that are held before whoever answers has taken them."""
 _NO_BODY = frozenset({204, 304})
 _BREAKS_THE_HEAD = re.compile(rb"[\r\n\0]")
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
@@ -32,10 +34,6 @@ class Line(Protocol):
     async def drain(self) -> None:
         """Until the client has read enough of what was written."""
 
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
     def answered(self) -> None:
         """The last byte of the answer was written."""
 
@@ -46,9 +44,12 @@ class Line(Protocol):
 
 
 class Exchange:
-    """From the first byte of a request to the last of its answer, or to the moment the client is gone."""
+    """From the first byte of a request to the last of its answer, or to the moment the client is gone.
 
-    def __init__(self, line: Line) -> None:
+    Of a body that is larger than `most_body` bytes no more is kept; whoever answers has to refuse it.
+    """
+
+    def __init__(self, line: Line, most_body: int) -> None:
         self.scope: Scope = {}
         self.url = b""
         self.headers: Headers = []
@@ -65,6 +66,7 @@ class Exchange:
         self.gone = False
         """The client left, or was sent away: nothing that is sent reaches anybody."""
         self._line = line
+        self._most_body = most_body
         self._body = bytearray()
         self._end_told = False
         self._news = asyncio.Event()
@@ -81,13 +83,22 @@ class Exchange:
             self._wants_continue = True
         self.headers.append((name, value))
 
+    @property
+    def held(self) -> int:
+        """Bytes of the body that are kept here."""
+        return len(self._body)
+
     def add_body(self, data: bytes) -> None:
-        if self.answered or self.gone:
-            return  # it was answered without looking at its body
+        """Bodies are gathered in one piece: if many small ones were freed, their memory would stay with the process."""
+        if self.answered or self.gone or self._is_too_large:
+            return  # it was answered without looking at its body, or will be
         self._body += data
-        if len(self._body) > HIGH_WATER:
-            self._line.pause_reading()
-        self._news.set()
+        if self._is_too_large:
+            self._news.set()
+
+    @property
+    def _is_too_large(self) -> bool:
+        return len(self._body) > self._most_body
 
     def end_body(self) -> None:
         self.received = True
@@ -128,11 +139,11 @@ class Exchange:
             self._line.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._wants_continue = False
         while not self.gone and not self.answered:
-            if self._body or (self.received and not self._end_told):
+            if self._is_too_large or (self.received and not self._end_told):
                 body = bytes(self._body)
-                self._body.clear()
+                if self.received:
+                    self._body.clear()
                 self._end_told = self.received
-                self._line.resume_reading()
                 return {"type": "http.request", "body": body, "more_body": not self.received}
             self._news.clear()
             await self._news.wait()
@@ -199,3 +210,15 @@ class Exchange:
         if not self.keep_alive and not closes:
             lines.append(b"connection: close")
         return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def refusal_of(exchange: Exchange | None, problem: Problem, default_headers: Headers) -> bytes:
+    """The last answer on a connection, in the form that the refused request's endpoint has; there may be no request."""
+    scope = {} if exchange is None else exchange.scope
+    request_id = scope.get("state", {}).get("request_id") or uuid.uuid4().hex
+    body = json.dumps(problem.body(scope.get("path", ""))).encode()
+    lines = [f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}", "content-type: application/json"]
+    lines += [f"content-length: {len(body)}", "connection: close", f"x-request-id: {request_id}"]
+    lines += [f"{name}: {value}" for name, value in (problem.headers or {}).items()]
+    head = "\r\n".join(lines).encode() + b"\r\n"
+    return head + b"".join(b"%b: %b\r\n" % header for header in default_headers) + b"\r\n" + body

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import unquote
 
 import httptools
@@ -13,6 +13,7 @@ from cllm.server.exchange import Exchange
 
 MOST_PIPELINED = 8
 """Requests that one slice of bytes may begin."""
+_FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 
 
 class RefusedError(Exception):
@@ -21,10 +22,6 @@ class RefusedError(Exception):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
         self.problem = problem
-
-
-class OtherProtocolError(Exception):
-    """The request asked for another protocol; what follows may be in that one."""
 
 
 class RequestReader:
@@ -55,7 +52,12 @@ class RequestReader:
         self._known_bytes = 0
         """Of the request line and headers, where they are whole: exact."""
         self._head_bytes = self._body_bytes = self._framing_bytes = 0
-        self._too_large: Problem | None = None
+        self._problem: Problem | None = None
+        """Why a callback has stopped the parser."""
+        self._asks_upgrade = False
+        """The request at hand asks for another protocol, which is not to be had."""
+        self._replays = False
+        """The parser is being told again how a body is framed."""
 
     @property
     def between(self) -> bool:
@@ -71,11 +73,9 @@ class RequestReader:
         was_in_head, was, body_before = self._in_head, self.incoming, self._body_bytes
         self._begun = 0
         try:
-            self._parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:
-            raise OtherProtocolError from None
+            self._parse(piece)
         except httptools.HttpParserCallbackError:
-            raise RefusedError(self._too_large or _bad("the target of the request is not valid")) from None
+            raise RefusedError(self._problem or _bad("the target of the request is not valid")) from None
         except httptools.HttpParserError as error:
             raise RefusedError(_bad(str(error))) from None
         if self._in_head:
@@ -86,7 +86,22 @@ class RequestReader:
         if self._head_bytes > self._most_head:
             raise RefusedError(self._headers_too_large())
         if self._framing_bytes > self._most_head + self._body_bytes:
-            raise RefusedError(self._too_much("What stands between the chunks of the body is larger"))
+            raise RefusedError(self._too_much("The chunk framing is larger"))
+
+    def _parse(self, piece: bytes) -> None:
+        """A parser takes all that follows an upgrade for the other protocol's. We have none, and what follows is the
+        request's body: another parser reads on, after a head that frames the body in the same way."""
+        while True:
+            try:
+                self._parser.feed_data(piece)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                piece = piece[upgrade.args[0] :]
+            assert self.incoming is not None
+            framing = [header for header in self.incoming.headers if header[0] in _FRAMING]
+            self._asks_upgrade, self._replays = False, True
+            self._parser = httptools.HttpRequestParser(self)
+            self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(b"%b: %b\r\n" % each for each in framing))
 
     def _headers_too_large(self) -> Problem:
         return self._too_much("The request line and headers are larger")
@@ -98,27 +113,34 @@ class RequestReader:
     # -- what the parser finds ---------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        if self._replays:
+            return
         self._begun += 1
         if self._begun > MOST_PIPELINED:
-            raise ValueError("too many requests at once")
+            self._stop(_bad(f"more than {MOST_PIPELINED} requests came at once"))
         self.incoming = self._begin()
         self._in_head = True
         self._known_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         assert self.incoming is not None
+        if self._replays:
+            return
         self.incoming.url += url
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self.incoming is not None
-        if self._in_head:  # otherwise it is a trailer
+        if self._in_head:  # otherwise it is a trailer, or known
             self._count(len(name) + len(value) + len(b": \r\n"))
             self.incoming.add_header(name, value)
 
     def on_headers_complete(self) -> None:
         exchange = self.incoming
         assert exchange is not None
+        if self._replays:
+            self._replays = False
+            return
         url = httptools.parse_url(exchange.url)
         version = self._parser.get_http_version()
         exchange.keep_alive = version == "1.1" and self._parser.should_keep_alive()
@@ -133,6 +155,7 @@ class RequestReader:
             "state": self._scope["state"].copy(),
         }
         self._in_head = False
+        self._asks_upgrade = self._parser.should_upgrade()
         self._head_bytes = self._body_bytes = self._framing_bytes = 0
         self._tell_head(exchange)
 
@@ -142,6 +165,8 @@ class RequestReader:
         self.incoming.add_body(body)
 
     def on_message_complete(self) -> None:
+        if self._asks_upgrade:
+            return  # so the parser says of every such request, whether it has a body or not
         done, self.incoming = self.incoming, None
         assert done is not None
         self._in_head = True
@@ -152,9 +177,12 @@ class RequestReader:
     def _count(self, size: int) -> None:
         self._known_bytes += size
         if self._known_bytes > self._most_head:
-            self._too_large = self._headers_too_large()
-            raise ValueError(self._too_large.message)
+            self._stop(self._headers_too_large())
+
+    def _stop(self, problem: Problem) -> NoReturn:
+        self._problem = problem
+        raise ValueError(problem.message)
 
 
 def _bad(why: str) -> Problem:
-    return Problem(400, "invalid_request_error", f"This is not an HTTP request: {why}.", code="bad_request")
+    return Problem(400, "invalid_request_error", f"Malformed HTTP request: {why}.", code="bad_request")
