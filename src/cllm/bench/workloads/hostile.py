@@ -126,6 +126,9 @@ class _Beside:
         self._client = client
         self._texts = [prompts.text(work.prompt_tokens) for _ in range(work.streams)]
         self._pid = pid
+        # Until Python 3.12, waiting with a limit may swallow a cancellation that comes with the result. So tasks that
+        # are cancelled look at these, too.
+        self._attacking = True
         self._over = False
         self._kv_mb = 0.0
         self._rest_mb: list[float] = []
@@ -146,6 +149,7 @@ class _Beside:
                 await asyncio.sleep(0.5)
             finally:
                 end = perf_counter()
+                self._attacking = False
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
         finally:
@@ -165,7 +169,6 @@ class _Beside:
         return metrics | ({"status": float(statuses[-1])} if statuses else {})
 
     async def _stream(self, text: str) -> None:
-        # Not for ever: until Python 3.12, waiting with a limit may swallow a cancellation that comes with the result.
         while not self._over:
             await self._client.complete(text, self._work.stream_tokens)
 
@@ -184,7 +187,7 @@ class _Beside:
             await asyncio.sleep(0.1)
 
     async def _watch(self) -> None:
-        while True:
+        while self._attacking:
             for _ in range(10):
                 self._rest_mb.append(self._rest())
                 await asyncio.sleep(SAMPLE_S)
