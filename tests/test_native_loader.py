@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -462,3 +465,31 @@ def test_changed_numbers_load_or_are_refused(tmp_path: Path, loading: LoadingPro
     outcome = loading.outcome(model.write(tmp_path / "changed.gguf"))
     assert outcome.startswith(("loaded", "refused: ")), outcome
     assert "\n" not in outcome
+
+
+MANY_THREADS = """
+import resource, sys
+from pathlib import Path
+from cllm.backends.native.loader import load_engine
+from cllm.errors import ConfigError
+from cllm.models.gguf import GGUFModel
+model = GGUFModel.open(Path(sys.argv[1]))
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 256 * 2**20,) * 2)
+try:
+    load_engine(model, threads=1000)
+except ConfigError as error:
+    print(error)
+load_engine(model, threads=2)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does it")
+def test_more_threads_than_the_system_gives_is_a_line_that_says_so(tmp_path: Path) -> None:
+    path = opened(build_model(), tmp_path).path
+    done = subprocess.run([sys.executable, "-c", MANY_THREADS, str(path)], text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(
+        r"the system refused to start thread \d+ of 1000: .*; lower backend.threads, or raise the limit .*\n",
+        done.stdout,
+    )

@@ -26,7 +26,7 @@ from cllm.backends.native.header import (
     rope_factor,
     shown,
 )
-from cllm.errors import ModelError
+from cllm.errors import ConfigError, ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.tensor_file import TensorFile
 
@@ -100,6 +100,8 @@ def load_engine(model: GGUFModel, *, threads: int, instruction_set: str = "auto"
         raise ModelError(f"{model.path}: the native engine refuses it: {error}") from error
     except MemoryError as error:
         raise ModelError(f"{model.path}: there is not enough memory for its weights; give a smaller model") from error
+    except RuntimeError as error:  # no more threads
+        raise ConfigError(f"{error}; lower backend.threads, or raise the limit of processes or memory") from error
     return engine
 
 
