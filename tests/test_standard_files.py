@@ -16,6 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cllm.cli.serving import ONE_SIGNAL_S
+
 COMMAND = [sys.executable, "-m", "cllm"]
 FAKE = ["--backend", "fake"]
 SERVE = [*COMMAND, "serve", *FAKE, "--port", "0"]
@@ -101,9 +103,11 @@ def test_a_second_signal_ends_a_server_whose_log_nobody_reads() -> None:
     with full_pipe() as pipe, started([*SERVE, *slow], stdout=subprocess.DEVNULL, stderr=pipe) as server:
         url = f"http://127.0.0.1:{port_of(server)}"
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LIMIT_S) as reply:
-            next(reply.iter_lines())
+            lines = reply.iter_lines()  # held: a connection whose lines nobody wants any more is closed
+            next(lines)
             server.send_signal(signal.SIGTERM)
             wait_until_closing(url)
+            time.sleep(2 * ONE_SIGNAL_S)  # sooner, it would count as the same one
             server.send_signal(signal.SIGTERM)
             assert server.wait(LIMIT_S) == 128 + signal.SIGTERM
 
