@@ -277,7 +277,9 @@ def test_slow_bodies_make_room_too_and_running_answers_do_not() -> None:
             stream.sendall(completion(max_tokens=4000, stream=True))
             assert stream.recv(65_536).startswith(b"HTTP/1.1 200")
         slow = stack.enter_context(server.connect())
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: 9\r\n\r\n{")
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
+        slow.sendall(head + b"content-length: 9\r\n\r\n{")
+        time.sleep(0.5)  # what it has sent must have been read, or it counts as one that says nothing
         last = stack.enter_context(server.connect())
         last.sendall(completion(max_tokens=4000, stream=True))
         assert last.recv(65_536).startswith(b"HTTP/1.1 200")
