@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from cllm.errors import (
     CLLMError,
@@ -122,7 +121,6 @@ def install_handlers(app: FastAPI, retry_after_s: float) -> None:
     app.add_exception_handler(CLLMError, on_cllm_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientGoneError, on_client_gone)
-    app.add_exception_handler(ClientDisconnect, on_client_gone)  # in the middle of its body
 
 
 def _retry_after(seconds: float) -> dict[str, str]:

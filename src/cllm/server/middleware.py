@@ -7,7 +7,6 @@ import re
 import uuid
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.server.errors import ApiError, problem_of, problem_of_http
@@ -48,8 +47,6 @@ class RequestContext:
 
         try:
             await self.app(scope, receive, send_with_id)
-        except ClientDisconnect:
-            return  # in the middle of its body, and nobody is there to be answered
         except Exception as error:
             if started:
                 raise
