@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <utility>
@@ -11,6 +12,8 @@ namespace {
 
 constexpr size_t kBigPage = size_t(2) << 20;
 constexpr size_t kShelfRegion = size_t(64) << 20;
+
+size_t page_size() { return size_t(sysconf(_SC_PAGESIZE)); }
 
 }  // namespace
 
@@ -35,6 +38,25 @@ Region& Region::operator=(Region&& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(size_, other.size_);
     return *this;
+}
+
+void Region::release(size_t offset, size_t bytes) {
+    const size_t page = page_size(), first = (offset + page - 1) / page * page, last = (offset + bytes) / page * page;
+    if (first < last) madvise(data_ + first, last - first, MADV_DONTNEED);
+}
+
+void Region::prepare(size_t offset, size_t bytes) {
+    const size_t page = page_size();
+    for (size_t at = offset; at < offset + bytes; at += page) data_[at] = 0;
+}
+
+size_t Region::resident() const {
+    const size_t page = page_size(), pages = (size_ + page - 1) / page;
+    std::vector<unsigned char> in_memory(pages);
+    if (pages == 0 || mincore(data_, size_, in_memory.data()) != 0) return 0;
+    size_t count = 0;
+    for (const unsigned char flag : in_memory) count += flag & 1;
+    return count * page;
 }
 
 uint8_t* Shelf::take(size_t bytes) {

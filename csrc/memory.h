@@ -20,6 +20,13 @@ public:
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }
 
+    // The pages that lie wholly within these bytes go back to the operating system; what they held is lost.
+    void release(size_t offset, size_t bytes);
+    // Takes the pages of these bytes; what they held is lost.
+    void prepare(size_t offset, size_t bytes);
+    // Bytes that are in memory, as the operating system says.
+    size_t resident() const;
+
 private:
     uint8_t* data_ = nullptr;
     size_t size_ = 0;

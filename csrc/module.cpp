@@ -112,6 +112,35 @@ public:
         }
     }
 
+    void move_blocks(const IntTable& moves) {
+        require_ready();
+        if (moves.shape(1) != 3) refuse("moves has rows of " + number(moves.shape(1)) + ", not 3");
+        const size_t bytes = layout_.block_bytes();
+        for (size_t i = 0; i < moves.shape(0); ++i) {
+            const int32_t* move = moves.data() + i * 3;
+            check_run(move[0], move[2]);
+            check_run(move[1], move[2]);
+        }
+        for (size_t i = 0; i < moves.shape(0); ++i) {
+            const int32_t* move = moves.data() + i * 3;
+            std::memmove(arena_.data() + move[1] * bytes, arena_.data() + move[0] * bytes, move[2] * bytes);
+        }
+    }
+    void release_pages(int64_t first, int64_t count) {
+        require_ready();
+        check_run(first, count);
+        arena_.release(size_t(first) * layout_.block_bytes(), size_t(count) * layout_.block_bytes());
+    }
+    void prepare_pages(int64_t first, int64_t count) {
+        require_ready();
+        check_run(first, count);
+        arena_.prepare(size_t(first) * layout_.block_bytes(), size_t(count) * layout_.block_bytes());
+    }
+    size_t resident_bytes() const {
+        require_ready();
+        return arena_.resident();
+    }
+
     void set_profiling(bool on) { forward_.set_profiling(on); }
     std::map<std::string, double> profile() {
         const auto seconds = forward_.take_profile();
@@ -130,6 +159,11 @@ private:
     }
     void check_block(int32_t block) const {
         if (block < 0 || block >= blocks_) refuse("block " + number(block) + " is not one of " + number(blocks_));
+    }
+
+    void check_run(int64_t first, int64_t count) const {
+        if (first < 0 || count < 0 || first + count > blocks_)
+            refuse("blocks " + number(first) + " to " + number(first + count) + " are not among " + number(blocks_));
     }
 
     void read_chunks(const Ints& tokens, const IntTable& table, const Ints& blocks, const FloatTable& logits) {
@@ -276,6 +310,10 @@ NB_MODULE(_native, m) {
         .def("step", &Engine::step, "tokens"_a, "chunks"_a, "blocks"_a, "logits"_a.noconvert(), no_gil)
         .def("abort", &Engine::abort)
         .def("copy_blocks", &Engine::copy_blocks, "pairs"_a)
+        .def("move_blocks", &Engine::move_blocks, "moves"_a, no_gil)
+        .def("release_pages", &Engine::release_pages, "first"_a, "count"_a, no_gil)
+        .def("prepare_pages", &Engine::prepare_pages, "first"_a, "count"_a, no_gil)
+        .def("resident_bytes", &Engine::resident_bytes, no_gil)
         .def("set_profiling", &Engine::set_profiling, "on"_a)
         .def("profile", &Engine::profile);
 }

@@ -120,6 +120,18 @@ class Engine:
     def copy_blocks(self, pairs: Ints) -> None:
         """Copy whole blocks, a row (source, target) each."""
 
+    def move_blocks(self, moves: Ints) -> None:
+        """Carry out moves in order, a row (source, target, count) each; ranges may overlap. The GIL is released."""
+
+    def release_pages(self, first: int, count: int) -> None:
+        """Give the pages that lie wholly within these blocks back to the OS."""
+
+    def prepare_pages(self, first: int, count: int) -> None:
+        """Take the pages of these blocks now; what they held is lost."""
+
+    def resident_bytes(self) -> int:
+        """How much of the arena is in memory, as the OS says."""
+
     def set_profiling(self, on: bool) -> None:
         """Whether steps note how long their phases take."""
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cllm.backends.base import Backend, Chunk, Logits
 from cllm.errors import BackendError, StepAbortedError
-from cllm.kv.ops import BlockGeometry, BlockOps, Geometry, SavedKV, SlotGeometry, SlotOps
+from cllm.kv.ops import BlockGeometry, BlockOps, Geometry, Move, SavedKV, SlotGeometry, SlotOps
 from cllm.models.shape import ModelShape
 
 MAX_POSITIONS = 1 << 16
@@ -124,6 +124,7 @@ class _FakeBlocks:
     def __init__(self, geometry: BlockGeometry) -> None:
         self._size = geometry.block_size
         self._arena = np.full((geometry.blocks, geometry.block_size), -1, dtype=np.int32)
+        self._resident = np.zeros(geometry.blocks, np.bool_)
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +133,9 @@ class _FakeBlocks:
     def write(self, chunk: Chunk, tokens: NDArray[np.int32]) -> None:
         positions = np.arange(chunk.start, chunk.start + len(tokens))
         table = np.asarray(chunk.blocks, dtype=np.int64)
-        self._arena[table[positions // self._size], positions % self._size] = tokens
+        written = table[positions // self._size]
+        self._arena[written, positions % self._size] = tokens
+        self._resident[written] = True
 
     def read(self, chunk: Chunk, length: int) -> NDArray[np.int32]:
         table = np.asarray(chunk.blocks[: -(-length // self._size)], dtype=np.int64)
@@ -142,9 +145,27 @@ class _FakeBlocks:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:
             self._arena[target] = self._arena[source]
+            self._resident[target] = True
+
+    def move_blocks(self, moves: Sequence[Move]) -> None:
+        for source, target, count in moves:
+            self._arena[target : target + count] = self._arena[source : source + count].copy()
+            self._resident[target : target + count] = True
+
+    def release_pages(self, first: int, count: int) -> None:
+        self._arena[first : first + count] = -1
+        self._resident[first : first + count] = False
+
+    def prepare_pages(self, first: int, count: int) -> None:
+        self._arena[first : first + count] = -1
+        self._resident[first : first + count] = True
+
+    def resident_bytes(self) -> int:
+        return int(self._resident.sum()) * self._arena.itemsize * self._size
 
     def wipe(self) -> None:
         self._arena.fill(-1)
+        self._resident.fill(False)
 
 
 class _FakeSlots:

@@ -90,6 +90,41 @@ class ResourcesConfig(Section):
     )
 
 
+class WindowConfig(Section):
+    keep: int = Field(default=4, ge=0, description="first tokens that stay for good (attention sinks)")
+    recent: int = Field(ge=16, description="most recent tokens that stay, at least")
+
+
+class KVConfig(Section):
+    release_after_s: float | None = Field(
+        default=10.0, gt=0, description="quiet time after which free KV memory goes back to the OS (null: never)"
+    )
+    idle_mb: float | None = Field(
+        default=None,
+        ge=0,
+        description="KV memory in MiB that may stay taken while idle, cached prefixes included "
+        "(null: a quarter of the KV memory, at least one full context)",
+    )
+    large_pages: Literal["auto", "always", "never"] = Field(
+        default="auto", description="2 MiB pages for KV memory; auto uses them where the OS grants them on request"
+    )
+    placement: Literal["runs", "any"] = Field(
+        default="runs", description="runs puts a prompt's blocks side by side, apart from generated ones"
+    )
+    compaction: Literal["auto", "off", "always"] = Field(
+        default="auto", description="move KV blocks together: when it pays, never, or all the time (for measuring)"
+    )
+    compaction_share: float = Field(
+        default=0.03,
+        gt=0,
+        le=1,
+        description="share of a step's time that compaction may take while answers are generated",
+    )
+    window: WindowConfig | None = Field(
+        default=None, description="rolling context window for every request that does not set its own (null: none)"
+    )
+
+
 class SchedulerConfig(Section):
     max_running: int | None = Field(
         default=None, ge=1, description="most requests computed at once (null: n_seq_max; 256 on paged backends)"
@@ -191,6 +226,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     backend: BackendConfig = BackendConfig()
     resources: ResourcesConfig = ResourcesConfig()
+    kv: KVConfig = KVConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     server: ServerConfig = ServerConfig()
     log: LogConfig = LogConfig()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +65,33 @@ class SlotOps(Protocol):
         """Add `delta` to the positions in the range (RoPE is re-rotated by the backend)."""
 
 
+class Move(NamedTuple):
+    """`blocks` adjacent blocks, from `source` on, go to `target` on. The two ranges may overlap."""
+
+    source: int
+    target: int
+    blocks: int
+
+
 @runtime_checkable
 class BlockOps(Protocol):
+    """Operations on the arena of blocks."""
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target) each; no target is the source of another pair."""
+
+    def move_blocks(self, moves: Sequence[Move]) -> None:
+        """Carry out the moves one after another, each as if through a copy of its source.
+
+        A call that fails may have done any number of them, but leaves every source that no later or failed move of
+        the call overwrites as it was.
+        """
+
+    def release_pages(self, first: int, count: int) -> None:
+        """The content of these blocks is not needed: give the memory that lies wholly within them back to the OS."""
+
+    def prepare_pages(self, first: int, count: int) -> None:
+        """Take the memory of these blocks, whose content is not needed, from the OS now, not at the first write."""
+
+    def resident_bytes(self) -> int:
+        """How much of the arena is in memory, as the OS says."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cllm.backends.base import Backend, Chunk, Logits
 from cllm.errors import BackendError
-from cllm.kv.ops import Geometry, SavedKV, SlotGeometry, SlotOps
+from cllm.kv.ops import Geometry, Move, SavedKV, SlotGeometry, SlotOps
 from cllm.models.shape import ModelShape
 from cllm.simulate.cost import CostModel, StepWork
 from cllm.simulate.traces import Text
@@ -115,6 +115,18 @@ class TracedAnswer:
 class SimulatedBlocks:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """There is no memory behind the blocks."""
+
+    def move_blocks(self, moves: Sequence[Move]) -> None:
+        """As for copies."""
+
+    def release_pages(self, first: int, count: int) -> None:
+        """There are none."""
+
+    def prepare_pages(self, first: int, count: int) -> None:
+        """There are none."""
+
+    def resident_bytes(self) -> int:
+        return 0
 
 
 class SimulatedSlots(SlotOps):

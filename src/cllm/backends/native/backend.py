@@ -20,7 +20,7 @@ from cllm._native import Engine, instruction_sets
 from cllm.backends.base import Backend, Chunk, Logits
 from cllm.backends.native.loader import load_engine
 from cllm.errors import BackendError, ConfigError, StepAbortedError
-from cllm.kv.ops import BlockGeometry, Geometry
+from cllm.kv.ops import BlockGeometry, Geometry, Move
 from cllm.models.gguf import GGUFModel
 
 
@@ -56,6 +56,22 @@ class NativeBackend(Backend):
             engine.copy_blocks(np.array(pairs, np.int32).reshape(-1, 2))
         except (ValueError, MemoryError) as error:
             raise BackendError(f"the native engine refused to copy blocks: {str(error) or 'out of memory'}") from error
+
+    def move_blocks(self, moves: Sequence[Move]) -> None:
+        engine = self._ready()
+        try:
+            engine.move_blocks(np.array(moves, np.int32).reshape(-1, 3))
+        except (ValueError, MemoryError) as error:
+            raise BackendError(f"the native engine refused to move blocks: {str(error) or 'out of memory'}") from error
+
+    def release_pages(self, first: int, count: int) -> None:
+        self._ready().release_pages(first, count)
+
+    def prepare_pages(self, first: int, count: int) -> None:
+        self._ready().prepare_pages(first, count)
+
+    def resident_bytes(self) -> int:
+        return self._ready().resident_bytes()
 
     def step(self, chunks: Sequence[Chunk]) -> Logits:
         """The rows lie in one buffer that every step uses again."""
