@@ -106,9 +106,7 @@ class Engine:
     def seal(self) -> None:
         """All tensors are there. Raises ValueError with what is missing. Without `output` the head is token_embd."""
 
-    def allocate(
-        self, *, blocks: int, block_size: int, type_k: str, type_v: str, large_pages: bool = True
-    ) -> None:
+    def allocate(self, *, blocks: int, block_size: int, type_k: str, type_v: str, large_pages: bool = True) -> None:
         """Reserve the arena; memory is taken as it is used. Again: starts anew, empty.
 
         `large_pages` asks for pages of 2 MiB, where the OS has them; else for its usual ones.
