@@ -143,5 +143,5 @@ def _gap_ratios(ones: Sequence[Sequence[Answer]], others: Sequence[Sequence[Answ
 
 async def _moved_bytes(client: Client) -> float:
     """As the server counts them."""
-    found = re.search(r"kv_moved_bytes\w*(?:\{[^}]*\})? (\S+)", await client.text("/metrics"))
+    found = re.search(r"^\w+:kv_moved_bytes\w*(?:\{[^}]*\})? (\S+)", await client.text("/metrics"), re.MULTILINE)
     return float(found[1]) if found else 0.0
