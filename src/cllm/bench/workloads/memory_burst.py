@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -21,8 +22,7 @@ from cllm.bench.stats import percentile, ratio_interval
 from cllm.bench.watch import resident_mb
 from cllm.bench.workloads.base import LocalWorkload, Setup, busy_at_rest
 from cllm.bench.workloads.over_http import warm_up
-from cllm.kv.memory import MIB, bytes_per_token
-from cllm.models.gguf import GGUFModel
+from cllm.kv.memory import MIB
 
 KEPT = "memory kept"
 SAMPLE_S = 0.25
@@ -36,7 +36,7 @@ class MemoryBurst(LocalWorkload):
     and bursts follow that find the memory given back, or ready.
     """
 
-    filled_mb: int = 2000
+    filled_mb: float = 2000
     """K/V of the first burst."""
     prompt_tokens: int = 1000
     at_a_time: int = 16
@@ -61,7 +61,7 @@ class MemoryBurst(LocalWorkload):
     @property
     def title(self) -> str:
         return (
-            f"memory-burst: {self.filled_mb:,} MB of K/V, then {self.quiet_s:g} s of quiet "
+            f"memory-burst: {self.filled_mb:,g} MB of K/V, then {self.quiet_s:g} s of quiet "
             f"(kv.release_after_s {self.release_after_s:g}, kv.idle_mb {self.idle_mb}), then {self.bursts} bursts"
         )
 
@@ -104,16 +104,7 @@ class MemoryBurst(LocalWorkload):
 
     async def _first_burst(self, setup: Setup, side: _Side, repeat: int) -> None:
         prompts = setup.prompts(f"{self.name} {repeat}")
-        shape = GGUFModel.open(setup.model_file).shape
-        per_token = bytes_per_token(
-            n_layers=shape.n_layers,
-            n_kv_heads=shape.n_kv_heads,
-            head_dim_k=shape.head_dim_k,
-            head_dim_v=shape.head_dim_v,
-            type_k=str(setup.settings.get("resources.kv_type_k", "f16")),
-            type_v=str(setup.settings.get("resources.kv_type_v", "f16")),
-        )
-        count = -(-int(self.filled_mb * 1e6) // (per_token * self.prompt_tokens))
+        count = -(-int(self.filled_mb * 1e6) // (await _bytes_per_token(side.client) * self.prompt_tokens))
         before = side.resident
         begun = perf_counter()
         async with side.sampling():
@@ -179,6 +170,14 @@ class _Side:
 
     def curves(self, name: str) -> list[Curve]:
         return [Curve("Resident memory in a burst and after it", name, "seconds", "MB", self.samples)]
+
+
+async def _bytes_per_token(client: Client) -> int:
+    kv = json.loads(await client.text("/kv") or "{}")
+    if "bytes_per_unit" not in kv:
+        raise BenchError(f"{client.address.url} does not say how large its K/V is")
+    size: int = kv["bytes_per_unit"] // kv["unit_tokens"]
+    return size
 
 
 def _first_token(answers: Iterable[Answer]) -> float:

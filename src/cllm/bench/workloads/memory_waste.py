@@ -49,7 +49,7 @@ class MemoryWaste(LocalWorkload):
         Figure("waste_percent", "taken and not needed", "%", limit=own(4.0)),
         Figure("worst_percent", "the same, worst step", "%"),
         Figure("running", "sequences at once, on average", "", "higher"),
-        Figure("steps", "steps for all requests", ""),
+        Figure("steps", "steps until the last one began", ""),
         Figure("preempted", "sequences thrown out and computed again", ""),
         Figure("moved_mb", "moved to make room", "MB"),
     )
@@ -123,7 +123,7 @@ class _Load:
     def run(self) -> Metrics:
         taken = needed = steps = at_once = 0
         worst = 0.0
-        while self.waiting or self.running:
+        while self.waiting:  # then fewer and fewer run
             self._admit()
             for request in list(self.running):
                 self._decode(request)
