@@ -148,4 +148,5 @@ async def test_a_burst_is_watched_and_more_follow() -> None:
 def test_the_command_writes_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "waste.json"
     assert bench("memory-waste", "--quick", "--repeats", "1", "--json", str(file)) == 0
-    assert json.loads(file.read_text())["asked"]["workload"] == "memory-waste".read_text()
+    (waste,) = json.loads(file.read_text())["workloads"]
+    assert [run["side"] for run in waste["runs"]] == [OURS, RESERVED, COMPACTED]
