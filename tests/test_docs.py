@@ -245,9 +245,10 @@ LAYERS = [
 """Parts of the package from the bottom up. Those that stand together do not import each other either."""
 
 KV_LAYERS = [
-    {"sequence", "usage", "ops", "memory"},
-    {"radix", "pool", "eviction"},
-    {"manager", "holders", "store"},
+    {"sequence", "usage", "view", "ops", "memory"},
+    {"radix", "eviction", "numbers", "trigger", "extents", "pool"},
+    {"prefixes", "arena", "fragmentation", "holders", "store"},
+    {"manager", "compaction", "upkeep", "picture"},
     {"paged", "slots"},
 ]
 
