@@ -91,7 +91,7 @@ async def test_places_are_measured_and_compaction_gives_memory_back() -> None:
     }
     for pages in ("large", "small"):
         scattered, compacted = found[f"scattered, {pages} pages"], found[f"compacted, {pages} pages"]
-        assert scattered["resident_mb"] >= compacted["resident_mb"] and compacted["compact_s"] > 0
+        assert scattered["resident_mb"] >= compacted["resident_mb"]
     assert found["compacted, small pages"]["taken_percent"] == pytest.approx(100, abs=1)
     assert all(metrics["tokens_per_s"] > 0 for metrics in found.values())
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,9 @@ from cllm.bench.workloads.memory_moves import BLOCK, Plan, open_engine
 if TYPE_CHECKING:
     from cllm._native import Engine
 
-Arrangement = Literal["in runs", "compacted", "scattered"]
 Blocks = NDArray[np.int32]
 
+PAGES = ("large", "small")
 SPARE = 4
 """The arena is this many times as large as what is used."""
 PROMPT = 512
@@ -45,7 +45,6 @@ class MemoryPlacement(LocalWorkload):
         Figure("tokens_per_s", "decode", "tok/s", "higher"),
         Figure("resident_mb", "arena in memory", "MB"),
         Figure("taken_percent", "the same, of what the blocks need", "%"),
-        Figure("compact_s", "moving and giving back took", "s"),
     )
 
     @property
@@ -64,81 +63,98 @@ class MemoryPlacement(LocalWorkload):
 
     async def one_repeat(self, setup: Setup, repeat: int) -> list[Run]:
         facts = {"busy_percent_before": await busy_at_rest()}
-        engine, vocabulary = await asyncio.to_thread(open_engine, setup)
-        runs = []
-        for large in (True, False) if repeat % 2 == 0 else (False, True):
-            for arrangement, metrics in await asyncio.to_thread(self._measure, engine, vocabulary, large):
-                side = f"{arrangement}, {'large' if large else 'small'} pages"
-                runs.append(Run(OURS if side == "in runs, large pages" else side, repeat, metrics, facts))
-        return runs
+        metrics = await asyncio.to_thread(self._measure, setup)
+        return [Run(side, repeat, metrics[side], facts) for side in sorted(metrics, key=lambda side: side != OURS)]
 
-    def _measure(self, engine: Engine, vocabulary: int, large_pages: bool) -> list[tuple[Arrangement, Metrics]]:
+    def _measure(self, setup: Setup) -> dict[str, Metrics]:
+        """An engine for either kind of pages; single steps of all arrangements follow each other, so that the machine's
+        mood hits all alike."""
         per_stream = -(-(self.context + self.steps + 1) // BLOCK)
         used = self.streams * per_stream
-        arena = _Arena(engine, vocabulary, SPARE * used, large_pages)
-        in_runs = np.arange(used, dtype=np.int32).reshape(self.streams, per_stream)
-        arena.fill(in_runs)
-        found: list[tuple[Arrangement, Metrics]] = [("in runs", self._figures(arena, in_runs))]
-        scattered = np.random.default_rng(0).permutation(SPARE * used)[:used].astype(np.int32).reshape(in_runs.shape)
-        arena.empty()
-        arena.fill(scattered)
-        found.append(("scattered", self._figures(arena, scattered)))
-        begin = perf_counter()
-        compacted = arena.compact(scattered)
-        seconds = perf_counter() - begin
-        found.append(("compacted", self._figures(arena, compacted) | {"compact_s": seconds}))
-        return found
+        metrics: dict[str, Metrics] = {}
+        places: dict[str, tuple[_Arena, Blocks]] = {}
+        arenas = [_Arena(*open_engine(setup), SPARE * used, pages) for pages in PAGES]
+        for arena in arenas:
+            scattered = np.random.default_rng(0).permutation(SPARE * used)[:used].astype(np.int32)
+            metrics[_side("scattered", arena)] = arena.fill(scattered)
+            tables: dict[str, Blocks] = {
+                "scattered": scattered,
+                "compacted": arena.compact(scattered),
+                "in runs": np.arange(used, dtype=np.int32),
+            }
+            for arrangement, table in tables.items():
+                places[_side(arrangement, arena)] = arena, table.reshape(self.streams, per_stream)
+        seconds = self._decode(places)
+        for arena in arenas:  # a move leaves its source in place: until now all arrangements were there
+            for arrangement in ("compacted", "in runs"):
+                metrics[_side(arrangement, arena)] = arena.give_back_from(used)
+        return {side: metrics[side] | {"tokens_per_s": self.streams / median(taken)} for side, taken in seconds.items()}
 
-    def _figures(self, arena: _Arena, tables: Blocks) -> Metrics:
-        seconds = [arena.decode(tables, self.context + step) for step in range(-1, self.steps)][1:]
-        resident = arena.engine.resident_bytes()
-        return {
-            "tokens_per_s": self.streams / median(seconds),
-            "resident_mb": resident / 1e6,
-            "taken_percent": 100 * resident / (tables.size * arena.block_bytes),
-        }
+    def _decode(self, places: Mapping[str, tuple[_Arena, Blocks]]) -> dict[str, list[float]]:
+        """Seconds of every step by side; the first of each is not counted."""
+        seconds: dict[str, list[float]] = {side: [] for side in places}
+        for step in range(-1, self.steps):
+            for side in list(places)[:: 1 if step % 2 else -1]:
+                arena, tables = places[side]
+                taken = arena.decode(tables, self.context + step)
+                if step >= 0:
+                    seconds[side].append(taken)
+        return seconds
+
+
+def _side(arrangement: str, arena: _Arena) -> str:
+    side = f"{arrangement}, {arena.pages} pages"
+    return OURS if side == "in runs, large pages" else side
 
 
 class _Arena:
-    def __init__(self, engine: Engine, vocabulary: int, blocks: int, large_pages: bool) -> None:
-        engine.allocate(blocks=blocks, block_size=BLOCK, type_k="f16", type_v="f16", large_pages=large_pages)
-        self.engine = engine
-        self.blocks = blocks
-        self.block_bytes = engine.kv_bytes // blocks
+    def __init__(self, engine: Engine, vocabulary: int, blocks: int, pages: str) -> None:
+        engine.allocate(blocks=blocks, block_size=BLOCK, type_k="f16", type_v="f16", large_pages=pages == "large")
+        self.pages = pages
+        self._engine = engine
         self._vocabulary = vocabulary
+        self._blocks = blocks
+        self._block_bytes = engine.kv_bytes // blocks
 
-    def fill(self, tables: Blocks) -> None:
+    def fill(self, blocks: Blocks) -> Metrics:
         """Every block holds K/V of a prompt."""
-        source = tables.ravel()[: PROMPT // BLOCK]
+        source = blocks[: PROMPT // BLOCK]
         count = len(source) * BLOCK
-        tokens = np.random.default_rng(1).integers(self._vocabulary // 2, self._vocabulary, count, np.int32)
-        self._step(tokens, [(count, 0, 1, len(source))], source)
-        rest = tables.ravel()[len(source) :]
-        self.engine.copy_blocks(np.stack([np.resize(source, len(rest)), rest], axis=1))
+        self._step(self._tokens(count, 1), [(count, 0, 1, len(source))], source)
+        rest = blocks[len(source) :]
+        self._engine.copy_blocks(np.stack([np.resize(source, len(rest)), rest], axis=1))
+        return self._resident(len(blocks))
 
-    def empty(self) -> None:
-        self.engine.release_pages(0, self.blocks)
+    def compact(self, blocks: Blocks) -> Blocks:
+        """Fill the holes among the lowest places; where each block is after that."""
+        plan = fill_holes(blocks)
+        self._engine.move_blocks(plan)
+        now_at = np.arange(self._blocks, dtype=np.int32)
+        now_at[plan[:, 0]] = plan[:, 1]
+        return now_at[blocks]
+
+    def give_back_from(self, used: int) -> Metrics:
+        self._engine.release_pages(used, self._blocks - used)
+        return self._resident(used)
 
     def decode(self, tables: Blocks, position: int) -> float:
         """Seconds of one step."""
         rows = len(tables)
-        tokens = np.random.default_rng(position).integers(self._vocabulary // 2, self._vocabulary, rows, np.int32)
+        tokens = self._tokens(rows, position)
         begin = perf_counter()
         self._step(tokens, [(1, position, 1, tables.shape[1])] * rows, tables.ravel())
         return perf_counter() - begin
 
-    def compact(self, tables: Blocks) -> Blocks:
-        """Fill the holes among the lowest places; the tables after that."""
-        plan = fill_holes(tables.ravel())
-        self.engine.move_blocks(plan)
-        self.engine.release_pages(tables.size, self.blocks - tables.size)
-        now_at = np.arange(self.blocks, dtype=np.int32)
-        now_at[plan[:, 0]] = plan[:, 1]
-        return now_at[tables]
+    def _resident(self, used: int) -> Metrics:
+        resident = self._engine.resident_bytes()
+        return {"resident_mb": resident / 1e6, "taken_percent": 100 * resident / (used * self._block_bytes)}
+
+    def _tokens(self, count: int, seed: int) -> Blocks:
+        return np.random.default_rng(seed).integers(self._vocabulary // 2, self._vocabulary, count, np.int32)
 
     def _step(self, tokens: Blocks, chunks: Sequence[tuple[int, int, int, int]], table: Blocks) -> None:
         logits = np.empty((len(chunks), self._vocabulary), np.float32)
-        self.engine.step(tokens, np.array(chunks, np.int32), np.ascontiguousarray(table), logits)
+        self._engine.step(tokens, np.array(chunks, np.int32), np.ascontiguousarray(table), logits)
 
 
 def fill_holes(live: Blocks) -> Plan:
