@@ -270,17 +270,30 @@ struct FreeDeleter {
     void operator()(uint8_t* memory) const { std::free(memory); }
 };
 
-// Every thread reads a part of its own, front to back, again and again.
-double read_rate(const Loops& loops, int threads, double seconds, size_t bytes) {
-    const size_t unit = size_t(threads) * kStreams * kLine;
-    const size_t size = (bytes + unit - 1) / unit * unit;
-    const size_t taken = (size + kHugePage - 1) / kHugePage * kHugePage;
-    std::unique_ptr<uint8_t, FreeDeleter> memory(static_cast<uint8_t*>(std::aligned_alloc(kHugePage, taken)));
+using Memory = std::unique_ptr<uint8_t, FreeDeleter>;
+
+// At least so many bytes, of large pages where there are any, all touched.
+Memory filled_memory(size_t bytes) {
+    const size_t taken = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    Memory memory(static_cast<uint8_t*>(std::aligned_alloc(kHugePage, taken)));
     if (!memory) throw std::bad_alloc();
 #if defined(__linux__)
     madvise(memory.get(), taken, MADV_HUGEPAGE);  // a wish: without it the figure is a little lower
 #endif
     std::memset(memory.get(), 1, taken);
+    return memory;
+}
+
+void check_measure(const std::string& name, int threads, double seconds) {
+    if (threads < 1 || threads > 1024) throw std::invalid_argument(name + ": threads must be 1 to 1024");
+    if (!(seconds > 0 && seconds <= 60)) throw std::invalid_argument(name + ": seconds must be above 0, up to 60");
+}
+
+// Every thread reads a part of its own, front to back, again and again.
+double read_rate(const Loops& loops, int threads, double seconds, size_t bytes) {
+    const size_t unit = size_t(threads) * kStreams * kLine;
+    const size_t size = (bytes + unit - 1) / unit * unit;
+    const Memory memory = filled_memory(size);
     const size_t part = size / size_t(threads);
     return rate_on_threads(threads, seconds, [&](int thread) {
         loops.read(memory.get() + size_t(thread) * part, part / kStreams, part / kStreams);
@@ -291,8 +304,7 @@ double read_rate(const Loops& loops, int threads, double seconds, size_t bytes) 
 }  // namespace
 
 MachineLimits measure_limits(const char* instruction_set, int threads, double seconds, size_t model_bytes) {
-    if (threads < 1 || threads > 1024) throw std::invalid_argument("measure_limits: threads must be 1 to 1024");
-    if (!(seconds > 0 && seconds <= 60)) throw std::invalid_argument("measure_limits: seconds must be above 0, up to 60");
+    check_measure("measure_limits", threads, seconds);
     if (model_bytes < kLine || model_bytes > (size_t(1) << 40))
         throw std::invalid_argument("measure_limits: model_bytes must be 64 to 2^40");
     const Loops loops = select_loops(instruction_set);
@@ -302,6 +314,18 @@ MachineLimits measure_limits(const char* instruction_set, int threads, double se
     limits.read_bytes_per_s = read_rate(loops, threads, seconds, kReadBytes);
     limits.model_read_bytes_per_s = read_rate(loops, threads, seconds, model_bytes);
     return limits;
+}
+
+double measure_copy(int threads, double seconds, size_t bytes) {
+    check_measure("measure_copy", threads, seconds);
+    if (bytes < size_t(threads) || bytes > (size_t(1) << 40))
+        throw std::invalid_argument("measure_copy: bytes must be as many as threads, up to 2^40");
+    const Memory source = filled_memory(bytes), target = filled_memory(bytes);
+    const size_t part = bytes / size_t(threads);
+    return rate_on_threads(threads, seconds, [&](int thread) {
+        std::memcpy(target.get() + size_t(thread) * part, source.get() + size_t(thread) * part, part);
+        return double(part);
+    });
 }
 
 }  // namespace cllm

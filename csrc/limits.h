@@ -16,4 +16,8 @@ struct MachineLimits {
 // "generic". Throws std::invalid_argument for anything else, and for numbers that make no sense.
 MachineLimits measure_limits(const char* instruction_set, int threads, double seconds, size_t model_bytes);
 
+// Bytes a second that memcpy copies, each of `threads` threads a part of its own of two buffers of `bytes`, for `seconds`.
+// Throws std::invalid_argument for numbers that make no sense, std::bad_alloc.
+double measure_copy(int threads, double seconds, size_t bytes);
+
 }  // namespace cllm

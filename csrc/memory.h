@@ -7,12 +7,18 @@
 #include <new>
 #include <vector>
 
+#include "pool.h"
+
 namespace cllm {
+
+// What the operating system is asked for: pages of 2 MiB, which need fewer address translations, or its usual ones. Large
+// ones are a wish; where there are none, usual ones are taken.
+enum class Pages { large, usual };
 
 class Region {
 public:
     Region() = default;
-    explicit Region(size_t bytes);  // throws std::bad_alloc
+    explicit Region(size_t bytes, Pages pages = Pages::large);  // throws std::bad_alloc
     ~Region();
     Region(Region&& other) noexcept;
     Region& operator=(Region&& other) noexcept;
@@ -20,16 +26,19 @@ public:
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }
 
-    // The pages that lie wholly within these bytes go back to the operating system; what they held is lost.
+    // The pages, of the kind that was asked for, that lie wholly within these bytes go back to the operating system; what
+    // they held is lost. Throws std::system_error.
     void release(size_t offset, size_t bytes);
-    // Takes the pages of these bytes; what they held is lost.
-    void prepare(size_t offset, size_t bytes);
-    // Bytes that are in memory, as the operating system says.
+    // Takes the pages of these bytes, on all threads; what these bytes held is lost. Throws std::system_error.
+    void prepare(size_t offset, size_t bytes, ThreadPool& pool);
+    // Bytes that are in memory, as the operating system says. Throws std::system_error.
     size_t resident() const;
 
 private:
     uint8_t* data_ = nullptr;
     size_t size_ = 0;
+    size_t mapped_ = 0;  // whole pages
+    size_t page_ = 1;
 };
 
 // Weights, one after another in large regions, so that big pages can be used; freed together.

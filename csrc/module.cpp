@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "block_moves.h"
 #include "bus_error.h"
 #include "dispatch.h"
 #include "forward.h"
@@ -74,7 +75,8 @@ public:
     }
     void seal() { model_.seal(); }
 
-    void allocate(int64_t blocks, int block_size, const std::string& type_k, const std::string& type_v) {
+    void allocate(int64_t blocks, int block_size, const std::string& type_k, const std::string& type_v,
+                  bool large_pages) {
         const Shape& s = model_.shape;
         const KVLayout layout{s.n_layers, s.n_kv_heads, s.head_dim, block_size, kv_type(type_k), kv_type(type_v)};
         if (blocks < 1 || blocks > INT32_MAX) refuse("blocks is " + number(blocks));
@@ -88,7 +90,7 @@ public:
         }
         if (size_t(blocks) > (size_t(1) << 46) / layout.block_bytes()) throw std::bad_alloc();
         arena_ = Region();
-        arena_ = Region(size_t(blocks) * layout.block_bytes());
+        arena_ = Region(size_t(blocks) * layout.block_bytes(), large_pages ? Pages::large : Pages::usual);
         layout_ = layout;
         blocks_ = blocks;
     }
@@ -115,16 +117,18 @@ public:
     void move_blocks(const IntTable& moves) {
         require_ready();
         if (moves.shape(1) != 3) refuse("moves has rows of " + number(moves.shape(1)) + ", not 3");
-        const size_t bytes = layout_.block_bytes();
+        std::vector<BlockMove> checked;
+        checked.reserve(moves.shape(0));
+        int64_t total = 0;
         for (size_t i = 0; i < moves.shape(0); ++i) {
             const int32_t* move = moves.data() + i * 3;
             check_run(move[0], move[2]);
             check_run(move[1], move[2]);
+            total += move[2];
+            checked.push_back({move[0], move[1], move[2]});
         }
-        for (size_t i = 0; i < moves.shape(0); ++i) {
-            const int32_t* move = moves.data() + i * 3;
-            std::memmove(arena_.data() + move[1] * bytes, arena_.data() + move[0] * bytes, move[2] * bytes);
-        }
+        if (total > INT32_MAX) refuse("the moves have " + number(total) + " blocks together");
+        mover_.move(checked.data(), checked.size(), arena_.data(), layout_.block_bytes(), blocks_, pool_);
     }
     void release_pages(int64_t first, int64_t count) {
         require_ready();
@@ -134,7 +138,7 @@ public:
     void prepare_pages(int64_t first, int64_t count) {
         require_ready();
         check_run(first, count);
-        arena_.prepare(size_t(first) * layout_.block_bytes(), size_t(count) * layout_.block_bytes());
+        arena_.prepare(size_t(first) * layout_.block_bytes(), size_t(count) * layout_.block_bytes(), pool_);
     }
     size_t resident_bytes() const {
         require_ready();
@@ -162,8 +166,8 @@ private:
     }
 
     void check_run(int64_t first, int64_t count) const {
-        if (first < 0 || count < 0 || first + count > blocks_)
-            refuse("blocks " + number(first) + " to " + number(first + count) + " are not among " + number(blocks_));
+        if (first < 0 || count < 0 || count > blocks_ - first)
+            refuse(number(count) + " blocks from " + number(first) + " on are not among " + number(blocks_));
     }
 
     void read_chunks(const Ints& tokens, const IntTable& table, const Ints& blocks, const FloatTable& logits) {
@@ -198,6 +202,7 @@ private:
     Model model_;
     Forward forward_;
     Region arena_;
+    BlockMover mover_;
     KVLayout layout_;
     int64_t blocks_ = 0;
     std::vector<Chunk> chunks_;
@@ -278,6 +283,7 @@ NB_MODULE(_native, m) {
     m.def("end_on_bus_error", &end_on_bus_error, "line"_a, "exit_code"_a);
     m.def("pack_roundtrip", &pack_roundtrip, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a, "biased"_a);
     m.def("measure_limits", &limits, "instruction_set"_a, "threads"_a, "seconds"_a, "model_bytes"_a);
+    m.def("measure_copy", &measure_copy, "threads"_a, "seconds"_a, "bytes"_a, no_gil);
     nb::class_<RowSampler>(m, "RowSampler")
         .def(
             "__init__",
@@ -306,7 +312,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("kv_bytes", &Engine::kv_bytes)
         .def("load", &Engine::load, "layer"_a, "role"_a, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a)
         .def("seal", &Engine::seal)
-        .def("allocate", &Engine::allocate, nb::kw_only(), "blocks"_a, "block_size"_a, "type_k"_a, "type_v"_a, no_gil)
+        .def("allocate", &Engine::allocate, nb::kw_only(), "blocks"_a, "block_size"_a, "type_k"_a, "type_v"_a,
+             "large_pages"_a = true, no_gil)
         .def("step", &Engine::step, "tokens"_a, "chunks"_a, "blocks"_a, "logits"_a.noconvert(), no_gil)
         .def("abort", &Engine::abort)
         .def("copy_blocks", &Engine::copy_blocks, "pairs"_a)

@@ -85,6 +85,19 @@ def steps(rig: Rig, scale: int) -> None:
     assert rig.engine.step(*pack([]), np.empty((0, rig.n_vocab), np.float32))
 
 
+def moves(rig: Rig) -> None:
+    """Blocks moved over each other in every direction, pages given back and taken again."""
+    rng = np.random.default_rng(7)
+    for _ in range(20):
+        counts = rng.integers(0, rig.blocks, 6)
+        rows = [(*rng.integers(0, rig.blocks - count, 2), count) for count in counts]
+        rig.engine.move_blocks(np.array(rows, np.int32))
+    rig.engine.prepare_pages(1, rig.blocks - 2)
+    rig.engine.release_pages(1, rig.blocks - 1)
+    assert 0 <= rig.engine.resident_bytes() <= rig.engine.kv_bytes + (2 << 20)
+    rig.engine.move_blocks(np.array([(0, 1, rig.blocks - 1)], np.int32))
+
+
 def refusals(rig: Rig) -> None:
     """Each of these would read or write out of bounds if it were believed."""
     wrong = [
@@ -113,6 +126,12 @@ def refusals(rig: Rig) -> None:
         except ValueError:
             continue
         raise AssertionError(f"a copy was not refused: {pairs}")
+    for row in ((0, rig.blocks - 1, 2), (-1, 0, 1), (0, 0, -1), (1, 0, rig.blocks)):
+        try:
+            rig.engine.move_blocks(np.array([row], np.int32))
+        except ValueError:
+            continue
+        raise AssertionError(f"a move was not refused: {row}")
 
 
 def aborts(rig: Rig) -> None:
@@ -216,6 +235,7 @@ def main() -> None:
                 for kv_type in kv_types:
                     rig = Rig(path, instruction_set=instruction_set, threads=1 + index % 4, blocks=72, kv_type=kv_type)
                     steps(rig, 1 if instruction_set != "generic" and not quick else 2)
+                moves(rig)
                 refusals(rig)
             print(f"{label}: done", flush=True)
         path = build_model(n_layers=20, weight_type="q8_0").write(folder / "deep.gguf")

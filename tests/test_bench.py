@@ -36,7 +36,7 @@ from cllm.bench.run import run_all, tune_peers
 from cllm.bench.servers import already_running
 from cllm.bench.sizes import last, resize
 from cllm.bench.watch import Watcher
-from cllm.bench.workloads import SHORT, WORKLOADS
+from cllm.bench.workloads import LONG, SHORT, WORKLOADS
 from cllm.bench.workloads.aged import FRESH, Aged
 from cllm.bench.workloads.base import Setup
 from cllm.bench.workloads.batch import Batch
@@ -319,7 +319,7 @@ async def test_the_watcher_sees_the_process_and_the_cache() -> None:
 def test_commands_workloads_and_peers_belong_together() -> None:
     names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     assert names == {*WORKLOADS, "all", "kernels"}
-    assert {workload.name for workload in SHORT} == set(WORKLOADS) - {"soak", "aged", "hostile"}
+    assert {workload.name for workload in SHORT} == set(WORKLOADS) - set(LONG)
     for name, workloads in WORKLOADS.items():
         for workload in workloads:
             assert workload.name == name and workload.title.startswith(name)

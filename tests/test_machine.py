@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.machine import Cpus, default_threads, read_cpus, read_rooms, tightest, total_memory
+from cllm.machine import Cpus, default_threads, offers_large_pages, read_cpus, read_rooms, tightest, total_memory
 from cllm.machine.cgroups import groups
 
 GIB = 1 << 30
@@ -372,3 +372,15 @@ def test_importing_it_needs_only_the_standard_library() -> None:
         "from cllm.machine import *; print(default_threads(read_cpus()).count, tightest(read_rooms()).free)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "offered"),
+    [("always [madvise] never\n", True), ("[always] madvise never\n", True), ("always madvise [never]\n", False)],
+)
+def test_large_pages_are_offered_as_the_system_says(tmp_path: Path, setting: str, offered: bool) -> None:
+    assert not offers_large_pages(tmp_path)
+    file = tmp_path / "sys/kernel/mm/transparent_hugepage/enabled"
+    file.parent.mkdir(parents=True)
+    file.write_text(setting)
+    assert offers_large_pages(tmp_path) is offered

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ import psutil
 import pytest
 
 from cllm._native import instruction_sets
+from cllm.assemble import _open_native
 from cllm.backends.base import Chunk, Logits
 from cllm.backends.native import NativeBackend
+from cllm.config import load_config
 from cllm.errors import BackendError, ConfigError, StepAbortedError
 from cllm.kv.memory import KV_TYPES, MIB, bytes_per_token
-from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry
+from cllm.kv.ops import BlockGeometry, BlockOps, Move, SlotGeometry
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 
@@ -123,6 +125,66 @@ def test_a_copied_block_goes_on_like_its_source(backend: NativeBackend) -> None:
     ops.copy_blocks([])
     with pytest.raises(BackendError, match="copy"):
         ops.copy_blocks([(0, BLOCKS)])
+
+
+def test_moved_blocks_go_on_like_their_sources(backend: NativeBackend) -> None:
+    expected = row(backend, chunk(0, 50, table(10, 50)))
+    ops = backend.ops
+    assert isinstance(ops, BlockOps)
+    ops.move_blocks([Move(10, 8, 4), Move(8, 40, 2), Move(10, 3, 2)])
+    row(backend, chunk(0, 80, table(8, 80)))  # where they were is written over
+    assert np.array_equal(row(backend, chunk(49, 50, [40, 41, 3, 4])), expected)
+    ops.move_blocks([])
+
+
+def test_what_the_os_or_the_engine_refuses_is_an_error_of_the_call(
+    backend: NativeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = backend.ops
+    assert isinstance(ops, BlockOps)
+    for call, words in (
+        (lambda: ops.move_blocks([Move(0, BLOCKS - 1, 2)]), "move blocks: 2 blocks from"),
+        (lambda: ops.release_pages(BLOCKS, 1), "give memory back: 1 blocks from"),
+        (lambda: ops.prepare_pages(-1, 1), "take memory ahead: 1 blocks from"),
+    ):
+        with pytest.raises(BackendError, match=words) as caught:
+            call()
+        assert not caught.value.fatal
+    for error in (RuntimeError("no more memory"), MemoryError()):
+        monkeypatch.setattr(backend, "_engine", Refusing(error))
+        for ask in (lambda: ops.release_pages(0, 1), lambda: ops.prepare_pages(0, 1), ops.resident_bytes):
+            with pytest.raises(BackendError, match="memory") as caught:
+                ask()
+            assert not caught.value.fatal
+
+
+class Refusing:
+    """An engine whose system says no."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def refuse(*arguments: object) -> None:
+            raise self._error
+
+        return refuse
+
+
+@pytest.mark.parametrize(("setting", "offered", "asked"), [
+    ("auto", True, True), ("auto", False, False), ("always", True, True), ("always", False, False),
+    ("never", True, False), ("never", False, False),
+])  # fmt: skip
+def test_large_pages_are_asked_for_where_they_are_offered_and_wanted(
+    setting: str, offered: bool, asked: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cllm.assemble.offers_large_pages", lambda: offered)
+    made: list[bool] = []
+    monkeypatch.setattr("cllm.backends.native.NativeBackend", lambda model, **given: made.append(given["large_pages"]))
+    config = load_config(None, {"kv.large_pages": setting}).config
+    _open_native(config, GGUFModel.open(resolve("smollm2")), 1)
+    assert made == [asked]
+    assert ("usual pages" in caplog.text) == (setting == "always" and not offered)
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)

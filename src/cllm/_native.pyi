@@ -25,6 +25,12 @@ def measure_limits(instruction_set: str, threads: int, seconds: float, model_byt
     Raises ValueError for an instruction set that this CPU does not run, or numbers that make no sense.
     """
 
+def measure_copy(threads: int, seconds: float, bytes: int) -> float:
+    """Bytes a second that memcpy copies on these threads, between two buffers of so many bytes. The GIL is released.
+
+    Raises ValueError for numbers that make no sense, MemoryError.
+    """
+
 class RowSampler:
     """Drawing tokens from rows of logits, as cllm.engine.draw defines it. Any thread may call it. The GIL is released.
 
@@ -100,8 +106,10 @@ class Engine:
     def seal(self) -> None:
         """All tensors are there. Raises ValueError with what is missing. Without `output` the head is token_embd."""
 
-    def allocate(self, *, blocks: int, block_size: int, type_k: str, type_v: str) -> None:
+    def allocate(self, *, blocks: int, block_size: int, type_k: str, type_v: str, large_pages: bool = True) -> None:
         """Reserve the arena; memory is taken as it is used. Again: starts anew, empty.
+
+        `large_pages` asks for pages of 2 MiB, where the OS has them; else for its usual ones.
 
         Raises ValueError or MemoryError.
         """
@@ -121,16 +129,25 @@ class Engine:
         """Copy whole blocks, a row (source, target) each."""
 
     def move_blocks(self, moves: Ints) -> None:
-        """Carry out moves in order, a row (source, target, count) each; ranges may overlap. The GIL is released."""
+        """Carry out moves, a row (source, target, count) each, as if one after another; ranges may overlap.
+
+        On all threads; the GIL is released. Raises ValueError or MemoryError before anything is moved.
+        """
 
     def release_pages(self, first: int, count: int) -> None:
-        """Give the pages that lie wholly within these blocks back to the OS."""
+        """Give the pages that lie wholly within these blocks back to the OS; large ones only whole.
+
+        Raises ValueError, or RuntimeError if the OS refuses.
+        """
 
     def prepare_pages(self, first: int, count: int) -> None:
-        """Take the pages of these blocks now; what they held is lost."""
+        """Take the pages of these blocks now, on all threads; what the blocks held is lost.
+
+        Raises ValueError, or RuntimeError if the OS refuses.
+        """
 
     def resident_bytes(self) -> int:
-        """How much of the arena is in memory, as the OS says."""
+        """How much of the arena is in memory, as the OS says; RuntimeError if it does not say."""
 
     def set_profiling(self, on: bool) -> None:
         """Whether steps note how long their phases take."""

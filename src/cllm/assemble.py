@@ -20,7 +20,7 @@ from cllm.kv.ops import BlockGeometry, BlockOps, Geometry, SlotOps
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.slots import SlotKVManager
 from cllm.kv.upkeep import UpkeepSettings
-from cllm.machine import read_cpus, read_rooms
+from cllm.machine import offers_large_pages, read_cpus, read_rooms
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from cllm.resources import Weights, choose_kv_bytes, choose_threads
@@ -158,7 +158,17 @@ def _open_native(config: Config, model: GGUFModel, threads: int) -> Backend:
         instruction_set=config.backend.native.instruction_set,
         kv_type_k=config.resources.kv_type_k,
         kv_type_v=config.resources.kv_type_v,
+        large_pages=_use_large_pages(config.kv.large_pages),
     )
+
+
+def _use_large_pages(setting: str) -> bool:
+    offered = offers_large_pages()
+    if setting == "always" and not offered:
+        log.warning("kv.large_pages is always, but the system offers none: KV memory takes its usual pages")
+    use = offered and setting != "never"
+    log.debug("KV memory asks for %s pages", "2 MiB" if use else "the system's usual")
+    return use
 
 
 def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:

@@ -149,19 +149,28 @@ class _FakeBlocks:
 
     def move_blocks(self, moves: Sequence[Move]) -> None:
         for source, target, count in moves:
+            self._check_run(source, count)
+            self._check_run(target, count)
+        for source, target, count in moves:
             self._arena[target : target + count] = self._arena[source : source + count].copy()
             self._resident[target : target + count] = True
 
     def release_pages(self, first: int, count: int) -> None:
+        self._check_run(first, count)
         self._arena[first : first + count] = -1
         self._resident[first : first + count] = False
 
     def prepare_pages(self, first: int, count: int) -> None:
+        self._check_run(first, count)
         self._arena[first : first + count] = -1
         self._resident[first : first + count] = True
 
     def resident_bytes(self) -> int:
         return int(self._resident.sum()) * self._arena.itemsize * self._size
+
+    def _check_run(self, first: int, count: int) -> None:
+        if first < 0 or count < 0 or first + count > len(self._arena):
+            raise BackendError(f"{count} blocks from {first} on are not among {len(self._arena)}")
 
     def wipe(self) -> None:
         self._arena.fill(-1)

@@ -24,7 +24,7 @@ from cllm.bench.measures import Targets
 from cllm.bench.report import Report, print_machine
 from cllm.bench.run import make_setup, run_all, tune_peers
 from cllm.bench.sizes import describe, last, resize
-from cllm.bench.workloads import SHORT, WORKLOADS
+from cllm.bench.workloads import LONG, ONCE, SHORT, WORKLOADS
 from cllm.bench.workloads.base import Setup, Workload
 from cllm.config import load_config, parse_assignment
 from cllm.machine import default_threads, read_cpus
@@ -46,7 +46,8 @@ Url = Annotated[str | None, typer.Option(help="Drive the server at this address 
 ApiKey = Annotated[str | None, typer.Option(help="Key for --url.")]
 Against = Annotated[list[str] | None, typer.Option(help=f"{_PEERS_HELP} [default: llama-server; soak: none]")]
 Repeats = Annotated[
-    int | None, typer.Option(min=1, help="Passes of each side, in turn. [default: 3; all, soak, aged, hostile: 1]")
+    int | None,
+    typer.Option(min=1, help=f"Passes of each side, in turn. [default: 3; all, {', '.join(ONCE)}: 1]"),
 ]
 Model = Annotated[str, typer.Option(help="A known name, a .gguf file or hf:org/repo/file.gguf.")]
 Threads = Annotated[
@@ -121,7 +122,7 @@ def _add_command(name: str, help_text: str) -> None:
 def _bench(name: str, options: Options) -> int:
     """The exit code."""
     workloads = _choose(name, options)
-    repeats = options.repeats or (1 if name in ("all", "soak", "aged", "hostile") else 3)
+    repeats = options.repeats or (1 if name in ("all", *ONCE) else 3)
     setup = make_setup(
         workloads,
         model=options.model,
@@ -242,6 +243,4 @@ def _help(workloads: Sequence[Workload]) -> str:
 
 for _name, _workloads in WORKLOADS.items():
     _add_command(_name, _help(_workloads))
-_add_command(
-    "all", "The short set: every workload but soak, aged, hostile and kernels, once, in less than ten minutes."
-)
+_add_command("all", f"The short set: every workload but {', '.join(LONG)} and kernels, once, in less than ten minutes.")

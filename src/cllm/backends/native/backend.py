@@ -11,7 +11,8 @@ write outside the arena.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +28,20 @@ from cllm.models.gguf import GGUFModel
 class NativeBackend(Backend):
     name = "native"
 
-    def __init__(self, model: GGUFModel, *, threads: int, instruction_set: str, kv_type_k: str, kv_type_v: str) -> None:
+    def __init__(
+        self,
+        model: GGUFModel,
+        *,
+        threads: int,
+        instruction_set: str,
+        kv_type_k: str,
+        kv_type_v: str,
+        large_pages: bool = True,
+    ) -> None:
         _check_instruction_set(instruction_set)
         self.shape = model.shape
         self._kv_types = {"type_k": kv_type_k, "type_v": kv_type_v}
+        self._large_pages = large_pages
         self._geometry: BlockGeometry | None = None
         self._logits = self._room_for_logits(1)
         self._engine: Engine | None = load_engine(model, threads=threads, instruction_set=instruction_set)
@@ -51,27 +62,24 @@ class NativeBackend(Backend):
         return self
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        engine = self._ready()
-        try:
+        with self._memory_work("copy blocks") as engine:
             engine.copy_blocks(np.array(pairs, np.int32).reshape(-1, 2))
-        except (ValueError, MemoryError) as error:
-            raise BackendError(f"the native engine refused to copy blocks: {str(error) or 'out of memory'}") from error
 
     def move_blocks(self, moves: Sequence[Move]) -> None:
-        engine = self._ready()
-        try:
+        with self._memory_work("move blocks") as engine:
             engine.move_blocks(np.array(moves, np.int32).reshape(-1, 3))
-        except (ValueError, MemoryError) as error:
-            raise BackendError(f"the native engine refused to move blocks: {str(error) or 'out of memory'}") from error
 
     def release_pages(self, first: int, count: int) -> None:
-        self._ready().release_pages(first, count)
+        with self._memory_work("give memory back") as engine:
+            engine.release_pages(first, count)
 
     def prepare_pages(self, first: int, count: int) -> None:
-        self._ready().prepare_pages(first, count)
+        with self._memory_work("take memory ahead") as engine:
+            engine.prepare_pages(first, count)
 
     def resident_bytes(self) -> int:
-        return self._ready().resident_bytes()
+        with self._memory_work("say what is in memory") as engine:
+            return engine.resident_bytes()
 
     def step(self, chunks: Sequence[Chunk]) -> Logits:
         """The rows lie in one buffer that every step uses again."""
@@ -120,9 +128,22 @@ class NativeBackend(Backend):
             raise BackendError("the native engine has no memory: allocate() was not called, or close() was", fatal=True)
         return self._engine
 
+    @contextmanager
+    def _memory_work(self, what: str) -> Iterator[Engine]:
+        """Whatever the engine or the OS refuses is an error of this call, not the end of the engine."""
+        try:
+            yield self._ready()
+        except (ValueError, OverflowError, MemoryError, RuntimeError) as error:
+            raise BackendError(f"the native engine could not {what}: {str(error) or 'out of memory'}") from error
+
     def _reserve(self, geometry: BlockGeometry) -> None:
         try:
-            self._open().allocate(blocks=geometry.blocks, block_size=geometry.block_size, **self._kv_types)
+            self._open().allocate(
+                blocks=geometry.blocks,
+                block_size=geometry.block_size,
+                large_pages=self._large_pages,
+                **self._kv_types,
+            )
         except ValueError as error:
             raise ConfigError(f"the native engine cannot keep K/V as configured: {error}") from error
         except MemoryError as error:

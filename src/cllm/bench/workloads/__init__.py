@@ -9,6 +9,11 @@ from cllm.bench.workloads.chat import Chat
 from cllm.bench.workloads.generator import Generator
 from cllm.bench.workloads.hostile import Hostile
 from cllm.bench.workloads.memory import Memory
+from cllm.bench.workloads.memory_burst import MemoryBurst
+from cllm.bench.workloads.memory_busy import MemoryBusy
+from cllm.bench.workloads.memory_moves import MemoryMoves
+from cllm.bench.workloads.memory_placement import MemoryPlacement
+from cllm.bench.workloads.memory_waste import MemoryWaste
 from cllm.bench.workloads.micro import Micro
 from cllm.bench.workloads.mixed import Mixed
 from cllm.bench.workloads.overhead import Overhead
@@ -30,10 +35,19 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "aged": (Aged(),),
     "overhead": (Overhead(),),
     "memory": (Memory(),),
+    "memory-waste": (MemoryWaste(),),
+    "memory-compaction": (MemoryMoves(), MemoryPlacement()),
+    "memory-busy": (MemoryBusy(),),
+    "memory-burst": (MemoryBurst(),),
     "micro": (Micro(),),
     "snapshots": (Snapshots(),),
     "generator": (Generator(),),
 }
+
+LONG = ("soak", "aged", "hostile", "memory-compaction", "memory-busy", "memory-burst")
+"""Too long for the short set."""
+ONCE = ("soak", "aged", "hostile", "memory-busy", "memory-burst")
+"""One pass is enough: it is long, or the sides take turns within it."""
 
 SHORT: tuple[Workload, ...] = (
     *WORKLOADS["sequential"],
@@ -46,8 +60,9 @@ SHORT: tuple[Workload, ...] = (
     Mixed(duration=12.0),
     Overhead(rounds=10),
     Memory(),
+    MemoryWaste(requests=500),
     Micro(),
     Snapshots(),
     Generator(tokens=400),
 )
-"""Everything but `soak`, `aged` and `hostile`, in less than ten minutes on two cores, with one peer."""
+"""Everything but what is in `LONG`, in less than ten minutes on two cores, with one peer."""
