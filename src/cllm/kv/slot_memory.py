@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 import numpy as np
 
@@ -267,14 +268,16 @@ class SlotMemory(KVManager):
         if needed > limit:
             log.warning("%d bytes that run cannot be moved to %d slots: there is room for %d", needed, slots, limit)
             return None
-        for entry in sorted(self._held_in_slots(), key=lambda entry: -entry.number):
+        leaving: list[int] = []
+        for entry in sorted(self._held_in_slots(), key=attrgetter("number"), reverse=True):
             size = self._most_bytes(entry)
             if len(staying) < slots and needed + size <= limit:
                 staying.append(entry)
                 needed += size
-            else:
-                assert entry.slot is not None
-                self._vacate(entry.slot)
+            elif entry.slot is not None:
+                leaving.append(entry.slot)
+        for slot in reversed(leaving):  # the oldest first, and so they are evicted
+            self._vacate(slot)
         self._make_room(needed, limit)
         carried: list[tuple[Entry, SavedKV]] = []
         for entry in staying:

@@ -164,6 +164,10 @@ class SlotKVManager(SlotMemory):
         idle_at = self._sizes.idle_at()
         return self._sizes.few_at(len(self._slots)) if idle_at is None else idle_at
 
+    def reset(self) -> None:
+        super().reset()
+        self._note_running()
+
     def usage(self) -> KVUsage:
         running = [entry.owner for entry in self._slots if entry is not None and entry.owner is not None]
         held = self._held_in_slots()
@@ -171,7 +175,9 @@ class SlotKVManager(SlotMemory):
         evictable = sum(entry.length for entry in held) + self._store.tokens
         total = self._geometry.tokens + self._store_bytes // self._bytes_per_token
         self._peak = max(self._peak, referenced)
-        free_runs = "".join("." if entry is None else "x" for entry in self._slots).replace("x", " ").split()
+        # Slots that are not taken yet are free, too.
+        state = "".join("." if entry is None else " " for entry in self._slots)
+        free_runs = state.ljust(self._geometry.slots, ".").split()
         return KVUsage(
             layout="slots",
             unit_tokens=1,
@@ -196,7 +202,12 @@ class SlotKVManager(SlotMemory):
     def details(self) -> dict[str, Any]:
         return {
             "slots": [describe(entry) for entry in self._slots],
+            "slots_now": len(self._slots),
+            "slots_at_most": self._geometry.slots,
             "slot_tokens": self._geometry.slot_tokens,
+            "slot_bytes": self._slot_bytes,
+            "rebuilds": self._resizes,
+            "moved_bytes": self._moved_bytes,
             "store": {
                 "sequences": len(self._store),
                 "tokens": self._store.tokens,
