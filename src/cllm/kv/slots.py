@@ -148,7 +148,7 @@ class SlotKVManager(SlotMemory):
 
     # -- upkeep ------------------------------------------------------------------------------------------------
 
-    def maintain(self, budget_s: float = 0.0, *, idle: bool = False) -> bool:
+    def maintain(self, budget_s: float) -> bool:
         """Taking fewer slots cannot be done in parts, and so may pass `budget_s`; it is for quiet times."""
         self._make_room(0, self._threshold_bytes)
         if self._max_sequences is not None:
