@@ -48,7 +48,8 @@ class SlotMemory(KVManager):
         self._slot_bytes = geometry.slot_tokens * bytes_per_token
         self._store_bytes = store_bytes
         self._clock = clock
-        self._evictions = self._moves = self._moved_bytes = self._resizes = 0
+        self._evictions = self._moves = self._moved_bytes = 0
+        self._resizes = self._resizes_failed = self._released_bytes = 0
         self._policy_name = eviction_policy
         self._slots: list[Entry | None] = [None] * geometry.first
         self._start_empty()
@@ -244,6 +245,7 @@ class SlotMemory(KVManager):
         before = len(self._slots)
         carried = self._carry_out(slots)
         if carried is None:
+            self._resizes_failed += 1
             return False
         now = self._reopen(slots, before)
         self._slots = [None] * now
@@ -255,8 +257,11 @@ class SlotMemory(KVManager):
                 entry.owner.slot = number
         while carried:
             self._carry_in(*carried.pop())
-        self._resizes += 1
-        log.info("%d slots instead of %d, %d of them in use", now, before, sum(e is not None for e in self._slots))
+        self._resizes += now != before
+        self._resizes_failed += now != slots
+        self._released_bytes += max(0, before - now) * self._slot_bytes
+        if now != before:
+            log.info("the KV memory has %d slots now instead of %d", now, before)
         return now == slots
 
     def _carry_out(self, slots: int) -> list[tuple[Entry, SavedKV]] | None:

@@ -26,9 +26,11 @@ from cllm.kv.ops import SlotGeometry, SlotOps
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
 from cllm.kv.slot_memory import SlotMemory
+from cllm.kv.slot_picture import picture
 from cllm.kv.slot_sizes import SlotSizes, possible_sizes
 from cllm.kv.store import most_bytes
 from cllm.kv.usage import KVUsage
+from cllm.kv.view import KVView
 
 
 class SlotKVManager(SlotMemory):
@@ -170,7 +172,8 @@ class SlotKVManager(SlotMemory):
 
     def usage(self) -> KVUsage:
         running = [entry.owner for entry in self._slots if entry is not None and entry.owner is not None]
-        held = self._held_in_slots()
+        held, slots = self._held_in_slots(), len(self._slots)
+        used = len(running) + len(held)
         referenced = sum(owner.num_computed for owner in running)
         evictable = sum(entry.length for entry in held) + self._store.tokens
         total = self._geometry.tokens + self._store_bytes // self._bytes_per_token
@@ -197,6 +200,14 @@ class SlotKVManager(SlotMemory):
             moved_bytes=self._moved_bytes,
             query_tokens=self._queried,
             hit_tokens=self._hit,
+            extents_used=used,
+            extents_needed=used,
+            extents_ready=slots - used,
+            extents_fresh=self._geometry.slots - slots,
+            extent_bytes=self._slot_bytes,
+            resident_bytes=slots * self._slot_bytes + self._store.bytes,
+            released_bytes=self._released_bytes,
+            upkeep_failures=self._resizes_failed,
         )
 
     def details(self) -> dict[str, Any]:
@@ -215,6 +226,10 @@ class SlotKVManager(SlotMemory):
                 "capacity_bytes": self._store_bytes,
             },
         }
+
+    def view(self) -> KVView:
+        store = self._store
+        return picture(self._slots, store.entries, len(store), self._geometry, self._bytes_per_token)
 
     # -- inside: slots -----------------------------------------------------------------------------------------
 
