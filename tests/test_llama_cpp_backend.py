@@ -347,12 +347,12 @@ def test_slots_on_demand_in_a_running_server() -> None:
             answers[on_demand] = [answer.text for answer in llm.generate(texts, greedy, progress=False)]
             if on_demand:
                 deadline = time.monotonic() + 20
-                while llm.kv()["slots_now"] > 1:
+                while llm.kv()["details"]["slots_now"] > 1:
                     assert time.monotonic() < deadline, "memory is not given back"
                     time.sleep(0.05)
-                assert llm.kv()["rebuilds"] >= 2
+                assert llm.kv()["details"]["rebuilds"] >= 2
             answers[on_demand] += [answer.text for answer in llm.generate(texts, greedy, progress=False)]
-            assert llm.kv()["slots_now"] == llm.kv()["slots_at_most"] == 8
+            assert llm.kv()["details"]["slots_now"] == llm.kv()["details"]["slots_at_most"] == 8
     assert answers[True] == answers[False]
 
 
