@@ -244,9 +244,9 @@ LAYERS = [
 """Parts of the package from the bottom up. Those that stand together do not import each other either."""
 
 KV_LAYERS = [
-    {"sequence", "usage", "ops", "memory"},
+    {"sequence", "usage", "ops", "memory", "view", "slot_sizes"},
     {"radix", "pool", "eviction"},
-    {"manager", "holders", "store"},
+    {"manager", "holders", "store", "slot_memory", "slot_picture"},
     {"paged", "slots"},
 ]
 

@@ -21,10 +21,10 @@ from cllm.backends.llama_cpp import LlamaCppBackend
 from cllm.backends.native import NativeBackend
 from cllm.engine.request import Request
 from cllm.errors import BackendError, StepAbortedError
+from cllm.kv.memory import most_bytes
 from cllm.kv.ops import BlockGeometry, SlotGeometry
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.slots import SlotKVManager
-from cllm.kv.store import most_bytes
 from cllm.models.gguf import GGUFModel
 from engine_kit import make_request, reference
 from fault_kit import BACKEND_CALLS, Machine, Rig, Scenario, fail_every_call
