@@ -9,13 +9,7 @@ import numpy as np
 
 from cllm.kv.arena import Arena
 from cllm.kv.prefixes import BlockNode
-from cllm.kv.view import KVView, PrefixView, SequenceView
-
-MOST_PREFIXES = 200
-MOST_NODES = 2000
-"""Nodes of the tree that are looked at for the largest ones."""
-
-FIRST_TOKENS = 32
+from cllm.kv.view import FIRST_TOKENS, MOST_NODES, MOST_PREFIXES, KVView, PrefixView, SequenceView
 
 
 def picture(arena: Arena) -> KVView:
@@ -26,8 +20,8 @@ def picture(arena: Arena) -> KVView:
         layout="paged",
         cell_tokens=size,
         cell_bytes=arena.block_bytes,
-        holders=np.frombuffer(arena.pool.holders, np.int32).copy(),
-        resident=np.frombuffer(extents.taken, np.bool_).copy(),
+        holders=np.array(arena.pool.holders, np.int32),
+        resident=np.array(extents.taken, np.bool_),
         extent_cells=extents.size,
         prefixes=tuple(_prefix_view(node, size) for node in _largest(arena)),
         prefixes_in_all=len(arena.holders.owners) - len(arena.running),
