@@ -90,6 +90,8 @@ def refusals(rig: Rig) -> None:
     wrong = [
         Part([rig.n_vocab], 0, [0]), Part([-1], 0, [0]), Part([1], 0, [rig.blocks]), Part([1], 0, [-1]),
         Part([1], -1, [0]), Part([1], 16, [0]), Part([1] * 17, 0, [0]), Part([], 0, [0]), Part([1], 2**31 - 1, [0]),
+        Part([1], 0, [0], dropped=-16), Part([1], 20, [0, 1], dropped=16, kept=8), Part([1], 20, [0, 1], kept=-16),
+        Part([1], 20, [0, 1], dropped=16, kept=32), Part([1], 20, [0, 1], dropped=2**31 - 1, kept=16),
     ]  # fmt: skip
     room = np.empty((2, rig.n_vocab), np.float32)
     good = Part([1, 2], 0, [0])
@@ -97,7 +99,7 @@ def refusals(rig: Rig) -> None:
     tokens, chunks, blocks = pack([good])
     attempts += [
         (tokens[:1], chunks, blocks, room), (tokens, chunks[:, :3], blocks, room), (tokens, chunks, blocks[:0], room),
-        (tokens, chunks + np.array([0, 0, 0, 1], np.int32), blocks, room), (tokens, chunks, blocks, room[:0]),
+        (tokens, chunks + np.array([0, 0, 0, 1, 0, 0], np.int32), blocks, room), (tokens, chunks, blocks, room[:0]),
         (tokens, chunks, blocks, room[:, :-1]), (tokens, chunks, blocks, room.T), (tokens, chunks, blocks, None),
         (tokens, chunks * 2**30, blocks, room), (tokens, -chunks, blocks, room),
     ]  # fmt: skip

@@ -18,20 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.kv.eviction import EvictionPolicy, make_policy
-from cllm.kv.manager import CHECK_SLICE, KVManager
+from cllm.kv.manager import CHECK_SLICE
 from cllm.kv.ops import BlockGeometry, BlockOps
+from cllm.kv.paged_operations import BlockNode, PagedOperations
 from cllm.kv.pool import BlockPool
-from cllm.kv.radix import TOKEN_BYTES, Found, Node, RadixTree
+from cllm.kv.radix import TOKEN_BYTES, Found, RadixTree
 from cllm.kv.sequence import KVSequence
 from cllm.kv.usage import KVUsage
-
-BlockNode = Node[list[int]]
 
 SPAN_INTERVAL_S = 1.0
 EVICT_AT_ONCE = 256
 
 
-class PagedKVManager(KVManager):
+class PagedKVManager(PagedOperations):
     def __init__(
         self,
         ops: BlockOps,
@@ -74,10 +73,10 @@ class PagedKVManager(KVManager):
         return self._tree.find(key[: self._shareable_bytes(len(key))]).matched // TOKEN_BYTES
 
     def admit(self, sequence: KVSequence) -> int | None:
-        key = sequence.tokens.tobytes()
+        key = sequence.prefix.tobytes()
         found = self._tree.find(key[: self._shareable_bytes(len(key))])
         cached_blocks = found.matched // self._tree.unit_bytes
-        needed = self._blocks_for(len(sequence.tokens)) - cached_blocks
+        needed = self._blocks_for(sequence.needed) - cached_blocks
         # The watermark keeps room for running sequences to grow, so it does not apply when there are none.
         reserve = self._watermark_blocks if self._running else 0
         if needed + reserve > self._available() - self._unused_on_path(found):
@@ -103,10 +102,10 @@ class PagedKVManager(KVManager):
         """Where blocks lie makes no difference to speed."""
 
     def grow(self, sequence: KVSequence, count: int) -> bool:
-        end = sequence.num_computed + count
+        held = sequence.num_computed - sequence.dropped
         blocks = sequence.blocks
-        missing = self._blocks_for(end) - len(blocks)
-        last = sequence.num_computed // self.block_size
+        missing = self._blocks_for(held + count) - len(blocks)
+        last = held // self.block_size
         writes_shared = last < len(blocks) and last >= sequence.indexed and self._pool.is_shared(blocks[last])
         if missing <= 0 and not writes_shared:
             return True
@@ -129,7 +128,7 @@ class PagedKVManager(KVManager):
 
     def fork(self, parent: KVSequence, child: KVSequence) -> bool:
         self.commit(parent)
-        end = self._blocks_for(parent.num_computed)
+        end = self._blocks_for(parent.held)
         child.blocks = parent.blocks[:end]
         for block in child.blocks[parent.indexed :]:
             self._pool.share(block)
@@ -137,6 +136,7 @@ class PagedKVManager(KVManager):
         child.node = parent.node
         child.indexed = parent.indexed
         child.num_computed = parent.num_computed
+        child.dropped, child.kept = parent.dropped, parent.kept
         self._running[id(child)] = child
         return True
 
@@ -144,7 +144,7 @@ class PagedKVManager(KVManager):
 
     def commit(self, sequence: KVSequence) -> None:
         full = sequence.num_computed // self.block_size
-        if full > sequence.indexed:
+        if full > sequence.indexed and sequence.intact:
             self._index(sequence, full)
 
     def verify(self, sequence: KVSequence) -> None:
@@ -210,7 +210,13 @@ class PagedKVManager(KVManager):
         return {
             "block_size": self.block_size,
             "running": [
-                {"tokens": len(s.tokens), "computed": s.num_computed, "blocks": len(s.blocks), "shared": s.indexed}
+                {
+                    "tokens": len(s.tokens),
+                    "computed": s.num_computed,
+                    "dropped": s.dropped,
+                    "blocks": len(s.blocks),
+                    "shared": s.indexed,
+                }
                 for s in self._running.values()
             ],
             "prefix_nodes_evictable": len(self._policy),
@@ -264,7 +270,7 @@ class PagedKVManager(KVManager):
             raise AssertionError("a block table disagrees with the tree")
         if bytes(spelled) != sequence.tokens.tobytes()[: len(spelled)]:
             raise AssertionError("a sequence stands on a path that spells other tokens")
-        if len(sequence.blocks) * self.block_size < sequence.num_computed:
+        if len(sequence.blocks) * self.block_size < sequence.held:
             raise AssertionError("a sequence has computed more than its blocks hold")
 
     def _blocks_for(self, tokens: int) -> int:

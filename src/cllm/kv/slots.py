@@ -25,6 +25,7 @@ from typing import Any
 from cllm.errors import BackendError
 from cllm.kv.holders import Entry, HolderIndex, describe
 from cllm.kv.manager import KVManager, PositionMismatchError
+from cllm.kv.operations import check_removal, check_shift, check_truncation, close_hole, open_hole
 from cllm.kv.ops import SlotGeometry, SlotOps
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
@@ -74,7 +75,7 @@ class SlotKVManager(KVManager):
         return self._index.find(key[:-TOKEN_BYTES])[0]
 
     def admit(self, sequence: KVSequence) -> int | None:
-        cached, holders = self._index.find(sequence.tokens.tobytes()[:-TOKEN_BYTES])
+        cached, holders = self._index.find(sequence.prefix.tobytes()[:-TOKEN_BYTES])
         source = min(holders, key=Entry.preference) if cached else None
         slot = self._choose_slot(source)
         if slot is None:
@@ -94,8 +95,9 @@ class SlotKVManager(KVManager):
         if slot is None:
             return False
         self._vacate(slot)
-        if not self._copied(parent.slot, slot, parent.num_computed):
+        if not self._copied(parent.slot, slot, parent.held):
             return False
+        child.dropped, child.kept = parent.dropped, parent.kept
         self._occupy(slot, child, parent.num_computed)
         return True
 
@@ -107,7 +109,7 @@ class SlotKVManager(KVManager):
             entry = self._slots[running[-1]]
             assert entry is not None and entry.owner is not None and entry.slot is not None
             self._vacate(gap)
-            if not self._copied(entry.slot, gap, entry.owner.num_computed):
+            if not self._copied(entry.slot, gap, entry.owner.held):
                 return
             self._empty(entry.slot)
             self._slots[gap] = entry
@@ -116,28 +118,28 @@ class SlotKVManager(KVManager):
             running = self._running_slots()
 
     def grow(self, sequence: KVSequence, count: int) -> bool:
-        return sequence.num_computed + count <= self.max_tokens
+        return sequence.end + count <= self.max_tokens
 
     # -- after a step ------------------------------------------------------------------------------------------
 
     def commit(self, sequence: KVSequence) -> None:
         # Prompt chunks are indexed at once, for others to share; generated tokens when the sequence ends.
-        if sequence.num_computed - sequence.entry.length > 1:
+        if sequence.intact and sequence.num_computed - sequence.entry.length > 1:
             self._index.extend(sequence.entry, sequence)
 
     def verify(self, sequence: KVSequence) -> None:
         held = self._ops.length(sequence.slot)
-        if held != sequence.num_computed:
+        if held != sequence.end:
             raise PositionMismatchError(
-                f"slot {sequence.slot} holds {held} positions, the sequence has computed {sequence.num_computed}"
+                f"slot {sequence.slot} holds {held} positions, the sequence has computed {sequence.end}"
             )
 
     def rewind(self, sequence: KVSequence) -> None:
-        self._ops.remove(sequence.slot, sequence.num_computed)
+        self._ops.remove(sequence.slot, sequence.end)
 
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         entry: Entry = sequence.entry
-        if keep and sequence.num_computed:
+        if keep and sequence.num_computed and sequence.intact:
             self._index.extend(entry, sequence)
             sequence.forget_memory()
             entry.owner = None
@@ -147,6 +149,35 @@ class SlotKVManager(KVManager):
         else:
             sequence.forget_memory()
             self._discard(entry)
+
+    # -- operations on a sequence's memory ---------------------------------------------------------------------
+
+    def remove_range(self, sequence: KVSequence, start: int, end: int) -> bool:
+        check_removal(sequence, start, end)
+        self._ops.remove(sequence.slot, start, end)
+        open_hole(sequence, start, end)
+        if sequence.entry.length > start:
+            self._index.cut_back(sequence.entry, sequence)
+        return True
+
+    def shift(self, sequence: KVSequence, start: int, delta: int) -> None:
+        check_shift(sequence, start, delta)
+        self._ops.shift(sequence.slot, start, None, delta)
+        close_hole(sequence)
+
+    def truncate(self, sequence: KVSequence, length: int) -> int:
+        check_truncation(sequence, length)
+        self._ops.remove(sequence.slot, length - sequence.dropped)
+        sequence.num_computed = length
+        if sequence.entry.length > length:
+            self._index.cut_back(sequence.entry, sequence)
+        return length
+
+    def keep(self, sequence: KVSequence) -> None:
+        while len(self._store):
+            self._evict(self._store.oldest())
+        for entry in self._held_in_slots():
+            self._evict(entry)
 
     # -- upkeep ------------------------------------------------------------------------------------------------
 
@@ -177,7 +208,7 @@ class SlotKVManager(KVManager):
     def usage(self) -> KVUsage:
         running = [entry.owner for entry in self._slots if entry is not None and entry.owner is not None]
         held = self._held_in_slots()
-        referenced = sum(owner.num_computed for owner in running)
+        referenced = sum(owner.held for owner in running)
         evictable = sum(entry.length for entry in held) + self._store.tokens
         total = self._geometry.tokens + self._store_bytes // self._bytes_per_token
         self._peak = max(self._peak, referenced)
@@ -220,7 +251,7 @@ class SlotKVManager(KVManager):
         for number, entry in enumerate(self._slots):
             expected = 0
             if entry is not None:
-                expected = entry.length if entry.owner is None else entry.owner.num_computed
+                expected = entry.length if entry.owner is None else entry.owner.end
                 if entry.slot != number or entry.saved is not None:
                     raise AssertionError(f"slot {number} names a sequence that is elsewhere")
             if self._ops.length(number) != expected:
