@@ -59,6 +59,7 @@ SNAPSHOT = EngineSnapshot(
     prompt_tokens=200,
     cached_tokens=150,
     generated_tokens=99,
+    dropped_tokens=512,
     finished={"stop": 4, "length": 3, "cancelled": 2},
     uptime_s=12.5,
     last_step_s=0.01,

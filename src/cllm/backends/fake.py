@@ -184,6 +184,8 @@ class _FakeBlocks:
 class _FakeSlots:
     """Numbered sequences of tokens, each with its own positions, as llama.cpp keeps them."""
 
+    no_shift: str | None = None
+
     def __init__(self, geometry: SlotGeometry) -> None:
         self._capacity = geometry.slot_tokens
         self._cells: list[dict[int, int]] = [{} for _ in range(geometry.slots)]

@@ -381,6 +381,7 @@ class Engine:
             prompt_tokens=scheduler.prompt_tokens,
             cached_tokens=scheduler.cached_tokens,
             generated_tokens=scheduler.generated_tokens,
+            dropped_tokens=scheduler.kv.dropped_tokens,
             finished=dict(scheduler.finished),
             uptime_s=self._clock() - self._started_at,
             last_step_s=self._last_step_s,

@@ -20,6 +20,8 @@ class EngineSnapshot(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
+    dropped_tokens: int
+    """Computed tokens that rolling windows have let go of."""
     finished: Mapping[str, int]
     """Finish reason -> requests."""
     uptime_s: float
