@@ -77,8 +77,9 @@ class KVSequence:
 
     @property
     def prefix(self) -> array[int]:
-        """The tokens before the first of them is dropped, and the next one: what of others' work may be of use."""
-        return self.tokens if self.window is None else self.tokens[: self.window.capacity + 1]
+        """What of it others may have computed: the tokens before the first of them is dropped. The last one of these is
+        always its own to compute."""
+        return self.tokens if self.window is None else self.tokens[: self.window.capacity]
 
     @property
     def needed(self) -> int:
