@@ -18,18 +18,20 @@ Logits = NDArray[np.float32]
 
 
 class LoneMemory:
-    """The memory of one sequence on a fake backend, blocks of one token or a slot, from which a range can be dropped."""
+    """The memory of one sequence on a fake backend, in blocks of one token or a slot."""
 
     def __init__(self, layout: str) -> None:
         self.backend = FakeBackend()
-        self.backend.allocate(BlockGeometry(1 << 12, 1) if layout == "paged" else SlotGeometry(1, 1 << 12))
+        self.backend.allocate(BlockGeometry(1 << 11, 1) if layout == "paged" else SlotGeometry(1, 1 << 12))
         self._paged = layout == "paged"
         self._table: list[int] = []
         self._used = 0
+        self._history: list[tuple[str, tuple[int, ...]]] = []
         self.tokens: list[int] = []
         self.dropped = self.kept = 0
 
     def drop(self, start: int, count: int) -> None:
+        self._history.append(("drop", (start, count)))
         del self.tokens[start : start + count]
         if self._paged:
             del self._table[start : start + count]
@@ -42,13 +44,22 @@ class LoneMemory:
 
     def truncate(self, length: int) -> None:
         """`length` counts what was dropped."""
+        self._history.append(("truncate", (length,)))
         held = length - self.dropped
         del self.tokens[held:], self._table[held:]
         if not self._paged:
             assert isinstance(self.backend.ops, SlotOps)
             self.backend.ops.remove(0, held)
 
+    def copy(self) -> LoneMemory:
+        """Another one with the same history."""
+        twin = LoneMemory("paged" if self._paged else "slots")
+        for name, arguments in self._history:
+            getattr(twin, name)(*arguments)
+        return twin
+
     def compute(self, token: int) -> Logits:
+        self._history.append(("compute", (token,)))
         self._table.append(self._used)
         self._used += 1
         chunk = Chunk(array("i", [token]), len(self.tokens), True, 0, self._table, self.dropped, self.kept)
