@@ -17,7 +17,7 @@ from cllm.kv.manager import KVManager
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.sequence import KVSequence
 from test_kv_managers import paged, slots, state_of
-from window_kit import LoneMemory, Logits
+from window_kit import Logits, LoneMemory
 
 Prompt = st.lists(st.integers(0, 1), min_size=1, max_size=40)
 

@@ -1,4 +1,4 @@
-"""Rolling windows on the native engine: the right numbers, against numpy, and the same bits however they are computed."""
+"""Rolling windows on the native engine: the right numbers, against numpy, and the same bits in whatever way."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_against_numpy(window: Window, tmp_path: Path) -> None:
 
 
 def test_positions_far_beyond_any_context(tmp_path: Path) -> None:
-    """Only differences of positions count, so what is computed a million tokens further on is the same up to rounding."""
+    """Only differences of positions count: a million tokens further on all is the same, up to rounding."""
     rig = Rig(build_model(weight_type="f32").write(tmp_path / "model.gguf"))
     tokens = random_tokens(rig.n_vocab, 200, seed=5)
     near = rig.step(Part(tokens, 0, rig.table(200)))
