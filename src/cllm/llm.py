@@ -66,7 +66,13 @@ class AsyncLLM:
             parts.backend.close()
             raise
         self._parts = parts
-        engine = Engine(parts.backend, parts.scheduler, self._deliver, max_queue=self.config.scheduler.max_queue)
+        engine = Engine(
+            parts.backend,
+            parts.scheduler,
+            self._deliver,
+            max_queue=self.config.scheduler.max_queue,
+            upkeep_share=self.config.kv.compaction_share,
+        )
         # The same list, so that whoever adds an observer later is heard too.
         parts.scheduler.observers = self.observers
         parts.scheduler.kv.on_eviction = self.observers.evicted

@@ -9,35 +9,35 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from cllm.kv.eviction import EvictionPolicy
+from cllm.kv.arena import Arena
 from cllm.kv.manager import KVManager
 from cllm.kv.operations import check_removal, check_shift, check_truncation, close_hole, open_hole
-from cllm.kv.ops import BlockOps
 from cllm.kv.pool import BlockPool
-from cllm.kv.radix import Node, RadixTree
+from cllm.kv.prefixes import Prefixes
 from cllm.kv.sequence import KVSequence
-
-BlockNode = Node[list[int]]
 
 
 class PagedOperations(KVManager):
     block_size: int
-    _ops: BlockOps
+    _arena: Arena
     _pool: BlockPool
-    _tree: RadixTree[list[int]]
-    _policy: EvictionPolicy[BlockNode]
-    _evictable: int
-    _moved_bytes: int
-    _bytes_per_block: int
+    _prefixes: Prefixes
+    _copied_bytes: int
 
     @abstractmethod
     def _available(self) -> int: ...
 
     @abstractmethod
-    def _allocate(self, count: int) -> list[int]: ...
+    def _make_room(self, count: int) -> None: ...
+
+    @abstractmethod
+    def _taken(self, blocks: list[int] | None) -> list[int]: ...
 
     @abstractmethod
     def _evict(self, count: int) -> None: ...
+
+    @abstractmethod
+    def _leave(self, private: list[int], sequence: KVSequence) -> None: ...
 
     # -- operations --------------------------------------------------------------------------------------------
 
@@ -46,8 +46,9 @@ class PagedOperations(KVManager):
         first, last = start // self.block_size, end // self.block_size
         if first < sequence.indexed and not self._leave_tree(sequence, first, last):
             return False
-        self._pool.release(sequence.blocks[first:last])
+        gone = sequence.blocks[first:last]
         del sequence.blocks[first:last]
+        self._leave(gone, sequence)
         open_hole(sequence, start, end)
         return True
 
@@ -59,22 +60,23 @@ class PagedOperations(KVManager):
     def truncate(self, sequence: KVSequence, length: int) -> int:
         check_truncation(sequence, length)
         size = self.block_size
-        gone = sequence.dropped + sequence.hole
-        held = length - gone
+        lost = sequence.dropped + sequence.hole
+        held = length - lost
         if held < sequence.indexed * size:
             # A block of the tree cannot be written to, so one that would be half full is given up.
             held -= held % size
             shared = sequence.indexed
-            self._shorten_path(sequence, held // size)
+            self._prefixes.shorten(sequence, held // size)
             del sequence.blocks[held // size : shared]
         blocks = -(-held // size)
-        self._pool.release(sequence.blocks[blocks:])
+        gone = sequence.blocks[blocks:]
         del sequence.blocks[blocks:]
-        sequence.num_computed = held + gone
+        self._leave(gone, sequence)
+        sequence.num_computed = held + lost
         return sequence.num_computed
 
     def keep(self, sequence: KVSequence) -> None:
-        self._evict(self._evictable)
+        self._evict(self._prefixes.evictable)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -86,59 +88,25 @@ class PagedOperations(KVManager):
         """
         shared = sequence.indexed
         wanted = sequence.blocks[last:shared]
-        if len(wanted) > self._pool.free and self._takes_along(sequence, first):
+        if len(wanted) > self._pool.free and self._prefixes.take_out(sequence, first):
             return True
         if len(wanted) > self._available():
-            self._evict(self._evictable)  # what branches off the path may be all that holds it
-            return self._takes_along(sequence, first)
-        copies = self._copies(wanted)
-        unwanted = sequence.blocks[first : min(last, shared)]
-        for block in unwanted:  # the sequence's own for a moment, for the caller to release
-            self._pool.share(block)
+            self._evict(self._prefixes.evictable)  # what branches off the path may be all that holds it
+            return self._prefixes.take_out(sequence, first)
+        copies = self._copies(wanted, sequence)
+        for block in sequence.blocks[first : min(last, shared)]:
+            self._pool.share(block)  # for the caller to give up
         sequence.blocks[last:shared] = copies
-        self._shorten_path(sequence, first)
+        self._prefixes.shorten(sequence, first)
         return True
 
-    def _copies(self, blocks: list[int]) -> list[int]:
-        copies = self._allocate(len(blocks))
+    def _copies(self, blocks: list[int], sequence: KVSequence) -> list[int]:
+        self._make_room(len(blocks))
+        copies = self._taken(self._pool.allocate(len(blocks), sequence.number))
         try:
-            self._ops.copy_blocks(list(zip(blocks, copies, strict=True)))
+            self._arena.ops.copy_blocks(list(zip(blocks, copies, strict=True)))
         except BaseException:
             self._pool.release(copies)
             raise
-        self._moved_bytes += len(blocks) * self._bytes_per_block
+        self._copied_bytes += len(blocks) * self._arena.block_bytes
         return copies
-
-    def _takes_along(self, sequence: KVSequence, first: int) -> bool:
-        """Take the sequence's path behind its first blocks out of the tree, if nobody else stands on it."""
-        upper = self._node_at(sequence, first)
-        node: BlockNode = sequence.node
-        below: BlockNode | None = None
-        while node is not upper:
-            if node.references > 1 or any(child is not below for child in node.children.values()):
-                return False
-            assert node.parent is not None
-            below, node = node, node.parent
-        node = sequence.node
-        while node is not upper:
-            node = self._tree.remove(node)
-        sequence.node, sequence.indexed = upper, first
-        return True
-
-    def _shorten_path(self, sequence: KVSequence, blocks: int) -> None:
-        """The sequence uses only its first `blocks` blocks of the tree from now on; the others stay, for others."""
-        upper = self._node_at(sequence, blocks)
-        node: BlockNode = sequence.node
-        while node is not upper:  # deepest first: the policy relies on it
-            node.references -= 1
-            if node.references == 0:
-                self._policy.add(node, node.hits)
-                self._evictable += len(node.value)
-            assert node.parent is not None
-            node = node.parent
-        sequence.node, sequence.indexed = upper, blocks
-
-    def _node_at(self, sequence: KVSequence, blocks: int) -> BlockNode:
-        """The node of the sequence's path that ends after so many blocks; an edge is cut for it if need be."""
-        key = sequence.tokens[: blocks * self.block_size].tobytes()
-        return self._tree.cut(self._tree.find(key))

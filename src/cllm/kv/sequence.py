@@ -26,6 +26,7 @@ class KVSequence:
         "kept",
         "node",
         "num_computed",
+        "number",
         "slot",
         "tokens",
         "window",
@@ -34,6 +35,9 @@ class KVSequence:
     counts_as_query = True
     """Whether the hit rate counts an admission now. What a sequence finds of its own work, after it had to give its
     memory up, is no hit."""
+
+    request_id = ""
+    """Whose it is, for who looks at the cache."""
 
     def __init__(self, tokens: Sequence[int], window: Window | None = None) -> None:
         self.tokens: array[int] = tokens[:] if isinstance(tokens, array) else array("i", tokens)
@@ -48,10 +52,12 @@ class KVSequence:
         self.dropped = 0
         self.kept = 0
         self.hole = 0
-        # Paged: the block table, the index node where this sequence's shared part ends, and the blocks in that part.
+        # Paged: the block table, the index node where this sequence's shared part ends, and the blocks in that part;
+        # and its number as a holder of the others.
         self.blocks: list[int] = []
         self.node: Any = None
         self.indexed = 0
+        self.number = 0
         # Slots: the slot number and the manager's record of it.
         self.slot = -1
         self.entry: Any = None

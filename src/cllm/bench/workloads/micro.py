@@ -166,7 +166,7 @@ def _bookkeeping_s(scheduler: Scheduler, backend: Backend, sampling: _Sampling) 
     scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, computed - computing)
     scheduler.apply(plan, logits)
     scheduler.take_outputs()
-    scheduler.kv.maintain(idle=False)
+    scheduler.kv.maintain(0.0)
     scheduler.kv.usage()
     everything = perf_counter() - start
     return everything - (computed - computing) - (sampling.seconds - sampled_before)
