@@ -16,6 +16,7 @@ from cllm.errors import BackendError, UnsupportedOperationError
 from cllm.kv.manager import KVManager
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.sequence import KVSequence
+from cllm.kv.upkeep import UpkeepSettings
 from test_kv_managers import paged, slots, state_of
 from window_kit import Logits, LoneMemory
 
@@ -70,7 +71,8 @@ class OperationsMachine(RuleBasedStateMachine):
         self.live: list[tuple[KVSequence, LoneMemory]] = []
 
     def build(self) -> tuple[FakeBackend, KVManager]:
-        return paged(blocks=14, eviction_threshold=0.8, watermark=0.1)
+        settings = UpkeepSettings(compaction="always")
+        return paged(blocks=14, eviction_threshold=0.8, watermark=0.1, extent_blocks=4, upkeep=settings)
 
     def draw(self, data: st.DataObject) -> tuple[KVSequence, LoneMemory]:
         return self.live[data.draw(st.integers(0, len(self.live) - 1))]
@@ -148,6 +150,11 @@ class OperationsMachine(RuleBasedStateMachine):
     def keep(self, data: st.DataObject) -> None:
         self.kv.keep(self.draw(data)[0])
         assert self.kv.usage().evictable == 0
+
+    @rule(budget_s=st.sampled_from([0.0, 1e-7, 0.01]))
+    def maintain(self, budget_s: float) -> None:
+        """On paged memory blocks are moved all the time."""
+        self.kv.maintain(budget_s)
 
     @rule()
     def rebuild(self) -> None:
