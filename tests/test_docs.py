@@ -234,7 +234,7 @@ LAYERS = [
     {"kv", "models", "config"},
     {"backends", "text", "resources"},
     {"engine"},
-    {"observe", "assemble", "generation"},
+    {"observe", "assemble", "generation", "windows"},
     {"llm"},
     {"offline", "bench", "simulate"},
     {"server"},
@@ -244,10 +244,10 @@ LAYERS = [
 """Parts of the package from the bottom up. Those that stand together do not import each other either."""
 
 KV_LAYERS = [
-    {"sequence", "usage", "ops", "memory"},
+    {"sequence", "window", "usage", "ops", "memory"},
     {"radix", "pool", "eviction"},
-    {"manager", "holders", "store"},
-    {"paged", "slots"},
+    {"manager", "holders", "store", "operations"},
+    {"paged", "paged_operations", "slots"},
 ]
 
 

@@ -102,7 +102,7 @@ class SamplingFields(RequestModel):
         None,
         description="A rolling window: prompt and answer may be longer than the context, and what lies between the "
         "first and the most recent tokens is forgotten. null: none. Default: kv.window of the server.",
-        examples=[{"keep": 16, "recent": 4096}],
+        examples=[{"keep": 16, "recent": 2048}],
     )
     priority: Int32 | None = Field(None, description="Lower goes first. Default 0.")
     timeout: Annotated[float, Field(gt=0)] | None = Field(
