@@ -191,13 +191,16 @@ class FakeLLM:
         self.submitted.set()
         return self.generations[-1]
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> list[int]:
         rendered = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return self.tokenizer.encode(rendered)
 
-    @property
-    def prompt_limit(self) -> TokenLimit:
+    def prompt_limit(self, params: SamplingParams | None = None) -> TokenLimit:
         return TokenLimit(self.max_context, f"the context is {self.max_context} tokens")
+
+    def answer_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
+        room = max(self.max_context - prompt_tokens, 0)
+        return room if params.max_tokens is None else min(room, params.max_tokens)
 
     def snapshot(self) -> EngineSnapshot:
         return self.state

@@ -27,7 +27,7 @@ class Window:
     def fit(cls, keep: int, recent: int, unit: int) -> Window:
         """At least `keep` and `recent` tokens, in memory that is given back in units of so many. A window drops a
         quarter of its recent tokens at a time, or `STEP_TOKENS` if that is less."""
-        return cls(_whole(keep, unit), _whole(recent, unit), _whole(min(recent // 4 + 1, STEP_TOKENS), unit))
+        return cls(_whole(keep, unit), _whole(recent, unit), _whole(min(max(recent // 4, 1), STEP_TOKENS), unit))
 
     @property
     def capacity(self) -> int:
