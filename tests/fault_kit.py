@@ -41,7 +41,7 @@ KV_CALLS = (
     "peek", "admit", "arrange", "grow", "commit", "verify", "rewind", "fork", "release", "maintain", "reset", "usage",
     "details", "examine",
 )  # fmt: skip
-OPS_CALLS = ("copy_blocks", "length", "remove", "copy", "save", "load")
+OPS_CALLS = ("copy_blocks", "length", "remove", "copy", "save", "load", "resize")
 BACKEND_CALLS = ("step", "rebuild", "abort")
 OBSERVER_CALLS = ("on_step", "on_finished", "on_eviction")
 WITHOUT_EFFECT = {f"kv.{name}" for name in ("peek", "verify", "usage", "details", "examine")} | {"ops.length"}

@@ -247,7 +247,7 @@ KV_LAYERS = [
     {"sequence", "window", "usage", "ops", "memory"},
     {"radix", "pool", "eviction"},
     {"manager", "holders", "store", "operations"},
-    {"paged", "paged_operations", "slots"},
+    {"paged", "paged_operations", "slots", "slot_operations"},
 ]
 
 

@@ -55,27 +55,26 @@ class Extents:
 
     def fill(self, extent: int, blocks: int, kind: int) -> None:
         """So many of its free blocks are in use now."""
-        room = self.room[extent]
-        self.room[extent] = left = room - blocks
-        if room == self.widths[extent]:
-            self.open(extent, kind)
-        elif not left:
-            self.states[extent] = FULL
+        self.room[extent] -= blocks
+        if not self.kinds[extent] or not self.room[extent]:
+            self.filled(extent, kind)
 
-    def open(self, extent: int, kind: int) -> None:
-        """Its first blocks came into use."""
-        self.occupied += 1
-        self.kinds[extent] = kind
-        if not self.taken[extent]:
-            self.take(extent)
+    def filled(self, extent: int, kind: int) -> None:
+        """Its first or its last free block came into use, and is counted."""
+        if not self.kinds[extent]:
+            self.occupied += 1
+            self.kinds[extent] = kind
+            self.taken_count += 1 - self.taken[extent]
+            self.taken[extent] = 1
         self.restate(extent)
 
     def drain(self, extent: int, blocks: int) -> None:
         """So many of its blocks have become free."""
         self.room[extent] += blocks
-        self.restate_drained(extent)
+        self.drained(extent)
 
-    def restate_drained(self, extent: int) -> None:
+    def drained(self, extent: int) -> None:
+        """Blocks of it became free, and are counted."""
         if self.room[extent] == self.widths[extent]:
             self.occupied -= 1
             self.kinds[extent] = EMPTY

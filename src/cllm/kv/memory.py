@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cllm.errors import ConfigError
 from cllm.kv.ops import BlockGeometry, SlotGeometry
+from cllm.kv.store import most_bytes
 
 MIB = 1024 * 1024
 SLOT_PADDING = 256
@@ -62,8 +63,11 @@ def plan_slots(
     context: int,
     running: int,
     running_is_asked: bool,
+    on_demand: bool = False,
 ) -> SlotPlan:
     """Slots for `running` sequences of `context` tokens; the rest of the budget stores finished ones.
+
+    `on_demand` takes one slot at the start, if the budget has room to move a whole sequence when there are to be more.
 
     If the budget is too small, fewer sequences run at once; the context is kept, since requests were promised it. Only
     when not even one fits is the context cut.
@@ -91,8 +95,10 @@ def plan_slots(
                 f"the KV budget is {budget_bytes / MIB:.0f} MiB: n_seq_max is {affordable} instead of {running}"
             )
         running = affordable
-    geometry = SlotGeometry(running, slot_tokens)
-    return SlotPlan(geometry, running, budget_bytes - geometry.tokens * bytes_per_token, tuple(notes))
+    store_bytes = budget_bytes - running * slot_tokens * bytes_per_token
+    movable = store_bytes >= most_bytes(slot_tokens, bytes_per_token)
+    geometry = SlotGeometry(running, slot_tokens, at_start=1 if on_demand and movable else None)
+    return SlotPlan(geometry, running, store_bytes, tuple(notes))
 
 
 def plan_blocks(*, budget_bytes: int, bytes_per_token: int, block_size: int) -> BlockGeometry:

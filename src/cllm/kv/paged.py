@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.kv.arena import Arena
-from cllm.kv.extents import GENERATION
 from cllm.kv.fragmentation import extents_needed, measure
 from cllm.kv.manager import CHECK_SLICE
 from cllm.kv.ops import BlockGeometry, BlockOps
@@ -94,7 +93,7 @@ class PagedKVManager(PagedOperations):
         sequence.node, blocks = prefixes.enter(found)
         self._begin(sequence)
         self._make_room(needed)
-        blocks += self._taken(self._pool.allocate(needed, sequence.number, after=blocks[-1] if blocks else -1))
+        blocks += self._taken(self._pool.allocate(needed, sequence.number, blocks[-1] if blocks else -1))
         sequence.blocks = blocks
         sequence.indexed = cached_blocks
         sequence.num_computed = cached_blocks * self.block_size
@@ -123,8 +122,7 @@ class PagedKVManager(PagedOperations):
         if needed > self._available():
             return False
         self._make_room(needed)
-        after = blocks[-1] if blocks else -1
-        own = self._taken(self._pool.allocate(needed, sequence.number, kind=GENERATION, after=after))
+        own = self._taken(self._pool.extend(needed, sequence.number, blocks[-1] if blocks else -1))
         if writes_shared:
             self._copy_on_write(sequence, last, own)
         blocks += own

@@ -28,7 +28,7 @@ DEFAULT_EXTENT = 32
 
 
 class BlockPool:
-    __slots__ = ("_apart", "_lowest", "_references", "extents", "free", "free_map", "holders", "total")
+    __slots__ = ("_apart", "_likely", "_lowest", "_shared", "extents", "free", "free_map", "holders", "total")
 
     def __init__(self, total: int, extent_blocks: int = DEFAULT_EXTENT, *, apart: bool = True) -> None:
         """Without `apart` every block goes to the lowest free place, whatever it is for."""
@@ -38,90 +38,91 @@ class BlockPool:
         """1: free. Others only read it."""
         self.holders: array[int] = array("i", bytes(4 * total))
         """The number of who holds each block; of several tables the first."""
-        self._references = array("i", bytes(4 * total))
+        self._shared: dict[int, int] = {}
+        """References of blocks that have more than one."""
         self._apart = apart
         self._lowest = 0
         """No block below this one is free."""
+        self._likely: list[int] = []
+        """Places for generated blocks, the next one last; some may have been used meanwhile."""
 
     # -- handing out -------------------------------------------------------------------------------------------
 
-    def allocate(self, count: int, holder: int = 0, *, kind: int = PROMPT, after: int = -1) -> list[int] | None:
-        """`count` blocks with one reference each, or None and no change. They had best lie behind block `after`."""
+    def allocate(self, count: int, holder: int = 0, after: int = -1) -> list[int] | None:
+        """`count` blocks for a prompt with one reference each, or None and no change.
+
+        In one run where there is one: behind block `after`, apart from generated blocks, or anywhere.
+        """
         if count > self.free:
             return None
         if not self._apart:
             return self._lowest_free(count, holder)
-        if kind == GENERATION:
-            if count == 1:
-                return [self._one_generated(holder, after)]
-            blocks: list[int] = []
-            for _ in range(count):
-                after = self._one_generated(holder, after)
-                blocks.append(after)
-            return blocks
-        return self._prompt(count, holder, after)
-
-    def _one_generated(self, holder: int, after: int) -> int:
-        free_map, extents = self.free_map, self.extents
-        size = extents.size
-        block = after + 1
-        extent = block // size
-        if not (
-            0 < block < self.total
-            and free_map[block]
-            and (extents.kinds[extent] == GENERATION or extent == after // size)
-        ):
-            extent = self._extent_for_generation()
-            block = free_map.find(1, extent * size)
-        free_map[block] = 0
-        self._references[block] = 1
-        self.holders[block] = holder
-        self.free -= 1
-        room = extents.room
-        left = room[extent] - 1
-        room[extent] = left
-        if left + 1 == extents.widths[extent]:
-            extents.open(extent, GENERATION)
-        elif not left:
-            extents.restate(extent)
-        return block
-
-    def _extent_for_generation(self) -> int:
-        find = self.extents.states.find
-        extent = find(ROOM_FOR_GENERATION)
-        if extent < 0:
-            extent = find(READY)
-        if extent < 0:
-            extent = find(FRESH)
-        return extent if extent >= 0 else find(ROOM_FOR_PROMPTS)
-
-    def _prompt(self, count: int, holder: int, after: int) -> list[int]:
-        """One run where there is one: behind `after`, apart from generated blocks, or anywhere; else the longest."""
         run = b"\1" * count
         start = after + 1
-        if not (start and self.free_map.startswith(run, start) and self._apart_from_generation(start, count) is None):
-            start = self._find_prompt_run(run)
-        if start < 0:
-            start = self.free_map.find(run, self._lowest)
+        if not (start and self.free_map.startswith(run, start) and self._beyond_generation(start, count) == start):
+            start = self._find_run(run)
         if start >= 0:
-            self._take_run(start, count, holder, PROMPT)
+            self._take_run(start, count, holder)
             return list(range(start, start + count))
         return self._take_runs(self._longest_runs(count), holder)
 
-    def _find_prompt_run(self, run: bytes) -> int:
+    def extend(self, count: int, holder: int = 0, after: int = -1) -> list[int] | None:
+        """`count` blocks for what is generated, or None and no change: behind block `after` if that is free, else in
+        extents that hold such blocks, else in one that is empty."""
+        if count > self.free:
+            return None
+        if not self._apart:
+            return self._lowest_free(count, holder)
+        # Runs in every step for some of the sequences: hence one function, and no calls per block.
+        free_map, extents, likely = self.free_map, self.extents, self._likely
+        size, kinds, room = extents.size, extents.kinds, extents.room
+        blocks: list[int] = []
+        self.free -= count
+        while count:
+            count -= 1
+            block = after + 1
+            extent = block // size
+            if not (
+                block < self.total and free_map[block] and (kinds[extent] == GENERATION or extent == after // size)
+            ):
+                block = likely.pop() if likely else self._next_likely()
+                while not free_map[block]:
+                    block = likely.pop() if likely else self._next_likely()
+                extent = block // size
+            free_map[block] = 0
+            self.holders[block] = holder
+            room[extent] -= 1
+            if not (room[extent] and kinds[extent]):
+                extents.filled(extent, GENERATION)
+            blocks.append(block)
+            after = block
+        return blocks
+
+    def _next_likely(self) -> int:
+        """The next place for a generated block, when none is known; others of its extent are known from now on."""
+        find, size = self.extents.states.find, self.extents.size
+        order = (ROOM_FOR_GENERATION, READY, FRESH, ROOM_FOR_PROMPTS)
+        extent = next(extent for state in order if (extent := find(state)) >= 0)
+        first = extent * size
+        free = np.flatnonzero(np.frombuffer(self.free_map, np.bool_, self.extents.widths[extent], first)) + first
+        self._likely += free[::-1].tolist()
+        return self._likely.pop()
+
+    def _find_run(self, run: bytes) -> int:
+        """The lowest such run that is apart from generated blocks, else the lowest of all; -1: there is none."""
         start = self._lowest
         while (start := self.free_map.find(run, start)) >= 0:
-            beyond = self._apart_from_generation(start, len(run))
-            if beyond is None:
+            beyond = self._beyond_generation(start, len(run))
+            if beyond == start:
                 return start
             start = beyond
-        return -1
+        return self.free_map.find(run, self._lowest)
 
-    def _apart_from_generation(self, start: int, count: int) -> int | None:
-        """None if no extent of that run was opened for generated blocks; else where the last such one ends."""
+    def _beyond_generation(self, start: int, count: int) -> int:
+        """`start` if no extent of that run was opened for generated blocks; else where the last such one ends."""
         size = self.extents.size
         last = self.extents.kinds.rfind(GENERATION, start // size, (start + count - 1) // size + 1)
-        return None if last < 0 else (last + 1) * size
+        return start if last < 0 else (last + 1) * size
 
     def _longest_runs(self, count: int) -> list[tuple[int, int]]:
         """Free runs of `count` blocks together, as few as possible, in the order of their places."""
@@ -150,30 +151,29 @@ class BlockPool:
     def _take_runs(self, runs: Sequence[tuple[int, int]], holder: int) -> list[int]:
         blocks: list[int] = []
         for start, length in runs:
-            self._take_run(start, length, holder, PROMPT)
+            self._take_run(start, length, holder)
             blocks += range(start, start + length)
         return blocks
 
-    def _take_run(self, start: int, count: int, holder: int, kind: int) -> None:
+    def _take_run(self, start: int, count: int, holder: int) -> None:
         end = start + count
         self.free_map[start:end] = bytes(count)
-        self._references[start:end] = array("i", [1]) * count
         self.holders[start:end] = array("i", [holder]) * count
         self.free -= count
         if start == self._lowest:
             self._lowest = end
         for extent, blocks in self.extents.across(start, count):
-            self.extents.fill(extent, blocks, kind)
+            self.extents.fill(extent, blocks, PROMPT)
 
     # -- holding and taking back -------------------------------------------------------------------------------
 
     def share(self, block: int) -> None:
-        if self._references[block] <= 0:
+        if self.free_map[block]:
             raise ValueError(f"block {block} is free and cannot be shared")
-        self._references[block] += 1
+        self._shared[block] = self._shared.get(block, 1) + 1
 
     def is_shared(self, block: int) -> bool:
-        return self._references[block] > 1
+        return block in self._shared
 
     def hand_over(self, blocks: Sequence[int], holder: int) -> None:
         holders = self.holders
@@ -182,33 +182,37 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference each; the last one frees the block."""
-        references, free_map, holders, extents = self._references, self.free_map, self.holders, self.extents
-        room, widths, size = extents.room, extents.widths, extents.size
+        if self._shared:
+            blocks = [block for block in blocks if not self._drop_reference(block)]
+        free_map, holders, extents = self.free_map, self.holders, self.extents
+        size, room, widths = extents.size, extents.room, extents.widths
         for block in blocks:
-            left = references[block] - 1
-            if left:
-                if left < 0:
-                    raise ValueError(f"block {block} was released more often than it was held")
-                references[block] = left
-                continue
-            references[block] = holders[block] = 0
+            if free_map[block]:
+                raise ValueError(f"block {block} was released more often than it was held")
             free_map[block] = 1
-            self.free += 1
-            if block < self._lowest:
-                self._lowest = block
+            holders[block] = 0
             extent = block // size
-            now_free = room[extent] + 1
-            room[extent] = now_free
+            room[extent] = now_free = room[extent] + 1
             if now_free == 1 or now_free == widths[extent]:
-                extents.restate_drained(extent)
+                extents.drained(extent)
+        self.free += len(blocks)
+        self._lowest = min(self._lowest, min(blocks, default=self._lowest))
+
+    def _drop_reference(self, block: int) -> bool:
+        """Of a block that several share; False: nobody shares it."""
+        count = self._shared.pop(block, 1)
+        if count > 2:
+            self._shared[block] = count - 1
+        return count > 1
 
     def move(self, moves: Sequence[Move]) -> None:
         """What was in these blocks is elsewhere now, in blocks that were free; whoever held it holds it still."""
         for source, target, count in moves:
             old, new = slice(source, source + count), slice(target, target + count)
-            for values in (self._references, self.holders):
-                values[new] = values[old]
-                values[old] = array("i", bytes(4 * count))
+            self.holders[new] = self.holders[old]
+            self.holders[old] = array("i", bytes(4 * count))
+            for block in [block for block in self._shared if source <= block < source + count]:
+                self._shared[block - source + target] = self._shared.pop(block)
             self.free_map[new] = bytes(count)
             self.free_map[old] = b"\1" * count
             self._lowest = min(self._lowest, source)
@@ -225,15 +229,16 @@ class BlockPool:
 
         In pieces of at most `piece` blocks; yields how many each had.
         """
-        references = np.frombuffer(self._references, np.int32)
         free = np.frombuffer(self.free_map, np.bool_)
         for begin in range(0, self.total, piece):
             part = slice(begin, begin + piece)
-            wrong = np.flatnonzero(held[part] != references[part])
+            references = (~free[part]).astype(np.int32)
+            for block, count in self._shared.items():
+                if begin <= block < begin + piece:
+                    references[block - begin] = count
+            wrong = np.flatnonzero(held[part] != references)
             if wrong.size:
                 raise AssertionError(f"reference counts differ from holders for blocks {(wrong + begin)[:8].tolist()}")
-            if (free[part] != (held[part] == 0)).any():
-                raise AssertionError("the map of free blocks and the reference counts disagree")
             yield len(held[part])
         if self.free != self.free_map.count(1) or 0 <= self.free_map.find(1) < self._lowest:
             raise AssertionError("free blocks are counted wrong")

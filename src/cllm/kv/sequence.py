@@ -46,12 +46,7 @@ class KVSequence:
 
     def forget_memory(self) -> None:
         """It holds none (any more)."""
-        self.num_computed = 0
-        # Computed tokens that are no longer in memory; they followed the first `kept`. Those of the hole were removed,
-        # and what follows them was not shifted yet.
-        self.dropped = 0
-        self.kept = 0
-        self.hole = 0
+        self.restart()
         # Paged: the block table, the index node where this sequence's shared part ends, and the blocks in that part;
         # and its number as a holder of the others.
         self.blocks: list[int] = []
@@ -61,6 +56,15 @@ class KVSequence:
         # Slots: the slot number and the manager's record of it.
         self.slot = -1
         self.entry: Any = None
+
+    def restart(self) -> None:
+        """Nothing of it is computed (any more), whatever memory it has."""
+        self.num_computed = 0
+        # Computed tokens that are no longer in memory; they followed the first `kept`. Those of the hole were removed,
+        # and what follows them was not shifted yet.
+        self.dropped = 0
+        self.kept = 0
+        self.hole = 0
 
     @property
     def admitted(self) -> bool:

@@ -23,12 +23,14 @@ class Store:
         self.capacity = capacity
         self.bytes = 0
         self.tokens = 0
+        self.entries: set[Entry] = set()
         self._order: EvictionPolicy[Entry] = make_policy(policy)
 
     def add(self, entry: Entry, saved: SavedKV) -> None:
         """Hold `saved` for an entry that is in no slot any more."""
         entry.saved = saved
         entry.slot = None
+        self.entries.add(entry)
         self._order.add(entry, entry.hits)
         self.tokens += entry.length
         self.bytes += saved.nbytes
@@ -40,6 +42,7 @@ class Store:
 
     def remove(self, entry: Entry) -> None:
         assert entry.saved is not None
+        self.entries.remove(entry)
         self._order.remove(entry)
         self.tokens -= entry.length
         self.bytes -= entry.saved.nbytes
@@ -49,14 +52,16 @@ class Store:
         return self._order.peek()
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.entries)
 
     def check(self, entries: list[Entry]) -> None:
         """These, and no others, are what is held."""
         tokens, size = sum(entry.length for entry in entries), sum(_bytes_of(entry) for entry in entries)
         if any(entry.slot is not None or entry not in self._order for entry in entries):
             raise AssertionError("a saved sequence is in a slot, or not evictable")
-        if (len(entries), tokens, size) != (len(self._order), self.tokens, self.bytes):
+        if len(self.entries) != len(self._order):
+            raise AssertionError("what is stored is not what is evictable")
+        if (len(entries), tokens, size) != (len(self), self.tokens, self.bytes):
             raise AssertionError(f"{len(entries)} sequences of {size} bytes are stored, {self.bytes} bytes counted")
         if size > self.capacity:
             raise AssertionError(f"{size} bytes are stored, {self.capacity} are allowed")

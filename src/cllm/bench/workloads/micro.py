@@ -109,7 +109,7 @@ class Micro(LocalWorkload):
         start = perf_counter()
         for _ in range(self.sequence_blocks):
             for table in tables:
-                table += pool.allocate(1) or []
+                table += pool.extend(1, 1, table[-1] if table else -1) or []
         for table in tables:
             pool.release(table)
         return self.pool_blocks / (perf_counter() - start)
