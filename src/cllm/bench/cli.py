@@ -46,7 +46,8 @@ Url = Annotated[str | None, typer.Option(help="Drive the server at this address 
 ApiKey = Annotated[str | None, typer.Option(help="Key for --url.")]
 Against = Annotated[list[str] | None, typer.Option(help=f"{_PEERS_HELP} [default: llama-server; soak: none]")]
 Repeats = Annotated[
-    int | None, typer.Option(min=1, help="Passes of each side, in turn. [default: 3; all, soak, aged, hostile: 1]")
+    int | None,
+    typer.Option(min=1, help="Passes of each side, in turn. [default: 3; all, soak, aged, window, hostile: 1]"),
 ]
 Model = Annotated[str, typer.Option(help="A known name, a .gguf file or hf:org/repo/file.gguf.")]
 Threads = Annotated[
@@ -121,7 +122,7 @@ def _add_command(name: str, help_text: str) -> None:
 def _bench(name: str, options: Options) -> int:
     """The exit code."""
     workloads = _choose(name, options)
-    repeats = options.repeats or (1 if name in ("all", "soak", "aged", "hostile") else 3)
+    repeats = options.repeats or (1 if name in ("all", "soak", "aged", "window", "hostile") else 3)
     setup = make_setup(
         workloads,
         model=options.model,
@@ -243,5 +244,5 @@ def _help(workloads: Sequence[Workload]) -> str:
 for _name, _workloads in WORKLOADS.items():
     _add_command(_name, _help(_workloads))
 _add_command(
-    "all", "The short set: every workload but soak, aged, hostile and kernels, once, in less than ten minutes."
+    "all", "The short set: every workload but soak, aged, window, hostile and kernels, once, in less than ten minutes."
 )

@@ -17,6 +17,7 @@ from cllm.bench.workloads.sequential import Sequential
 from cllm.bench.workloads.snapshots import Snapshots
 from cllm.bench.workloads.soak import Soak
 from cllm.bench.workloads.stall import Stall
+from cllm.bench.workloads.window import Window
 
 WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "sequential": (Sequential(answer_tokens=1, requests=200), Sequential(answer_tokens=16, requests=60)),
@@ -28,6 +29,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "mixed": (Mixed(),),
     "soak": (Soak(),),
     "aged": (Aged(),),
+    "window": (Window(),),
     "overhead": (Overhead(),),
     "memory": (Memory(),),
     "micro": (Micro(),),
@@ -50,4 +52,4 @@ SHORT: tuple[Workload, ...] = (
     Snapshots(),
     Generator(tokens=400),
 )
-"""Everything but `soak`, `aged` and `hostile`, in less than ten minutes on two cores, with one peer."""
+"""Everything but `soak`, `aged`, `window` and `hostile`, in less than ten minutes on two cores, with one peer."""
