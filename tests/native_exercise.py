@@ -82,6 +82,14 @@ def steps(rig: Rig, scale: int) -> None:
     rig.step(Part(tokens[:end], 0, long, wants=False))
     rig.step(Part(tokens[:1], end, long))
     rig.step(Part(tokens[:5], end + 1, long), Part(tokens[:1], end // 2, long))
+    # Windows: sinks of less and of more than a split, prompts and single tokens, those that want logits and others.
+    few, many = {"dropped": 4096, "kept": 16}, {"dropped": 1 << 20, "kept": 272 // scale // 16 * 16}
+    rig.step(Part(tokens[:40], end - 40, long, wants=False, **few), Part(tokens[:1], end, long, **few))
+    rig.step(Part(tokens[:1], end + 1, long, **many))
+    rig.step(
+        Part(tokens[:20], end - 20, long, **many), Part(tokens[:2], end // 2, long), Part(tokens[:1], 33, long, **few)
+    )
+    rig.step(*(Part(tokens[i : i + 1], 32 + i, long, **few) for i in range(20)))
     assert rig.engine.step(*pack([]), np.empty((0, rig.n_vocab), np.float32))
 
 
