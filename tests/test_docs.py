@@ -244,9 +244,10 @@ LAYERS = [
 """Parts of the package from the bottom up. Those that stand together do not import each other either."""
 
 KV_LAYERS = [
-    {"sequence", "window", "usage", "ops", "memory"},
-    {"radix", "pool", "eviction"},
-    {"manager", "holders", "store", "operations"},
+    {"sequence", "window", "usage", "view", "ops", "memory", "slot_sizes"},
+    {"radix", "eviction", "numbers", "trigger", "extents", "pool"},
+    {"prefixes", "arena", "fragmentation", "holders", "store"},
+    {"manager", "operations", "compaction", "upkeep", "picture", "slot_memory", "slot_picture"},
     {"paged", "paged_operations", "slots", "slot_operations"},
 ]
 

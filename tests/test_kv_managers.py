@@ -17,11 +17,12 @@ from cllm.backends.fake import FakeBackend
 from cllm.errors import BackendError
 from cllm.kv.eviction import SegmentedLRU
 from cllm.kv.manager import CHECK_SLICE, KVManager, PositionMismatchError
+from cllm.kv.memory import most_bytes
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.sequence import KVSequence
 from cllm.kv.slots import SlotKVManager
-from cllm.kv.store import most_bytes
+from cllm.kv.view import FREE
 
 BYTES_PER_TOKEN = 8
 Prompt = st.lists(st.integers(0, 1), min_size=1, max_size=40)
@@ -77,17 +78,19 @@ class Metered:
     def _check(self) -> None:
         self._saved = [there for there in self._saved if there() is not None]
         saved = sum(array.nbytes for there in self._saved if (array := there()) is not None)
-        self.most = max(self.most, len(self._ops._cells) * SLOT_BYTES + saved)
+        self.most = max(self.most, len(self._ops._cells) * self._ops._capacity * BYTES_PER_TOKEN + saved)
         assert self.most <= self._limit
 
 
-def on_demand(count: int = 4, movable: int = 2, **options: Any) -> tuple[FakeBackend, SlotKVManager]:
+def on_demand(
+    count: int = 4, movable: int = 2, slot_tokens: int = 64, **options: Any
+) -> tuple[FakeBackend, SlotKVManager]:
     """One slot at the start, and room beside all of them for so many whole sequences."""
     backend = FakeBackend()
-    geometry = SlotGeometry(count, 64, at_start=1)
+    geometry = SlotGeometry(count, slot_tokens, at_start=1)
     backend.allocate(geometry)
-    store_bytes = movable * most_bytes(64, BYTES_PER_TOKEN)
-    limit = count * SLOT_BYTES + store_bytes
+    store_bytes = movable * most_bytes(slot_tokens, BYTES_PER_TOKEN)
+    limit = geometry.tokens * BYTES_PER_TOKEN + store_bytes
     settings = {"release_after_s": 10.0, "idle_bytes": IDLE_BYTES, "store_bytes": store_bytes} | options
     ops: Any = Metered(backend.ops, limit)
     return backend, SlotKVManager(ops, geometry, bytes_per_token=BYTES_PER_TOKEN, **settings)
@@ -656,6 +659,30 @@ def test_a_twin_without_a_slot_waits_for_the_step_to_end() -> None:
     assert len(kv._slots) == 1
     assert kv.admit(twin) == 2
     assert len(kv._slots) == 2
+
+
+def test_a_picture_of_the_slots() -> None:
+    backend, kv = on_demand(count=4, slot_tokens=200)
+    for letter in range(3):
+        kv.release(run_to_end(backend, kv, [letter, 7] * 35))
+    running, short = (run_to_end(backend, kv, prompt) for prompt in ([4] * 130, [5]))
+    view = kv.view()
+    assert (view.layout, view.cell_tokens, view.cell_bytes, view.extent_cells) == ("slots", 64, 64 * 8, 4)
+    assert view.resident.tolist() == [True, True, False, False]
+    first, second = (sequence.number for sequence in view.sequences)
+    cells = view.holders.reshape(4, 4).tolist()
+    assert cells[running.slot] == [first] * 3 + [FREE]
+    assert cells[short.slot] == [second] + [FREE] * 3
+    assert not view.holders.reshape(4, 4)[2:].any()
+    assert [(s.tokens, s.computed) for s in view.sequences] == [(130, 130), (1, 1)]
+    assert [prefix.first_tokens[:2] for prefix in view.prefixes] == [(0, 7), (1, 7), (2, 7)]
+    assert {(p.tokens, p.users, p.parent, len(p.first_tokens)) for p in view.prefixes} == {(70, 0, 0, 32)}
+    assert view.prefixes_in_all == 3
+
+    kv.release(running)
+    view = kv.view()
+    assert view.holders.reshape(4, 4)[0].tolist() == [first] * 3 + [FREE]
+    assert first in {prefix.number for prefix in view.prefixes} and len(view.sequences) == 1
 
 
 def test_a_position_mismatch_is_noticed() -> None:

@@ -43,7 +43,8 @@ def extents_needed(pool: BlockPool) -> int:
     return -(-(pool.total - pool.free) // pool.extents.size)
 
 
-def blocks_to_fill(pool: BlockPool) -> int:
-    """Blocks that a fill would have to move to leave no hole: those that lie beyond where all would end."""
+def blocks_to_move(pool: BlockPool, extents: int) -> int:
+    """Blocks that a fill moves until the highest so many extents that hold something are empty."""
     live = pool.total - pool.free
-    return pool.free_map.count(0, live)
+    used = np.array(pool.extents.widths) - np.array(pool.extents.room)
+    return min(int(used[used > 0][-extents:].sum()), pool.free_map.count(0, live))

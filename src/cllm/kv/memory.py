@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 from cllm.errors import ConfigError
 from cllm.kv.ops import BlockGeometry, SlotGeometry
-from cllm.kv.store import most_bytes
 
 MIB = 1024 * 1024
 SLOT_PADDING = 256
 """llama.cpp rounds a sequence's context up to a multiple of this."""
+SAVED_TOKEN_OVERHEAD_BYTES = 16
+SAVED_OVERHEAD_BYTES = 4096
+"""Upper bounds of what a saved sequence needs beside its K/V: positions for every token, a header for the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,11 @@ def bytes_per_token(
     key = KV_TYPES[type_k].row_bytes(head_dim_k)
     value = KV_TYPES[type_v].row_bytes(head_dim_v)
     return n_layers * n_kv_heads * (key + value)
+
+
+def most_bytes(tokens: int, bytes_per_token: int) -> int:
+    """What a sequence takes when it is saved, at most."""
+    return tokens * (bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES) + SAVED_OVERHEAD_BYTES
 
 
 @dataclass(frozen=True, slots=True)

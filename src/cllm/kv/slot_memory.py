@@ -17,8 +17,9 @@ import numpy as np
 from cllm.errors import BackendError
 from cllm.kv.holders import Entry, HolderIndex
 from cllm.kv.manager import KVManager
+from cllm.kv.memory import most_bytes
 from cllm.kv.ops import SavedKV, SlotGeometry, SlotOps
-from cllm.kv.store import Store, most_bytes
+from cllm.kv.store import Store
 
 log = logging.getLogger("cllm.kv")
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from cllm.kv.holders import Entry
 from cllm.kv.ops import SlotGeometry
-from cllm.kv.picture import FIRST_TOKENS, MOST_NODES, MOST_PREFIXES
-from cllm.kv.view import KVView, PrefixView, SequenceView
+from cllm.kv.view import FIRST_TOKENS, MOST_NODES, MOST_PREFIXES, KVView, PrefixView, SequenceView
 
 CELL_TOKENS = 64
 _MOST_NUMBER = np.iinfo(np.int32).max

@@ -22,13 +22,13 @@ from typing import Any
 
 from cllm.kv.holders import Entry, describe
 from cllm.kv.manager import PositionMismatchError
+from cllm.kv.memory import most_bytes
 from cllm.kv.ops import SlotGeometry, SlotOps
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
 from cllm.kv.slot_operations import SlotOperations
 from cllm.kv.slot_picture import picture
 from cllm.kv.slot_sizes import SlotSizes, possible_sizes
-from cllm.kv.store import most_bytes
 from cllm.kv.usage import KVUsage
 from cllm.kv.view import KVView
 

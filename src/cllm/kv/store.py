@@ -6,15 +6,6 @@ from cllm.kv.eviction import EvictionPolicy, make_policy
 from cllm.kv.holders import Entry
 from cllm.kv.ops import SavedKV
 
-SAVED_TOKEN_OVERHEAD_BYTES = 16
-SAVED_OVERHEAD_BYTES = 4096
-"""Upper bounds of what a saved sequence needs beside its K/V: positions for every token, a header for the whole."""
-
-
-def most_bytes(tokens: int, bytes_per_token: int) -> int:
-    """What a sequence takes when it is saved, at most."""
-    return tokens * (bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES) + SAVED_OVERHEAD_BYTES
-
 
 class Store:
     """Counts what it holds; that it stays within `capacity` bytes is for its owner to see to."""
@@ -23,14 +14,14 @@ class Store:
         self.capacity = capacity
         self.bytes = 0
         self.tokens = 0
-        self.entries: set[Entry] = set()
+        self.entries: dict[Entry, None] = {}
         self._order: EvictionPolicy[Entry] = make_policy(policy)
 
     def add(self, entry: Entry, saved: SavedKV) -> None:
         """Hold `saved` for an entry that is in no slot any more."""
         entry.saved = saved
         entry.slot = None
-        self.entries.add(entry)
+        self.entries[entry] = None
         self._order.add(entry, entry.hits)
         self.tokens += entry.length
         self.bytes += saved.nbytes
@@ -42,7 +33,7 @@ class Store:
 
     def remove(self, entry: Entry) -> None:
         assert entry.saved is not None
-        self.entries.remove(entry)
+        del self.entries[entry]
         self._order.remove(entry)
         self.tokens -= entry.length
         self.bytes -= entry.saved.nbytes

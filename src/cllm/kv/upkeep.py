@@ -24,7 +24,7 @@ from cllm.errors import BackendError
 from cllm.kv.arena import Arena
 from cllm.kv.compaction import Compactor, Plan, plan_fill, plan_lift, plan_slide
 from cllm.kv.extents import FRESH, READY
-from cllm.kv.fragmentation import blocks_to_fill, extents_needed
+from cllm.kv.fragmentation import blocks_to_move, extents_needed
 from cllm.kv.trigger import Offer, Trigger
 
 log = logging.getLogger("cllm.kv")
@@ -152,7 +152,7 @@ class Upkeep:
         """Extents that are taken beyond what running sequences need and the idle size."""
         arena = self._arena
         excess = arena.taken_bytes - arena.referenced_bytes - self.settings.idle_bytes
-        return min(excess // arena.extent_bytes, arena.pool.extents.ready_count())
+        return min(-(-excess // arena.extent_bytes), arena.pool.extents.ready_count())
 
     def _long_unused(self, since: float) -> list[int]:
         extents = self._arena.pool.extents
@@ -221,12 +221,13 @@ class Upkeep:
         arena = self._arena
         pool = arena.pool
         occupied = pool.extents.occupied
+        # What is empty already can go back without any move.
         spare = occupied * arena.extent_bytes - arena.referenced_bytes - self.settings.idle_bytes
-        gain = min((occupied - extents_needed(pool)) * arena.extent_bytes, spare)
-        if gain < arena.extent_bytes:
+        extents = min(occupied - extents_needed(pool), -(-spare // arena.extent_bytes))
+        if extents < 1:
             return Offer(0, 0, 0.0)
-        blocks = blocks_to_fill(pool)
-        return Offer(gain, blocks, blocks * arena.block_bytes / self.compactor.bytes_per_s)
+        blocks = blocks_to_move(pool, extents)
+        return Offer(extents * arena.extent_bytes, blocks, blocks * arena.block_bytes / self.compactor.bytes_per_s)
 
     def _keep_moving(self, budget_s: float) -> bool:
         """For measuring: blocks go up and come down again, all the time."""
