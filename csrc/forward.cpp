@@ -49,7 +49,8 @@ bool Forward::step(const int32_t* tokens, const std::vector<Chunk>& chunks, cons
     abort_.store(false);
     plan_rows(chunks);
     if (rows_ == 0) return true;
-    work_.ensure(model_, rows_, pool_.size());
+    const bool any_dropped = std::any_of(dropped_.begin(), dropped_.end(), [](int dropped) { return dropped > 0; });
+    work_.ensure(model_, rows_, pool_.size(), any_dropped);
     plan_attention(false);
     rotates_later_ = rows_are_apart();
     embed();
@@ -64,11 +65,13 @@ bool Forward::step(const int32_t* tokens, const std::vector<Chunk>& chunks, cons
 void Forward::plan_rows(const std::vector<Chunk>& chunks) {
     chunks_ = chunks;
     positions_.clear();
+    dropped_.clear();
     tables_.clear();
     wanted_.clear();
     for (const Chunk& chunk : chunks) {
         for (int i = 0; i < chunk.tokens; ++i) {
             positions_.push_back(chunk.first_position + i);
+            dropped_.push_back(chunk.dropped);
             tables_.push_back(chunk.blocks);
         }
         if (chunk.wants_logits) wanted_.push_back(int(positions_.size()) - 1);
@@ -79,13 +82,18 @@ void Forward::plan_rows(const std::vector<Chunk>& chunks) {
 void Forward::embed() {
     const Shape& s = model_.shape;
     const int pairs = s.rope_dims / 2;
+    const auto turn = [&](int64_t row, int position, Rotations& to) {
+        for (int i = 0; i < pairs; ++i) {
+            const double angle = position * model_.rope_frequencies[size_t(i)];
+            to.cosines.data()[row * pairs + i] = float(std::cos(angle));
+            to.sines.data()[row * pairs + i] = float(std::sin(angle));
+        }
+    };
     each_panel(Phase::norm, [&](int, int64_t row) {
         unpack_row(model_.token_embd, tokens_[row], work_.x.data() + row * s.n_embd);
-        for (int i = 0; i < pairs; ++i) {
-            const double angle = positions_[size_t(row)] * model_.rope_frequencies[size_t(i)];
-            work_.cosines.data()[row * pairs + i] = float(std::cos(angle));
-            work_.sines.data()[row * pairs + i] = float(std::sin(angle));
-        }
+        const int position = positions_[size_t(row)], dropped = dropped_[size_t(row)];
+        turn(row, position + dropped, work_.rotations);
+        if (dropped > 0) turn(row, position, work_.sink_rotations);
     });
 }
 
@@ -104,7 +112,7 @@ bool Forward::run_layer(int index) {
         multiply({q}, normalised(layer.attn_norm), false, Phase::norm, Phase::qkv);
         timed(Phase::rope, [&] {
             pool_.queue(rows_, [&](int, int64_t row) {
-                for (int head = 0; head < model_.shape.n_kv_heads; ++head) rotate_queries(layer, row, head, nullptr);
+                for (int head = 0; head < model_.shape.n_kv_heads; ++head) rotate_in_place(layer, row, head);
             });
         });
     } else {
@@ -161,12 +169,20 @@ void Forward::activate(const Layer& layer, const InputBuffer& inputs, int64_t fi
 
 // The rest of the step is about the wanted rows alone: move them to the front.
 void Forward::keep_wanted_rows() {
-    const size_t embd = size_t(model_.shape.n_embd), pairs = size_t(model_.shape.rope_dims / 2);
+    const size_t pairs = size_t(model_.shape.rope_dims / 2);
+    const auto move = [](Buffer<float>& rows, size_t from, size_t to, size_t width) {
+        std::memmove(rows.data() + to * width, rows.data() + from * width, width * sizeof(float));
+    };
+    const auto move_rotations = [&](Rotations& rows, size_t from, size_t to) {
+        move(rows.cosines, from, to, pairs);
+        move(rows.sines, from, to, pairs);
+    };
     for (size_t i = 0; i < wanted_.size(); ++i) {
         const size_t from = size_t(wanted_[i]);  // never before i, so nothing that is still needed is overwritten
-        std::memmove(work_.x.data() + i * embd, work_.x.data() + from * embd, embd * sizeof(float));
-        std::memmove(work_.cosines.data() + i * pairs, work_.cosines.data() + from * pairs, pairs * sizeof(float));
-        std::memmove(work_.sines.data() + i * pairs, work_.sines.data() + from * pairs, pairs * sizeof(float));
+        move(work_.x, from, i, size_t(model_.shape.n_embd));
+        move_rotations(work_.rotations, from, i);
+        if (dropped_[from] > 0) move_rotations(work_.sink_rotations, from, i);
+        dropped_[i] = dropped_[from];
         wanted_[i] = int(i);
     }
     rows_ = int64_t(wanted_.size());

@@ -13,12 +13,15 @@
 
 namespace cllm {
 
-// Consecutive tokens of one sequence.
+// Consecutive tokens of one sequence. Positions are places in its block table. Of a sequence with a rolling window, `dropped`
+// tokens have been taken out behind the first `kept` ones, so the token at a position is that many further on in the text.
 struct Chunk {
     int tokens;
     int first_position;
     bool wants_logits;  // of its last token
     const int32_t* blocks;
+    int dropped = 0;
+    int kept = 0;  // a whole number of tiles, all before first_position
 };
 
 enum class Phase : int { norm, qkv, rope, attention, quantise, output, gate_up, down, head, count };
@@ -44,8 +47,14 @@ private:
         int tokens;
         int first_position;
         const int32_t* blocks;
+        int sinks;   // positions that are attended to with queries of their own, see rotate_queries
         int splits;
         size_t states;  // where its states begin, if splits are computed apart
+    };
+    // Positions of a tile that are attended to in one call.
+    struct Split {
+        int begin, end;
+        bool sinks;
     };
     struct Product {
         const PackedMatrix* weights;
@@ -85,11 +94,14 @@ private:
     template <class Work>
     void each_part(int64_t first, int64_t last, int64_t parts, Work&& work) const;
 
-    void rotate_queries(const Layer& layer, int64_t row, int kv_head, float* q);
+    void rotate_queries(const Layer& layer, int64_t row, int kv_head, bool for_sinks, float* to);
+    void rotate_in_place(const Layer& layer, int64_t row, int kv_head);
     void store_keys(const Layer& layer, int index, int64_t row, int kv_head);
     void rotate_and_store(const Layer& layer, int index, bool queries);
     void attend(int layer);
-    const float* queries_of(const Tile& tile, int layer, int kv_head, bool stores, int thread);
+    static int count_splits(int end, int sinks);
+    static Split split_of(const Tile& tile, int index);
+    const float* queries_of(const Tile& tile, int layer, int kv_head, bool sinks, bool stores, int thread);
     AttendJob job_of(const Tile& tile, int layer, int kv_head, const float* q) const;
     void attend_tile(const Tile& tile, int layer, int kv_head, int thread);
     void attend_splits(int layer);
@@ -120,7 +132,8 @@ private:
     float* logits_ = nullptr;
     int64_t rows_ = 0;                   // rows that are computed now; fewer in the last layer
     std::vector<Chunk> chunks_;
-    std::vector<int> positions_;         // of each row
+    std::vector<int> positions_;         // of each row, in its block table
+    std::vector<int> dropped_;           // of each row's sequence
     std::vector<const int32_t*> tables_;  // block table of each row
     std::vector<int> wanted_;            // rows whose logits are wanted
     std::vector<Tile> tiles_;

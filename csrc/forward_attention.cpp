@@ -28,8 +28,8 @@ void Forward::plan_attention(bool last_rows_only) {
         const int skipped = last_rows_only ? chunk.tokens - 1 : 0;
         for (int done = skipped; done < chunk.tokens;) {
             const int tokens = std::min(most, chunk.tokens - done), first = chunk.first_position + done;
-            const int splits = (first + tokens + kSplit - 1) / kSplit;
-            tiles_.push_back({row, tokens, first, chunk.blocks, splits, states});
+            const int sinks = chunk.dropped > 0 ? chunk.kept : 0, splits = count_splits(first + tokens, sinks);
+            tiles_.push_back({row, tokens, first, chunk.blocks, sinks, splits, states});
             states += size_t(model_.shape.n_kv_heads) * splits * tokens * group * (model_.shape.head_dim + 2);
             longest = std::max(longest, splits);
             done += tokens;
@@ -46,6 +46,18 @@ void Forward::plan_attention(bool last_rows_only) {
     for (size_t i = 0; i < size_t(tasks); ++i) open_splits_[i] = tiles_[i / size_t(model_.shape.n_kv_heads)].splits;
 }
 
+// Positions are cut at multiples of kSplit, and where the sinks end. So where a sequence is cut depends on positions alone.
+int Forward::count_splits(int end, int sinks) {
+    return (sinks + kSplit - 1) / kSplit + (end + kSplit - 1) / kSplit - sinks / kSplit;
+}
+
+Forward::Split Forward::split_of(const Tile& tile, int index) {
+    const int of_sinks = (tile.sinks + kSplit - 1) / kSplit;
+    if (index < of_sinks) return {index * kSplit, std::min((index + 1) * kSplit, tile.sinks), true};
+    const int number = tile.sinks / kSplit + index - of_sinks;
+    return {std::max(number * kSplit, tile.sinks), std::min((number + 1) * kSplit, tile.first_position + tile.tokens), false};
+}
+
 // Whether no row attends to another of the step: each chunk is one token and writes into a block of its own.
 bool Forward::rows_are_apart() {
     if (positions_.size() != chunks_.size()) return false;
@@ -55,8 +67,13 @@ bool Forward::rows_are_apart() {
     return std::adjacent_find(written_.begin(), written_.end()) == written_.end();
 }
 
-// The queries of one kv head, in place or, where several threads need them, in a copy `to`.
-void Forward::rotate_queries(const Layer& layer, int64_t row, int kv_head, float* to) {
+// The queries of one kv head, in place or in a copy `to`.
+//
+// A key keeps the rotation of its token's position in the text for good, and a score depends on the difference of two
+// rotations; so what is left of a text after some of it was dropped needs no change. But the tokens that are kept from its
+// beginning would move away for ever, further than the model has learnt to look. Queries that attend to them are rotated by
+// their place in the block table instead: then the distance is the one inside the window.
+void Forward::rotate_queries(const Layer& layer, int64_t row, int kv_head, bool for_sinks, float* to) {
     const Shape& s = model_.shape;
     const int heads = s.group(), first = kv_head * heads * s.head_dim, size = heads * s.head_dim;
     float* q = work_.q.data() + row * s.q_size() + first;
@@ -66,9 +83,18 @@ void Forward::rotate_queries(const Layer& layer, int64_t row, int kv_head, float
         for (int head = 0; head < heads; ++head)
             kernels_.rms_norm(q + head * s.head_dim, layer.q_norm.data(), s.head_dim, s.rms_eps, q + head * s.head_dim);
     const int64_t pairs = s.rope_dims / 2;
-    kernels_.rope(q, heads, s.head_dim, s.rope_dims, work_.cosines.data() + row * pairs, work_.sines.data() + row * pairs,
+    const Rotations& turns = for_sinks ? work_.sink_rotations : work_.rotations;
+    kernels_.rope(q, heads, s.head_dim, s.rope_dims, turns.cosines.data() + row * pairs, turns.sines.data() + row * pairs,
                   s.rope_neox, float(1.0 / std::sqrt(double(s.head_dim))));
     if (layout_->k_type != KVType::f16) kernels_.spread(q, heads, s.head_dim);
+}
+
+void Forward::rotate_in_place(const Layer& layer, int64_t row, int kv_head) {
+    const Shape& s = model_.shape;
+    if (dropped_[size_t(row)] > 0)
+        rotate_queries(layer, row, kv_head, true,
+                       work_.sink_q.data() + row * s.q_size() + int64_t(kv_head) * s.group() * s.head_dim);
+    rotate_queries(layer, row, kv_head, false, nullptr);
 }
 
 void Forward::store_keys(const Layer& layer, int index, int64_t row, int kv_head) {
@@ -79,8 +105,8 @@ void Forward::store_keys(const Layer& layer, int index, int64_t row, int kv_head
     if (!layer.v_bias.empty()) kernels_.add(layer.v_bias.data() + at, dim, v);
     if (!layer.k_norm.empty()) kernels_.rms_norm(k, layer.k_norm.data(), dim, s.rms_eps, k);
     const int64_t pairs = s.rope_dims / 2;
-    kernels_.rope(k, 1, dim, s.rope_dims, work_.cosines.data() + row * pairs, work_.sines.data() + row * pairs, s.rope_neox,
-                  1.0f);
+    kernels_.rope(k, 1, dim, s.rope_dims, work_.rotations.cosines.data() + row * pairs,
+                  work_.rotations.sines.data() + row * pairs, s.rope_neox, 1.0f);
     // Queries are spread as keys are, and attended values back again, so nothing but the rounding changes.
     if (layout_->k_type != KVType::f16) kernels_.spread(k, 1, dim);
     if (layout_->k_type == KVType::q4_0) kernels_.add(layer.key_shift.data() + at, dim, k);
@@ -97,7 +123,7 @@ void Forward::rotate_and_store(const Layer& layer, int index, bool queries) {
         pool_.queue((rows_ + run - 1) / run, [&](int, int64_t task) {
             for (int64_t row = task * run; row < std::min(rows_, (task + 1) * run); ++row)
                 for (int head = 0; head < model_.shape.n_kv_heads; ++head) {
-                    if (queries) rotate_queries(layer, row, head, nullptr);
+                    if (queries) rotate_in_place(layer, row, head);
                     store_keys(layer, index, row, head);
                 }
         });
@@ -111,12 +137,15 @@ AttendJob Forward::job_of(const Tile& tile, int layer, int kv_head, const float*
 
 // The rotated queries of a tile. Where rows are apart, they are rotated here, and who attends to the last positions stores K
 // and V of the token first: that saves a phase.
-const float* Forward::queries_of(const Tile& tile, int layer, int kv_head, bool stores, int thread) {
+const float* Forward::queries_of(const Tile& tile, int layer, int kv_head, bool sinks, bool stores, int thread) {
     const Shape& s = model_.shape;
-    if (!rotates_later_) return work_.q.data() + int64_t(tile.row) * s.q_size() + int64_t(kv_head) * s.group() * s.head_dim;
+    if (!rotates_later_) {
+        const float* all = sinks ? work_.sink_q.data() : work_.q.data();
+        return all + int64_t(tile.row) * s.q_size() + int64_t(kv_head) * s.group() * s.head_dim;
+    }
     const Layer& weights = model_.layers[size_t(layer)];
     float* q = work_.threads[size_t(thread)].q.data();
-    rotate_queries(weights, tile.row, kv_head, q);
+    rotate_queries(weights, tile.row, kv_head, sinks, q);
     if (stores) store_keys(weights, layer, tile.row, kv_head);
     return q;
 }
@@ -134,12 +163,14 @@ void Forward::attend(int layer) {
 void Forward::attend_tile(const Tile& tile, int layer, int kv_head, int thread) {
     ThreadSpace& own = work_.threads[size_t(thread)];
     const Shape& s = model_.shape;
-    const AttendJob job = job_of(tile, layer, kv_head, queries_of(tile, layer, kv_head, true, thread));
-    const int end = tile.first_position + tile.tokens;
-    kernels_.attend(job, 0, std::min(kSplit, end), own.merged.data(), own.attend.data());
-    for (int begin = kSplit; begin < end; begin += kSplit) {
-        kernels_.attend(job, begin, std::min(begin + kSplit, end), own.states.data(), own.attend.data());
-        kernels_.merge_states(own.merged.data(), own.states.data(), int64_t(tile.tokens) * job.heads, s.head_dim);
+    const float* q = nullptr;
+    for (int index = 0; index < tile.splits; ++index) {
+        const Split split = split_of(tile, index);
+        const bool others_begin = split.begin == tile.sinks;
+        if (index == 0 || others_begin) q = queries_of(tile, layer, kv_head, split.sinks, others_begin, thread);
+        float* states = index == 0 ? own.merged.data() : own.states.data();
+        kernels_.attend(job_of(tile, layer, kv_head, q), split.begin, split.end, states, own.attend.data());
+        if (index > 0) kernels_.merge_states(own.merged.data(), states, int64_t(tile.tokens) * s.group(), s.head_dim);
     }
     finish(tile, kv_head, own.merged.data());
 }
@@ -155,10 +186,10 @@ void Forward::attend_splits(int layer) {
         size_t i = 0;
         while (task >= tiles_[i].splits * heads) task -= tiles_[i++].splits * heads;
         const Tile& tile = tiles_[i];
-        const int head = int(task / tile.splits), split = int(task % tile.splits);
-        const int end = std::min((split + 1) * kSplit, tile.first_position + tile.tokens);
-        const float* q = queries_of(tile, layer, head, split == tile.splits - 1, thread);
-        kernels_.attend(job_of(tile, layer, head, q), split * kSplit, end, states_of(tile, head, split),
+        const int head = int(task / tile.splits), index = int(task % tile.splits);
+        const Split split = split_of(tile, index);
+        const float* q = queries_of(tile, layer, head, split.sinks, index == tile.splits - 1, thread);
+        kernels_.attend(job_of(tile, layer, head, q), split.begin, split.end, states_of(tile, head, index),
                         work_.threads[size_t(thread)].attend.data());
         std::atomic<int>& open = open_splits_[i * size_t(heads) + size_t(head)];
         if (open.fetch_sub(1) > 1) return;

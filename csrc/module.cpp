@@ -171,17 +171,20 @@ private:
     }
 
     void read_chunks(const Ints& tokens, const IntTable& table, const Ints& blocks, const FloatTable& logits) {
-        if (table.shape(1) != 4) refuse("chunks has rows of " + number(table.shape(1)) + ", not 4");
+        if (table.shape(1) != 6) refuse("chunks has rows of " + number(table.shape(1)) + ", not 6");
         chunks_.clear();
         int64_t n_tokens = 0, n_blocks = 0, n_logits = 0;
         for (size_t i = 0; i < table.shape(0); ++i) {
-            const int32_t* row = table.data() + i * 4;
-            if (row[0] < 1 || row[1] < 0 || row[3] < 0) refuse("chunk " + number(i) + " has a negative number or no token");
+            const int32_t* row = table.data() + i * 6;
+            if (row[0] < 1 || row[1] < 0 || row[3] < 0 || row[4] < 0 || row[5] < 0) refuse("chunk " + number(i) + " has a negative number or no token");
             if (int64_t(row[3]) * layout_.block_size < int64_t(row[1]) + row[0])
                 refuse("chunk " + number(i) + " ends at position " + number(int64_t(row[1]) + row[0]) + ", its " +
                        number(row[3]) + " blocks hold " + number(int64_t(row[3]) * layout_.block_size));
+            if (row[5] % kTileTokens || row[5] > row[1] || int64_t(row[4]) + row[1] + row[0] > INT32_MAX)
+                refuse("chunk " + number(i) + " at position " + number(row[1]) + " cannot keep " + number(row[5]) +
+                       " and drop " + number(row[4]) + " tokens before it");
             if (n_blocks + row[3] > int64_t(blocks.size())) refuse("blocks has only " + number(blocks.size()) + " numbers");
-            chunks_.push_back({row[0], row[1], row[2] != 0, blocks.data() + n_blocks});
+            chunks_.push_back({row[0], row[1], row[2] != 0, blocks.data() + n_blocks, row[4], row[5]});
             n_tokens += row[0];
             n_blocks += row[3];
             n_logits += row[2] != 0;

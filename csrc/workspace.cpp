@@ -4,7 +4,7 @@
 
 namespace cllm {
 
-void Workspace::ensure(const Model& model, int64_t rows, int n_threads) {
+void Workspace::ensure(const Model& model, int64_t rows, int n_threads, bool any_dropped) {
     const Shape& s = model.shape;
     const size_t n = size_t(rows);
     const size_t widest = size_t(std::max<int64_t>({model.widest_input, s.n_embd, s.n_ff, s.q_size()}));
@@ -13,8 +13,11 @@ void Workspace::ensure(const Model& model, int64_t rows, int n_threads) {
     k.ensure(n * size_t(s.kv_size()));
     v.ensure(n * size_t(s.kv_size()));
     attended.ensure(n * size_t(s.q_size()));
-    cosines.ensure(n * size_t(s.rope_dims / 2));
-    sines.ensure(n * size_t(s.rope_dims / 2));
+    rotations.ensure(n * size_t(s.rope_dims / 2));
+    if (any_dropped) {
+        sink_rotations.ensure(n * size_t(s.rope_dims / 2));
+        sink_q.ensure(n * size_t(s.q_size()));
+    }
     embd.ensure(rows, s.n_embd, model.kernels.panel_rows, model.any_float);
     heads.ensure(rows, s.q_size(), model.kernels.panel_rows, model.any_float);
     ff.ensure(rows, s.n_ff, model.kernels.panel_rows, model.any_float);

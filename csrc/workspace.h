@@ -54,15 +54,27 @@ struct ThreadSpace {
     Buffer<float> states, merged;  // of one attention tile
 };
 
+// What rows are turned by, [rows][rope_dims / 2].
+struct Rotations {
+    Buffer<float> cosines, sines;
+
+    void ensure(size_t size) {
+        cosines.ensure(size);
+        sines.ensure(size);
+    }
+};
+
 struct Workspace {
     Buffer<float> x;               // [rows][n_embd], the residual stream
     Buffer<float> q, k, v, attended;
-    Buffer<float> cosines, sines;  // [rows][rope_dims / 2]
+    Buffer<float> sink_q;          // [rows][q_size], of steps with dropped tokens
+    Rotations rotations;           // by positions in the text
+    Rotations sink_rotations;      // by places in the block table, of rows whose sequences have dropped tokens
     Buffer<float> states;          // of attention tiles whose splits are computed apart
     InputBuffer embd, heads, ff;
     std::vector<ThreadSpace> threads;
 
-    void ensure(const Model& model, int64_t rows, int n_threads);
+    void ensure(const Model& model, int64_t rows, int n_threads, bool any_dropped);
 };
 
 }  // namespace cllm

@@ -19,6 +19,7 @@ from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.slots import SlotKVManager
+from cllm.kv.window import Window
 
 _numbers = itertools.count()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -55,6 +56,7 @@ def make_request(
     priority: int = 0,
     max_context: int = CONTEXT,
     request_id: str | None = None,
+    window: Window | None = None,
 ) -> Request:
     ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
     return build_request(
@@ -68,6 +70,7 @@ def make_request(
         seed=params.seed or 0,
         max_context=max_context,
         vocab_size=320,
+        window=window,
     )
 
 

@@ -59,6 +59,7 @@ SNAPSHOT = EngineSnapshot(
     prompt_tokens=200,
     cached_tokens=150,
     generated_tokens=99,
+    dropped_tokens=512,
     finished={"stop": 4, "length": 3, "cancelled": 2},
     uptime_s=12.5,
     last_step_s=0.01,
@@ -190,13 +191,16 @@ class FakeLLM:
         self.submitted.set()
         return self.generations[-1]
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> list[int]:
         rendered = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return self.tokenizer.encode(rendered)
 
-    @property
-    def prompt_limit(self) -> TokenLimit:
+    def prompt_limit(self, params: SamplingParams | None = None) -> TokenLimit:
         return TokenLimit(self.max_context, f"the context is {self.max_context} tokens")
+
+    def answer_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
+        room = max(self.max_context - prompt_tokens, 0)
+        return room if params.max_tokens is None else min(room, params.max_tokens)
 
     def snapshot(self) -> EngineSnapshot:
         return self.state

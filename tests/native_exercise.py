@@ -82,6 +82,14 @@ def steps(rig: Rig, scale: int) -> None:
     rig.step(Part(tokens[:end], 0, long, wants=False))
     rig.step(Part(tokens[:1], end, long))
     rig.step(Part(tokens[:5], end + 1, long), Part(tokens[:1], end // 2, long))
+    # Windows: sinks of less and of more than a split, prompts and single tokens, those that want logits and others.
+    few, many = {"dropped": 4096, "kept": 16}, {"dropped": 1 << 20, "kept": 272 // scale // 16 * 16}
+    rig.step(Part(tokens[:40], end - 40, long, wants=False, **few), Part(tokens[:1], end, long, **few))
+    rig.step(Part(tokens[:1], end + 1, long, **many))
+    rig.step(
+        Part(tokens[:20], end - 20, long, **many), Part(tokens[:2], end // 2, long), Part(tokens[:1], 33, long, **few)
+    )
+    rig.step(*(Part(tokens[i : i + 1], 32 + i, long, **few) for i in range(20)))
     assert rig.engine.step(*pack([]), np.empty((0, rig.n_vocab), np.float32))
 
 
@@ -103,6 +111,8 @@ def refusals(rig: Rig) -> None:
     wrong = [
         Part([rig.n_vocab], 0, [0]), Part([-1], 0, [0]), Part([1], 0, [rig.blocks]), Part([1], 0, [-1]),
         Part([1], -1, [0]), Part([1], 16, [0]), Part([1] * 17, 0, [0]), Part([], 0, [0]), Part([1], 2**31 - 1, [0]),
+        Part([1], 0, [0], dropped=-16), Part([1], 20, [0, 1], dropped=16, kept=8), Part([1], 20, [0, 1], kept=-16),
+        Part([1], 20, [0, 1], dropped=16, kept=32), Part([1], 20, [0, 1], dropped=2**31 - 1, kept=16),
     ]  # fmt: skip
     room = np.empty((2, rig.n_vocab), np.float32)
     good = Part([1, 2], 0, [0])
@@ -110,7 +120,7 @@ def refusals(rig: Rig) -> None:
     tokens, chunks, blocks = pack([good])
     attempts += [
         (tokens[:1], chunks, blocks, room), (tokens, chunks[:, :3], blocks, room), (tokens, chunks, blocks[:0], room),
-        (tokens, chunks + np.array([0, 0, 0, 1], np.int32), blocks, room), (tokens, chunks, blocks, room[:0]),
+        (tokens, chunks + np.array([0, 0, 0, 1, 0, 0], np.int32), blocks, room), (tokens, chunks, blocks, room[:0]),
         (tokens, chunks, blocks, room[:, :-1]), (tokens, chunks, blocks, room.T), (tokens, chunks, blocks, None),
         (tokens, chunks * 2**30, blocks, room), (tokens, -chunks, blocks, room),
     ]  # fmt: skip

@@ -19,13 +19,25 @@ def breaks_a_relation(body: dict[str, Any]) -> bool:
         body.get("best_of") not in (None, body.get("n"))
         or _number(body, "min_tokens", 0) > _number(body, "max_tokens", 16)
         or (None not in most and most[0] != most[1])
+        or _tokens_of_window(body) > 4096
         or (isinstance(body.get("prompt"), list) and len(body["prompt"]) * _number(body, "n", 1) > 128)
     )
 
 
 def takes_long(body: dict[str, Any]) -> bool:
-    """Of /benchmark: right, but ten thousands of tokens."""
+    """Right, but ten thousands of tokens: of /benchmark, or of answers that do not end with the context."""
+    if (
+        _tokens_of_window(body)
+        and max(_number(body, "max_tokens", 0), _number(body, "max_completion_tokens", 0)) > 1000
+    ):
+        return True
     return "requests" in body and _number(body, "requests", 1) * _number(body, "max_tokens", 32) > 1000
+
+
+def _tokens_of_window(body: dict[str, Any]) -> float:
+    """About what a rolling window takes; it must not be more than the context."""
+    window = body.get("context_window")
+    return _number(window, "keep", 4) + _number(window, "recent", 0) + 300 if isinstance(window, dict) else 0
 
 
 def _number(body: dict[str, Any], name: str, default: float) -> float:

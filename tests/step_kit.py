@@ -27,14 +27,16 @@ class Part:
     start: int
     blocks: Sequence[int]
     wants: bool = True
+    dropped: int = 0
+    kept: int = 0
 
 
 def pack(parts: Sequence[Part]) -> tuple[Ints, Ints, Ints]:
     """The arrays that `Engine.step` takes."""
-    rows = [(len(part.tokens), part.start, part.wants, len(part.blocks)) for part in parts]
+    rows = [(len(part.tokens), part.start, part.wants, len(part.blocks), part.dropped, part.kept) for part in parts]
     return (
         np.array([token for part in parts for token in part.tokens], np.int32),
-        np.array(rows, np.int32).reshape(-1, 4),
+        np.array(rows, np.int32).reshape(-1, 6),
         np.array([block for part in parts for block in part.blocks], np.int32),
     )
 

@@ -234,7 +234,7 @@ LAYERS = [
     {"kv", "models", "config"},
     {"backends", "text", "resources"},
     {"engine"},
-    {"observe", "assemble", "generation"},
+    {"observe", "assemble", "generation", "windows"},
     {"llm"},
     {"offline", "simulate"},
     {"bench"},
@@ -245,11 +245,11 @@ LAYERS = [
 """Parts of the package from the bottom up. Those that stand together do not import each other either."""
 
 KV_LAYERS = [
-    {"sequence", "usage", "view", "ops", "memory", "slot_sizes"},
+    {"sequence", "window", "usage", "view", "ops", "memory", "slot_sizes"},
     {"radix", "eviction", "numbers", "trigger", "extents", "pool"},
     {"prefixes", "arena", "fragmentation", "holders", "store"},
-    {"manager", "compaction", "upkeep", "picture", "slot_memory", "slot_picture"},
-    {"paged", "slots"},
+    {"manager", "operations", "compaction", "upkeep", "picture", "slot_memory", "slot_picture"},
+    {"paged", "paged_operations", "slots", "slot_operations"},
 ]
 
 

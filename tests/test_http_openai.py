@@ -16,6 +16,7 @@ from starlette.types import Message
 
 import loop_kit
 from cllm.config import Config
+from cllm.engine.params import ContextWindow
 from cllm.errors import BackendError, OverloadedError
 from cllm.server.openai_replies import ChatReply, CompletionReply
 from http_fakes import FakeLLM, TrackedApp, app_for, client_for, config_with, served
@@ -101,6 +102,7 @@ async def test_every_parameter_arrives_in_the_engine(llm: FakeLLM) -> None:
             "stop_token_ids": [5],
             "ignore_eos": True,
             "min_tokens": 2,
+            "context_window": {"keep": 3, "recent": 40},
             "priority": -4,
             "timeout": 2.5,
         },
@@ -111,6 +113,7 @@ async def test_every_parameter_arrives_in_the_engine(llm: FakeLLM) -> None:
     assert (params.frequency_penalty, params.presence_penalty, params.logit_bias) == (0.2, 0.3, {7: -100.0})
     assert (params.seed, params.logprobs, params.stop, params.stop_token_ids) == (11, 3, ("x", "y"), [5])
     assert (params.ignore_eos, params.min_tokens) == (True, 2)
+    assert params.context_window == ContextWindow(recent=40, keep=3)
     assert llm.generations[0].options == {"priority": -4, "timeout_s": 2.5}
 
 

@@ -429,6 +429,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not self.live and not self.scheduler.requests
             assert self.scheduler.kv.usage().referenced == 0
 
+    def expected(self, request: Request, index: int) -> list[int]:
+        return reference(request, index)
+
     def _take(self, outputs: list[Output]) -> None:
         for output in outputs:
             request = self.live[output.request_id]
@@ -436,7 +439,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if output.token_id is not None:
                 self.tokens.setdefault(key, []).append(output.token_id)
             if output.reason in (FinishReason.STOP, FinishReason.LENGTH):
-                assert self.tokens[key] == reference(request, output.answer)
+                assert self.tokens[key] == self.expected(request, output.answer)
             if request.id not in self.scheduler.requests and output is _last_of(outputs, request.id):
                 del self.live[request.id]
 

@@ -8,14 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cllm.engine.params import SamplingParams
+    from cllm.engine.params import ContextWindow, SamplingParams
     from cllm.llm import AsyncLLM
     from cllm.offline import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "ContextWindow", "SamplingParams"]
 
-_HOMES = {"LLM": "cllm.offline", "AsyncLLM": "cllm.llm", "SamplingParams": "cllm.engine.params"}
+_HOMES = {
+    "LLM": "cllm.offline",
+    "AsyncLLM": "cllm.llm",
+    "ContextWindow": "cllm.engine.params",
+    "SamplingParams": "cllm.engine.params",
+}
 
 
 def __getattr__(name: str) -> Any:

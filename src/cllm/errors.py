@@ -65,6 +65,10 @@ class BackendError(CLLMError):
         self.fatal = fatal
 
 
+class UnsupportedOperationError(BackendError):
+    """The backend, or the way its memory is laid out, cannot do this at all."""
+
+
 class StepAbortedError(BackendError):
     """The step was interrupted on request; nothing is wrong with the backend."""
 

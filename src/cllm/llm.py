@@ -23,12 +23,14 @@ from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Output, build_request
 from cllm.engine.rows import RowSampler, fastest
 from cllm.engine.stats import EngineSnapshot
-from cllm.errors import InvalidRequestError, ShuttingDownError
+from cllm.errors import ConfigError, InvalidRequestError, ShuttingDownError
 from cllm.generation import Generation
+from cllm.kv.window import Window
 from cllm.models.shape import ModelShape
 from cllm.text.bounded import TokenLimit
 from cllm.text.chat import ChatTemplate
 from cllm.text.tokenizer import Tokenizer
+from cllm.windows import Windows
 
 GIL_SWITCH_S = 5e-4
 """How long Python lets one thread hold the interpreter while another waits; the engine must not wait 5 ms a step."""
@@ -43,6 +45,7 @@ class AsyncLLM:
         self._before_mapping = before_mapping
         self.observers = Observers()
         self._parts: Parts | None = None
+        self._windows: Windows | None = None
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._live: dict[str, Generation] = {}
@@ -57,6 +60,11 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         self._rows = fastest(self.config.backend.native.instruction_set)
         parts = await asyncio.to_thread(assemble, self.config, self._before_mapping)
+        try:
+            self._windows = Windows(self.config.kv.window, parts.scheduler.kv, parts.max_context)
+        except ConfigError:
+            parts.backend.close()
+            raise
         self._parts = parts
         engine = Engine(
             parts.backend,
@@ -130,12 +138,22 @@ class AsyncLLM:
     def max_context(self) -> int:
         return self._loaded.max_context
 
-    @property
-    def prompt_limit(self) -> TokenLimit:
+    def prompt_limit(self, params: SamplingParams | None = None) -> TokenLimit:
+        """How long prompts of requests with these parameters may be."""
+        if self._window_of(params) is not None:
+            most = self.config.server.max_encode_tokens
+            return TokenLimit(most, f"with a rolling window at most {most} are taken (server.max_encode_tokens)")
         most = self.max_context - 1
         return TokenLimit(
             most, f"the context is {self.max_context} tokens, of which at least one must be left for the answer"
         )
+
+    def answer_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
+        """The most tokens that each answer to such a prompt can have."""
+        if self._window_of(params) is not None:
+            return self.max_context if params.max_tokens is None else params.max_tokens
+        room = max(self.max_context - prompt_tokens, 0)
+        return room if params.max_tokens is None else min(room, params.max_tokens)
 
     @property
     def shape(self) -> ModelShape:
@@ -176,8 +194,9 @@ class AsyncLLM:
 
     # -- work --------------------------------------------------------------------------------------------------
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return self.chat_template.encode(self.tokenizer, messages, self.prompt_limit)
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> list[int]:
+        """The prompt for the next message, which may be as long as requests with these parameters allow."""
+        return self.chat_template.encode(self.tokenizer, messages, self.prompt_limit(params))
 
     def submit(
         self,
@@ -194,7 +213,8 @@ class AsyncLLM:
         """
         engine = self._running
         params = params or SamplingParams()
-        ids = self._checked(self._encode(prompt) if isinstance(prompt, str) else prompt)
+        limit = self.prompt_limit(params)
+        ids = self._checked(self._encode(prompt, limit) if isinstance(prompt, str) else prompt, limit)
         longest_s = self.config.scheduler.request_timeout_s
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         if request_id in self._live:
@@ -210,6 +230,7 @@ class AsyncLLM:
             seed=params.seed if params.seed is not None else secrets.randbits(63),
             max_context=self.max_context,
             vocab_size=self.shape.n_vocab,
+            window=self._window_of(params),
             rows=self._rows,
         )
         generation = Generation(request_id, ids, params, self.tokenizer, self._cancel)
@@ -235,15 +256,20 @@ class AsyncLLM:
             raise ShuttingDownError("the model is not loaded")
         return self._engine
 
-    def _encode(self, prompt: str) -> list[int]:
-        self.prompt_limit.check_text(self.tokenizer, prompt, "prompt")
+    def _window_of(self, params: SamplingParams | None) -> Window | None:
+        if self._windows is None:
+            raise ShuttingDownError("the model is not loaded")
+        return self._windows.of(params)
+
+    def _encode(self, prompt: str, limit: TokenLimit) -> list[int]:
+        limit.check_text(self.tokenizer, prompt, "prompt")
         return self.tokenizer.encode(prompt)
 
-    def _checked(self, prompt: Sequence[int]) -> array[int]:
+    def _checked(self, prompt: Sequence[int], limit: TokenLimit) -> array[int]:
         """The prompt as an array, which can be looked through in no time, however long it is."""
         if not len(prompt):
             raise InvalidRequestError("the prompt is empty: it needs at least one token", "prompt")
-        self.prompt_limit.check(prompt, "prompt")
+        limit.check(prompt, "prompt")
         vocab = self.shape.n_vocab
         try:
             ids = array("i", prompt)

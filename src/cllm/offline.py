@@ -82,7 +82,7 @@ class LLM:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
         """The assistant's next message."""
-        return self.generate([self._llm.encode_chat(messages)], params, progress=False)[0]
+        return self.generate([self._llm.encode_chat(messages, params)], params, progress=False)[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Text as it comes. Leaving the loop early cancels the rest."""

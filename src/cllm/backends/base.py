@@ -23,10 +23,11 @@ Logits = NDArray[np.float32]
 
 @dataclass(slots=True)
 class Chunk:
-    """The tokens of one sequence that this step computes: positions [start, start + len(tokens)).
+    """The tokens of one sequence that this step computes: positions [start, start + len(tokens)) of its memory.
 
     Everything before `start` is already in the sequence's slot or blocks. `blocks` covers at least
-    `start + len(tokens)` positions.
+    `start + len(tokens)` positions. Of a sequence with a rolling window, `dropped` tokens were taken out of memory
+    behind the first `kept` ones; the distance to what was kept is the one in memory.
     """
 
     tokens: array[int]
@@ -34,6 +35,8 @@ class Chunk:
     wants_logits: bool
     slot: int = 0
     blocks: list[int] = field(default_factory=list)
+    dropped: int = 0
+    kept: int = 0
 
 
 class Backend(ABC):

@@ -89,8 +89,11 @@ class FakeBackend(Backend):
         tokens = np.asarray(chunk.tokens, dtype=np.int32)
         self.memory.write(chunk, tokens)
         self.computed_tokens += len(tokens)
-        context = self.memory.read(chunk, chunk.start + len(tokens)).astype(np.uint64) + np.uint64(1)
+        length = chunk.start + len(tokens)
+        context = self.memory.read(chunk, length).astype(np.uint64) + np.uint64(1)
+        context += self.memory.dropped_before(chunk, length).astype(np.uint64) << np.uint64(20)
         mixed = int((context * self._weights[: len(context)]).sum(dtype=np.uint64))
+        mixed ^= chunk.dropped * 0x9E3779B97F4A7C15 & 0xFFFF_FFFF_FFFF_FFFF
         return self._logits(mixed)
 
     def _logits(self, mixed: int) -> Logits:
@@ -123,11 +126,13 @@ def _hashes(vocab_size: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
 
 
 class _FakeBlocks:
-    """An arena of blocks of tokens."""
+    """An arena of blocks of tokens, and of how many tokens had been dropped when each was computed: that is what K and
+    V of a real model depend on, too."""
 
     def __init__(self, geometry: BlockGeometry) -> None:
         self._size = geometry.block_size
         self._arena = np.full((geometry.blocks, geometry.block_size), -1, dtype=np.int32)
+        self._dropped = np.zeros_like(self._arena)
         self._resident = np.zeros(geometry.blocks, np.bool_)
 
     @property
@@ -139,6 +144,7 @@ class _FakeBlocks:
         table = np.asarray(chunk.blocks, dtype=np.int64)
         written = table[positions // self._size]
         self._arena[written, positions % self._size] = tokens
+        self._dropped[written, positions % self._size] = chunk.dropped
         self._resident[written] = True
 
     def read(self, chunk: Chunk, length: int) -> NDArray[np.int32]:
@@ -146,9 +152,15 @@ class _FakeBlocks:
         cells: NDArray[np.int32] = self._arena[table].reshape(-1)[:length]
         return cells
 
+    def dropped_before(self, chunk: Chunk, length: int) -> NDArray[np.int32]:
+        table = np.asarray(chunk.blocks[: -(-length // self._size)], dtype=np.int64)
+        cells: NDArray[np.int32] = self._dropped[table].reshape(-1)[:length]
+        return cells
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:
             self._arena[target] = self._arena[source]
+            self._dropped[target] = self._dropped[source]
             self._resident[target] = True
 
     def move_blocks(self, moves: Sequence[Move]) -> None:
@@ -157,6 +169,7 @@ class _FakeBlocks:
             self._check_run(target, count)
         for source, target, count in moves:
             self._arena[target : target + count] = self._arena[source : source + count].copy()
+            self._dropped[target : target + count] = self._dropped[source : source + count].copy()
             self._resident[target : target + count] = True
 
     def release_pages(self, first: int, count: int) -> None:
@@ -184,6 +197,8 @@ class _FakeBlocks:
 class _FakeSlots:
     """Numbered sequences of tokens, each with its own positions, as llama.cpp keeps them."""
 
+    no_shift: str | None = None
+
     def __init__(self, geometry: SlotGeometry) -> None:
         self._first = geometry.first
         self._capacity = geometry.slot_tokens
@@ -204,6 +219,9 @@ class _FakeSlots:
     def read(self, chunk: Chunk, length: int) -> NDArray[np.int32]:
         cells = self._cells[chunk.slot]
         return np.array([cells.get(position, -1) for position in range(length)], dtype=np.int32)
+
+    def dropped_before(self, chunk: Chunk, length: int) -> NDArray[np.int32]:
+        return np.zeros(length, np.int32)
 
     def length(self, slot: int) -> int:
         return max(self._cells[slot], default=-1) + 1

@@ -70,7 +70,7 @@ class Conversation:
             said.append(piece)
             print(piece, end="", flush=True)
 
-        return await stream_answer(self._llm, self._llm.encode_chat(messages), self._params, write)
+        return await stream_answer(self._llm, self._llm.encode_chat(messages, self._params), self._params, write)
 
     def as_json(self) -> dict[str, Any]:
         return {"messages": self._messages, "answers": [answer.as_json() for answer in self._answers]}

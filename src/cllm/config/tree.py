@@ -14,6 +14,7 @@ from cllm.config.relations import check_relations
 BackendType = Literal["auto", "native", "llama_cpp", "torch", "fake"]
 InstructionSet = Literal["auto", "generic", "avx2", "avx512"]
 KVType = Literal["f16", "q8_0", "q4_0"]
+MIN_RECENT = 16
 LLAMA_CPP_MAX_SEQ = 256
 """llama.cpp's own compiled-in limit of sequences per context."""
 
@@ -96,8 +97,15 @@ class ResourcesConfig(Section):
 
 
 class WindowConfig(Section):
-    keep: int = Field(default=4, ge=0, description="first tokens that stay for good (attention sinks)")
-    recent: int = Field(ge=16, description="most recent tokens that stay, at least")
+    recent: int | None = Field(
+        default=None,
+        ge=MIN_RECENT,
+        description="rolling window: most recent tokens that stay, at least, in requests that do not set their own "
+        "context_window; answers go on beyond the context (null: no window)",
+    )
+    keep: int = Field(
+        default=4, ge=0, description="first tokens of a prompt that stay for good in such a window (attention sinks)"
+    )
 
 
 class KVConfig(Section):
@@ -125,9 +133,7 @@ class KVConfig(Section):
         le=1,
         description="share of a step's time that compaction may take while answers are generated",
     )
-    window: WindowConfig | None = Field(
-        default=None, description="rolling context window for every request that does not set its own (null: none)"
-    )
+    window: WindowConfig = WindowConfig()
 
 
 class SchedulerConfig(Section):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from cllm.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+MIN_RECENT = 16
 _MAY_BE_NONE = ("max_tokens", "logprobs")
 
 
@@ -36,6 +37,24 @@ RANGES = {
     "min_tokens": Range(0),
 }
 MAX_BIAS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ContextWindow:
+    """A rolling window: of a text that grows beyond it, the first `keep` tokens and at least the `recent` last ones are
+    remembered. Both are rounded up to whole blocks of memory."""
+
+    recent: int
+    keep: int = 4
+
+    def __post_init__(self) -> None:
+        for name, low in (("recent", MIN_RECENT), ("keep", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
+                raise InvalidRequestError(
+                    f"context_window.{name} is {value!r}; it must be a whole number of at least {low}",
+                    f"context_window.{name}",
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +87,9 @@ class SamplingParams:
     ignore_eos: bool = False
     """Never choose the model's end of text, so that only `max_tokens`, `stop` and `stop_token_ids` end the answer."""
     min_tokens: int = 0
+    context_window: ContextWindow | Literal["configured"] | None = "configured"
+    """A rolling window, with which prompt and answer may be longer than the context. Default: what kv.window says;
+    `None`: no window. `max_tokens` of None then means as many as the context holds, whatever the prompt."""
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():

@@ -17,6 +17,7 @@ from cllm.engine.rows import RowSampler
 from cllm.engine.sampling import TokenChooser, TokenLogprob
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
+from cllm.kv.window import Window
 
 
 class RequestState(Enum):
@@ -81,8 +82,10 @@ class Sequence(KVSequence):
         "twins",
     )
 
-    def __init__(self, request: Request, index: int, chooser: TokenChooser, max_length: int) -> None:
-        super().__init__(())
+    def __init__(
+        self, request: Request, index: int, chooser: TokenChooser, max_length: int, window: Window | None = None
+    ) -> None:
+        super().__init__((), window)
         self.tokens = request.prompt  # until there is a token of its own: a hundred answers take no hundred copies
         self.request = request
         self.index = index
@@ -115,6 +118,12 @@ class Sequence(KVSequence):
         """Tokens that are known and not computed yet."""
         return len(self.tokens) - self.num_computed
 
+    @property
+    def next_chunk(self) -> int:
+        """How many of them can be computed in one step."""
+        known = len(self.tokens) - self.num_computed
+        return known if self.window is None else min(known, self.window.until_drop(self.num_computed))
+
     def append(self, token: int) -> None:
         """Take a token as generated."""
         if self.tokens is self.request.prompt:
@@ -135,6 +144,9 @@ class Sequence(KVSequence):
     def shares(self, other: Sequence, count: int) -> bool:
         """Do both begin with the same `count` tokens? The last of this one does not count: it is always computed."""
         ours, size = self.key, count * TOKEN_BYTES
+        for window in (self.window, other.window):
+            if window is not None and count > window.capacity:
+                return False
         return size <= len(ours) - TOKEN_BYTES and other.key.startswith(ours[:size])
 
 
@@ -208,9 +220,13 @@ def build_request(
     seed: int,
     max_context: int,
     vocab_size: int,
+    window: Window | None = None,
     rows: RowSampler | None = None,
 ) -> Request:
-    """A request with its sequences, ready for the engine. Answer i draws with seed + i; `rows` does the work of it."""
+    """A request with its sequences, ready for the engine. Answer i draws with seed + i; `rows` does the work of it.
+
+    With a `window` an answer does not end with the context; one that was given no length is as long as that at most.
+    """
     stops = frozenset(params.stop_token_ids)
     end_ids = stops if params.ignore_eos else stops | eos_ids
     forbidden = eos_ids - stops if params.ignore_eos else frozenset()
@@ -223,12 +239,14 @@ def build_request(
         priority=priority,
         end_ids=end_ids,
     )
-    limit = max_context if params.max_tokens is None else min(len(prompt) + params.max_tokens, max_context)
+    limit = len(prompt) + (max_context if params.max_tokens is None else params.max_tokens)
+    if window is None:
+        limit = min(limit, max_context)
     chooser = TokenChooser(
         params, prompt, end_ids=end_ids, forbidden=forbidden, seed=seed, vocab_size=vocab_size, rows=rows
     )
     choosers = [chooser, *(chooser.twin(seed + index) for index in range(1, params.n))]
-    request.sequences = [Sequence(request, index, each, limit) for index, each in enumerate(choosers)]
+    request.sequences = [Sequence(request, index, each, limit, window) for index, each in enumerate(choosers)]
     first = request.sequences[0]
     first.twins = request.sequences[1:]
     return request

@@ -52,12 +52,16 @@ class Plan:
     decode_rows: int = 0
 
     def add_prompt(self, sequence: Sequence, count: int) -> None:
-        start = sequence.num_computed
-        end = start + count
-        done = end == len(sequence.tokens)
+        end = sequence.num_computed + count
         self.sequences.append(sequence)
-        self.chunks.append(Chunk(sequence.tokens[start:end], start, done, sequence.slot, sequence.blocks))
+        self.chunks.append(_chunk(sequence, end, end == len(sequence.tokens)))
         self.prompt_tokens += count
+
+
+def _chunk(sequence: Sequence, end: int | None, wants_logits: bool) -> Chunk:
+    start, dropped = sequence.num_computed, sequence.dropped
+    tokens = sequence.tokens[start:end]
+    return Chunk(tokens, start - dropped, wants_logits, sequence.slot, sequence.blocks, dropped, sequence.kept)
 
 
 class Scheduler(Roster):
@@ -95,9 +99,7 @@ class Scheduler(Roster):
         most = self.budget.rows_at_once(len(rows))
         if most < len(rows):
             rows[:] = self._whose_turn(rows, most)
-        for sequence in rows:
-            start = sequence.num_computed
-            plan.chunks.append(Chunk(sequence.tokens[start:], start, True, sequence.slot, sequence.blocks))
+        plan.chunks = [_chunk(sequence, None, True) for sequence in rows]
         plan.decode_rows = len(rows)
         if prompts:
             self.plan_prompts(plan, prompts)
@@ -119,12 +121,16 @@ class Scheduler(Roster):
         return [sequence for sequence in rows if sequence.turn == self._turns]
 
     def _room_to_decode(self) -> bool:
-        """Make room for the next token of every answer. False: one of them had to go, and the others try again."""
+        """Make room for the next token of every answer, and move windows on. False: one sequence had to go, and the
+        others try again."""
         grow = self.kv.grow
         for sequence in self.running:  # a plain loop: this runs for every sequence in every step
-            if len(sequence.tokens) - sequence.num_computed == 1:
+            if len(sequence.tokens) - sequence.num_computed == 1 or sequence.window is not None:
                 try:
-                    if grow(sequence, 1):
+                    if sequence.window is None:
+                        if grow(sequence, 1):
+                            continue
+                    elif self.kv.roll(sequence) and grow(sequence, sequence.next_chunk):
                         continue
                 except BackendError as error:
                     if error.fatal:
@@ -138,7 +144,8 @@ class Scheduler(Roster):
         return True
 
     def plan_prompts(self, plan: Plan, prompts: list[Sequence]) -> None:
-        """Prompt chunks within the budget, for whoever is done soonest; every few steps for the oldest instead.
+        """Prompt chunks within the budget, for whoever is done soonest; every few steps for the oldest instead. A
+        chunk ends where a window has to move on.
 
         So a short prompt passes a long one, and the long one still advances. Few chunks are better than many: the
         backend computes chunks of different lengths one after the other. Their memory was taken at admission.
@@ -155,7 +162,7 @@ class Scheduler(Roster):
             prompts.remove(oldest)
             prompts.insert(0, oldest)
         for sequence in prompts:
-            count = min(sequence.remaining, budget)
+            count = min(sequence.next_chunk, budget)
             if count == 0:
                 break
             plan.add_prompt(sequence, count)

@@ -22,6 +22,8 @@ class EngineSnapshot(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
+    dropped_tokens: int
+    """Computed tokens that rolling windows have let go of."""
     finished: Mapping[str, int]
     """Finish reason -> requests."""
     uptime_s: float
@@ -44,6 +46,7 @@ def take_snapshot(
         prompt_tokens=scheduler.prompt_tokens,
         cached_tokens=scheduler.cached_tokens,
         generated_tokens=scheduler.generated_tokens,
+        dropped_tokens=scheduler.kv.dropped_tokens,
         finished=dict(scheduler.finished),
         uptime_s=uptime_s,
         last_step_s=last_step_s,

@@ -42,7 +42,7 @@ def describe(entry: Entry | None) -> dict[str, Any]:
     if entry is None:
         return {"state": "free", "tokens": 0}
     if entry.owner is not None:
-        return {"state": "running", "tokens": entry.owner.num_computed}
+        return {"state": "running", "tokens": entry.owner.held, "dropped": entry.owner.dropped}
     return {"state": "held", "tokens": entry.length}
 
 
@@ -58,9 +58,10 @@ class HolderIndex:
         return found.matched // TOKEN_BYTES, found.node.value
 
     def extend(self, entry: Entry, sequence: KVSequence) -> None:
-        """Let the index know everything `sequence` has computed. O(new tokens)."""
+        """Let the index know all that `sequence` has computed and others may share. O(new tokens)."""
+        end = sequence.num_computed if sequence.intact else sequence.kept
         start = entry.node or self._tree.root
-        key = sequence.tokens[entry.length : sequence.num_computed].tobytes()
+        key = sequence.tokens[entry.length : end].tobytes()
         found = self._tree.find(key, start)
         node = self._tree.cut(found) if found.matched else start
         part = node
@@ -74,7 +75,13 @@ class HolderIndex:
             else:
                 node = self._tree.add(node, rest, {entry})
         entry.node = node if node.parent is not None else None
-        entry.length = sequence.num_computed
+        entry.length = end
+
+    def cut_back(self, entry: Entry, sequence: KVSequence) -> None:
+        """`sequence` has lost something that the index knows of."""
+        self.remove(entry)
+        entry.length = 0
+        self.extend(entry, sequence)
 
     def remove(self, entry: Entry) -> None:
         node, entry.node = entry.node, None

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from cllm.errors import UnsupportedOperationError
 from cllm.kv.sequence import KVSequence
 from cllm.kv.usage import KVUsage
 from cllm.kv.view import KVView
@@ -48,6 +49,12 @@ class KVManager(ABC):
     """Sequences that run or want to, for a manager that takes memory in steps. Whoever admits sets it before."""
 
     on_eviction: EvictionListener | None = None
+
+    no_window: str | None = None
+    """Why sequences cannot have a rolling window here; None: they can."""
+
+    dropped_tokens: int = 0
+    """Tokens that windows have dropped, of all sequences."""
 
     @abstractmethod
     def peek(self, key: bytes) -> int:
@@ -90,6 +97,46 @@ class KVManager(ABC):
     @abstractmethod
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         """Take everything back. `keep` leaves the computed part in the cache, evictable."""
+
+    # -- operations on a sequence's memory ---------------------------------------------------------------------
+    # Positions are places in memory, [0, held). What cannot be done raises `UnsupportedOperationError`; nothing that
+    # others share ever changes. A copy is `fork`.
+
+    def remove_range(self, sequence: KVSequence, start: int, end: int) -> bool:
+        """Give the memory of positions [start, end) back, which leaves a hole. False: there is no room to make what
+        follows the sequence's own; nothing changed."""
+        raise self._cannot("remove a range")
+
+    def shift(self, sequence: KVSequence, start: int, delta: int) -> None:
+        """Add `delta` to all positions from `start` on: what follows a hole closes it. Nothing can be computed
+        before."""
+        raise self._cannot("shift positions")
+
+    def truncate(self, sequence: KVSequence, length: int) -> int:
+        """Forget all that was computed from token `length` on. Returns how many stay computed, which may be fewer by
+        less than `unit_tokens`: what is shared is given up in whole units."""
+        raise self._cannot("truncate a sequence")
+
+    def keep(self, sequence: KVSequence) -> None:
+        """Evict everything but what this and other running sequences hold."""
+        raise self._cannot("keep one sequence")
+
+    def roll(self, sequence: KVSequence) -> bool:
+        """Drop what the window no longer shows to the next token. False: there is no room to do that now."""
+        window = sequence.window
+        if window is None:
+            return True
+        due = window.dropped_at(sequence.num_computed) - sequence.dropped
+        if due > 0:
+            start, end = window.keep, window.keep + due
+            if not self.remove_range(sequence, start, end):
+                return False
+            self.shift(sequence, end, -due)
+            self.dropped_tokens += due
+        return True
+
+    def _cannot(self, what: str) -> UnsupportedOperationError:
+        return UnsupportedOperationError(f"{type(self).__name__} cannot {what}")
 
     @abstractmethod
     def maintain(self, budget_s: float) -> bool:

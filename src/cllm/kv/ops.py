@@ -52,6 +52,10 @@ SavedKV = NDArray[np.uint8]
 class SlotOps(Protocol):
     """Operations on numbered sequences. Ranges are half-open, [start, end); `end=None` means to the end."""
 
+    @property
+    def no_shift(self) -> str | None:
+        """Why positions cannot be shifted; None: they can."""
+
     def length(self, slot: int) -> int:
         """Positions the backend itself believes the slot holds: its highest position + 1, or 0."""
 

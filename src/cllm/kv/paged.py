@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from cllm.kv.arena import Arena
 from cllm.kv.fragmentation import extents_needed, measure
-from cllm.kv.manager import CHECK_SLICE, KVManager
+from cllm.kv.manager import CHECK_SLICE
 from cllm.kv.ops import BlockGeometry, BlockOps
+from cllm.kv.paged_operations import PagedOperations
 from cllm.kv.picture import picture
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
@@ -31,7 +32,7 @@ LOOK_INTERVAL_S = 1.0
 """How often the state of the memory is measured, at most."""
 
 
-class PagedKVManager(KVManager):
+class PagedKVManager(PagedOperations):
     def __init__(
         self,
         ops: BlockOps,
@@ -82,9 +83,9 @@ class PagedKVManager(KVManager):
 
     def admit(self, sequence: KVSequence) -> int | None:
         prefixes = self._prefixes
-        found = prefixes.find(sequence.tokens.tobytes())
+        found = prefixes.find(sequence.prefix.tobytes())
         cached_blocks = found.matched // prefixes.tree.unit_bytes
-        needed = self._blocks_for(len(sequence.tokens)) - cached_blocks
+        needed = self._blocks_for(sequence.needed) - cached_blocks
         # The watermark keeps room for running sequences to grow, so it does not apply when there are none.
         reserve = self._watermark_blocks if self._running else 0
         if needed + reserve > self._available() - prefixes.unused_blocks(found):
@@ -110,10 +111,10 @@ class PagedKVManager(KVManager):
         """Where blocks lie makes no difference to speed."""
 
     def grow(self, sequence: KVSequence, count: int) -> bool:
-        end = sequence.num_computed + count
+        held = sequence.num_computed - sequence.dropped
         blocks = sequence.blocks
-        missing = self._blocks_for(end) - len(blocks)
-        last = sequence.num_computed // self.block_size
+        missing = self._blocks_for(held + count) - len(blocks)
+        last = held // self.block_size
         writes_shared = last < len(blocks) and last >= sequence.indexed and self._pool.is_shared(blocks[last])
         if missing <= 0 and not writes_shared:
             return True
@@ -141,7 +142,7 @@ class PagedKVManager(KVManager):
 
     def fork(self, parent: KVSequence, child: KVSequence) -> bool:
         self.commit(parent)
-        end = self._blocks_for(parent.num_computed)
+        end = self._blocks_for(parent.held)
         child.blocks = parent.blocks[:end]
         for block in child.blocks[parent.indexed :]:
             self._pool.share(block)
@@ -149,6 +150,7 @@ class PagedKVManager(KVManager):
         child.node = parent.node
         child.indexed = parent.indexed
         child.num_computed = parent.num_computed
+        child.dropped, child.kept = parent.dropped, parent.kept
         self._begin(child)
         return True
 
@@ -156,7 +158,7 @@ class PagedKVManager(KVManager):
 
     def commit(self, sequence: KVSequence) -> None:
         full = sequence.num_computed // self.block_size
-        if full > sequence.indexed:
+        if full > sequence.indexed and sequence.intact:
             self._prefixes.index(sequence, full)
 
     def verify(self, sequence: KVSequence) -> None:
@@ -179,10 +181,14 @@ class PagedKVManager(KVManager):
         """A sequence gives private blocks up; those that forked ones use as well are theirs from now on."""
         self._pool.release(private)
         number, holders = sequence.number, self._pool.holders
-        for block in private:
-            if holders[block] == number:
-                heir = next(s for s in self._running.values() if s is not sequence and block in s.blocks[s.indexed :])
-                holders[block] = heir.number
+        orphans = {block for block in private if holders[block] == number}
+        for heir in self._running.values():
+            if not orphans:
+                break
+            if heir is not sequence:
+                inherited = orphans.intersection(heir.blocks[heir.indexed :])
+                self._pool.hand_over(list(inherited), heir.number)
+                orphans -= inherited
 
     # -- upkeep ------------------------------------------------------------------------------------------------
 
@@ -254,7 +260,13 @@ class PagedKVManager(KVManager):
         return {
             "block_size": self.block_size,
             "running": [
-                {"tokens": len(s.tokens), "computed": s.num_computed, "blocks": len(s.blocks), "shared": s.indexed}
+                {
+                    "tokens": len(s.tokens),
+                    "computed": s.num_computed,
+                    "dropped": s.dropped,
+                    "blocks": len(s.blocks),
+                    "shared": s.indexed,
+                }
                 for s in self._running.values()
             ],
             "prefix_nodes_evictable": len(self._prefixes.policy),
@@ -293,7 +305,7 @@ class PagedKVManager(KVManager):
             raise AssertionError("a block table disagrees with the tree")
         if bytes(spelled) != sequence.tokens.tobytes()[: len(spelled)]:
             raise AssertionError("a sequence stands on a path that spells other tokens")
-        if len(sequence.blocks) * self.block_size < sequence.num_computed:
+        if len(sequence.blocks) * self.block_size < sequence.held:
             raise AssertionError("a sequence has computed more than its blocks hold")
         for block in sequence.blocks[sequence.indexed :]:
             holder = self._running.get(self._pool.holders[block])

@@ -63,13 +63,46 @@ class Prefixes:
         for part in node.path():
             self._use(part)
 
-    def unlock(self, node: BlockNode) -> None:
+    def unlock(self, node: BlockNode, above: BlockNode | None = None) -> None:
+        """Whoever used `node` and all on the way to it does so no more; but those down to `above`, if that is given."""
         # Deepest first: the policy relies on it.
         for part in node.path():
+            if part is above:
+                break
             part.references -= 1
             if part.references == 0:
                 self.policy.add(part, part.hits)
                 self.evictable += len(part.value)
+
+    def shorten(self, sequence: KVSequence, blocks: int) -> None:
+        """The sequence uses only its first `blocks` blocks of the tree from now on; the others stay, for others."""
+        above = self._node_at(sequence, blocks)
+        self.unlock(sequence.node, above)
+        sequence.node, sequence.indexed = above, blocks
+
+    def take_out(self, sequence: KVSequence, blocks: int) -> bool:
+        """Make what follows the sequence's first `blocks` blocks its own, out of the tree. False: others use it, or go
+        on from it."""
+        above = self._node_at(sequence, blocks)
+        below: BlockNode | None = None
+        for node in sequence.node.path():
+            if node is above:
+                break
+            if node.references > 1 or any(child is not below for child in node.children.values()):
+                return False
+            below = node
+        node = sequence.node
+        while node is not above:
+            self._pool.hand_over(node.value, sequence.number)
+            self._holders.take_back(node.number)
+            node = self.tree.remove(node)
+        sequence.node, sequence.indexed = above, blocks
+        return True
+
+    def _node_at(self, sequence: KVSequence, blocks: int) -> BlockNode:
+        """The node of the sequence's path that ends after so many blocks; an edge is cut for it if need be."""
+        tokens = blocks * self.tree.unit_bytes // TOKEN_BYTES
+        return self._cut(self.tree.find(sequence.tokens[:tokens].tobytes()))
 
     def _use(self, node: BlockNode) -> None:
         if node.references == 0:

@@ -43,6 +43,7 @@ class SlotMemory(KVManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_tokens = geometry.slot_tokens
+        self.no_window = ops.no_shift
         self._geometry = geometry
         self._ops = ops
         self._bytes_per_token = bytes_per_token
@@ -328,10 +329,11 @@ class SlotMemory(KVManager):
             self._index.remove(entry)
             if entry.owner is not None:
                 self._slots[slot] = entry
-                entry.length = entry.owner.num_computed = 0
+                entry.length = 0
+                entry.owner.restart()
 
     def _tokens_in(self, entry: Entry) -> int:
-        return entry.length if entry.owner is None else entry.owner.num_computed
+        return entry.length if entry.owner is None else entry.owner.end
 
     def _most_bytes(self, entry: Entry) -> int:
         return most_bytes(self._tokens_in(entry), self._bytes_per_token)

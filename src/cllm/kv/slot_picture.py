@@ -33,8 +33,8 @@ def picture(
         if (owner := entry.owner) is None:
             held.append(entry)
         else:
-            tokens = owner.num_computed
-            sequences.append(SequenceView(number, owner.request_id, len(owner.tokens), tokens, 0))
+            tokens = owner.held
+            sequences.append(SequenceView(number, owner.request_id, len(owner.tokens), owner.num_computed, 0))
         row[: -(-tokens // CELL_TOKENS)] = number
     ended = [*held, *islice(saved, MOST_NODES)]
     return KVView(

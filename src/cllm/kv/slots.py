@@ -26,14 +26,14 @@ from cllm.kv.memory import most_bytes
 from cllm.kv.ops import SlotGeometry, SlotOps
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
-from cllm.kv.slot_memory import SlotMemory
+from cllm.kv.slot_operations import SlotOperations
 from cllm.kv.slot_picture import picture
 from cllm.kv.slot_sizes import SlotSizes, possible_sizes
 from cllm.kv.usage import KVUsage
 from cllm.kv.view import KVView
 
 
-class SlotKVManager(SlotMemory):
+class SlotKVManager(SlotOperations):
     def __init__(
         self,
         ops: SlotOps,
@@ -71,7 +71,7 @@ class SlotKVManager(SlotMemory):
     def admit(self, sequence: KVSequence) -> int | None:
         if len(self._running_slots()) == len(self._slots):
             self._take_more_slots()
-        cached, holders = self._index.find(sequence.tokens.tobytes()[:-TOKEN_BYTES])
+        cached, holders = self._index.find(sequence.prefix.tobytes()[:-TOKEN_BYTES])
         source = min(holders, key=Entry.preference) if cached else None
         slot = self._choose_slot(source)
         if slot is None:
@@ -93,8 +93,9 @@ class SlotKVManager(SlotMemory):
         if slot is None:
             return False
         self._vacate(slot)
-        if not self._copied(parent.slot, slot, parent.num_computed):
+        if not self._copied(parent.slot, slot, parent.held):
             return False
+        child.dropped, child.kept = parent.dropped, parent.kept
         self._occupy(slot, child, parent.num_computed)
         return True
 
@@ -106,7 +107,7 @@ class SlotKVManager(SlotMemory):
             entry = self._slots[running[-1]]
             assert entry is not None and entry.owner is not None and entry.slot is not None
             self._vacate(gap)
-            if not self._copied(entry.slot, gap, entry.owner.num_computed):
+            if not self._copied(entry.slot, gap, entry.owner.held):
                 return
             self._empty(entry.slot)
             self._slots[gap] = entry
@@ -115,28 +116,28 @@ class SlotKVManager(SlotMemory):
             running = self._running_slots()
 
     def grow(self, sequence: KVSequence, count: int) -> bool:
-        return sequence.num_computed + count <= self.max_tokens
+        return sequence.end + count <= self.max_tokens
 
     # -- after a step ------------------------------------------------------------------------------------------
 
     def commit(self, sequence: KVSequence) -> None:
         # Prompt chunks are indexed at once, for others to share; generated tokens when the sequence ends.
-        if sequence.num_computed - sequence.entry.length > 1:
+        if sequence.intact and sequence.num_computed - sequence.entry.length > 1:
             self._index.extend(sequence.entry, sequence)
 
     def verify(self, sequence: KVSequence) -> None:
         held = self._ops.length(sequence.slot)
-        if held != sequence.num_computed:
+        if held != sequence.end:
             raise PositionMismatchError(
-                f"slot {sequence.slot} holds {held} positions, the sequence has computed {sequence.num_computed}"
+                f"slot {sequence.slot} holds {held} positions, the sequence has computed {sequence.end}"
             )
 
     def rewind(self, sequence: KVSequence) -> None:
-        self._ops.remove(sequence.slot, sequence.num_computed)
+        self._ops.remove(sequence.slot, sequence.end)
 
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         entry: Entry = sequence.entry
-        if keep and sequence.num_computed:
+        if keep and sequence.num_computed and sequence.intact:
             self._index.extend(entry, sequence)
             sequence.forget_memory()
             entry.owner = None
@@ -174,7 +175,7 @@ class SlotKVManager(SlotMemory):
         running = [entry.owner for entry in self._slots if entry is not None and entry.owner is not None]
         held, slots = self._held_in_slots(), len(self._slots)
         used = len(running) + len(held)
-        referenced = sum(owner.num_computed for owner in running)
+        referenced = sum(owner.held for owner in running)
         evictable = sum(entry.length for entry in held) + self._store.tokens
         total = self._geometry.tokens + self._store_bytes // self._bytes_per_token
         self._peak = max(self._peak, referenced)

@@ -159,6 +159,7 @@ _COUNTERS = (
     _Value("prompt_tokens", "Prompt tokens of all requests.", lambda s: s.prompt_tokens),
     _Value("prompt_tokens_cached", "Those that came from the KV cache.", lambda s: s.cached_tokens),
     _Value("generation_tokens", "Generated tokens.", lambda s: s.generated_tokens),
+    _Value("kv_window_dropped_tokens", "Tokens that rolling windows let go of.", lambda s: s.dropped_tokens),
     _Value("request_success", "Ended requests by reason.", lambda s: dict(s.finished), "finished_reason"),
     _Value("kv_evictions", "Units evicted from the KV cache.", lambda s: s.kv.evictions),
     _Value("kv_compactions", "Compactions of the KV cache.", lambda s: s.kv.compactions),

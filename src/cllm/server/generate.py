@@ -170,6 +170,6 @@ async def _prepare(body: GenerateRequest, request: Request, state: ServerState) 
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     run = _Run(request, max_tokens)
     params = body.sampling(max_tokens=max_tokens)
-    prompt = await state.texts.encode_prompt(body.prompt)
+    prompt = await state.texts.encode_prompt(body.prompt, params)
     answers = Answers(state.llm, [prompt], params, request_id=run.id, priority=body.priority, timeout_s=body.timeout)
     return run, answers

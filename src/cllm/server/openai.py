@@ -62,7 +62,7 @@ async def completions(
     params = _params(body, max_tokens, body.logprobs)
     texts = _split(body.prompt)
     _check_count(state, len(texts), params.n)
-    prompts = await state.texts.encode_prompts(texts)
+    prompts = await state.texts.encode_prompts(texts, params)
     _check_logprobs(state, prompts, params, "logprobs")
     tokenizer = state.llm.tokenizer
     echoes = await _echoes(state, texts, params.n) if body.echo else {}
@@ -84,7 +84,7 @@ async def chat_completions(
     state.check_model(body.model)
     params = _params(body, body.most_tokens, (body.top_logprobs or 0) if body.logprobs else None)
     _check_count(state, 1, params.n)
-    prompt = await state.texts.encode_chat([message.plain() for message in body.messages])
+    prompt = await state.texts.encode_chat([message.plain() for message in body.messages], params)
     _check_logprobs(state, [prompt], params, "top_logprobs")
     tokenizer = state.llm.tokenizer
     head = _head(request, state, "chatcmpl")
@@ -137,8 +137,7 @@ def _check_count(state: ServerState, prompts: int, n: int) -> None:
 def _check_logprobs(state: ServerState, prompts: Sequence[Sequence[int]], params: SamplingParams, param: str) -> None:
     if params.logprobs is None:
         return
-    room = [max(state.llm.max_context - len(prompt), 0) for prompt in prompts]
-    tokens = sum(room if params.max_tokens is None else (min(each, params.max_tokens) for each in room))
+    tokens = sum(state.llm.answer_limit(len(prompt), params) for prompt in prompts)
     each, most = 1 + params.logprobs, state.config.server.max_logprobs
     if params.n * tokens * each > most:
         raise InvalidRequestError(

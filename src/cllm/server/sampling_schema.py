@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from cllm.engine.params import MAX_BIAS, RANGES, SamplingParams
+from cllm.engine.params import MAX_BIAS, MIN_RECENT, RANGES, ContextWindow, SamplingParams
 from cllm.server.validation import TOKEN_IDS_AS_KEYS, AtMost, Int32, Int64, RequestModel, TokenIds, Words, wrong
 from cllm.text.stream import MAX_STOP_CHARACTERS
 
@@ -59,6 +59,15 @@ def in_range(name: str) -> Any:
     return Field(json_schema_extra=shown if high is None else {**shown, "maximum": high})
 
 
+class ContextWindowFields(RequestModel):
+    recent: Annotated[Int32, Field(json_schema_extra={"minimum": MIN_RECENT})] = Field(
+        description="Most recent tokens to remember, at least; whole blocks of memory are."
+    )
+    keep: Annotated[Int32, Field(json_schema_extra={"minimum": 0})] = Field(
+        4, description="First tokens of the prompt to remember for good."
+    )
+
+
 class SamplingFields(RequestModel):
     """`null` means the default. Ranges are checked by `SamplingParams`, once for all ways in."""
 
@@ -89,6 +98,12 @@ class SamplingFields(RequestModel):
     min_tokens: Annotated[Int32, in_range("min_tokens")] | None = Field(
         None, description="No end before this many tokens, at most max_tokens. Default 0."
     )
+    context_window: ContextWindowFields | None = Field(
+        None,
+        description="A rolling window: prompt and answer may be longer than the context, and what lies between the "
+        "first and the most recent tokens is forgotten. null: none. Default: kv.window of the server.",
+        examples=[{"keep": 16, "recent": 2048}],
+    )
     priority: Int32 | None = Field(None, description="Lower goes first. Default 0.")
     timeout: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Seconds after which the request fails; scheduler.request_timeout_s is the most."
@@ -98,6 +113,9 @@ class SamplingFields(RequestModel):
         """These fields as `SamplingParams`; `own` is what the endpoint names in its own way."""
         given = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
         given.update((name, value) for name, value in own.items() if value is not None)
+        if "context_window" in self.model_fields_set:
+            asked = self.context_window
+            given["context_window"] = None if asked is None else ContextWindow(asked.recent, asked.keep)
         return SamplingParams(
             **given,
             max_tokens=max_tokens,

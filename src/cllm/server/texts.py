@@ -11,6 +11,7 @@ from cllm.server.lanes import Lanes
 from cllm.text.bounded import PIECE, TokenLimit
 
 if TYPE_CHECKING:
+    from cllm.engine.params import SamplingParams
     from cllm.llm import AsyncLLM
 
 INLINE = 2_000
@@ -29,30 +30,31 @@ class Texts:
     async def encode(self, text: str, limit: TokenLimit, param: str) -> Sequence[int]:
         return (await self._encode([text], limit, param))[0]
 
-    async def encode_prompt(self, text: str) -> Sequence[int]:
-        return await self.encode(text, self._llm.prompt_limit, "prompt")
+    async def encode_prompt(self, text: str, params: SamplingParams | None = None) -> Sequence[int]:
+        return await self.encode(text, self._llm.prompt_limit(params), "prompt")
 
-    async def encode_prompts(self, prompts: Sequence[str | list[int]]) -> list[Sequence[int]]:
+    async def encode_prompts(self, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[Sequence[int]]:
         """Strings become tokens, tokens become an array. A job holds as many prompts as make a piece: others get their
         turn."""
+        limit = self._llm.prompt_limit(params)
         encoded: list[Sequence[int]] = []
         start = size = 0
         for stop, prompt in enumerate(prompts, 1):
             size += _size(prompt)
             if size >= PIECE or stop == len(prompts):
-                encoded += await self._encode(prompts[start:stop], self._llm.prompt_limit, "prompt")
+                encoded += await self._encode(prompts[start:stop], limit, "prompt")
                 start, size = stop, 0
         return encoded
 
-    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        most, reason, _ = self._llm.prompt_limit
+    async def encode_chat(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> list[int]:
+        most, reason, _ = self._llm.prompt_limit(params)
         # Templates trim: blanks around a message may count for nothing.
         size = sum(len(message["content"].strip()) for message in messages)
         if size > most * self._llm.tokenizer.longest_token:
             raise InvalidRequestError(
                 f"the messages have {size} characters, which are more than {most} tokens; {reason}", "messages"
             )
-        return await self._lanes.run(size + _EACH * len(messages), lambda: self._llm.encode_chat(messages))
+        return await self._lanes.run(size + _EACH * len(messages), lambda: self._llm.encode_chat(messages, params))
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of a prompt, special tokens by name."""

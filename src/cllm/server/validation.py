@@ -210,7 +210,7 @@ def _reason(error: Mapping[str, Any], name: str | int, errors: Sequence[Mapping[
         given = error.get("input")
         unit = "characters" if isinstance(given, str) else "items"
         return f"holds more than {error['ctx']['max_length']} {unit}"
-    if kind == "model_attributes_type":
+    if kind in ("model_type", "model_attributes_type"):
         return f"must be an object, not {_show(error.get('input'))}"
     expected = _SHOULD.sub("must", str(error["msg"]))
     if name in _MUST_BE and len(errors) > 1:

@@ -132,6 +132,8 @@ class SimulatedBlocks:
 class SimulatedSlots(SlotOps):
     """Slots that know how much they hold and nothing else. What is saved has a size but takes no memory."""
 
+    no_shift = "simulated slots have no positions"
+
     def __init__(self, slots: int, bytes_per_token: int) -> None:
         self._lengths = [0] * slots
         self._bytes_per_token = bytes_per_token

@@ -10,7 +10,7 @@ import numpy as np
 from cllm.backends.base import Chunk
 from cllm.backends.llama_cpp.context import Context
 from cllm.backends.llama_cpp.state import PortableState
-from cllm.errors import BackendError
+from cllm.errors import BackendError, UnsupportedOperationError
 from cllm.kv.ops import SavedKV
 
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
@@ -31,6 +31,11 @@ class LlamaSlotOps:
         self._form: PortableState | None = None
         if portable:  # the context is new, so its slots are empty
             self._form = PortableState(self._state_size(0), context.slots, self._library.max_sequences)
+
+    @property
+    def no_shift(self) -> str | None:
+        can: bool = self._library.can_shift(self._context.memory)
+        return None if can else "llama.cpp cannot shift positions of this model"
 
     def length(self, slot: int) -> int:
         last: int = self._library.position_max(self._context.memory, self._checked(slot))
@@ -80,8 +85,8 @@ class LlamaSlotOps:
 
     def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
         memory = self._context.memory
-        if not self._library.can_shift(memory):
-            raise BackendError("llama.cpp cannot shift positions of this model")
+        if (reason := self.no_shift) is not None:
+            raise UnsupportedOperationError(reason)
         if self.length(slot) + delta > self._context.slot_tokens:
             raise BackendError(f"slot {slot} has no positions to be shifted to by {delta}")
         self._library.sequence_add(memory, slot, start, -1 if end is None else end, delta)

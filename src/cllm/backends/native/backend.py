@@ -1,7 +1,7 @@
 """The backend over the C++ engine: chunks become three arrays, and one call computes them.
 
     chunks ──► tokens   5 9 2 8 4 7 …     of all chunks, one after another
-               rows     4 0 1 2           a chunk each: tokens, first position, wants logits, blocks
+               rows     4 0 1 2 0 0       a chunk each: tokens, first position, wants logits, blocks, dropped, kept
                table    7 3 9 4 0 …       all block tables, one after another
 
 The engine checks what it is given against its own geometry, so a wrong block or position is an error here, never a
@@ -164,10 +164,10 @@ def _as_arrays(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int32], NDArray[np.i
     for chunk in chunks:
         tokens += chunk.tokens
         table.fromlist(chunk.blocks)
-        rows += (len(chunk.tokens), chunk.start, chunk.wants_logits, len(chunk.blocks))
+        rows += (len(chunk.tokens), chunk.start, chunk.wants_logits, len(chunk.blocks), chunk.dropped, chunk.kept)
     return (
         np.frombuffer(tokens, np.int32),
-        np.array(rows, np.int32).reshape(-1, 4),
+        np.array(rows, np.int32).reshape(-1, 6),
         np.frombuffer(table, np.int32),
     )
 

@@ -54,7 +54,7 @@ class BlockStreams:
 
     def _step(self, tokens: Tokens[int], tables: NDArray[np.int32], position: int, count: int) -> None:
         blocks = -(-(position + count) // BLOCK)
-        chunks = np.empty((len(tables), 4), np.int32)
-        chunks[:] = (count, position, 1, blocks)
+        chunks = np.empty((len(tables), 6), np.int32)
+        chunks[:] = (count, position, 1, blocks, 0, 0)
         table = np.ascontiguousarray(tables[:, :blocks]).ravel()
         self._engine.step(np.frombuffer(tokens, np.int32), chunks, table, self._logits[: len(tables)])

@@ -22,6 +22,7 @@ from cllm.bench.workloads.sequential import Sequential
 from cllm.bench.workloads.snapshots import Snapshots
 from cllm.bench.workloads.soak import Soak
 from cllm.bench.workloads.stall import Stall
+from cllm.bench.workloads.window import Window
 
 WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "sequential": (Sequential(answer_tokens=1, requests=200), Sequential(answer_tokens=16, requests=60)),
@@ -33,6 +34,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "mixed": (Mixed(),),
     "soak": (Soak(),),
     "aged": (Aged(),),
+    "window": (Window(),),
     "overhead": (Overhead(),),
     "memory": (Memory(),),
     "memory-waste": (MemoryWaste(),),
@@ -44,9 +46,9 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "generator": (Generator(),),
 }
 
-LONG = ("soak", "aged", "hostile", "memory-compaction", "memory-busy", "memory-burst")
+LONG = ("soak", "aged", "window", "hostile", "memory-compaction", "memory-busy", "memory-burst")
 """Too long for the short set."""
-ONCE = ("soak", "aged", "hostile", "memory-busy", "memory-burst")
+ONCE = ("soak", "aged", "window", "hostile", "memory-busy", "memory-burst")
 """One pass is enough: it is long, or the sides take turns within it."""
 
 SHORT: tuple[Workload, ...] = (

@@ -1,0 +1,37 @@
+"""Sequence operations of the slots manager: the backend does them in the slot, and the index hears of it."""
+
+from __future__ import annotations
+
+from cllm.kv.operations import check_removal, check_shift, check_truncation, close_hole, open_hole
+from cllm.kv.sequence import KVSequence
+from cllm.kv.slot_memory import SlotMemory
+
+
+class SlotOperations(SlotMemory):
+    def remove_range(self, sequence: KVSequence, start: int, end: int) -> bool:
+        check_removal(sequence, start, end)
+        self._ops.remove(sequence.slot, start, end)
+        open_hole(sequence, start, end)
+        if sequence.entry.length > start:
+            self._index.cut_back(sequence.entry, sequence)
+        return True
+
+    def shift(self, sequence: KVSequence, start: int, delta: int) -> None:
+        """The backend rotates the keys to their new positions."""
+        check_shift(sequence, start, delta)
+        self._ops.shift(sequence.slot, start, None, delta)
+        close_hole(sequence)
+
+    def truncate(self, sequence: KVSequence, length: int) -> int:
+        check_truncation(sequence, length)
+        self._ops.remove(sequence.slot, length - sequence.dropped)
+        sequence.num_computed = length
+        if sequence.entry.length > length:
+            self._index.cut_back(sequence.entry, sequence)
+        return length
+
+    def keep(self, sequence: KVSequence) -> None:
+        while len(self._store):
+            self._evict(self._store.oldest())
+        for entry in self._held_in_slots():
+            self._evict(entry)
