@@ -51,7 +51,7 @@ def _paged(kv: Any) -> KVView:
     extent = 32
     padded = np.zeros(-(-total // extent) * extent, np.bool_)
     padded[:total] = holders != 0
-    resident = padded.reshape(-1, extent).any(axis=1)
+    resident: Any = padded.reshape(-1, extent).any(axis=1)
     in_all = len(prefixes)
     prefixes.sort(key=lambda p: -p.tokens)
     return KVView(
