@@ -59,7 +59,8 @@ export class Chat {
   }
 
   async stream(messages, answer) {
-    const limit = Number(byId("max-tokens").value);
+    const limit = byId("max-tokens").valueAsNumber;
+    const temperature = byId("temperature").valueAsNumber;
     const response = await fetch("v1/chat/completions", {
       method: "POST",
       headers: { "content-type": "application/json", ...key.headers() },
@@ -68,6 +69,7 @@ export class Chat {
         stream: true,
         stream_options: { include_usage: true },
         ...(limit > 0 && { max_tokens: limit }),
+        ...(temperature >= 0 && { temperature }),
       }),
       signal: this.running.signal,
     });
@@ -111,12 +113,12 @@ export class Chat {
 }
 
 function summary(answer) {
-  if (!answer.first) return "";
+  if (!answer.first && !answer.usage) return "";
   const tokens = answer.usage?.completion_tokens ?? answer.pieces;
   const seconds = (answer.last - answer.first) / 1000;
   const parts = [`${whole(tokens)} tokens`];
   if (tokens > 1 && seconds > 0) parts.push(`${rate((tokens - 1) / seconds)} tokens/s`);
-  parts.push(`first after ${duration((answer.first - answer.began) / 1000)}`);
+  if (answer.first) parts.push(`first after ${duration((answer.first - answer.began) / 1000)}`);
   if (answer.usage) {
     const { prompt_tokens: prompt, prompt_tokens_details: details } = answer.usage;
     const cached = details?.cached_tokens ?? 0;
