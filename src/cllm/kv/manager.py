@@ -10,7 +10,6 @@ from typing import Any
 
 from cllm.kv.sequence import KVSequence
 from cllm.kv.usage import KVUsage
-from cllm.kv.view import KVView
 
 log = logging.getLogger("cllm.kv")
 
@@ -102,12 +101,6 @@ class KVManager(ABC):
     @abstractmethod
     def details(self) -> dict[str, Any]:
         """What `/kv` shows beyond the numbers."""
-
-    def view(self) -> KVView:
-        """The cache as a picture."""
-        from cllm.kv.temporary_view import view_of
-
-        return view_of(self)
 
     @abstractmethod
     def examine(self) -> Iterator[int]:
