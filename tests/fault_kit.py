@@ -19,6 +19,7 @@ from cllm.engine.request import FinishReason, Request
 from cllm.engine.scheduler import Scheduler
 from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.manager import KVManager
+from cllm.kv.paged import PagedKVManager
 from engine_kit import Collector, make_request
 
 CAUSE = "the n-th call failed"
@@ -41,11 +42,20 @@ KV_CALLS = (
     "peek", "admit", "arrange", "grow", "commit", "verify", "rewind", "fork", "release", "maintain", "reset", "usage",
     "details", "examine",
 )  # fmt: skip
-OPS_CALLS = ("copy_blocks", "length", "remove", "copy", "save", "load")
+OPS_CALLS = (
+    "copy_blocks", "move_blocks", "release_pages", "prepare_pages", "resident_bytes",
+    "length", "remove", "copy", "save", "load",
+)  # fmt: skip
 BACKEND_CALLS = ("step", "rebuild", "abort")
 OBSERVER_CALLS = ("on_step", "on_finished", "on_eviction")
-WITHOUT_EFFECT = {f"kv.{name}" for name in ("peek", "verify", "usage", "details", "examine")} | {"ops.length"}
-HARMLESS = ("observer.", "deliver", "kv.usage", "kv.details", "backend.abort")
+WITHOUT_EFFECT = {f"kv.{name}" for name in ("peek", "verify", "usage", "details", "examine")} | {
+    "ops.length",
+    "ops.resident_bytes",
+}
+HARMLESS = (
+    *("observer.", "deliver", "kv.usage", "kv.details", "backend.abort"),
+    *("ops.release_pages", "ops.prepare_pages", "ops.resident_bytes"),
+)
 """Calls whose failing no request may notice."""
 
 MAX_TURNS = 400
@@ -114,6 +124,16 @@ class _Observer:
 
 
 @dataclass
+class Clock:
+    """One that stands still until it is set."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
 class Machine:
     """A backend with its cache, empty: what the scenarios are run on."""
 
@@ -122,6 +142,7 @@ class Machine:
     expected: Callable[[Request, int], list[int]]
     """What an answer consists of, when nothing else happens."""
     max_running: int = 3
+    clock: Clock = field(default_factory=Clock)
 
 
 @dataclass
@@ -132,7 +153,6 @@ class Rig:
     fault: Fault = field(default_factory=Fault)
 
     def __post_init__(self) -> None:
-        self.now = 0.0
         self.calls = Calls(self.fault)
         self.collector = Collector()
         self.requests: list[Request] = []
@@ -145,10 +165,9 @@ class Rig:
         """What clients were told that only cancelled."""
         backend, kv = self.machine.backend, self.machine.kv
         budget = StepBudget(inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=0.5, max_tokens=16)
-        self.scheduler = Scheduler(kv, budget, max_running=self.machine.max_running, clock=lambda: self.now)
-        self.engine = Engine(
-            backend, self.scheduler, self.calls.wrap("deliver", self.collector), clock=lambda: self.now
-        )
+        self.scheduler = Scheduler(kv, budget, max_running=self.machine.max_running, clock=self.machine.clock)
+        deliver = self.calls.wrap("deliver", self.collector)
+        self.engine = Engine(backend, self.scheduler, deliver, clock=self.machine.clock)
         observer = _Observer()
         self.calls.wrap_all(observer, "observer", OBSERVER_CALLS)
         self.scheduler.observers.append(observer)
@@ -158,8 +177,17 @@ class Rig:
         backend.step = self._step  # type: ignore[method-assign]
         self.calls.wrap_all(backend, "backend", BACKEND_CALLS)
         self.calls.wrap_all(kv, "kv", KV_CALLS)
-        kv._ops = _Ops(kv._ops, self.calls)  # type: ignore[attr-defined]
+        owner, name = (kv._arena, "ops") if isinstance(kv, PagedKVManager) else (kv, "_ops")
+        setattr(owner, name, _Ops(getattr(owner, name), self.calls))
         self.engine._accepting = True
+
+    @property
+    def now(self) -> float:
+        return self.machine.clock.now
+
+    @now.setter
+    def now(self, value: float) -> None:
+        self.machine.clock.now = value
 
     def _step(self, chunks: Sequence[Any]) -> Any:
         self.before_step(chunks)

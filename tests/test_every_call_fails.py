@@ -24,9 +24,10 @@ from cllm.kv.ops import BlockGeometry, SlotGeometry
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.slots import SlotKVManager
 from cllm.kv.store import most_bytes
+from cllm.kv.upkeep import UpkeepSettings
 from cllm.models.gguf import GGUFModel
 from engine_kit import make_request, reference
-from fault_kit import BACKEND_CALLS, Machine, Rig, Scenario, fail_every_call
+from fault_kit import BACKEND_CALLS, Clock, Machine, Rig, Scenario, fail_every_call
 from native_kit import write_model
 
 
@@ -44,6 +45,21 @@ def paged(blocks: int = 48) -> Machine:
     backend.allocate(geometry)
     kv = PagedKVManager(backend.ops, geometry, bytes_per_token=8, eviction_threshold=0.7, watermark=0.02)
     return Machine(backend, kv, expected)
+
+
+def elastic(compaction: str) -> Machine:
+    """Memory that is moved together and given back, by a clock of its own."""
+    backend, clock = FakeBackend(context_length=96), Clock()
+    geometry = BlockGeometry(48, 4)
+    backend.allocate(geometry)
+    upkeep = UpkeepSettings(
+        release_after_s=10.0,
+        idle_bytes=4 * 32,
+        ahead_bytes=32,
+        compaction=compaction,  # type: ignore[arg-type]
+    )
+    options = {"bytes_per_token": 8, "watermark": 0.02, "extent_blocks": 4, "upkeep": upkeep}
+    return Machine(backend, PagedKVManager(backend.ops, geometry, clock=clock, **options), expected, clock=clock)
 
 
 def slots(count: int = 3) -> Machine:
@@ -207,6 +223,57 @@ def wrong_positions(rig: Rig) -> None:
     rig.run()
 
 
+def takes_time(rig: Rig) -> Callable[[object], None]:
+    """Steps take a millisecond, of which upkeep may have its share."""
+
+    def step(chunks: object) -> None:
+        rig.now += 0.001
+
+    return step
+
+
+def moved_all_the_time(rig: Rig) -> None:
+    """Blocks move after every step, while others come, fork, are cancelled and end."""
+    rig.before_step = takes_time(rig)
+    rig.submit("ends soon", 2)
+    gone = rig.submit("is cancelled", 9)
+    rig.submit("several", 5, n=2, temperature=1.0, seed=5)
+    rig.turns(3)
+    rig.cancel(gone)
+    rig.submit("comes late", 4)
+    rig.run()
+
+
+def shut_down_while_moving(rig: Rig) -> None:
+    rig.before_step = takes_time(rig)
+    rig.submit("ends", 3)
+    rig.submit("does not", 60)
+    rig.turns(3)
+    rig.stop(0.05)
+    rig.run()
+
+
+def given_back(rig: Rig) -> None:
+    """What is left of a burst is moved together and its memory given back, while one goes on and when all is quiet."""
+    rig.run()
+    rig.before_step = takes_time(rig)
+    stays = rig.submit("goes on", 40)
+    for letter in "abcdef":
+        rig.submit(letter * 9, 1)
+    rig.turns(10)
+    for letter in "be":
+        rig.submit(letter * 9, 1)
+    rig.turns(4)
+    rig.now += 11.0
+    rig.turns(4)
+    rig.cancel(stays)
+    rig.run()
+    rig.now += 11.0
+    rig.run()
+    rig.submit("e" * 9, 2)
+    rig.run()
+
+
 SCENARIOS: list[Scenario] = [
     mixed_prompts, shared_prefixes, forks, cancels, timeouts, preempted_prompt, preempted_answer, shutdown, rebuilds,
 ]  # fmt: skip
@@ -225,6 +292,19 @@ CASES = [(layout, scenario) for layout in ("paged", "slots") for scenario in SCE
 def test_on_the_fake_backend(layout: str, scenario: Scenario) -> None:
     runs = fail_every_call(lambda: make_fake(layout, scenario), scenario)
     print(f"{layout} {scenario.__name__}: {runs}")
+
+
+@pytest.mark.parametrize(
+    ("compaction", "scenario"),
+    [("always", moved_all_the_time), ("always", shut_down_while_moving), ("auto", given_back)],
+)
+def test_while_blocks_move(compaction: str, scenario: Scenario) -> None:
+    reached = Rig(elastic(compaction))
+    scenario(reached)
+    wanted = {"ops.move_blocks"} | ({"ops.release_pages", "ops.prepare_pages"} if compaction == "auto" else set())
+    assert wanted <= set(reached.calls.names)
+    runs = fail_every_call(lambda: elastic(compaction), scenario)
+    print(f"{scenario.__name__}: {runs}")
 
 
 # -- real backends -------------------------------------------------------------------------------------------------
@@ -261,23 +341,30 @@ def fresh(backend: Backend) -> None:
     backend.rebuild()
 
 
-def native_machine(backend: NativeBackend, blocks: int, expected: Callable[[Request, int], list[int]]) -> Machine:
+def native_machine(
+    backend: NativeBackend,
+    blocks: int,
+    expected: Callable[[Request, int], list[int]],
+    upkeep: UpkeepSettings | None = None,
+) -> Machine:
     fresh(backend)
-    geometry = BlockGeometry(blocks, 16)
+    geometry, clock = BlockGeometry(blocks, 16), Clock()
     backend.allocate(geometry)
-    kv = PagedKVManager(backend.ops, geometry, bytes_per_token=8, eviction_threshold=0.7)
-    return Machine(backend, kv, expected)
+    kv = PagedKVManager(
+        backend.ops, geometry, bytes_per_token=8, eviction_threshold=0.7, extent_blocks=2, upkeep=upkeep, clock=clock
+    )
+    return Machine(backend, kv, expected, clock=clock)
 
 
 @pytest.fixture(scope="module")
-def native(tiny: Path) -> Iterator[Callable[[int], Make]]:
-    """From a number of blocks to what makes machines."""
+def native(tiny: Path) -> Iterator[Callable[..., Make]]:
+    """From a number of blocks, and perhaps settings of the upkeep, to what makes machines."""
     settings = {"threads": 1, "instruction_set": "auto", "kv_type_k": "f16", "kv_type_v": "f16"}
     with NativeBackend(GGUFModel.open(tiny), **settings) as one, NativeBackend(GGUFModel.open(tiny), **settings) as two:
         for backend in (one, two):
             backend.allocate(BlockGeometry(1, 16))
         answers = alone(lambda: native_machine(two, 16, lambda request, index: []))
-        yield lambda blocks: lambda: native_machine(one, blocks, answers)
+        yield lambda blocks, upkeep=None: lambda: native_machine(one, blocks, answers, upkeep)
 
 
 @pytest.mark.parametrize("scenario", [shared_prefixes, forks, cancels, preempted_answer, rebuilds])
@@ -285,6 +372,11 @@ def test_on_the_native_backend(native: Callable[[int], Make], scenario: Scenario
     blocks = {preempted_answer: 2, shared_prefixes: 5}.get(scenario, 12)
     runs = fail_every_call(native(blocks), scenario)
     print(f"native {scenario.__name__}: {runs}")
+
+
+def test_while_blocks_move_on_the_native_backend(native: Callable[..., Make]) -> None:
+    runs = fail_every_call(native(12, UpkeepSettings(compaction="always")), moved_all_the_time)
+    print(f"native moved_all_the_time: {runs}")
 
 
 def llama_machine(backend: LlamaCppBackend, count: int, expected: Callable[[Request, int], list[int]]) -> Machine:

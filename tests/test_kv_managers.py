@@ -66,10 +66,11 @@ def held_tokens(backend: FakeBackend, sequence: KVSequence) -> list[int]:
 def state_of(kv: KVManager) -> Any:
     """Everything that a call which fails must leave as it is: numbers, tables, trees, and the orders of eviction."""
     if isinstance(kv, PagedKVManager):
-        order = [bytes(node.key) for node in _in_order(kv._policy)]
-        pool = (list(kv._pool._free), list(kv._pool._references))
+        order = [bytes(node.key) for node in _in_order(kv._prefixes.policy)]
+        pool = (bytes(kv._pool.free_map), dict(kv._pool._shared), list(kv._pool.holders))
         tables = [(list(s.tokens), s.num_computed, list(s.blocks), s.indexed) for s in kv._running.values()]
-        return kv.usage(), order, pool, tables, _shape(kv._tree.root, lambda node: (list(node.value), node.references))
+        tree = _shape(kv._prefixes.tree.root, lambda node: (node.number, list(node.value), node.references))
+        return kv.usage()._replace(extents_ready=0, extents_fresh=0), order, pool, tables, tree
     assert isinstance(kv, SlotKVManager)
     slots = [entry and (entry.number, entry.length, entry.hits) for entry in kv._slots]
     store = [(entry.number, entry.length, entry.hits) for entry in _in_order(kv._store._order)]
@@ -155,9 +156,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.kv.release(sequence, keep=keep)
         assert not sequence.admitted
 
-    @rule(idle=st.booleans())
-    def maintain(self, idle: bool) -> None:
-        self.kv.maintain(idle=idle)
+    @rule(budget_s=st.sampled_from([0.0, 1.0]))
+    def maintain(self, budget_s: float) -> None:
+        self.kv.maintain(budget_s)
 
     @rule()
     def arrange(self) -> None:
@@ -322,7 +323,7 @@ def test_threshold_evicts_in_the_background() -> None:
     backend, kv = paged(blocks=10, eviction_threshold=0.5)
     for letter in range(4):
         kv.release(run_to_end(backend, kv, [letter] * 8))
-    kv.maintain(idle=False)
+    kv.maintain(0.0)
     usage = kv.usage()
     assert usage.evictable == 5 and usage.evictions == 3
 
@@ -513,7 +514,7 @@ def test_what_is_saved_survives_a_reset_only_if_its_account_is_sound() -> None:
 
 
 def test_a_check_of_a_million_blocks_comes_in_small_slices() -> None:
-    """Long edges, short ones, and a free stack: no slice looks at more than twice the blocks that it should."""
+    """Long edges, short ones, and free blocks: no slice looks at more than twice the blocks that it should."""
     kv = paged(blocks=1_000_000, block_size=1)[1]
     for number, count in enumerate([300_000, 40_000] + [3] * 4000):
         sequence = KVSequence([number, *range(count - 1)])
@@ -523,6 +524,6 @@ def test_a_check_of_a_million_blocks_comes_in_small_slices() -> None:
     slices = list(kv.check_in_slices())
     assert max(slices) < 2 * CHECK_SLICE
     assert sum(slices) > 1_000_000 + 350_000
-    kv._pool._references[999_999] += 1
+    kv._pool.free_map[999_999] = 0
     with pytest.raises(AssertionError, match=r"blocks \[999999\]"):
         list(kv.check_in_slices())

@@ -387,7 +387,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         self._take(step(self.scheduler, self.backend))
-        self.scheduler.kv.maintain(idle=not self.scheduler.running)
+        self.scheduler.kv.maintain(0.001)
 
     @rule()
     def step_is_lost(self) -> None:

@@ -108,7 +108,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def maintain(self) -> None:
-        self.kv.maintain(idle=False)
+        self.kv.maintain(0.0)
 
     @invariant()
     def memory_is_sound(self) -> None:

@@ -16,9 +16,10 @@ from cllm.engine.scheduler import Scheduler
 from cllm.errors import ConfigError, ModelError
 from cllm.kv.manager import KVManager
 from cllm.kv.memory import MIB, bytes_per_token, plan_blocks, plan_slots
-from cllm.kv.ops import BlockOps, Geometry, SlotOps
+from cllm.kv.ops import BlockGeometry, BlockOps, Geometry, SlotOps
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.slots import SlotKVManager
+from cllm.kv.upkeep import UpkeepSettings
 from cllm.machine import read_cpus, read_rooms
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
@@ -30,6 +31,8 @@ log = logging.getLogger("cllm")
 
 DEFAULT_CONTEXT_CAP = 8192
 PAGED_MAX_RUNNING = 256
+AHEAD_BYTES = 64 * MIB
+"""K/V memory that an idle server has ready for who comes next."""
 LLAMA_CPP_MAX_GAP_MS = 250.0
 """Steps of this length let llama.cpp compute prompts at nearly full speed."""
 
@@ -271,6 +274,19 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
     return _Memory(kv, plan.geometry, plan.running, min(context, plan.geometry.slot_tokens))
 
 
+def _upkeep(config: Config, geometry: BlockGeometry, token_bytes: int, context: int) -> UpkeepSettings:
+    everything = geometry.tokens * token_bytes
+    asked = config.kv.idle_mb
+    idle = max(everything // 4, context * token_bytes) if asked is None else int(asked * MIB)
+    idle = min(idle, everything)
+    return UpkeepSettings(
+        release_after_s=config.kv.release_after_s,
+        idle_bytes=idle,
+        ahead_bytes=min(AHEAD_BYTES, idle // 4),
+        compaction=config.kv.compaction,
+    )
+
+
 def _block_memory(config: Config, backend: Backend, budget: int, token_bytes: int, context: int) -> _Memory:
     geometry = plan_blocks(budget_bytes=budget, bytes_per_token=token_bytes, block_size=config.resources.block_size)
     backend.allocate(geometry)
@@ -284,6 +300,8 @@ def _block_memory(config: Config, backend: Backend, budget: int, token_bytes: in
         eviction_threshold=config.scheduler.kv_cache_eviction_threshold,
         eviction_policy=config.scheduler.eviction_policy,
         watermark=config.scheduler.watermark,
+        placement=config.kv.placement,
+        upkeep=_upkeep(config, geometry, token_bytes, context),
     )
     if geometry.tokens < context:
         log.warning(

@@ -59,7 +59,13 @@ class AsyncLLM:
         self._rows = fastest(self.config.backend.native.instruction_set)
         parts = await asyncio.to_thread(assemble, self.config, self._before_mapping)
         self._parts = parts
-        engine = Engine(parts.backend, parts.scheduler, self._deliver, max_queue=self.config.scheduler.max_queue)
+        engine = Engine(
+            parts.backend,
+            parts.scheduler,
+            self._deliver,
+            max_queue=self.config.scheduler.max_queue,
+            upkeep_share=self.config.kv.compaction_share,
+        )
         # The same list, so that whoever adds an observer later is heard too.
         parts.scheduler.observers = self.observers
         parts.scheduler.kv.on_eviction = self.observers.evicted

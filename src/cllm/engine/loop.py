@@ -19,7 +19,7 @@ from cllm.backends.base import Backend
 from cllm.engine.outbox import ATTEMPTS, Deliver, Outbox
 from cllm.engine.request import FinishReason, Output, Request
 from cllm.engine.scheduler import Plan, Scheduler
-from cllm.engine.stats import EngineSnapshot
+from cllm.engine.stats import EngineSnapshot, take_snapshot
 from cllm.engine.watch import Watch
 from cllm.errors import BackendError, OverloadedError, ShuttingDownError, StepAbortedError, describe
 
@@ -27,6 +27,9 @@ log = logging.getLogger("cllm.engine")
 
 DETAILS_INTERVAL_S = 0.25
 CHECK_INTERVAL_S = 10.0
+IDLE_SLICE_S = 0.005
+"""How long the cache may tidy up while idle before the engine looks whether somebody has come."""
+
 ABORT_CHUNK_TOKENS = 32
 """A cancelled request interrupts the step it is in if its chunk is at least this long."""
 
@@ -50,14 +53,17 @@ class Engine:
         deliver: Deliver,
         *,
         max_queue: int = 256,
+        upkeep_share: float = 0.03,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`upkeep_share`: what the cache's upkeep between steps may take, as a share of a step."""
         self.backend = backend
         self.scheduler = scheduler
         self.rebuilds = 0
         self.steps = 0
         self._outbox = Outbox(deliver)
         self._max_queue = max_queue
+        self._upkeep_share = upkeep_share
         self._clock = clock
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
@@ -190,7 +196,7 @@ class Engine:
         if plan.chunks:
             self._step(plan)
             scheduler.raise_doubt()
-            scheduler.kv.maintain(idle=False)
+            scheduler.kv.maintain(self._upkeep_share * self._last_step_s)
         return True
 
     def _step(self, plan: Plan) -> None:
@@ -280,7 +286,7 @@ class Engine:
     def _tidy(self) -> bool:
         """Nothing to compute: tidy up and check the cache, piece by piece, until somebody comes."""
         kv = self.scheduler.kv
-        while not self._inbox and kv.maintain(idle=True):
+        while not self._inbox and self._stop_at is None and kv.maintain(IDLE_SLICE_S):
             pass
         now = self._clock()
         if now - self._checked_at >= CHECK_INTERVAL_S:
@@ -291,8 +297,9 @@ class Engine:
         return False
 
     def _wait(self) -> None:
-        """Until someone comes, or for a deadline."""
-        deadlines = [d for d in (self.scheduler.next_deadline(), self._stop_at, self.watch.due_at) if d is not None]
+        """Until someone comes, or for a deadline, or until the cache wants to tidy up or watchers want a picture."""
+        moments = (self.scheduler.next_deadline(), self.scheduler.kv.upkeep_at(), self._stop_at, self.watch.due_at)
+        deadlines = [d for d in moments if d is not None]
         timeout = max(0.0, min(deadlines) - self._clock()) if deadlines else None
         if not self._inbox:
             self._wake.wait(timeout)
@@ -375,21 +382,11 @@ class Engine:
             log.exception("the engine's numbers could not be published; the last ones stand")
 
     def _take_snapshot(self) -> EngineSnapshot:
-        scheduler = self.scheduler
-        return EngineSnapshot(
-            kv=scheduler.kv.usage(),
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+        return take_snapshot(
+            self.scheduler,
+            self.backend,
             steps=self.steps,
-            preemptions=scheduler.preemptions,
             rebuilds=self.rebuilds,
-            position_mismatches=scheduler.position_mismatches,
-            batch_splits=self.backend.batch_splits,
-            prompt_tokens=scheduler.prompt_tokens,
-            cached_tokens=scheduler.cached_tokens,
-            generated_tokens=scheduler.generated_tokens,
-            finished=dict(scheduler.finished),
             uptime_s=self._clock() - self._started_at,
             last_step_s=self._last_step_s,
-            step_token_budget=scheduler.budget.chunk_tokens(len(scheduler.running)),
         )

@@ -107,6 +107,10 @@ class Sequence(KVSequence):
         return self.request.admitted_at is None
 
     @property
+    def request_id(self) -> str:  # type: ignore[override]
+        return self.request.id
+
+    @property
     def remaining(self) -> int:
         """Tokens that are known and not computed yet."""
         return len(self.tokens) - self.num_computed

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from cllm.backends.base import Backend
+from cllm.engine.scheduler import Scheduler
 from cllm.kv.usage import KVUsage
 
 
@@ -25,3 +27,25 @@ class EngineSnapshot(NamedTuple):
     uptime_s: float
     last_step_s: float
     step_token_budget: int
+
+
+def take_snapshot(
+    scheduler: Scheduler, backend: Backend, *, steps: int, rebuilds: int, uptime_s: float, last_step_s: float
+) -> EngineSnapshot:
+    return EngineSnapshot(
+        kv=scheduler.kv.usage(),
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        steps=steps,
+        preemptions=scheduler.preemptions,
+        rebuilds=rebuilds,
+        position_mismatches=scheduler.position_mismatches,
+        batch_splits=backend.batch_splits,
+        prompt_tokens=scheduler.prompt_tokens,
+        cached_tokens=scheduler.cached_tokens,
+        generated_tokens=scheduler.generated_tokens,
+        finished=dict(scheduler.finished),
+        uptime_s=uptime_s,
+        last_step_s=last_step_s,
+        step_token_budget=scheduler.budget.chunk_tokens(len(scheduler.running)),
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 from cllm.kv.sequence import KVSequence
 from cllm.kv.usage import KVUsage
+from cllm.kv.view import KVView
 
 log = logging.getLogger("cllm.kv")
 
@@ -88,8 +89,16 @@ class KVManager(ABC):
         """Take everything back. `keep` leaves the computed part in the cache, evictable."""
 
     @abstractmethod
-    def maintain(self, *, idle: bool) -> bool:
-        """Between steps: evict down to the threshold, tidy up; bounded work. True: there is more to do."""
+    def maintain(self, budget_s: float) -> bool:
+        """Between steps, or while idle: evict down to the threshold, tidy up, for about so many seconds at most.
+
+        True: there is more to do.
+        """
+
+    def upkeep_at(self) -> float | None:
+        """The time, by the manager's clock, at which `maintain` has something to do though nothing happens until
+        then; None: never."""
+        return None
 
     @abstractmethod
     def reset(self) -> None:
@@ -101,6 +110,10 @@ class KVManager(ABC):
     @abstractmethod
     def details(self) -> dict[str, Any]:
         """What `/kv` shows beyond the numbers."""
+
+    def view(self) -> KVView:
+        """A picture of who holds which memory, for who looks at the cache."""
+        raise NotImplementedError(f"{type(self).__name__} has no picture of its memory")
 
     @abstractmethod
     def examine(self) -> Iterator[int]:

@@ -1,11 +1,10 @@
-"""The paged manager: block tables over one pool, prefixes shared through a radix tree, copy on write.
+"""The paged manager: block tables over one arena, prefixes shared through a radix tree, copy on write.
 
     sequence A   blocks [7, 3, 9, 4]         7 and 3 spell the same tokens for A and B: they are in the tree, once
     sequence B   blocks [7, 3, 5]            9, 4, 5 are private until they are full, then they join the tree
 
 A block is held by the tree, or privately by one table, or (the last, partial block of forked sequences) by several.
-Tree nodes that no running sequence uses stand in the eviction policy; taking their blocks back is how cached memory is
-reused.
+What the arena does with its memory while nobody asks is in `upkeep.py`.
 """
 
 from __future__ import annotations
@@ -17,18 +16,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.kv.eviction import EvictionPolicy, make_policy
+from cllm.kv.arena import Arena
+from cllm.kv.fragmentation import extents_needed, measure
 from cllm.kv.manager import CHECK_SLICE, KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps
-from cllm.kv.pool import BlockPool
-from cllm.kv.radix import TOKEN_BYTES, Found, Node, RadixTree
+from cllm.kv.picture import picture
+from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
+from cllm.kv.upkeep import EVICT_AT_ONCE, Upkeep, UpkeepSettings
 from cllm.kv.usage import KVUsage
+from cllm.kv.view import KVView
 
-BlockNode = Node[list[int]]
-
-SPAN_INTERVAL_S = 1.0
-EVICT_AT_ONCE = 256
+LOOK_INTERVAL_S = 1.0
+"""How often the state of the memory is measured, at most."""
 
 
 class PagedKVManager(KVManager):
@@ -42,62 +42,69 @@ class PagedKVManager(KVManager):
         eviction_threshold: float = 1.0,
         eviction_policy: str = "lru",
         watermark: float = 0.0,
+        placement: str = "runs",
+        extent_blocks: int | None = None,
+        upkeep: UpkeepSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_size = self.unit_tokens = geometry.block_size
         self.max_tokens = geometry.tokens
-        self._geometry = geometry
-        self._ops = ops
-        self._bytes_per_block = bytes_per_token * geometry.block_size
+        self._arena = Arena(
+            ops,
+            geometry,
+            block_bytes=bytes_per_token * geometry.block_size,
+            policy=eviction_policy,
+            apart=placement == "runs",
+            extent=extent_blocks,
+        )
+        self._upkeep = Upkeep(self._arena, upkeep or UpkeepSettings(), evict=self._evict, clock=clock)
         self._max_sequences = max_sequences
-        self._policy_name = eviction_policy
         self._threshold_blocks = int(geometry.blocks * eviction_threshold)
         self._watermark_blocks = int(geometry.blocks * watermark)
         self._clock = clock
         self._evictions = self._queried = self._hit = 0
-        self._moved_bytes = 0
+        self._copied_bytes = 0
         self._start_empty()
 
     def _start_empty(self) -> None:
-        self._pool = BlockPool(self._geometry.blocks)
-        self._tree: RadixTree[list[int]] = RadixTree(self.block_size, [], _split_blocks)
-        self._policy: EvictionPolicy[BlockNode] = make_policy(self._policy_name)
-        self._evictable = 0
+        arena = self._arena
+        arena.clear()
+        self._upkeep.restart()
+        self._pool, self._prefixes, self._running = arena.pool, arena.prefixes, arena.running
         self._peak = 0
-        self._running: dict[int, KVSequence] = {}
-        self._spans = (1, self._geometry.blocks)
-        self._spans_at = self._clock()
+        self._measured = measure(self._pool, ())
+        self._measured_at = self._clock()
 
     # -- admission ---------------------------------------------------------------------------------------------
 
     def peek(self, key: bytes) -> int:
-        return self._tree.find(key[: self._shareable_bytes(len(key))]).matched // TOKEN_BYTES
+        return self._prefixes.find(key).matched // TOKEN_BYTES
 
     def admit(self, sequence: KVSequence) -> int | None:
-        key = sequence.tokens.tobytes()
-        found = self._tree.find(key[: self._shareable_bytes(len(key))])
-        cached_blocks = found.matched // self._tree.unit_bytes
+        prefixes = self._prefixes
+        found = prefixes.find(sequence.tokens.tobytes())
+        cached_blocks = found.matched // prefixes.tree.unit_bytes
         needed = self._blocks_for(len(sequence.tokens)) - cached_blocks
         # The watermark keeps room for running sequences to grow, so it does not apply when there are none.
         reserve = self._watermark_blocks if self._running else 0
-        if needed + reserve > self._available() - self._unused_on_path(found):
+        if needed + reserve > self._available() - prefixes.unused_blocks(found):
             return None
-        node = self._tree.cut(found)
-        self._lock(node)
-        own = self._allocate(needed)
-        shared: list[int] = []
-        for part in reversed(list(node.path())):
-            part.hits += 1
-            shared += part.value
-        sequence.blocks = shared + own
-        sequence.node = node
+        sequence.node, blocks = prefixes.enter(found)
+        self._begin(sequence)
+        self._make_room(needed)
+        blocks += self._taken(self._pool.allocate(needed, sequence.number, blocks[-1] if blocks else -1))
+        sequence.blocks = blocks
         sequence.indexed = cached_blocks
         sequence.num_computed = cached_blocks * self.block_size
-        self._running[id(sequence)] = sequence
         if sequence.counts_as_query:
             self._queried += len(sequence.tokens)
             self._hit += sequence.num_computed
         return sequence.num_computed
+
+    def _begin(self, sequence: KVSequence) -> None:
+        sequence.number = self._arena.holders.give(sequence)
+        self._running[sequence.number] = sequence
+        self._upkeep.stirred()
 
     def arrange(self) -> None:
         """Where blocks lie makes no difference to speed."""
@@ -113,19 +120,24 @@ class PagedKVManager(KVManager):
         needed = max(missing, 0) + writes_shared
         if needed > self._available():
             return False
-        own = self._allocate(needed)
+        self._make_room(needed)
+        own = self._taken(self._pool.extend(needed, sequence.number, blocks[-1] if blocks else -1))
         if writes_shared:
-            try:
-                self._ops.copy_blocks([(blocks[last], own[-1])])
-            except BaseException:
-                self._pool.release(own)
-                raise
-            copy = own.pop()
-            self._moved_bytes += self._bytes_per_block
-            self._pool.release([blocks[last]])
-            blocks[last] = copy
+            self._copy_on_write(sequence, last, own)
         blocks += own
         return True
+
+    def _copy_on_write(self, sequence: KVSequence, index: int, own: list[int]) -> None:
+        """Put a copy of a block that others use too, into the last of `own`, in its place."""
+        shared = sequence.blocks[index]
+        try:
+            self._arena.ops.copy_blocks([(shared, own[-1])])
+        except BaseException:
+            self._pool.release(own)
+            raise
+        sequence.blocks[index] = own.pop()
+        self._copied_bytes += self._arena.block_bytes
+        self._leave([shared], sequence)
 
     def fork(self, parent: KVSequence, child: KVSequence) -> bool:
         self.commit(parent)
@@ -133,11 +145,11 @@ class PagedKVManager(KVManager):
         child.blocks = parent.blocks[:end]
         for block in child.blocks[parent.indexed :]:
             self._pool.share(block)
-        self._lock(parent.node)
+        self._prefixes.lock(parent.node)
         child.node = parent.node
         child.indexed = parent.indexed
         child.num_computed = parent.num_computed
-        self._running[id(child)] = child
+        self._begin(child)
         return True
 
     # -- after a step ------------------------------------------------------------------------------------------
@@ -145,7 +157,7 @@ class PagedKVManager(KVManager):
     def commit(self, sequence: KVSequence) -> None:
         full = sequence.num_computed // self.block_size
         if full > sequence.indexed:
-            self._index(sequence, full)
+            self._prefixes.index(sequence, full)
 
     def verify(self, sequence: KVSequence) -> None:
         """Positions live in the block table alone; there is no second account to compare with."""
@@ -156,27 +168,44 @@ class PagedKVManager(KVManager):
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         if keep:
             self.commit(sequence)
-        self._pool.release(sequence.blocks[sequence.indexed :])
-        self._unlock(sequence.node)
-        del self._running[id(sequence)]
+        del self._running[sequence.number]
+        self._leave(sequence.blocks[sequence.indexed :], sequence)
+        self._arena.holders.take_back(sequence.number)
+        self._prefixes.unlock(sequence.node)
+        self._upkeep.stirred()
         sequence.forget_memory()
+
+    def _leave(self, private: list[int], sequence: KVSequence) -> None:
+        """A sequence gives private blocks up; those that forked ones use as well are theirs from now on."""
+        self._pool.release(private)
+        number, holders = sequence.number, self._pool.holders
+        for block in private:
+            if holders[block] == number:
+                heir = next(s for s in self._running.values() if s is not sequence and block in s.blocks[s.indexed :])
+                holders[block] = heir.number
 
     # -- upkeep ------------------------------------------------------------------------------------------------
 
-    def maintain(self, *, idle: bool) -> bool:
+    def maintain(self, budget_s: float) -> bool:
         excess = self._threshold_excess()
         if excess > 0:
             self._evict(min(excess, EVICT_AT_ONCE))
+        prefixes = self._prefixes
         if self._max_sequences is not None:
-            while len(self._policy) and self._tree.leaves > self._max_sequences:
-                self._evict(len(self._policy.peek().value))
+            while len(prefixes.policy) and prefixes.tree.leaves > self._max_sequences:
+                self._evict(len(prefixes.policy.peek().value))
         if self._threshold_excess() > 0:
             return True
+        more = self._upkeep.work(budget_s)
         now = self._clock()
-        if idle or now - self._spans_at >= SPAN_INTERVAL_S:
-            self._spans = self._pool.free_spans()
-            self._spans_at = now
-        return False
+        if budget_s > 0 and (not (self._running or more) or now - self._measured_at >= LOOK_INTERVAL_S):
+            self._measured = measure(self._pool, self._running.values())
+            self._measured_at = now
+            self._upkeep.look(now)
+        return more
+
+    def upkeep_at(self) -> float | None:
+        return self._upkeep.due_at()
 
     def reset(self) -> None:
         for sequence in self._running.values():
@@ -184,27 +213,42 @@ class PagedKVManager(KVManager):
         self._start_empty()
 
     def usage(self) -> KVUsage:
-        total, free = self._pool.total, self._pool.free
+        pool, upkeep, measured = self._pool, self._upkeep, self._measured
+        extents = pool.extents
         return KVUsage(
-            "paged",
-            self.block_size,
-            self._bytes_per_block,
-            total,
-            free,
-            self._evictable,
-            total - free - self._evictable,
-            self._peak,
-            len(self._running),
-            self._tree.leaves,
-            self._spans[0],
-            self._spans[1],
-            self._evictions,
-            self.allocation_failures,
-            0,
-            self._moved_bytes,
-            self._queried,
-            self._hit,
+            layout="paged",
+            unit_tokens=self.block_size,
+            bytes_per_unit=self._arena.block_bytes,
+            total=pool.total,
+            free=pool.free,
+            evictable=self._prefixes.evictable,
+            referenced=self._referenced(),
+            peak=self._peak,
+            sequences_running=len(self._running),
+            sequences_held=self._prefixes.tree.leaves,
+            free_segments=measured.free_runs,
+            largest_free_span=measured.largest_free_run,
+            evictions=self._evictions,
+            allocation_failures=self.allocation_failures,
+            compactions=upkeep.compactions,
+            moved_bytes=self.moved_bytes,
+            query_tokens=self._queried,
+            hit_tokens=self._hit,
+            extents_used=extents.occupied,
+            extents_needed=extents_needed(pool),
+            extents_ready=extents.ready_count(),
+            extents_fresh=extents.count - extents.taken_count,
+            extent_bytes=self._arena.extent_bytes,
+            contiguity=measured.contiguity,
+            resident_bytes=upkeep.resident_bytes,
+            released_bytes=upkeep.released_bytes,
+            prepared_bytes=upkeep.prepared_bytes,
+            upkeep_failures=upkeep.failures,
         )
+
+    @property
+    def moved_bytes(self) -> int:
+        return self._copied_bytes + self._upkeep.compactor.moved_blocks * self._arena.block_bytes
 
     def details(self) -> dict[str, Any]:
         return {
@@ -213,46 +257,31 @@ class PagedKVManager(KVManager):
                 {"tokens": len(s.tokens), "computed": s.num_computed, "blocks": len(s.blocks), "shared": s.indexed}
                 for s in self._running.values()
             ],
-            "prefix_nodes_evictable": len(self._policy),
+            "prefix_nodes_evictable": len(self._prefixes.policy),
+            "upkeep": self._upkeep.details(),
         }
+
+    def view(self) -> KVView:
+        return picture(self._arena)
 
     def examine(self) -> Iterator[int]:
         held = np.zeros(self._pool.total, np.int32)
         uses: dict[int, int] = {}
         for sequence in self._running.values():
             for node in sequence.node.path():
-                uses[id(node)] = uses.get(id(node), 0) + 1
+                uses[node.number] = uses.get(node.number, 0) + 1
             yield from _count(sequence.blocks[sequence.indexed :], held)
-        yield from self._examine_tree(uses, held)
+        yield from self._prefixes.examine(uses, held, CHECK_SLICE)
         yield from self._pool.examine(held, CHECK_SLICE)
-        for sequence in self._running.values():
+        for number, sequence in self._running.items():
+            if sequence.number != number or self._arena.holders.owners.get(number) is not sequence:
+                raise AssertionError("a sequence is not known by its number")
             self._check_table(sequence)
             yield len(sequence.blocks)
+        if (np.frombuffer(self._pool.holders, np.int32) != 0).tobytes() != (held != 0).tobytes():
+            raise AssertionError("a block in use has no holder, or a free one has")
 
     # -- inside ------------------------------------------------------------------------------------------------
-
-    def _examine_tree(self, uses: dict[int, int], held: NDArray[np.int32]) -> Iterator[int]:
-        evictable = 0
-        waiting: list[int] = []  # counted together: for single blocks numpy takes longer than Python
-        for node in self._tree.examine():
-            size = len(node.value)
-            if size * self._tree.unit_bytes != len(node.key):
-                raise AssertionError("an edge has another number of blocks than its tokens need")
-            if node.references != uses.get(id(node), 0):
-                raise AssertionError(f"a node counts {node.references} users, {uses.get(id(node), 0)} exist")
-            if (node.references == 0) != (node in self._policy):
-                raise AssertionError("a node is evictable and in use, or neither")
-            evictable += size if node.references == 0 else 0
-            if size < CHECK_SLICE:
-                waiting += node.value
-            else:
-                yield from _count(node.value, held)
-            if len(waiting) >= CHECK_SLICE:
-                yield from _count(waiting, held)
-                waiting = []
-        yield from _count(waiting, held)
-        if evictable != self._evictable:
-            raise AssertionError(f"{evictable} blocks are evictable, {self._evictable} were counted")
 
     def _check_table(self, sequence: KVSequence) -> None:
         spelled = bytearray()
@@ -266,127 +295,43 @@ class PagedKVManager(KVManager):
             raise AssertionError("a sequence stands on a path that spells other tokens")
         if len(sequence.blocks) * self.block_size < sequence.num_computed:
             raise AssertionError("a sequence has computed more than its blocks hold")
+        for block in sequence.blocks[sequence.indexed :]:
+            holder = self._running.get(self._pool.holders[block])
+            if holder is None or block not in holder.blocks[holder.indexed :]:
+                raise AssertionError(f"block {block} is said to be held by somebody who does not hold it")
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def _shareable_bytes(self, key_bytes: int) -> int:
-        """Whole blocks of a prompt, less its last token, which is always computed for its logits."""
-        usable = key_bytes - TOKEN_BYTES
-        return usable - usable % self._tree.unit_bytes
+    def _referenced(self) -> int:
+        return self._pool.total - self._pool.free - self._prefixes.evictable
 
     def _threshold_excess(self) -> int:
-        return min(self._evictable, self._pool.total - self._pool.free - self._threshold_blocks)
+        return min(self._prefixes.evictable, self._pool.total - self._pool.free - self._threshold_blocks)
 
     def _available(self) -> int:
         """Blocks that are free or can be had by evicting."""
-        return self._pool.free + self._evictable
+        return self._pool.free + self._prefixes.evictable
 
-    def _unused_on_path(self, found: Found[list[int]]) -> int:
-        """Evictable blocks of a prefix that was found: whoever takes it keeps them from being evicted."""
-        # Whoever uses a node uses its ancestors, so the first used one ends the way up.
-        node, blocks, unused = found.node, found.inside // self._tree.unit_bytes, 0
-        while node.parent is not None and node.references == 0:
-            unused += blocks
-            node = node.parent
-            blocks = len(node.value)
-        return unused
+    def _make_room(self, count: int) -> None:
+        """Have so many blocks free, which are known to be available."""
+        if count > self._pool.free:
+            self._evict(count - self._pool.free)
 
-    def _allocate(self, count: int) -> list[int]:
-        """So many blocks, which are known to be available."""
-        pool = self._pool
-        if count > pool.free:
-            self._evict(count - pool.free)
-        blocks = pool.allocate(count)
+    def _taken(self, blocks: list[int] | None) -> list[int]:
+        """Blocks that were allocated where there was room."""
         if blocks is None:
-            raise AssertionError(f"{count} blocks were available and could not be had")
-        referenced = pool.total - pool.free - self._evictable
-        if referenced > self._peak:
-            self._peak = referenced
+            raise AssertionError("blocks were available and could not be had")
+        self._peak = max(self._peak, self._referenced())
         return blocks
 
     def _evict(self, count: int) -> None:
-        """Free at least `count` evictable blocks, those used longest ago first, from the ends of their edges."""
+        """Free at least `count` evictable blocks, those used longest ago first."""
         started = self._clock()
-        freed = 0
-        while freed < count and len(self._policy):
-            node = self._policy.peek()
-            take = min(count - freed, len(node.value))
-            keep = len(node.value) - take
-            self._pool.release(node.value[keep:])
-            freed += take
-            if keep:
-                del node.value[keep:]
-                del node.key[keep * self._tree.unit_bytes :]
-            else:
-                self._policy.remove(node)
-                self._tree.remove(node)
-        self._evictable -= freed
+        freed = self._prefixes.evict(count)
         self._evictions += freed
         if freed:
             self._tell_eviction(freed, self._clock() - started)
-
-    def _lock(self, node: BlockNode) -> None:
-        for part in node.path():
-            self._use(part)
-
-    def _use(self, node: BlockNode) -> None:
-        if node.references == 0:
-            self._evictable -= len(node.value)
-            # The upper half of an edge that was just cut has not been in the policy.
-            if node in self._policy:
-                self._policy.remove(node)
-        node.references += 1
-
-    def _unlock(self, node: BlockNode) -> None:
-        # Deepest first: the policy relies on it.
-        for part in node.path():
-            part.references -= 1
-            if part.references == 0:
-                self._policy.add(part, part.hits)
-                self._evictable += len(part.value)
-
-    def _index(self, sequence: KVSequence, full: int) -> None:
-        """Put the sequence's newly completed blocks into the tree, or take over those that are there already."""
-        size = self.block_size
-        tree = self._tree
-        key = sequence.tokens[sequence.indexed * size : full * size].tobytes()
-        node: BlockNode = sequence.node
-        found = tree.find(key, node)
-        if found.matched:
-            node = self._adopt(sequence, tree.cut(found), found.matched // tree.unit_bytes)
-        if rest := sequence.blocks[sequence.indexed : full]:
-            rest_key = key[len(key) - len(rest) * tree.unit_bytes :]
-            if node.references == 1 and not node.children and node.parent is not None:
-                node.key += rest_key
-                node.value += rest
-            else:
-                node = tree.add(node, rest_key, rest)
-                node.references = 1
-        sequence.node = node
-        sequence.indexed = full
-
-    def _adopt(self, sequence: KVSequence, node: BlockNode, count: int) -> BlockNode:
-        """Someone else computed the same `count` blocks first: use theirs, give ours back."""
-        blocks: list[int] = []
-        part = node
-        parts: list[BlockNode] = []
-        while part is not sequence.node:
-            parts.append(part)
-            assert part.parent is not None
-            part = part.parent
-        for part in reversed(parts):
-            self._use(part)
-            blocks += part.value
-        first = sequence.indexed
-        self._pool.release(sequence.blocks[first : first + count])
-        sequence.blocks[first : first + count] = blocks
-        sequence.indexed += count
-        return node
-
-
-def _split_blocks(blocks: list[int], at: int) -> tuple[list[int], list[int]]:
-    return blocks[:at], blocks[at:]
 
 
 def _count(blocks: list[int], held: NDArray[np.int32]) -> Iterator[int]:

@@ -1,6 +1,8 @@
-"""The block pool: equal blocks, handed out and taken back in O(1), shared by reference count.
+"""The block pool: equal blocks of one arena, handed out by where they lie, shared by reference count.
 
-A block is free (in the stack), or it has one reference per holder. The prefix index counts as one holder.
+A block is free, or it has one reference per table that holds it (the prefix tree counts as one) and the number of a
+holder. Prompts get runs of adjacent blocks; generated blocks go one by one, into extents of their own while there is
+choice, the lowest first.
 """
 
 from __future__ import annotations
@@ -11,83 +13,240 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.kv.extents import (
+    FRESH,
+    GENERATION,
+    PROMPT,
+    READY,
+    ROOM_FOR_GENERATION,
+    ROOM_FOR_PROMPTS,
+    Extents,
+)
+from cllm.kv.ops import Move
+
+DEFAULT_EXTENT = 32
+
 
 class BlockPool:
-    __slots__ = ("_free", "_references", "total")
+    __slots__ = ("_apart", "_likely", "_lowest", "_shared", "extents", "free", "free_map", "holders", "total")
 
-    def __init__(self, total: int) -> None:
-        self.total = total
-        # A stack whose top is the lowest number, so that a fresh pool hands out ascending, adjacent blocks.
-        self._free = list(range(total - 1, -1, -1))
-        self._references = array("i", bytes(4 * total))
+    def __init__(self, total: int, extent_blocks: int = DEFAULT_EXTENT, *, apart: bool = True) -> None:
+        """Without `apart` every block goes to the lowest free place, whatever it is for."""
+        self.total = self.free = total
+        self.extents = Extents(total, extent_blocks)
+        self.free_map = bytearray(b"\1") * total
+        """1: free. Others only read it."""
+        self.holders: array[int] = array("i", bytes(4 * total))
+        """The number of who holds each block; of several tables the first."""
+        self._shared: dict[int, int] = {}
+        """References of blocks that have more than one."""
+        self._apart = apart
+        self._lowest = 0
+        """No block below this one is free."""
+        self._likely: list[int] = []
+        """Places for generated blocks, the next one last; some may have been used meanwhile."""
 
-    @property
-    def free(self) -> int:
-        return len(self._free)
+    # -- handing out -------------------------------------------------------------------------------------------
 
-    def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, or None and no change."""
-        free = self._free
-        if count > len(free):
+    def allocate(self, count: int, holder: int = 0, after: int = -1) -> list[int] | None:
+        """`count` blocks for a prompt with one reference each, or None and no change.
+
+        In one run where there is one: behind block `after`, apart from generated blocks, or anywhere.
+        """
+        if count > self.free:
             return None
-        if count == 1:
-            block = free.pop()
-            self._references[block] = 1
-            return [block]
-        taken = free[len(free) - count :]
-        del free[len(free) - count :]
-        taken.reverse()
-        references = self._references
-        for block in taken:
-            references[block] = 1
-        return taken
+        if not self._apart:
+            return self._lowest_free(count, holder)
+        run = b"\1" * count
+        start = after + 1
+        if not (start and self.free_map.startswith(run, start) and self._beyond_generation(start, count) == start):
+            start = self._find_run(run)
+        if start >= 0:
+            self._take_run(start, count, holder)
+            return list(range(start, start + count))
+        return self._take_runs(self._longest_runs(count), holder)
+
+    def extend(self, count: int, holder: int = 0, after: int = -1) -> list[int] | None:
+        """`count` blocks for what is generated, or None and no change: behind block `after` if that is free, else in
+        extents that hold such blocks, else in one that is empty."""
+        if count > self.free:
+            return None
+        if not self._apart:
+            return self._lowest_free(count, holder)
+        # Runs in every step for some of the sequences: hence one function, and no calls per block.
+        free_map, extents, likely = self.free_map, self.extents, self._likely
+        size, kinds, room = extents.size, extents.kinds, extents.room
+        blocks: list[int] = []
+        self.free -= count
+        while count:
+            count -= 1
+            block = after + 1
+            extent = block // size
+            if not (
+                block < self.total and free_map[block] and (kinds[extent] == GENERATION or extent == after // size)
+            ):
+                block = likely.pop() if likely else self._next_likely()
+                while not free_map[block]:
+                    block = likely.pop() if likely else self._next_likely()
+                extent = block // size
+            free_map[block] = 0
+            self.holders[block] = holder
+            room[extent] -= 1
+            if not (room[extent] and kinds[extent]):
+                extents.filled(extent, GENERATION)
+            blocks.append(block)
+            after = block
+        return blocks
+
+    def _next_likely(self) -> int:
+        """The next place for a generated block, when none is known; others of its extent are known from now on."""
+        find, size = self.extents.states.find, self.extents.size
+        order = (ROOM_FOR_GENERATION, READY, FRESH, ROOM_FOR_PROMPTS)
+        extent = next(extent for state in order if (extent := find(state)) >= 0)
+        first = extent * size
+        free = np.flatnonzero(np.frombuffer(self.free_map, np.bool_, self.extents.widths[extent], first)) + first
+        self._likely += free[::-1].tolist()
+        return self._likely.pop()
+
+    def _find_run(self, run: bytes) -> int:
+        """The lowest such run that is apart from generated blocks, else the lowest of all; -1: there is none."""
+        start = self._lowest
+        while (start := self.free_map.find(run, start)) >= 0:
+            beyond = self._beyond_generation(start, len(run))
+            if beyond == start:
+                return start
+            start = beyond
+        return self.free_map.find(run, self._lowest)
+
+    def _beyond_generation(self, start: int, count: int) -> int:
+        """`start` if no extent of that run was opened for generated blocks; else where the last such one ends."""
+        size = self.extents.size
+        last = self.extents.kinds.rfind(GENERATION, start // size, (start + count - 1) // size + 1)
+        return start if last < 0 else (last + 1) * size
+
+    def _longest_runs(self, count: int) -> list[tuple[int, int]]:
+        """Free runs of `count` blocks together, as few as possible, in the order of their places."""
+        starts, lengths = free_runs(self.free_map)
+        chosen: list[tuple[int, int]] = []
+        for index in np.argsort(-lengths, kind="stable").tolist():
+            length = min(int(lengths[index]), count)
+            chosen.append((int(starts[index]), length))
+            count -= length
+            if not count:
+                break
+        return sorted(chosen)
+
+    def _lowest_free(self, count: int, holder: int) -> list[int]:
+        find, start = self.free_map.find, self._lowest
+        runs: list[tuple[int, int]] = []
+        while count:
+            start = find(1, start)
+            end = find(0, start, start + count)
+            length = min(count, self.total - start) if end < 0 else end - start
+            runs.append((start, length))
+            count -= length
+            start += length
+        return self._take_runs(runs, holder)
+
+    def _take_runs(self, runs: Sequence[tuple[int, int]], holder: int) -> list[int]:
+        blocks: list[int] = []
+        for start, length in runs:
+            self._take_run(start, length, holder)
+            blocks += range(start, start + length)
+        return blocks
+
+    def _take_run(self, start: int, count: int, holder: int) -> None:
+        end = start + count
+        self.free_map[start:end] = bytes(count)
+        self.holders[start:end] = array("i", [holder]) * count
+        self.free -= count
+        if start == self._lowest:
+            self._lowest = end
+        for extent, blocks in self.extents.across(start, count):
+            self.extents.fill(extent, blocks, PROMPT)
+
+    # -- holding and taking back -------------------------------------------------------------------------------
 
     def share(self, block: int) -> None:
-        if self._references[block] <= 0:
+        if self.free_map[block]:
             raise ValueError(f"block {block} is free and cannot be shared")
-        self._references[block] += 1
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference each; the last one frees the block. Given in table order, so reversed onto the stack."""
-        references, free = self._references, self._free
-        for block in reversed(blocks):
-            left = references[block] - 1
-            if left < 0:
-                raise ValueError(f"block {block} was released more often than it was held")
-            references[block] = left
-            if left == 0:
-                free.append(block)
+        self._shared[block] = self._shared.get(block, 1) + 1
 
     def is_shared(self, block: int) -> bool:
-        return self._references[block] > 1
+        return block in self._shared
 
-    def free_spans(self) -> tuple[int, int]:
-        """How many runs of adjacent free blocks there are, and the longest. O(total): for idle moments."""
-        used = np.frombuffer(self._references, dtype=np.int32) != 0
-        edges = np.flatnonzero(np.diff(np.concatenate(([True], used, [True])).astype(np.int8)))
-        if edges.size == 0:
-            return 0, 0
-        lengths = edges[1::2] - edges[0::2]
-        return int(lengths.size), int(lengths.max())
+    def hand_over(self, blocks: Sequence[int], holder: int) -> None:
+        holders = self.holders
+        for block in blocks:
+            holders[block] = holder
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference each; the last one frees the block."""
+        if self._shared:
+            blocks = [block for block in blocks if not self._drop_reference(block)]
+        free_map, holders, extents = self.free_map, self.holders, self.extents
+        size, room, widths = extents.size, extents.room, extents.widths
+        for block in blocks:
+            if free_map[block]:
+                raise ValueError(f"block {block} was released more often than it was held")
+            free_map[block] = 1
+            holders[block] = 0
+            extent = block // size
+            room[extent] = now_free = room[extent] + 1
+            if now_free == 1 or now_free == widths[extent]:
+                extents.drained(extent)
+        self.free += len(blocks)
+        self._lowest = min(self._lowest, min(blocks, default=self._lowest))
+
+    def _drop_reference(self, block: int) -> bool:
+        """Of a block that several share; False: nobody shares it."""
+        count = self._shared.pop(block, 1)
+        if count > 2:
+            self._shared[block] = count - 1
+        return count > 1
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """What was in these blocks is elsewhere now, in blocks that were free; whoever held it holds it still."""
+        for source, target, count in moves:
+            old, new = slice(source, source + count), slice(target, target + count)
+            self.holders[new] = self.holders[old]
+            self.holders[old] = array("i", bytes(4 * count))
+            for block in [block for block in self._shared if source <= block < source + count]:
+                self._shared[block - source + target] = self._shared.pop(block)
+            self.free_map[new] = bytes(count)
+            self.free_map[old] = b"\1" * count
+            self._lowest = min(self._lowest, source)
+            kind = self.extents.kinds[source // self.extents.size]
+            for extent, blocks in self.extents.across(target, count):
+                self.extents.fill(extent, blocks, kind)
+            for extent, blocks in self.extents.across(source, count):
+                self.extents.drain(extent, blocks)
+
+    # -- looking -----------------------------------------------------------------------------------------------
 
     def examine(self, held: NDArray[np.int32], piece: int) -> Iterator[int]:
         """Check that every block is free or has exactly as many references as `held` counts holders for it.
 
         In pieces of at most `piece` blocks; yields how many each had.
         """
-        references = np.frombuffer(self._references, np.int32)
-        stacked = np.zeros(self.total, np.bool_)
-        for begin in range(0, len(self._free), piece):
-            blocks = np.array(self._free[begin : begin + piece])
-            if stacked[blocks].any() or len(np.unique(blocks)) < len(blocks):
-                raise AssertionError("a block is in the free stack twice")
-            stacked[blocks] = True
-            yield len(blocks)
+        free = np.frombuffer(self.free_map, np.bool_)
         for begin in range(0, self.total, piece):
             part = slice(begin, begin + piece)
-            wrong = np.flatnonzero(held[part] != references[part])
+            references = (~free[part]).astype(np.int32)
+            for block, count in self._shared.items():
+                if begin <= block < begin + piece:
+                    references[block - begin] = count
+            wrong = np.flatnonzero(held[part] != references)
             if wrong.size:
                 raise AssertionError(f"reference counts differ from holders for blocks {(wrong + begin)[:8].tolist()}")
-            if (stacked[part] != (held[part] == 0)).any():
-                raise AssertionError("the free stack and the reference counts disagree")
             yield len(held[part])
+        if self.free != self.free_map.count(1) or 0 <= self.free_map.find(1) < self._lowest:
+            raise AssertionError("free blocks are counted wrong")
+        self.extents.check(free)
+
+
+def free_runs(free_map: bytes | bytearray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where runs of adjacent free blocks begin, and how long they are. O(total): not for every step."""
+    free = np.frombuffer(free_map, np.int8)
+    edges = np.flatnonzero(np.diff(free, prepend=np.int8(0), append=np.int8(0)))
+    return edges[0::2], edges[1::2] - edges[0::2]

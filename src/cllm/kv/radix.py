@@ -22,7 +22,7 @@ V = TypeVar("V")
 class Node(Generic[V]):
     """An edge and the node it leads to. `references` counts the sequences whose path runs through it."""
 
-    __slots__ = ("children", "hits", "key", "parent", "references", "value")
+    __slots__ = ("children", "hits", "key", "number", "parent", "references", "value")
 
     def __init__(self, parent: Node[V] | None, key: bytearray, value: V) -> None:
         self.parent = parent
@@ -31,6 +31,8 @@ class Node(Generic[V]):
         self.children: dict[bytes, Node[V]] = {}
         self.references = 0
         self.hits = 0
+        self.number = 0
+        """The owner's name for it."""
 
     def path(self) -> Iterator[Node[V]]:
         """This node and its ancestors, deepest first, without the root."""

@@ -14,11 +14,14 @@ class KVSequence:
     is work that a coming step will do. The memory fields belong to the manager; nobody else writes them.
     """
 
-    __slots__ = ("blocks", "entry", "indexed", "node", "num_computed", "slot", "tokens")
+    __slots__ = ("blocks", "entry", "indexed", "node", "num_computed", "number", "slot", "tokens")
 
     counts_as_query = True
     """Whether the hit rate counts an admission now. What a sequence finds of its own work, after it had to give its
     memory up, is no hit."""
+
+    request_id = ""
+    """Whose it is, for who looks at the cache."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: array[int] = tokens[:] if isinstance(tokens, array) else array("i", tokens)
@@ -27,10 +30,12 @@ class KVSequence:
     def forget_memory(self) -> None:
         """It holds none (any more)."""
         self.num_computed = 0
-        # Paged: the block table, the index node where this sequence's shared part ends, and the blocks in that part.
+        # Paged: the block table, the index node where this sequence's shared part ends, and the blocks in that part;
+        # and its number as a holder of the others.
         self.blocks: list[int] = []
         self.node: Any = None
         self.indexed = 0
+        self.number = 0
         # Slots: the slot number and the manager's record of it.
         self.slot = -1
         self.entry: Any = None

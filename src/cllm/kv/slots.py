@@ -150,7 +150,7 @@ class SlotKVManager(KVManager):
 
     # -- upkeep ------------------------------------------------------------------------------------------------
 
-    def maintain(self, *, idle: bool) -> bool:
+    def maintain(self, budget_s: float) -> bool:
         self._make_room(0, self._threshold_bytes)
         if self._max_sequences is not None:
             occupied = sum(entry is not None for entry in self._slots)

@@ -30,6 +30,23 @@ class KVUsage(NamedTuple):
     moved_bytes: int
     query_tokens: int
     hit_tokens: int
+    # From here on: memory that is taken and given back in extents, groups of adjacent units.
+    extents_used: int = 0
+    extents_needed: int = 0
+    """Extents that what is held would fill without holes."""
+    extents_ready: int = 0
+    """Empty, their memory taken from the OS."""
+    extents_fresh: int = 0
+    """Empty, their memory not taken, or given back."""
+    extent_bytes: int = 0
+    contiguity: float = 1.0
+    """Of neighbours in running sequences' block tables, the share that are neighbours in memory."""
+    resident_bytes: int = 0
+    """What the OS says is in memory; asked now and then."""
+    released_bytes: int = 0
+    prepared_bytes: int = 0
+    upkeep_failures: int = 0
+    """Moves, releases and preparations that the backend refused."""
 
     @property
     def used_fraction(self) -> float:

@@ -106,6 +106,16 @@ def _kv_bytes(snapshot: EngineSnapshot) -> dict[str, float]:
     return {state: units * snapshot.kv.bytes_per_unit for state, units in _kv_units(snapshot).items()}
 
 
+def _kv_extents(snapshot: EngineSnapshot) -> dict[str, float]:
+    kv = snapshot.kv
+    return {
+        "used": kv.extents_used,
+        "needed": kv.extents_needed,
+        "ready": kv.extents_ready,
+        "fresh": kv.extents_fresh,
+    }
+
+
 _GAUGES = (
     _Value("num_requests_running", "Requests being computed.", lambda s: s.running),
     _Value("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
@@ -126,6 +136,18 @@ _GAUGES = (
     ),
     _Value("kv_free_segments", "Separate stretches of free units.", lambda s: s.kv.free_segments),
     _Value("kv_largest_free_span", "Units in the largest free stretch.", lambda s: s.kv.largest_free_span),
+    _Value(
+        "kv_contiguity_ratio",
+        "Of neighbouring blocks of running sequences, the share that are neighbours in memory.",
+        lambda s: s.kv.contiguity,
+    ),
+    _Value(
+        "kv_extents",
+        "Groups of adjacent KV blocks: used, needed if there were no holes, empty with memory, empty without.",
+        _kv_extents,
+        "state",
+    ),
+    _Value("kv_resident_bytes", "KV bytes in memory, as the OS says.", lambda s: s.kv.resident_bytes),
     _Value("step_token_budget", "Tokens the next step may hold.", lambda s: s.step_token_budget),
     _Value("uptime_seconds", "Since the engine started.", lambda s: s.uptime_s),
 )
@@ -144,6 +166,13 @@ _COUNTERS = (
         "kv_moved_bytes",
         "KV bytes copied: prefixes, saving and loading, copy on write, compaction.",
         lambda s: s.kv.moved_bytes,
+    ),
+    _Value("kv_released_bytes", "KV bytes given back to the OS.", lambda s: s.kv.released_bytes),
+    _Value("kv_prepared_bytes", "KV bytes taken from the OS ahead of their use.", lambda s: s.kv.prepared_bytes),
+    _Value(
+        "kv_upkeep_failures",
+        "Moves, releases and preparations of KV memory that failed.",
+        lambda s: s.kv.upkeep_failures,
     ),
     _Value(
         "kv_allocation_failures",

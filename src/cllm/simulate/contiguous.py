@@ -117,7 +117,7 @@ class ContiguousKVManager(SimulatedManager):
         self._free += sequence.entry.size
         sequence.forget_memory()
 
-    def maintain(self, *, idle: bool) -> bool:
+    def maintain(self, budget_s: float) -> bool:
         """Memory is tidied when somebody needs it; when idle, there is nothing in it."""
         return False
 

@@ -120,7 +120,7 @@ class _Run:
                 self._complete(step, self._completing.pop(step))
             if plan is not None and self._apply(plan):
                 return
-            server.kv.maintain(idle=False)
+            server.kv.maintain(0.0)
             untidy = server.kv.untidy
             self._lengthening -= self._full_at.pop(step, 0)
             self._context += self._lengthening
@@ -180,7 +180,7 @@ class _Run:
         server.scheduler.apply(plan, server.backend.logits(len(plan.chunks)))
         server.scheduler.take_outputs()
         if ends_run:
-            server.kv.maintain(idle=False)
+            server.kv.maintain(0.0)
         return ends_run
 
     def _grow(self, step: int, due: list[int]) -> bool:

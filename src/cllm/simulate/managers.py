@@ -139,7 +139,7 @@ class SimulatedPaged(PagedKVManager, NeverInPieces):
 
     def stored(self) -> tuple[int, int]:
         size = self.block_size
-        taken = (self._pool.total - self._pool.free - self._evictable) * size
+        taken = self._referenced() * size
         slack = sum(len(sequence.blocks) * size - len(sequence.tokens) for sequence in self._running.values())
         return taken - slack, taken
 

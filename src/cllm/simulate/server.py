@@ -117,7 +117,7 @@ class SimulatedServer:
         tally.computed_tokens += plan.prompt_tokens + plan.decode_rows
         scheduler.apply(plan, logits)
         scheduler.take_outputs()
-        self.kv.maintain(idle=False)
+        self.kv.maintain(0.0)
 
     def _steady_refusal(self, plan: Plan, before: Refusals, running: int, preempted: int) -> Refusals | None:
         """If somebody waits although another one may run, there was no room; nor will there be while nothing ends."""
@@ -141,7 +141,7 @@ class SimulatedServer:
         free = -1
         while (now_free := self.kv.usage().free) != free:
             free = now_free
-            self.kv.maintain(idle=False)
+            self.kv.maintain(0.0)
 
     # -- observing ---------------------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ class Micro(LocalWorkload):
         start = perf_counter()
         for _ in range(self.sequence_blocks):
             for table in tables:
-                table += pool.allocate(1) or []
+                table += pool.extend(1, 1, table[-1] if table else -1) or []
         for table in tables:
             pool.release(table)
         return self.pool_blocks / (perf_counter() - start)
@@ -166,7 +166,7 @@ def _bookkeeping_s(scheduler: Scheduler, backend: Backend, sampling: _Sampling) 
     scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, computed - computing)
     scheduler.apply(plan, logits)
     scheduler.take_outputs()
-    scheduler.kv.maintain(idle=False)
+    scheduler.kv.maintain(0.0)
     scheduler.kv.usage()
     everything = perf_counter() - start
     return everything - (computed - computing) - (sampling.seconds - sampled_before)

@@ -1,0 +1,198 @@
+"""The prefixes that are held: a tree of blocks, who uses them, and which go first.
+
+Nodes that no running sequence uses stand in the eviction policy; taking their blocks back is how cached memory is
+reused. Every node has a number, under which the pool knows it as the holder of its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.kv.eviction import EvictionPolicy, make_policy
+from cllm.kv.numbers import Numbers
+from cllm.kv.pool import BlockPool
+from cllm.kv.radix import TOKEN_BYTES, Found, Node, RadixTree
+from cllm.kv.sequence import KVSequence
+
+BlockNode = Node[list[int]]
+Holders = Numbers[BlockNode | KVSequence]
+
+
+class Prefixes:
+    def __init__(self, pool: BlockPool, holders: Holders, *, block_size: int, policy: str) -> None:
+        self.tree: RadixTree[list[int]] = RadixTree(block_size, [], _split_blocks)
+        self.policy: EvictionPolicy[BlockNode] = make_policy(policy)
+        self.evictable = 0
+        """Blocks that no running sequence uses."""
+        self._pool = pool
+        self._holders = holders
+
+    # -- finding -----------------------------------------------------------------------------------------------
+
+    def find(self, key: bytes) -> Found[list[int]]:
+        """The longest cached prefix in whole blocks; the last token does not count, for it is always computed."""
+        usable = len(key) - TOKEN_BYTES
+        return self.tree.find(key[: usable - usable % self.tree.unit_bytes])
+
+    def unused_blocks(self, found: Found[list[int]]) -> int:
+        """Evictable blocks of a prefix that was found: whoever takes it keeps them from being evicted."""
+        # Whoever uses a node uses its ancestors, so the first used one ends the way up.
+        node, blocks, unused = found.node, found.inside // self.tree.unit_bytes, 0
+        while node.parent is not None and node.references == 0:
+            unused += blocks
+            node = node.parent
+            blocks = len(node.value)
+        return unused
+
+    def enter(self, found: Found[list[int]]) -> tuple[BlockNode, list[int]]:
+        """A sequence begins with what was found: the node where it ends, and its blocks."""
+        node = self._cut(found)
+        self.lock(node)
+        blocks: list[int] = []
+        for part in reversed(list(node.path())):
+            part.hits += 1
+            blocks += part.value
+        return node, blocks
+
+    # -- users -------------------------------------------------------------------------------------------------
+
+    def lock(self, node: BlockNode) -> None:
+        for part in node.path():
+            self._use(part)
+
+    def unlock(self, node: BlockNode) -> None:
+        # Deepest first: the policy relies on it.
+        for part in node.path():
+            part.references -= 1
+            if part.references == 0:
+                self.policy.add(part, part.hits)
+                self.evictable += len(part.value)
+
+    def _use(self, node: BlockNode) -> None:
+        if node.references == 0:
+            self.evictable -= len(node.value)
+            # The upper half of an edge that was just cut has not been in the policy.
+            if node in self.policy:
+                self.policy.remove(node)
+        node.references += 1
+
+    # -- growing -----------------------------------------------------------------------------------------------
+
+    def index(self, sequence: KVSequence, full: int) -> None:
+        """Put the sequence's newly completed blocks into the tree, or take over those that are there already."""
+        tree = self.tree
+        unit = tree.unit_bytes
+        size = unit // TOKEN_BYTES
+        key = sequence.tokens[sequence.indexed * size : full * size].tobytes()
+        node: BlockNode = sequence.node
+        found = tree.find(key, node)
+        if found.matched:
+            node = self._adopt(sequence, self._cut(found), found.matched // unit)
+        if rest := sequence.blocks[sequence.indexed : full]:
+            rest_key = key[len(key) - len(rest) * unit :]
+            if node.references == 1 and not node.children and node.parent is not None:
+                node.key += rest_key
+                node.value += rest
+            else:
+                node = tree.add(node, rest_key, rest)
+                node.references = 1
+                node.number = self._holders.give(node)
+            self._pool.hand_over(rest, node.number)
+        sequence.node = node
+        sequence.indexed = full
+
+    def _adopt(self, sequence: KVSequence, node: BlockNode, count: int) -> BlockNode:
+        """Someone else computed the same `count` blocks first: use theirs, give ours back."""
+        blocks: list[int] = []
+        part = node
+        parts: list[BlockNode] = []
+        while part is not sequence.node:
+            parts.append(part)
+            assert part.parent is not None
+            part = part.parent
+        for part in reversed(parts):
+            self._use(part)
+            blocks += part.value
+        first = sequence.indexed
+        self._pool.release(sequence.blocks[first : first + count])
+        sequence.blocks[first : first + count] = blocks
+        sequence.indexed += count
+        return node
+
+    def _cut(self, found: Found[list[int]]) -> BlockNode:
+        """The node that ends where `found` does; the upper half of an edge that is cut is a new holder."""
+        node = self.tree.cut(found)
+        if node is not found.node:
+            node.number = self._holders.give(node)
+            self._pool.hand_over(node.value, node.number)
+        return node
+
+    # -- eviction ----------------------------------------------------------------------------------------------
+
+    def evict(self, count: int) -> int:
+        """Free at least `count` evictable blocks, or all, those used longest ago first, from the ends of edges."""
+        freed = 0
+        while freed < count and len(self.policy):
+            node = self.policy.peek()
+            take = min(count - freed, len(node.value))
+            keep = len(node.value) - take
+            self._pool.release(node.value[keep:])
+            freed += take
+            if keep:
+                del node.value[keep:]
+                del node.key[keep * self.tree.unit_bytes :]
+            else:
+                self.policy.remove(node)
+                self.tree.remove(node)
+                self._holders.take_back(node.number)
+        self.evictable -= freed
+        return freed
+
+    def evict_leaf(self) -> int:
+        """Free all blocks of the node that goes next."""
+        return self.evict(len(self.policy.peek().value))
+
+    # -- checking ----------------------------------------------------------------------------------------------
+
+    def examine(self, uses: dict[int, int], held: NDArray[np.int32], piece: int) -> Iterator[int]:
+        """Count every block of the tree once more in `held`; `uses` has the users of each node by its number."""
+        evictable = 0
+        blocks: list[int] = []  # looked at together: for single blocks numpy takes longer than Python
+        numbers: list[int] = []
+        for node in self.tree.examine():
+            size = len(node.value)
+            if size * self.tree.unit_bytes != len(node.key):
+                raise AssertionError("an edge has another number of blocks than its tokens need")
+            if node.references != uses.get(node.number, 0):
+                raise AssertionError(f"a node counts {node.references} users, {uses.get(node.number, 0)} exist")
+            if (node.references == 0) != (node in self.policy):
+                raise AssertionError("a node is evictable and in use, or neither")
+            if self._holders.owners.get(node.number) is not node:
+                raise AssertionError("a node is not known by its number")
+            evictable += size if node.references == 0 else 0
+            if size >= piece:
+                for begin in range(0, size, piece):
+                    yield self._count(node.value[begin : begin + piece], node.number, held)
+                continue
+            blocks += node.value
+            numbers += [node.number] * size
+            if len(blocks) >= piece:
+                yield self._count(blocks, numbers, held)
+                blocks, numbers = [], []
+        yield self._count(blocks, numbers, held)
+        if evictable != self.evictable:
+            raise AssertionError(f"{evictable} blocks are evictable, {self.evictable} were counted")
+
+    def _count(self, blocks: list[int], numbers: list[int] | int, held: NDArray[np.int32]) -> int:
+        part = np.array(blocks, np.int64)
+        np.add.at(held, part, 1)
+        if (np.frombuffer(self._pool.holders, np.int32)[part] != numbers).any():
+            raise AssertionError("a block of the tree has another holder than its node")
+        return len(blocks)
+
+
+def _split_blocks(blocks: list[int], at: int) -> tuple[list[int], list[int]]:
+    return blocks[:at], blocks[at:]
