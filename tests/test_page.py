@@ -316,13 +316,13 @@ def test_pictures_are_made_only_while_somebody_watches_and_not_too_often() -> No
     watch.look(scheduler)
     assert made == 1 and watch.due_at == now + INTERVAL_S
     now += INTERVAL_S
-    cost = 0.01
+    cost = 0.004
     watch.look(scheduler)
     assert made == 2 and watch.due_at is None
     assert [request.id for request in watch.picture.requests] == ["late"]
     now += INTERVAL_S
     watch.look(scheduler)
-    assert made == 2 and watch.due_at == pytest.approx(now + 0.01 / MOST_SHARE - INTERVAL_S - 0.01)
+    assert made == 2 and watch.due_at == pytest.approx(now + 0.004 / MOST_SHARE - INTERVAL_S - 0.004)
     watch.leave()
     watch.look(scheduler)
     assert (made, watch.picture, watch.due_at) == (2, None, None)

@@ -63,8 +63,10 @@ def streaming(server: Served, *prompts: str) -> Iterator[None]:
             body = {"prompt": prompt, "max_tokens": 3000, "ignore_eos": True, "stream": True}
             connection.sendall(post("/v1/completions", body, f"x-request-id: stream-{number}"))
             assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+            reading = threading.Thread(target=read_all, args=(connection,))
+            reading.start()
+            stack.callback(reading.join)
             stack.callback(connection.shutdown, socket.SHUT_RDWR)
-            threading.Thread(target=read_all, args=(connection,), daemon=True).start()
         yield
 
 
@@ -122,6 +124,7 @@ def test_a_cell_says_who_holds_it_and_a_row_picks_its_cells_out(browser: Browser
     browser.open(server.url)
     browser.live()
     with streaming(server, "somebody " * 30):
+        browser.until("document.querySelectorAll('#requests tr').length === 1")
         browser.until("document.querySelectorAll('#tree tr').length >= 1")
         browser.find("#map").send_keys(Keys.HOME, Keys.ARROW_RIGHT)
         assert browser.text("#map-cell").startswith("Cell 1: ")
@@ -129,6 +132,18 @@ def test_a_cell_says_who_holds_it_and_a_row_picks_its_cells_out(browser: Browser
         browser.find("#requests button").click()
         assert browser.find("#requests button").get_attribute("aria-pressed") == "true"
         browser.until(f"(() => {{ {PIXELS} }})() !== {before}")
+    assert browser.complaints() == []
+
+
+def test_a_page_that_is_left_keeps_no_connection_and_goes_on_when_it_is_back(browser: Browser, server: Served) -> None:
+    for _ in range(8):
+        browser.open(server.url)
+        browser.live()
+        browser.open("about:blank")
+    browser.driver.back()
+    browser.live()
+    with streaming(server, "still there?"):
+        browser.until("document.querySelectorAll('#requests tr').length === 1")
     assert browser.complaints() == []
 
 

@@ -12,8 +12,9 @@ from cllm.engine.roster import Roster
 from cllm.kv.view import KVView
 
 INTERVAL_S = 0.25
+LONGEST_S = 1.0
 MOST_SHARE = 0.005
-"""Of the engine's time that making pictures may take; where they take long, they come less often."""
+"""Of the engine's time that pictures should take: where they take long they come less often, down to `LONGEST_S`."""
 MOST_REQUESTS = 100
 """Requests in a picture: those that run, then those that have waited longest."""
 
@@ -82,7 +83,8 @@ class Watch:
         requests = _in_order(roster)
         shown = tuple(_view_of(request, now) for request in islice(requests, MOST_REQUESTS))
         self.picture = Picture(self._made, roster.kv.view(), shown, len(roster.requests))
-        self._next_at = max(self._next_at, now + (self._clock() - now) / MOST_SHARE)
+        took_s = self._clock() - now
+        self._next_at = now + max(INTERVAL_S, min(took_s / MOST_SHARE, LONGEST_S))
 
 
 def _in_order(roster: Roster) -> Iterable[Request]:

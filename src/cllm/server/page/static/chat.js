@@ -24,6 +24,7 @@ export class Chat {
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.running?.abort();
     });
+    addEventListener("pagehide", () => this.running?.abort());
     byId("stop").addEventListener("click", () => this.running?.abort());
     byId("chat-clear").addEventListener("click", () => this.clear());
   }

@@ -12,6 +12,8 @@ const plural = (count, one) => `${whole(count)} ${one}${count === 1 ? "" : "s"}`
 const KINDS = [
   { kind: "compaction", read: (now) => now.kv.compactions, say: (count) => plural(count, "compaction") },
   { kind: "move", read: (now) => now.kv.moved_bytes, say: (count) => `${bytes(count)} moved` },
+  { kind: "release", read: (now) => now.kv.released_bytes, say: (count) => `${bytes(count)} given back to the OS` },
+  { kind: "release", read: (now) => now.kv.prepared_bytes, say: (count) => `${bytes(count)} taken ahead from the OS` },
   { kind: "eviction", read: (now) => now.kv.evictions * now.kv.bytes_per_unit, say: (count) => `${bytes(count)} of cached prefixes evicted` },
   { kind: "pressure", read: (now) => now.kv.allocation_failures, say: (count) => `${plural(count, "request")} had to wait for memory` },
   { kind: "pressure", read: (now) => now.preemptions, say: (count) => `${plural(count, "preemption")}: memory given to others, recomputed later` },
@@ -20,7 +22,6 @@ const KINDS = [
   { kind: "request", read: (now) => now.finished.cancelled ?? 0, say: (count) => `${plural(count, "request")} cancelled` },
   { kind: "pressure", read: (now) => (now.finished.error ?? 0) + (now.finished.timeout ?? 0), say: (count) => `${plural(count, "request")} failed` },
 ];
-const RELEASED = { kind: "release", say: (count) => `${bytes(count)} given back to the OS` };
 
 export class Events {
   constructor() {
@@ -31,18 +32,16 @@ export class Events {
     this.add(Date.now() / 1000, { kind: "page", say: () => "watching" }, 1);
   }
 
-  /** Compare with the event before; `takenBytes` is what the arena has from the OS. */
-  follow(now, takenBytes) {
+  /** Compare with the event before. */
+  follow(now) {
     const counts = KINDS.map((each) => each.read(now));
     if (this.before) {
       KINDS.forEach((each, index) => {
-        const more = counts[index] - this.before.counts[index];
+        const more = counts[index] - this.before[index];
         if (more > 0) this.add(now.time, each, more);
       });
-      const released = this.before.takenBytes - takenBytes;
-      if (released > 0) this.add(now.time, RELEASED, released);
     }
-    this.before = { counts, takenBytes };
+    this.before = counts;
   }
 
   /** The stream begins anew, perhaps from another server: there is nothing to compare with. */

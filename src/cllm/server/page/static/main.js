@@ -52,7 +52,7 @@ follow((kind, event) => {
   requests.show(shown.requests, now.requests);
   const takenBytes = arena.takenCells * cellBytes;
   chart.add(now, takenBytes);
-  events.follow(now, takenBytes);
+  events.follow(now);
   showCounts(shown.geometry);
   showFigures(now);
 });

@@ -55,17 +55,21 @@ function visible() {
   }).then(visible);
 }
 
-/** Abort once the tab was hidden for a while; returns how to stop looking. */
+/** Abort once the tab was hidden for a while, or at once when it goes to another page: browsers keep pages that were
+ * left, with their connections, of which there are six for a server. Returns how to stop looking. */
 function closeWhenHidden(controller) {
   let timer;
+  const leave = () => controller.abort();
   const look = () => {
     clearTimeout(timer);
     if (document.hidden) timer = setTimeout(() => controller.abort(), HIDDEN_S * 1000);
   };
   document.addEventListener("visibilitychange", look);
+  addEventListener("pagehide", leave);
   look();
   return () => {
     clearTimeout(timer);
+    removeEventListener("pagehide", leave);
     document.removeEventListener("visibilitychange", look);
   };
 }
