@@ -243,5 +243,5 @@ def _help(workloads: Sequence[Workload]) -> str:
 for _name, _workloads in WORKLOADS.items():
     _add_command(_name, _help(_workloads))
 _add_command(
-    "all", "The short set: every workload but soak, aged, hostile and kernels, once, in less than ten minutes."
+    "all", "The short set: every workload but soak, aged, hostile, page and kernels, once, in less than ten minutes."
 )

@@ -12,6 +12,7 @@ from cllm.bench.workloads.memory import Memory
 from cllm.bench.workloads.micro import Micro
 from cllm.bench.workloads.mixed import Mixed
 from cllm.bench.workloads.overhead import Overhead
+from cllm.bench.workloads.page import Page
 from cllm.bench.workloads.prefix import Prefix
 from cllm.bench.workloads.sequential import Sequential
 from cllm.bench.workloads.snapshots import Snapshots
@@ -30,6 +31,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "aged": (Aged(),),
     "overhead": (Overhead(),),
     "memory": (Memory(),),
+    "page": (Page(),),
     "micro": (Micro(),),
     "snapshots": (Snapshots(),),
     "generator": (Generator(),),
@@ -50,4 +52,4 @@ SHORT: tuple[Workload, ...] = (
     Snapshots(),
     Generator(tokens=400),
 )
-"""Everything but `soak`, `aged` and `hostile`, in less than ten minutes on two cores, with one peer."""
+"""Everything but `soak`, `aged`, `hostile` and `page`, in less than ten minutes on two cores, with one peer."""
