@@ -44,7 +44,7 @@ KV_CALLS = (
 )  # fmt: skip
 OPS_CALLS = (
     "copy_blocks", "move_blocks", "release_pages", "prepare_pages", "resident_bytes",
-    "length", "remove", "copy", "save", "load",
+    "length", "remove", "copy", "save", "load", "resize",
 )  # fmt: skip
 BACKEND_CALLS = ("step", "rebuild", "abort")
 OBSERVER_CALLS = ("on_step", "on_finished", "on_eviction")

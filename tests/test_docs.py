@@ -244,9 +244,10 @@ LAYERS = [
 """Parts of the package from the bottom up. Those that stand together do not import each other either."""
 
 KV_LAYERS = [
-    {"sequence", "usage", "ops", "memory"},
-    {"radix", "pool", "eviction"},
-    {"manager", "holders", "store"},
+    {"sequence", "usage", "view", "ops", "memory", "slot_sizes"},
+    {"radix", "eviction", "numbers", "trigger", "extents", "pool"},
+    {"prefixes", "arena", "fragmentation", "holders", "store"},
+    {"manager", "compaction", "upkeep", "picture", "slot_memory", "slot_picture"},
     {"paged", "slots"},
 ]
 

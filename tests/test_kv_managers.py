@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from typing import Any
 
@@ -16,11 +17,12 @@ from cllm.backends.fake import FakeBackend
 from cllm.errors import BackendError
 from cllm.kv.eviction import SegmentedLRU
 from cllm.kv.manager import CHECK_SLICE, KVManager, PositionMismatchError
+from cllm.kv.memory import most_bytes
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.sequence import KVSequence
 from cllm.kv.slots import SlotKVManager
-from cllm.kv.store import most_bytes
+from cllm.kv.view import FREE
 
 BYTES_PER_TOKEN = 8
 Prompt = st.lists(st.integers(0, 1), min_size=1, max_size=40)
@@ -45,6 +47,53 @@ def slots(
     store_bytes = most_bytes(store_tokens, BYTES_PER_TOKEN)
     manager = SlotKVManager(backend.ops, geometry, bytes_per_token=BYTES_PER_TOKEN, store_bytes=store_bytes, **options)
     return backend, manager
+
+
+SLOT_BYTES = 64 * BYTES_PER_TOKEN
+IDLE_BYTES = 2 * SLOT_BYTES + 400
+
+
+class Metered:
+    """A backend's slots, with an eye on the bytes of them and of all that was saved and is still there."""
+
+    def __init__(self, ops: Any, limit: int) -> None:
+        self._ops = ops
+        self._limit = limit
+        self._saved: list[weakref.ref[Any]] = []
+        self.most = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def save(self, slot: int) -> Any:
+        saved = self._ops.save(slot)
+        self._saved.append(weakref.ref(saved))
+        self._check()
+        return saved
+
+    def resize(self, slots: int) -> None:
+        self._ops.resize(slots)
+        self._check()
+
+    def _check(self) -> None:
+        self._saved = [there for there in self._saved if there() is not None]
+        saved = sum(array.nbytes for there in self._saved if (array := there()) is not None)
+        self.most = max(self.most, len(self._ops._cells) * self._ops._capacity * BYTES_PER_TOKEN + saved)
+        assert self.most <= self._limit
+
+
+def on_demand(
+    count: int = 4, movable: int = 2, slot_tokens: int = 64, **options: Any
+) -> tuple[FakeBackend, SlotKVManager]:
+    """One slot at the start, and room beside all of them for so many whole sequences."""
+    backend = FakeBackend()
+    geometry = SlotGeometry(count, slot_tokens, at_start=1)
+    backend.allocate(geometry)
+    store_bytes = movable * most_bytes(slot_tokens, BYTES_PER_TOKEN)
+    limit = geometry.tokens * BYTES_PER_TOKEN + store_bytes
+    settings = {"release_after_s": 10.0, "idle_bytes": IDLE_BYTES, "store_bytes": store_bytes} | options
+    ops: Any = Metered(backend.ops, limit)
+    return backend, SlotKVManager(ops, geometry, bytes_per_token=BYTES_PER_TOKEN, **settings)
 
 
 def compute(backend: FakeBackend, kv: KVManager, sequence: KVSequence, count: int) -> np.ndarray:
@@ -108,8 +157,12 @@ class ManagerMachine(RuleBasedStateMachine):
             assert not sequence.admitted
             assert state_of(self.kv) == before
             return
-        assert cached == expected == sequence.num_computed < len(prompt)
+        self.check_found(cached, expected)
+        assert cached == sequence.num_computed < len(prompt)
         self.live.append(sequence)
+
+    def check_found(self, cached: int, expected: int) -> None:
+        assert cached == expected
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), token=st.integers(0, 1))
@@ -193,6 +246,37 @@ class SlotMachine(ManagerMachine):
         return slots(eviction_threshold=0.8, max_sequences=6)
 
 
+class OnDemandMachine(SlotMachine):
+    """One slot at the start, up to four, and back to one after a quiet time. The budget is never passed."""
+
+    def build(self) -> tuple[FakeBackend, KVManager]:
+        self.now = 0.0
+        return on_demand(clock=lambda: self.now)
+
+    def check_found(self, cached: int, expected: int) -> None:
+        assert cached <= expected  # more slots may have taken the room of what was saved
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def quiet_for_long(self) -> None:
+        self.now += 20.0
+        self.kv.maintain(0.0)
+        assert (due := self.kv.upkeep_at()) is None or due > self.now
+        slots = len(self.kv._slots)
+        if not self.live:
+            taken = slots * SLOT_BYTES + self.kv._store.bytes
+            assert slots == 1 or taken <= IDLE_BYTES
+        else:
+            assert slots <= max(2, 4 * len(self.live))
+
+    @invariant()
+    def slots_are_those_of_the_backend(self) -> None:
+        assert len(self.kv._slots) == len(self.backend.memory._cells) <= 4
+
+
 class TinyStoreMachine(ManagerMachine):
     """Almost no store: finished sequences live in slots or not at all."""
 
@@ -206,10 +290,11 @@ class SegmentedMachine(ManagerMachine):
 
 
 _profile = settings(max_examples=50, stateful_step_count=40, deadline=None)
-for _machine in (ManagerMachine, SlotMachine, TinyStoreMachine, SegmentedMachine):
+for _machine in (ManagerMachine, SlotMachine, OnDemandMachine, TinyStoreMachine, SegmentedMachine):
     _machine.TestCase.settings = _profile
 TestPaged = ManagerMachine.TestCase
 TestSlots = SlotMachine.TestCase
+TestOnDemand = OnDemandMachine.TestCase
 TestTinyStore = TinyStoreMachine.TestCase
 TestSegmented = SegmentedMachine.TestCase
 
@@ -404,6 +489,200 @@ def test_slots_run_out_without_harm() -> None:
         run_to_end(backend, kv, [letter] * 3)
     assert kv.admit(KVSequence([5, 5])) is None
     kv.check()
+
+
+def test_slots_are_taken_when_they_are_needed_and_what_runs_goes_on() -> None:
+    backend, kv = on_demand(count=8, movable=8)
+    running = []
+    for number, there in enumerate((1, 2, 4, 4, 8, 8, 8, 8)):
+        running.append(run_to_end(backend, kv, [number] * (5 + number)))
+        assert len(kv._slots) == there
+        for sequence in running:
+            assert held_tokens(backend, sequence) == sequence.tokens.tolist()
+    kv.check()
+    assert kv.admit(KVSequence([9])) is None
+    assert kv.details()["rebuilds"] == 3
+
+
+def test_a_burst_is_one_change() -> None:
+    backend, kv = on_demand(count=8, movable=8)
+    run_to_end(backend, kv, [1] * 5)
+    kv.demand = 7
+    run_to_end(backend, kv, [2] * 5)
+    assert len(kv._slots) == 8
+    assert kv.details()["rebuilds"] == 1
+
+
+def test_slots_grow_at_once_where_there_would_be_no_room_to_move_more() -> None:
+    backend, kv = on_demand(count=8, movable=3)
+    for number, there in enumerate((1, 2, 8)):
+        run_to_end(backend, kv, [number] * 64)
+        assert len(kv._slots) == there
+
+
+def test_a_steady_load_does_not_change_the_slots() -> None:
+    now = 0.0
+    backend, kv = on_demand(count=8, movable=8, clock=lambda: now)
+    running = [run_to_end(backend, kv, [number] * 5) for number in range(5)]
+    for turn in range(200):
+        now += 1.0
+        kv.release(running.pop(0))
+        if turn % 7 == 0:
+            kv.release(running.pop(0))
+        kv.maintain(0.0)
+        while len(running) < 5:
+            running.append(run_to_end(backend, kv, [turn, len(running)] * 3))
+    assert kv.details()["rebuilds"] == 3
+
+
+def test_a_quiet_time_leaves_what_is_needed() -> None:
+    now = 0.0
+    backend, kv = on_demand(count=8, movable=8, clock=lambda: now)
+    running = [run_to_end(backend, kv, [number] * 20) for number in range(8)]
+    for sequence in running[1:]:
+        kv.release(sequence)
+    assert kv.upkeep_at() == 10.0
+    now = 9.9
+    kv.maintain(0.0)
+    assert len(kv._slots) == 8
+    for moment, there in ((10.0, 4), (20.0, 2)):  # two ran in the beginning of the first time, then one
+        now = moment
+        kv.maintain(0.0)
+        assert len(kv._slots) == there
+    assert held_tokens(backend, running[0]) == [0] * 20
+    assert [kv.peek(array("i", [number] * 21).tobytes()) for number in range(8)] == [20] * 8
+    assert kv.upkeep_at() is None
+    kv.release(running[0])
+    now = 30.0
+    kv.maintain(0.0)
+    kept = [number for number in range(8) if kv.peek(array("i", [number] * 21).tobytes())]
+    assert len(kv._slots) * SLOT_BYTES + kv._store.bytes <= IDLE_BYTES
+    assert kept == [0, 3, 4, 5, 6, 7] and len(kv._slots) == 1
+    kv.check()
+    assert kv.upkeep_at() is None
+
+
+def test_slots_that_hold_something_stay_within_the_idle_size() -> None:
+    now = 0.0
+    backend, kv = on_demand(count=8, movable=8, idle_bytes=5 * SLOT_BYTES, clock=lambda: now)
+    for sequence in [run_to_end(backend, kv, [number] * 20) for number in range(8)]:
+        kv.release(sequence)
+    now = 10.0
+    kv.maintain(0.0)
+    assert len(kv._slots) == 4
+    # Whoever comes next finds them, and it takes a new quiet time to let go of them.
+    now = 50.0
+    run_to_end(backend, kv, [7] * 21)
+    kv.maintain(0.0)
+    assert len(kv._slots) == 4 and kv.upkeep_at() == 60.0
+
+
+def unresizable(kv: SlotKVManager, sizes: set[int]) -> None:
+    """There is no memory for so many slots."""
+    ops: Any = kv._ops
+    resize = ops.resize
+
+    def fail(slots: int) -> None:
+        if slots in sizes:
+            ops._ops._cells = []
+            raise BackendError(f"no memory for {slots}", fatal=True)
+        resize(slots)
+
+    ops.resize = fail
+
+
+def test_without_memory_for_more_the_old_slots_are_taken_again() -> None:
+    now = 0.0
+    backend, kv = on_demand(clock=lambda: now)
+    running = run_to_end(backend, kv, [1] * 9)
+    unresizable(kv, {2, 4})
+    late = KVSequence([2] * 5)
+    for _ in range(3):
+        assert kv.admit(late) is None
+        assert held_tokens(backend, running) == [1] * 9
+    kv.check()
+    moved = kv.usage().moved_bytes
+    del kv._ops.resize
+    assert kv.admit(late) is None  # not at once
+    assert kv.usage().moved_bytes == moved
+    now = 31.0
+    assert kv.admit(late) == 0
+    assert held_tokens(backend, running) == [1] * 9
+    kv.check()
+
+
+def test_when_no_slots_can_be_taken_at_all_the_memory_is_renewed() -> None:
+    backend, kv = on_demand()
+    running = run_to_end(backend, kv, [1] * 9)
+    unresizable(kv, {1, 2})
+    with pytest.raises(BackendError, match="1 slots could not be taken again: no memory for 1") as raised:
+        kv.admit(KVSequence([2] * 5))
+    assert raised.value.fatal
+    backend.rebuild()
+    kv.reset()
+    assert not running.admitted
+    kv.check()
+    assert kv.admit(KVSequence([2] * 5)) == 0
+
+
+@pytest.mark.parametrize("error", [BackendError("no"), MemoryError("no")])
+def test_what_runs_and_cannot_be_saved_stays_where_it_is(error: Exception) -> None:
+    backend, kv = on_demand()
+    running = run_to_end(backend, kv, [1] * 9)
+    failing(backend, "save", error)
+    assert kv.admit(KVSequence([2] * 5)) is None
+    assert len(kv._slots) == 1
+    assert held_tokens(backend, running) == [1] * 9
+    kv.check()
+
+
+@pytest.mark.parametrize("error", [BackendError("no"), MemoryError("no")])
+def test_what_runs_and_cannot_be_loaded_is_computed_again(error: Exception) -> None:
+    backend, kv = on_demand()
+    running = run_to_end(backend, kv, [1] * 9)
+    failing(backend, "load", error)
+    assert kv.admit(KVSequence([2] * 5)) == 0
+    assert len(kv._slots) == 2
+    assert running.num_computed == 0 and running.admitted
+    kv.check()
+    compute(backend, kv, running, 9)
+    assert held_tokens(backend, running) == [1] * 9
+    kv.check()
+
+
+def test_a_twin_without_a_slot_waits_for_the_step_to_end() -> None:
+    """The rows of a step go with the memory, and it is in the middle of one that twins begin."""
+    backend, kv = on_demand()
+    parent = run_to_end(backend, kv, [1, 2, 3])
+    twin = KVSequence(parent.tokens)
+    assert not kv.fork(parent, twin)
+    assert len(kv._slots) == 1
+    assert kv.admit(twin) == 2
+    assert len(kv._slots) == 2
+
+
+def test_a_picture_of_the_slots() -> None:
+    backend, kv = on_demand(count=4, slot_tokens=200)
+    for letter in range(3):
+        kv.release(run_to_end(backend, kv, [letter, 7] * 35))
+    running, short = (run_to_end(backend, kv, prompt) for prompt in ([4] * 130, [5]))
+    view = kv.view()
+    assert (view.layout, view.cell_tokens, view.cell_bytes, view.extent_cells) == ("slots", 64, 64 * 8, 4)
+    assert view.resident.tolist() == [True, True, False, False]
+    first, second = (sequence.number for sequence in view.sequences)
+    cells = view.holders.reshape(4, 4).tolist()
+    assert cells[running.slot] == [first] * 3 + [FREE]
+    assert cells[short.slot] == [second] + [FREE] * 3
+    assert not view.holders.reshape(4, 4)[2:].any()
+    assert [(s.tokens, s.computed) for s in view.sequences] == [(130, 130), (1, 1)]
+    assert [prefix.first_tokens[:2] for prefix in view.prefixes] == [(0, 7), (1, 7), (2, 7)]
+    assert {(p.tokens, p.users, p.parent, len(p.first_tokens)) for p in view.prefixes} == {(70, 0, 0, 32)}
+    assert view.prefixes_in_all == 3
+
+    kv.release(running)
+    view = kv.view()
+    assert view.holders.reshape(4, 4)[0].tolist() == [first] * 3 + [FREE]
+    assert first in {prefix.number for prefix in view.prefixes} and len(view.sequences) == 1
 
 
 def test_a_position_mismatch_is_noticed() -> None:

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -18,9 +19,11 @@ import pytest
 from cllm.backends.base import Chunk, Logits
 from cllm.backends.llama_cpp import LlamaCppBackend
 from cllm.backends.llama_cpp.library import load_library
+from cllm.engine.params import SamplingParams
 from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, SlotGeometry, SlotOps
 from cllm.models.registry import resolve
+from cllm.offline import LLM
 
 pytestmark = pytest.mark.model
 
@@ -255,6 +258,102 @@ def test_what_is_saved_outlives_the_context(backend: LlamaCppBackend, prompts: l
     ops.load(2, saved)
     assert ops.length(2) == len(prompt)
     assert continue_greedily(backend, 2, logits) == expected
+
+
+def advance_together(backend: LlamaCppBackend, prompts: list[array[int]], sizes: Sequence[int]) -> list[Logits]:
+    """One sequence more every few steps, all of them computed together; all rows. Before each comes, and once more in
+    the end, there are as many slots as `sizes` says, if it says so."""
+    ops, last, rows = backend.ops, [], []
+    for number in range(len(prompts) + 1):
+        if sizes:
+            saved = [ops.save(slot) for slot in range(len(last))]
+            ops.resize(sizes[number])
+            assert [ops.length(slot) for slot in range(sizes[number])] == [0] * sizes[number]
+            for slot, content in reversed(list(enumerate(saved))):
+                before = content.copy()
+                ops.load(slot, content)
+                assert np.array_equal(ops.save(slot)[16:], before[16:])  # after the header and the number of slots
+        if number < len(prompts):
+            rows.append(prefill(backend, number, prompts[number]))
+            last.append(int(rows[-1].argmax()))
+        for _ in range(4):
+            step = backend.step(
+                [Chunk(array("i", [token]), ops.length(slot), True, slot) for slot, token in enumerate(last)]
+            )
+            rows += list(step.copy())
+            last = step.argmax(axis=1).tolist()
+    return rows
+
+
+def test_sequences_go_on_to_the_bit_with_another_number_of_slots(prompts: list[array[int]]) -> None:
+    with make() as fixed, make() as changing:
+        fixed.allocate(SlotGeometry(6, 256))
+        assert changing.resizes_slots
+        changing.allocate(SlotGeometry(6, 256, at_start=1))
+        slot_bytes = changing.kv_bytes
+        assert fixed.kv_bytes == 6 * slot_bytes
+        expected = advance_together(fixed, prompts, ())
+        rows = advance_together(changing, prompts, (1, 2, 6, 5, 4))
+        assert changing.kv_bytes == 4 * slot_bytes
+        assert np.array_equal(rows, expected)
+
+
+def test_what_is_saved_in_one_slot_of_few_is_loaded_into_another_of_many(
+    backend: LlamaCppBackend, prompts: list[array[int]]
+) -> None:
+    expected = generate(backend, 0, prompts[1])
+    with make() as changing:
+        changing.allocate(SlotGeometry(8, 256, at_start=3))
+        logits = prefill(changing, 2, prompts[1])
+        saved = changing.ops.save(2)
+        for slots, slot in ((8, 5), (1, 0), (2, 1), (3, 0)):
+            changing.ops.resize(slots)
+            changing.ops.load(slot, saved)
+            assert changing.ops.length(slot) == len(prompts[1])
+            assert continue_greedily(changing, slot, logits) == expected
+
+
+def test_a_context_that_cannot_be_made_leaves_room_for_another(prompts: list[array[int]]) -> None:
+    with make() as backend:
+        backend.allocate(SlotGeometry(4, 256, at_start=1))
+        expected = generate(backend, 0, prompts[0])
+        backend.ops.remove(0, len(prompts[0]))
+        saved = backend.ops.save(0)
+        with pytest.raises(BackendError, match="257 sequences"):
+            backend.ops.resize(257)
+        backend.ops.resize(2)
+        backend.ops.load(1, saved)
+        logits = prefill(backend, 1, array("i", expected[:1]), len(prompts[0]))
+        assert continue_greedily(backend, 1, logits, 11) == expected[1:]
+        backend.rebuild()
+        with pytest.raises(BackendError, match="there are 1"):
+            backend.ops.length(1)
+
+
+def test_slots_on_demand_in_a_running_server() -> None:
+    """Eight at once, and again after a quiet time, give the answers that all slots from the start give."""
+    texts = [f"{beginning} {number}" for number in (1, 2) for beginning in ("I count:", "Once", "Paris is", "def add")]
+    greedy = SamplingParams(max_tokens=12, temperature=0.0)
+    answers: dict[bool, list[str]] = {}
+    for on_demand in (True, False):
+        settings = {
+            "backend.llama_cpp.slots_on_demand": on_demand,
+            "resources.max_context_length": 256,
+            "resources.kv_cache_max_memory_mb": 128.0,
+            "kv.release_after_s": 0.2,
+            "kv.idle_mb": 0.0,
+        }
+        with LLM(backend="llama_cpp", settings=settings) as llm:
+            answers[on_demand] = [answer.text for answer in llm.generate(texts, greedy, progress=False)]
+            if on_demand:
+                deadline = time.monotonic() + 20
+                while llm.kv()["details"]["slots_now"] > 1:
+                    assert time.monotonic() < deadline, "memory is not given back"
+                    time.sleep(0.05)
+                assert llm.kv()["details"]["rebuilds"] >= 2
+            answers[on_demand] += [answer.text for answer in llm.generate(texts, greedy, progress=False)]
+            assert llm.kv()["details"]["slots_now"] == llm.kv()["details"]["slots_at_most"] == 8
+    assert answers[True] == answers[False]
 
 
 def test_damaged_bytes_are_refused(backend: LlamaCppBackend, prompts: list[array[int]]) -> None:

@@ -28,13 +28,14 @@ def test_a_head_that_a_type_does_not_divide_is_refused() -> None:
         bytes_per_token(n_layers=1, n_kv_heads=1, head_dim_k=80, head_dim_v=64, type_k="q4_0", type_v="f16")
 
 
-def slots(budget_mib: float, *, context: int = 2048, running: int = 8, asked: bool = True):  # type: ignore[no-untyped-def]
+def slots(budget_mib: float, *, context: int = 2048, running: int = 8, asked: bool = True, on_demand: bool = False):  # type: ignore[no-untyped-def]
     return plan_slots(
         budget_bytes=int(budget_mib * MIB),
         bytes_per_token=23_040,
         context=context,
         running=running,
         running_is_asked=asked,
+        on_demand=on_demand,
     )
 
 
@@ -42,6 +43,14 @@ def test_a_large_budget_leaves_a_store() -> None:
     plan = slots(1000)
     assert plan.geometry.slots == 8 and plan.geometry.slot_tokens == 2048 and not plan.notes
     assert plan.geometry.tokens * 23_040 + plan.store_bytes == 1000 * MIB
+
+
+def test_one_slot_is_taken_at_the_start_where_a_sequence_can_be_moved() -> None:
+    for budget, first in ((8 * 45 + 46, 1), (8 * 45 + 44, 8)):
+        plan = slots(budget, on_demand=True)
+        assert plan.geometry.slots == 8 and plan.geometry.first == first
+        assert plan.store_bytes == slots(budget).store_bytes
+    assert slots(1000).geometry.first == 8
 
 
 def test_a_small_budget_runs_fewer_and_says_so() -> None:

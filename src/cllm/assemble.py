@@ -256,6 +256,7 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
         context=context,
         running=asked or llama.n_seq_max,
         running_is_asked=is_asked,
+        on_demand=llama.slots_on_demand and backend.resizes_slots,
     )
     for note in plan.notes:
         log.warning("%s", note)
@@ -270,15 +271,20 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
         max_sequences=config.resources.kv_cache_max_size,
         eviction_threshold=config.scheduler.kv_cache_eviction_threshold,
         eviction_policy=config.scheduler.eviction_policy,
+        release_after_s=config.kv.release_after_s,
+        idle_bytes=_idle_bytes(config, budget, plan.geometry.slot_tokens * token_bytes),
     )
     return _Memory(kv, plan.geometry, plan.running, min(context, plan.geometry.slot_tokens))
 
 
-def _upkeep(config: Config, geometry: BlockGeometry, token_bytes: int, context: int) -> UpkeepSettings:
-    everything = geometry.tokens * token_bytes
+def _idle_bytes(config: Config, budget: int, context_bytes: int) -> int:
+    """K/V memory that may stay taken while nothing runs."""
     asked = config.kv.idle_mb
-    idle = max(everything // 4, context * token_bytes) if asked is None else int(asked * MIB)
-    idle = min(idle, everything)
+    return min(budget, max(budget // 4, context_bytes) if asked is None else int(asked * MIB))
+
+
+def _upkeep(config: Config, geometry: BlockGeometry, token_bytes: int, context: int) -> UpkeepSettings:
+    idle = _idle_bytes(config, geometry.tokens * token_bytes, context * token_bytes)
     return UpkeepSettings(
         release_after_s=config.kv.release_after_s,
         idle_bytes=idle,

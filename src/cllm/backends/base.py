@@ -44,14 +44,19 @@ class Backend(ABC):
     batch_splits: int = 0
     """How often a step had to be computed in more parts than one."""
 
+    @property
+    def resizes_slots(self) -> bool:
+        """Whether it keeps its K/V in slots whose number can change, and what is saved can be loaded afterwards."""
+        return False
+
     @abstractmethod
     def allocate(self, geometry: Geometry) -> None:
-        """Take the K/V memory. Called once before the first step."""
+        """Take the K/V memory, of slots the first ones. Called once before the first step."""
 
     @property
     @abstractmethod
     def kv_bytes(self) -> int:
-        """Bytes of K/V memory really taken by `allocate`."""
+        """Bytes of K/V memory there are room for now."""
 
     @property
     @abstractmethod
@@ -72,7 +77,7 @@ class Backend(ABC):
 
     @abstractmethod
     def rebuild(self) -> None:
-        """Throw the context away and make a new, empty one of the same geometry."""
+        """Throw the context away and make a new, empty one, as `allocate` did."""
 
     @abstractmethod
     def close(self) -> None:

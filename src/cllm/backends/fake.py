@@ -50,6 +50,10 @@ class FakeBackend(Backend):
         self._memory: _FakeSlots | _FakeBlocks | None = None
         self._geometry: Geometry | None = None
 
+    @property
+    def resizes_slots(self) -> bool:
+        return True
+
     def allocate(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self._memory = _FakeSlots(geometry) if isinstance(geometry, SlotGeometry) else _FakeBlocks(geometry)
@@ -172,8 +176,10 @@ class _FakeSlots:
     """Numbered sequences of tokens, each with its own positions, as llama.cpp keeps them."""
 
     def __init__(self, geometry: SlotGeometry) -> None:
+        self._first = geometry.first
         self._capacity = geometry.slot_tokens
-        self._cells: list[dict[int, int]] = [{} for _ in range(geometry.slots)]
+        self._cells: list[dict[int, int]] = []
+        self.wipe()
 
     @property
     def nbytes(self) -> int:
@@ -220,5 +226,8 @@ class _FakeSlots:
             raise BackendError(f"shifting slot {slot} by {delta} would put two tokens at one position")
         self._cells[slot] = moved
 
+    def resize(self, slots: int) -> None:
+        self._cells = [{} for _ in range(slots)]
+
     def wipe(self) -> None:
-        self._cells = [{} for _ in self._cells]
+        self.resize(self._first)

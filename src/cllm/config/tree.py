@@ -43,7 +43,12 @@ class NativeConfig(Section):
 
 class LlamaCppConfig(Section):
     n_seq_max: int = Field(
-        default=8, ge=1, le=LLAMA_CPP_MAX_SEQ, description="sequences that run at once, each with a full context"
+        default=8, ge=1, le=LLAMA_CPP_MAX_SEQ, description="most sequences at once, each with room for a full context"
+    )
+    slots_on_demand: bool = Field(
+        default=True,
+        description="take memory for more sequences when they come, and give it back when it is quiet; "
+        "false takes all of it at the start",
     )
     n_batch: int = Field(default=2048, ge=1, le=1 << 20, description="most tokens in one call of llama_decode")
     n_ubatch: int = Field(default=512, ge=1, le=1 << 20, description="most tokens llama.cpp computes at a time")

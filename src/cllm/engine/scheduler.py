@@ -164,6 +164,7 @@ class Scheduler(Roster):
     def _admit(self) -> None:
         """Take sequences from the queue while there is room, in order; those that better wait are passed over."""
         passed: list[Sequence] = []
+        self.kv.demand = len(self.running) + len(self.waiting)
         in_progress = [sequence for sequence in self.running if sequence.remaining > 1]
         try:
             for _ in range(min(ADMIT_SCAN, len(self.waiting))):

@@ -44,6 +44,9 @@ class KVManager(ABC):
     """Times that a sequence had to wait, or to be preempted, for want of memory. Whoever asks counts, because only it
     knows whether it asks again for the same."""
 
+    demand: int = 0
+    """Sequences that run or want to, for a manager that takes memory in steps. Whoever admits sets it before."""
+
     on_eviction: EvictionListener | None = None
 
     @abstractmethod

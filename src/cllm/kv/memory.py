@@ -13,6 +13,9 @@ from cllm.kv.ops import BlockGeometry, SlotGeometry
 MIB = 1024 * 1024
 SLOT_PADDING = 256
 """llama.cpp rounds a sequence's context up to a multiple of this."""
+SAVED_TOKEN_OVERHEAD_BYTES = 16
+SAVED_OVERHEAD_BYTES = 4096
+"""Upper bounds of what a saved sequence needs beside its K/V: positions for every token, a header for the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,11 @@ def bytes_per_token(
     return n_layers * n_kv_heads * (key + value)
 
 
+def most_bytes(tokens: int, bytes_per_token: int) -> int:
+    """What a sequence takes when it is saved, at most."""
+    return tokens * (bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES) + SAVED_OVERHEAD_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
     geometry: SlotGeometry
@@ -62,8 +70,11 @@ def plan_slots(
     context: int,
     running: int,
     running_is_asked: bool,
+    on_demand: bool = False,
 ) -> SlotPlan:
     """Slots for `running` sequences of `context` tokens; the rest of the budget stores finished ones.
+
+    `on_demand` takes one slot at the start, if the budget has room to move a whole sequence when there are to be more.
 
     If the budget is too small, fewer sequences run at once; the context is kept, since requests were promised it. Only
     when not even one fits is the context cut.
@@ -91,8 +102,10 @@ def plan_slots(
                 f"the KV budget is {budget_bytes / MIB:.0f} MiB: n_seq_max is {affordable} instead of {running}"
             )
         running = affordable
-    geometry = SlotGeometry(running, slot_tokens)
-    return SlotPlan(geometry, running, budget_bytes - geometry.tokens * bytes_per_token, tuple(notes))
+    store_bytes = budget_bytes - running * slot_tokens * bytes_per_token
+    movable = store_bytes >= most_bytes(slot_tokens, bytes_per_token)
+    geometry = SlotGeometry(running, slot_tokens, at_start=1 if on_demand and movable else None)
+    return SlotPlan(geometry, running, store_bytes, tuple(notes))
 
 
 def plan_blocks(*, budget_bytes: int, bytes_per_token: int, block_size: int) -> BlockGeometry:

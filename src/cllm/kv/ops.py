@@ -17,12 +17,20 @@ from numpy.typing import NDArray
 @dataclass(frozen=True, slots=True)
 class SlotGeometry:
     slots: int
+    """Slots at most."""
     slot_tokens: int
     """Positions each slot has room for."""
+    at_start: int | None = None
+    """Slots whose memory is taken at the start, the others when they are needed (None: all at the start)."""
 
     @property
     def tokens(self) -> int:
         return self.slots * self.slot_tokens
+
+    @property
+    def first(self) -> int:
+        """Slots that there are in the beginning, and after a rebuild."""
+        return self.slots if self.at_start is None else self.at_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,13 @@ class SlotOps(Protocol):
 
     def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
         """Add `delta` to the positions in the range (RoPE is re-rotated by the backend)."""
+
+    def resize(self, slots: int) -> None:
+        """Give the memory of all slots back, then take it for so many, all of them empty.
+
+        There are never two memories at once. A call that fails leaves none, and another number may be tried. Logits of
+        a step are not to be read any more.
+        """
 
 
 class Move(NamedTuple):

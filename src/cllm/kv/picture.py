@@ -9,13 +9,7 @@ import numpy as np
 
 from cllm.kv.arena import Arena
 from cllm.kv.prefixes import BlockNode
-from cllm.kv.view import KVView, PrefixView, SequenceView
-
-MOST_PREFIXES = 200
-MOST_NODES = 4000
-"""Nodes of the tree that are looked at for the largest ones."""
-
-FIRST_TOKENS = 32
+from cllm.kv.view import FIRST_TOKENS, MOST_NODES, MOST_PREFIXES, KVView, PrefixView, SequenceView
 
 
 def picture(arena: Arena) -> KVView:

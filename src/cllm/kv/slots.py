@@ -10,34 +10,30 @@ A new sequence takes its longest cached prefix from wherever it is: it goes on i
 is copied from another slot (even a running one) or loaded from the store, and trimmed. Running slots are kept adjacent,
 because the backend computes only adjacent slots together.
 
-The cache is a help, not a need: what the backend cannot save is dropped, what it cannot copy or load is computed. Only
-a slot that cannot be emptied puts the whole context in doubt.
+Slots are memory that is really taken, so there may be fewer than are possible: more are taken when all run and somebody
+comes, and after a quiet time as few are left as are needed.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from cllm.errors import BackendError
-from cllm.kv.holders import Entry, HolderIndex, describe
-from cllm.kv.manager import KVManager, PositionMismatchError
+from cllm.kv.holders import Entry, describe
+from cllm.kv.manager import PositionMismatchError
+from cllm.kv.memory import most_bytes
 from cllm.kv.ops import SlotGeometry, SlotOps
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
-from cllm.kv.store import Store, most_bytes
+from cllm.kv.slot_memory import SlotMemory
+from cllm.kv.slot_picture import picture
+from cllm.kv.slot_sizes import SlotSizes, possible_sizes
 from cllm.kv.usage import KVUsage
-
-log = logging.getLogger("cllm.kv")
-
-SAVE_TAIL_TOKENS = 16
-"""A held sequence whose slot is taken over is saved first if at least this many of its tokens would be lost."""
+from cllm.kv.view import KVView
 
 
-class SlotKVManager(KVManager):
+class SlotKVManager(SlotMemory):
     def __init__(
         self,
         ops: SlotOps,
@@ -48,25 +44,24 @@ class SlotKVManager(KVManager):
         max_sequences: int | None = None,
         eviction_threshold: float = 1.0,
         eviction_policy: str = "lru",
+        release_after_s: float | None = None,
+        idle_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_tokens = geometry.slot_tokens
-        self._geometry = geometry
-        self._ops = ops
-        self._bytes_per_token = bytes_per_token
-        self._store_bytes = store_bytes
+        super().__init__(
+            ops,
+            geometry,
+            bytes_per_token=bytes_per_token,
+            store_bytes=store_bytes,
+            eviction_policy=eviction_policy,
+            clock=clock,
+        )
+        movable = store_bytes // most_bytes(geometry.slot_tokens, bytes_per_token) if geometry.at_start else 0
+        self._sizes = SlotSizes(possible_sizes(geometry.slots, movable), release_after_s)
+        self._idle_bytes = idle_bytes
         self._threshold_bytes = int(store_bytes * eviction_threshold)
         self._max_sequences = max_sequences
-        self._clock = clock
-        self._evictions = self._queried = self._hit = self._moves = self._moved_bytes = 0
-        self._peak = 0
-        self._policy_name = eviction_policy
-        self._slots: list[Entry | None] = [None] * geometry.slots
-        self._start_empty()
-
-    def _start_empty(self) -> None:
-        self._index = HolderIndex()
-        self._store = Store(self._store_bytes, self._policy_name)
+        self._queried = self._hit = self._peak = 0
 
     # -- admission ---------------------------------------------------------------------------------------------
 
@@ -74,6 +69,8 @@ class SlotKVManager(KVManager):
         return self._index.find(key[:-TOKEN_BYTES])[0]
 
     def admit(self, sequence: KVSequence) -> int | None:
+        if len(self._running_slots()) == len(self._slots):
+            self._take_more_slots()
         cached, holders = self._index.find(sequence.tokens.tobytes()[:-TOKEN_BYTES])
         source = min(holders, key=Entry.preference) if cached else None
         slot = self._choose_slot(source)
@@ -90,6 +87,8 @@ class SlotKVManager(KVManager):
         return cached
 
     def fork(self, parent: KVSequence, child: KVSequence) -> bool:
+        """Only in slots that there are: this is in the middle of a step, whose logits would go with them. A child that
+        finds none is admitted before the next step."""
         slot = self._choose_slot(None)
         if slot is None:
             return False
@@ -147,41 +146,41 @@ class SlotKVManager(KVManager):
         else:
             sequence.forget_memory()
             self._discard(entry)
+        self._note_running()
 
     # -- upkeep ------------------------------------------------------------------------------------------------
 
     def maintain(self, budget_s: float) -> bool:
+        """Taking fewer slots cannot be done in parts, and so may pass `budget_s`; it is for quiet times."""
         self._make_room(0, self._threshold_bytes)
         if self._max_sequences is not None:
             occupied = sum(entry is not None for entry in self._slots)
             while len(self._store) and len(self._store) + occupied > self._max_sequences:
                 self._evict(self._store.oldest())
+        due = self.upkeep_at()
+        if due is not None and due <= self._clock():
+            self._give_back()
         return False
 
+    def upkeep_at(self) -> float | None:
+        idle_at = self._sizes.idle_at()
+        return self._sizes.few_at(len(self._slots)) if idle_at is None else idle_at
+
     def reset(self) -> None:
-        """What is saved is our own memory and survives, if our account of it is sound; what was in slots is gone."""
-        gone = [entry for entry in self._slots if entry is not None]
-        self._slots = [None] * self._geometry.slots
-        for entry in gone:
-            if entry.owner is not None:
-                entry.owner.forget_memory()
-        try:
-            for entry in gone:
-                if entry.saved is None:
-                    self._index.remove(entry)
-            deque(self._examine_store(), maxlen=0)
-        except Exception:
-            log.exception("the account of the saved sequences is wrong; they are dropped")
-            self._start_empty()
+        super().reset()
+        self._note_running()
 
     def usage(self) -> KVUsage:
         running = [entry.owner for entry in self._slots if entry is not None and entry.owner is not None]
-        held = self._held_in_slots()
+        held, slots = self._held_in_slots(), len(self._slots)
+        used = len(running) + len(held)
         referenced = sum(owner.num_computed for owner in running)
         evictable = sum(entry.length for entry in held) + self._store.tokens
         total = self._geometry.tokens + self._store_bytes // self._bytes_per_token
         self._peak = max(self._peak, referenced)
-        free_runs = "".join("." if entry is None else "x" for entry in self._slots).replace("x", " ").split()
+        # Slots that are not taken yet are free, too.
+        state = "".join("." if entry is None else " " for entry in self._slots)
+        free_runs = state.ljust(self._geometry.slots, ".").split()
         return KVUsage(
             layout="slots",
             unit_tokens=1,
@@ -201,12 +200,25 @@ class SlotKVManager(KVManager):
             moved_bytes=self._moved_bytes,
             query_tokens=self._queried,
             hit_tokens=self._hit,
+            extents_used=used,
+            extents_needed=used,
+            extents_ready=slots - used,
+            extents_fresh=self._geometry.slots - slots,
+            extent_bytes=self._slot_bytes,
+            resident_bytes=slots * self._slot_bytes + self._store.bytes,
+            released_bytes=self._released_bytes,
+            upkeep_failures=self._resizes_failed,
         )
 
     def details(self) -> dict[str, Any]:
         return {
             "slots": [describe(entry) for entry in self._slots],
+            "slots_now": len(self._slots),
+            "slots_at_most": self._geometry.slots,
             "slot_tokens": self._geometry.slot_tokens,
+            "slot_bytes": self._slot_bytes,
+            "rebuilds": self._resizes,
+            "moved_bytes": self._moved_bytes,
             "store": {
                 "sequences": len(self._store),
                 "tokens": self._store.tokens,
@@ -215,30 +227,9 @@ class SlotKVManager(KVManager):
             },
         }
 
-    def examine(self) -> Iterator[int]:
-        yield from self._examine_store()
-        for number, entry in enumerate(self._slots):
-            expected = 0
-            if entry is not None:
-                expected = entry.length if entry.owner is None else entry.owner.num_computed
-                if entry.slot != number or entry.saved is not None:
-                    raise AssertionError(f"slot {number} names a sequence that is elsewhere")
-            if self._ops.length(number) != expected:
-                raise AssertionError(f"slot {number} holds {self._ops.length(number)} positions, not {expected}")
-            yield expected
-
-    def _examine_store(self) -> Iterator[int]:
-        """The index, and what it says of the store and the slots."""
-        saved: list[Entry] = []
-        for entry, tokens in self._index.examine():
-            yield tokens
-            if entry is None:
-                continue
-            if entry.saved is not None:
-                saved.append(entry)
-            elif entry.slot is None or self._slots[entry.slot] is not entry:
-                raise AssertionError("the index names a sequence that is nowhere")
-        self._store.check(saved)
+    def view(self) -> KVView:
+        store = self._store
+        return picture(self._slots, store.entries, len(store), self._geometry, self._bytes_per_token)
 
     # -- inside: slots -----------------------------------------------------------------------------------------
 
@@ -252,6 +243,33 @@ class SlotKVManager(KVManager):
                 return slot
         return candidates[0] if candidates else None
 
+    def _take_more_slots(self) -> None:
+        """Everything runs and somebody comes. Nothing changes where there is no memory for more now."""
+        slots = self._sizes.larger(len(self._slots), self.demand, self._clock())
+        if slots is not None:
+            if self._resize(slots):
+                self._sizes.grown()
+            self._note_running()
+
+    def _give_back(self) -> None:
+        """It has been quiet: have as few slots as are needed, and when idle no more saved than may stay."""
+        if self._running_slots():
+            self._sizes.few_done()
+            self._resize(self._sizes.smaller())
+            self._note_running()
+            return
+        self._sizes.idle_done()
+        # What may stay goes to saved sequences first, which take no more than they need.
+        room = (self._idle_bytes - self._store.bytes) // self._slot_bytes
+        needed = self._sizes.at_least(len(self._held_in_slots()))
+        slots = self._sizes.at_most(min(room, needed, len(self._slots)))
+        if slots < len(self._slots):
+            self._resize(slots)
+        self._make_room(0, max(0, self._idle_bytes - len(self._slots) * self._slot_bytes))
+
+    def _note_running(self) -> None:
+        self._sizes.note(len(self._slots), len(self._running_slots()), self._clock())
+
     def _adjacent_slots(self) -> list[int]:
         running = self._running_slots()
         if not running:
@@ -261,12 +279,6 @@ class SlotKVManager(KVManager):
             return gaps
         return [slot for slot in (high + 1, low - 1) if 0 <= slot < len(self._slots)]
 
-    def _running_slots(self) -> list[int]:
-        return [number for number, entry in enumerate(self._slots) if entry is not None and entry.owner is not None]
-
-    def _held_in_slots(self) -> list[Entry]:
-        return [entry for entry in self._slots if entry is not None and entry.owner is None]
-
     def _occupy(self, slot: int, sequence: KVSequence, computed: int) -> None:
         entry = Entry(slot, sequence)
         self._slots[slot] = entry
@@ -274,126 +286,4 @@ class SlotKVManager(KVManager):
         sequence.slot = slot
         sequence.num_computed = computed
         self._index.extend(entry, sequence)
-
-    def _bring(self, source: Entry, slot: int, cached: int) -> bool:
-        """Make `slot` hold the first `cached` tokens of `source`. False: the backend cannot, and the slot is empty."""
-        source.hits += 1
-        saved = source.saved
-        try:
-            if source.slot == slot:
-                self._take_over(source, slot, cached)
-            elif source.slot is not None:
-                self._vacate(slot)
-                self._copy(source.slot, slot, source.length)
-            else:
-                self._load(source, slot)
-            self._trim(slot, cached)
-        except (BackendError, MemoryError) as error:
-            _raise_if_fatal(error)
-            log.warning("%d cached tokens cannot be brought into slot %d: %s; they are computed", cached, slot, error)
-            if saved is not None:
-                self._discard(source)
-            self._empty(slot)
-            return False
-        return True
-
-    def _take_over(self, source: Entry, slot: int, cached: int) -> None:
-        """Go on in the slot of a held sequence, of which only the first `cached` tokens stay there."""
-        worth_saving = source.length - cached >= SAVE_TAIL_TOKENS
-        if not (worth_saving and self._save(source)):
-            self._index.remove(source)
-        self._slots[slot] = None
-
-    def _load(self, source: Entry, slot: int) -> None:
-        saved = source.saved
-        assert saved is not None
-        self._store.touch(source)
-        # Saving what is in the slot may evict the source; its bytes are in hand.
-        self._vacate(slot)
-        self._ops.load(slot, saved)
-        self._moved_bytes += saved.nbytes
-
-    def _trim(self, slot: int, tokens: int) -> None:
-        held = self._ops.length(slot)
-        if held < tokens:
-            raise BackendError(f"slot {slot} holds {held} positions, not {tokens}")
-        if held > tokens:
-            self._ops.remove(slot, tokens)
-
-    def _vacate(self, slot: int) -> None:
-        """Empty a slot that nobody runs in; what it held moves to the store if there is room."""
-        entry = self._slots[slot]
-        if entry is not None:
-            if not self._save(entry):
-                self._index.remove(entry)
-            self._empty(slot)
-
-    def _empty(self, slot: int) -> None:
-        try:
-            self._ops.remove(slot, 0)
-        except BackendError as error:
-            raise BackendError(f"slot {slot} cannot be emptied: {error}", fatal=True) from error
-        self._slots[slot] = None
-
-    def _copy(self, source: int, target: int, tokens: int) -> None:
-        self._ops.copy(source, target)
-        self._moved_bytes += tokens * self._bytes_per_token
-
-    def _copied(self, source: int, target: int, tokens: int) -> bool:
-        """Copy into a slot that is empty. False: the backend cannot, and it is empty still."""
-        try:
-            self._copy(source, target, tokens)
-        except (BackendError, MemoryError) as error:
-            _raise_if_fatal(error)
-            log.warning("slot %d cannot be copied to slot %d: %s", source, target, error)
-            self._empty(target)
-            return False
-        return True
-
-    # -- inside: store -----------------------------------------------------------------------------------------
-
-    def _save(self, entry: Entry) -> bool:
-        """Keep a held sequence's content as bytes; its slot is the caller's to empty. False: there is no room."""
-        assert entry.slot is not None
-        needed = most_bytes(entry.length, self._bytes_per_token)
-        if needed > self._store_bytes:
-            return False
-        self._make_room(needed, self._store_bytes)
-        try:
-            saved = self._ops.save(entry.slot)
-        except (BackendError, MemoryError) as error:
-            _raise_if_fatal(error)
-            log.warning("%d cached tokens of slot %d cannot be saved: %s", entry.length, entry.slot, error)
-            return False
-        self._store.add(entry, saved)
-        self._moved_bytes += saved.nbytes
-        return True
-
-    def _make_room(self, needed: int, limit: int) -> None:
-        """Evict saved sequences until `needed` more bytes keep the store within `limit`."""
-        store = self._store
-        if store.bytes + needed <= limit:
-            return
-        started = self._clock()
-        before = store.tokens
-        while store.bytes + needed > limit and len(store):
-            self._evict(store.oldest())
-        self._tell_eviction(before - store.tokens, self._clock() - started)
-
-    def _evict(self, entry: Entry) -> None:
-        self._evictions += entry.length
-        self._discard(entry)
-
-    def _discard(self, entry: Entry) -> None:
-        """Let go of an entry wherever it is."""
-        if entry.slot is not None:
-            self._empty(entry.slot)
-            entry.slot = None
-        if entry.saved is not None:
-            self._store.remove(entry)
-        self._index.remove(entry)
-
-
-def _raise_if_fatal(error: BackendError | MemoryError) -> None:
-    if isinstance(error, BackendError) and error.fatal:
-        raise error
+        self._note_running()

@@ -6,15 +6,6 @@ from cllm.kv.eviction import EvictionPolicy, make_policy
 from cllm.kv.holders import Entry
 from cllm.kv.ops import SavedKV
 
-SAVED_TOKEN_OVERHEAD_BYTES = 16
-SAVED_OVERHEAD_BYTES = 4096
-"""Upper bounds of what a saved sequence needs beside its K/V: positions for every token, a header for the whole."""
-
-
-def most_bytes(tokens: int, bytes_per_token: int) -> int:
-    """What a sequence takes when it is saved, at most."""
-    return tokens * (bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES) + SAVED_OVERHEAD_BYTES
-
 
 class Store:
     """Counts what it holds; that it stays within `capacity` bytes is for its owner to see to."""
@@ -23,12 +14,14 @@ class Store:
         self.capacity = capacity
         self.bytes = 0
         self.tokens = 0
+        self.entries: dict[Entry, None] = {}
         self._order: EvictionPolicy[Entry] = make_policy(policy)
 
     def add(self, entry: Entry, saved: SavedKV) -> None:
         """Hold `saved` for an entry that is in no slot any more."""
         entry.saved = saved
         entry.slot = None
+        self.entries[entry] = None
         self._order.add(entry, entry.hits)
         self.tokens += entry.length
         self.bytes += saved.nbytes
@@ -40,6 +33,7 @@ class Store:
 
     def remove(self, entry: Entry) -> None:
         assert entry.saved is not None
+        del self.entries[entry]
         self._order.remove(entry)
         self.tokens -= entry.length
         self.bytes -= entry.saved.nbytes
@@ -49,14 +43,16 @@ class Store:
         return self._order.peek()
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.entries)
 
     def check(self, entries: list[Entry]) -> None:
         """These, and no others, are what is held."""
         tokens, size = sum(entry.length for entry in entries), sum(_bytes_of(entry) for entry in entries)
         if any(entry.slot is not None or entry not in self._order for entry in entries):
             raise AssertionError("a saved sequence is in a slot, or not evictable")
-        if (len(entries), tokens, size) != (len(self._order), self.tokens, self.bytes):
+        if len(self.entries) != len(self._order):
+            raise AssertionError("what is stored is not what is evictable")
+        if (len(entries), tokens, size) != (len(self), self.tokens, self.bytes):
             raise AssertionError(f"{len(entries)} sequences of {size} bytes are stored, {self.bytes} bytes counted")
         if size > self.capacity:
             raise AssertionError(f"{size} bytes are stored, {self.capacity} are allowed")

@@ -152,7 +152,7 @@ class Upkeep:
         """Extents that are taken beyond what running sequences need and the idle size."""
         arena = self._arena
         excess = arena.taken_bytes - arena.referenced_bytes - self.settings.idle_bytes
-        return min(excess // arena.extent_bytes, arena.pool.extents.ready_count())
+        return min(-(-excess // arena.extent_bytes), arena.pool.extents.ready_count())
 
     def _long_unused(self, since: float) -> list[int]:
         extents = self._arena.pool.extents
@@ -223,7 +223,7 @@ class Upkeep:
         occupied = pool.extents.occupied
         # What is empty already can go back without any move.
         spare = occupied * arena.extent_bytes - arena.referenced_bytes - self.settings.idle_bytes
-        extents = min(occupied - extents_needed(pool), spare // arena.extent_bytes)
+        extents = min(occupied - extents_needed(pool), -(-spare // arena.extent_bytes))
         if extents < 1:
             return Offer(0, 0, 0.0)
         blocks = blocks_to_move(pool, extents)

@@ -11,6 +11,15 @@ from numpy.typing import NDArray
 FREE = 0
 """Number of the holder of a cell that nobody holds."""
 
+MOST_PREFIXES = 200
+"""Prefixes in a picture."""
+
+MOST_NODES = 4000
+"""Prefixes that are looked at for the largest ones."""
+
+FIRST_TOKENS = 32
+"""Tokens of a prefix that a picture has."""
+
 
 class PrefixView(NamedTuple):
     """A node of the prefix tree."""

@@ -33,7 +33,7 @@ class SimulatedBackend(Backend):
     def allocate(self, geometry: Geometry) -> None:
         self._geometry = geometry
         if isinstance(geometry, SlotGeometry):
-            self._ops = SimulatedSlots(geometry.slots, self.cost.kv_bytes_per_token)
+            self._ops = SimulatedSlots(geometry.first, self.cost.kv_bytes_per_token)
 
     @property
     def kv_bytes(self) -> int:
@@ -160,3 +160,6 @@ class SimulatedSlots(SlotOps):
 
     def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
         raise BackendError("simulated slots do not shift")
+
+    def resize(self, slots: int) -> None:
+        self._lengths = [0] * slots

@@ -6,7 +6,10 @@ so that idle sequences slow the running ones. `benchmarks/llama_modes.py` measur
 
 from __future__ import annotations
 
+import logging
+from array import array
 from collections.abc import Sequence
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from cllm.backends.llama_cpp.slots import LlamaSlotOps
 from cllm.errors import BackendError, ConfigError, ModelError
 from cllm.kv.memory import KV_TYPES, bytes_per_token
 from cllm.kv.ops import Geometry, SlotGeometry
+
+log = logging.getLogger("cllm.llama_cpp")
 
 
 class LlamaCppBackend(Backend):
@@ -62,9 +67,25 @@ class LlamaCppBackend(Backend):
         if not isinstance(geometry, SlotGeometry):
             raise BackendError("llama.cpp keeps its K/V in slots, not in blocks")
         self._check_slots(geometry.slots)
-        self._context = Context(self._library, self._model, self._context_params(geometry), self.shape.n_vocab)
-        self._ops = LlamaSlotOps(self._context)
-        self._rows = np.empty((geometry.slots, self.shape.n_vocab), np.float32)
+        self._context = self._make_context(geometry)
+        self._ops = LlamaSlotOps(self._context, portable=geometry.at_start is not None)
+
+    @cached_property
+    def resizes_slots(self) -> bool:
+        """Tried with one token and a small context: it depends on the model and on the version of llama.cpp."""
+        context = self._make_context(SlotGeometry(2, 256, at_start=1), n_batch=1)
+        ops = LlamaSlotOps(context, portable=True)
+        try:
+            context.decode([Chunk(array("i", [0]), 0, False, 0)])
+            saved = ops.save(0)
+            ops.resize(2)
+            ops.load(1, saved)
+            return ops.length(1) == 1
+        except BackendError as error:
+            log.debug("the number of slots cannot change: %s", error)
+            return False
+        finally:
+            context.close()
 
     @property
     def kv_bytes(self) -> int:
@@ -89,7 +110,7 @@ class LlamaCppBackend(Backend):
         is the same and all fits into one batch, the rows are llama.cpp's own memory, else a copy."""
         context = self._live()
         if not chunks:
-            return self._rows[:0]
+            return np.empty((0, self.shape.n_vocab), np.float32)
         context.clear_abort()
         self._ops.settle()
         ordered = sorted(chunks, key=attrgetter("slot"))
@@ -100,7 +121,7 @@ class LlamaCppBackend(Backend):
         if len(batches) == 1 and wanting == sorted(wanting):
             return context.decode(batches[0])
 
-        rows, done = self._rows[: len(wanting)], 0
+        rows, done = np.empty((len(wanting), self.shape.n_vocab), np.float32), 0
         place = np.argsort(wanting)
         for batch in batches:
             logits = context.decode(batch)
@@ -165,11 +186,16 @@ class LlamaCppBackend(Backend):
                 raise BackendError(f"slot {chunk.slot} has room for {context.slot_tokens} positions, not for {end}")
             last = chunk.slot
 
-    def _context_params(self, geometry: SlotGeometry) -> Any:
+    def _make_context(self, geometry: SlotGeometry, n_batch: int | None = None) -> Context:
+        params = self._context_params()
+        if n_batch is not None:
+            params.n_batch = params.n_ubatch = n_batch
+        return Context(self._library, self._model, params, geometry, self.shape.n_vocab)
+
+    def _context_params(self) -> Any:
+        """All but the number of slots, which may change."""
         api = self._library.api
         params = api.llama_context_default_params()
-        params.n_ctx = geometry.tokens
-        params.n_seq_max = params.n_outputs_max = geometry.slots
         params.kv_unified = False
         params.n_batch, params.n_ubatch = self._n_batch, self._n_ubatch
         params.n_threads = params.n_threads_batch = self._threads

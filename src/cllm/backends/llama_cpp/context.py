@@ -13,6 +13,7 @@ from cllm.backends.base import Chunk, Logits
 from cllm.backends.llama_cpp.batch import TokenBatch
 from cllm.backends.llama_cpp.library import Library
 from cllm.errors import BackendError, StepAbortedError
+from cllm.kv.ops import SlotGeometry
 
 _NO_ROOM, _ABORTED, _REFUSED = 1, 2, -1  # what llama_decode returns; below _REFUSED the context is broken
 
@@ -20,9 +21,11 @@ _NO_ROOM, _ABORTED, _REFUSED = 1, 2, -1  # what llama_decode returns; below _REF
 class Context:
     """Owns the context and everything whose life is bound to it. `open` and `close` may be called again and again."""
 
-    def __init__(self, library: Library, model: Any, params: Any, n_vocab: int) -> None:
+    def __init__(self, library: Library, model: Any, params: Any, geometry: SlotGeometry, n_vocab: int) -> None:
         self.library = library
-        self.slots: int = params.n_seq_max
+        self.slots = 0
+        self._first_slots = geometry.first
+        self._asked_tokens = geometry.slot_tokens
         self._model = model
         self._params = params
         self._n_vocab = n_vocab
@@ -31,8 +34,12 @@ class Context:
         self._abort_data = ctypes.create_string_buffer(2)  # a C string: "" = go on, "x" = abort
         self.open()
 
-    def open(self) -> None:
-        library, api = self.library, self.library.api
+    def open(self, slots: int | None = None) -> None:
+        """With so many slots, or as many as in the beginning. If it fails, it may be tried with others."""
+        library, api, params = self.library, self.library.api, self._params
+        self.slots = self._first_slots if slots is None else slots
+        params.n_ctx = self.slots * self._asked_tokens
+        params.n_seq_max = params.n_outputs_max = self.slots
         library.log.clear()
         self._pointer = library.new_context(self._model, self._params)
         if not self._pointer:

@@ -9,6 +9,7 @@ import numpy as np
 
 from cllm.backends.base import Chunk
 from cllm.backends.llama_cpp.context import Context
+from cllm.backends.llama_cpp.state import PortableState
 from cllm.errors import BackendError
 from cllm.kv.ops import SavedKV
 
@@ -16,14 +17,20 @@ _BYTES = ctypes.POINTER(ctypes.c_uint8)
 
 
 class LlamaSlotOps:
-    """`cllm.kv.ops.SlotOps` on one context; it stays valid when the context is rebuilt."""
+    """`cllm.kv.ops.SlotOps` on one context; it stays valid when the context is rebuilt.
 
-    def __init__(self, context: Context) -> None:
+    What is saved can be loaded into any slot, and if it is `portable`, also when there are more or fewer of them.
+    """
+
+    def __init__(self, context: Context, *, portable: bool = False) -> None:
         self._context = context
         self._library = context.library
         self._scratch: SavedKV = np.empty(0, np.uint8)
         self._shifted = False
         """Whether there are keys that llama.cpp still has to rotate."""
+        self._form: PortableState | None = None
+        if portable:  # the context is new, so its slots are empty
+            self._form = PortableState(self._state_size(0), context.slots, self._library.max_sequences)
 
     def length(self, slot: int) -> int:
         last: int = self._library.position_max(self._context.memory, self._checked(slot))
@@ -43,14 +50,20 @@ class LlamaSlotOps:
         if size > len(self._scratch):
             self._scratch = np.empty(2 * size, np.uint8)  # what is not used is never touched, so costs nothing
         self._read(source, self._scratch[:size])
-        self.load(target, self._scratch[:size])
+        self._load(target, self._scratch[:size])
 
     def save(self, slot: int) -> SavedKV:
-        saved: SavedKV = np.empty(self._state_size(slot), np.uint8)
+        size = self._state_size(slot)
+        if self._form is not None:
+            return self._form.save(lambda room: self._read(slot, room), size, slot, self._context.slots)
+        saved: SavedKV = np.empty(size, np.uint8)
         self._read(slot, saved)
         return saved
 
     def load(self, slot: int, saved: SavedKV) -> None:
+        self._load(slot, saved if self._form is None else self._form.for_slots(saved, self._context.slots))
+
+    def _load(self, slot: int, saved: SavedKV) -> None:
         self._library.log.clear()
         address = saved.ctypes.data_as(_BYTES)
         taken: int = self._library.state_set(self._context.pointer, address, saved.size, self._checked(slot))
@@ -89,9 +102,15 @@ class LlamaSlotOps:
         self._shifted = False  # only now: a decode that failed has rotated nothing
         self.remove(slot, end)
 
+    def resize(self, slots: int) -> None:
+        self._context.close()
+        self.forget()
+        self._context.open(slots)
+
     def forget(self) -> None:
         """The context is new and empty."""
         self._shifted = False
+        self._scratch = np.empty(0, np.uint8)
 
     def _state_size(self, slot: int) -> int:
         self.settle()

@@ -17,6 +17,7 @@ from cllm.backends.llama_cpp.slots import LlamaSlotOps
 from cllm.bench.kernels.streams import Tokens, fill, median_step_s, tokens_per_s
 from cllm.bench.kernels.works import Work
 from cllm.errors import ModelError
+from cllm.kv.ops import SlotGeometry
 
 BATCH = 2048
 MICRO_BATCH = 512
@@ -115,15 +116,14 @@ class LlamaContender:
     def _open(self, tokens: int, sequences: int, *, unified: bool, flash: bool) -> Context:
         api = self._library.api
         params = api.llama_context_default_params()
-        params.n_ctx = tokens
-        params.n_seq_max = params.n_outputs_max = sequences
         params.n_batch, params.n_ubatch = BATCH, MICRO_BATCH
         params.n_threads = params.n_threads_batch = self._threads
         params.kv_unified = unified
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.offload_kqv = params.op_offload = False
         params.no_perf = True
-        return Context(self._library, self._model, params, self._n_vocab)
+        geometry = SlotGeometry(sequences, -(-tokens // sequences))
+        return Context(self._library, self._model, params, geometry, self._n_vocab)
 
 
 def requantise(model: Path, target: Path, threads: int) -> None:

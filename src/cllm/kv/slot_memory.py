@@ -1,0 +1,342 @@
+"""Where the slots manager's sequences are, and every way from one place to another: slots, store, and other slots.
+
+The cache is a help, not a need: what the backend cannot save is dropped, what it cannot copy or load is computed. Only
+a slot that cannot be emptied puts the whole memory in doubt.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+
+import numpy as np
+
+from cllm.errors import BackendError
+from cllm.kv.holders import Entry, HolderIndex
+from cllm.kv.manager import KVManager
+from cllm.kv.memory import most_bytes
+from cllm.kv.ops import SavedKV, SlotGeometry, SlotOps
+from cllm.kv.store import Store
+
+log = logging.getLogger("cllm.kv")
+
+SAVE_TAIL_TOKENS = 16
+"""A held sequence whose slot is taken over is saved first if at least this many of its tokens would be lost."""
+
+_NOTHING: SavedKV = np.empty(0, np.uint8)
+
+
+class SlotMemory(KVManager):
+    """The slots that there are now, the store, and the index of what is in them."""
+
+    def __init__(
+        self,
+        ops: SlotOps,
+        geometry: SlotGeometry,
+        *,
+        bytes_per_token: int,
+        store_bytes: int = 0,
+        eviction_policy: str = "lru",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_tokens = geometry.slot_tokens
+        self._geometry = geometry
+        self._ops = ops
+        self._bytes_per_token = bytes_per_token
+        self._slot_bytes = geometry.slot_tokens * bytes_per_token
+        self._store_bytes = store_bytes
+        self._clock = clock
+        self._evictions = self._moves = self._moved_bytes = 0
+        self._resizes = self._resizes_failed = self._released_bytes = 0
+        self._policy_name = eviction_policy
+        self._slots: list[Entry | None] = [None] * geometry.first
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        self._index = HolderIndex()
+        self._store = Store(self._store_bytes, self._policy_name)
+
+    def _running_slots(self) -> list[int]:
+        return [number for number, entry in enumerate(self._slots) if entry is not None and entry.owner is not None]
+
+    def _held_in_slots(self) -> list[Entry]:
+        return [entry for entry in self._slots if entry is not None and entry.owner is None]
+
+    def reset(self) -> None:
+        """What is saved is our own memory and survives, if our account of it is sound; what was in slots is gone."""
+        gone = [entry for entry in self._slots if entry is not None]
+        self._slots = [None] * self._geometry.first
+        for entry in gone:
+            if entry.owner is not None:
+                entry.owner.forget_memory()
+        try:
+            for entry in gone:
+                if entry.saved is None:
+                    self._index.remove(entry)
+            deque(self._examine_store(), maxlen=0)
+        except Exception:
+            log.exception("the account of the saved sequences is wrong; they are dropped")
+            self._start_empty()
+
+    def examine(self) -> Iterator[int]:
+        yield from self._examine_store()
+        for number, entry in enumerate(self._slots):
+            expected = 0
+            if entry is not None:
+                expected = self._tokens_in(entry)
+                if entry.slot != number or entry.saved is not None:
+                    raise AssertionError(f"slot {number} names a sequence that is elsewhere")
+            if self._ops.length(number) != expected:
+                raise AssertionError(f"slot {number} holds {self._ops.length(number)} positions, not {expected}")
+            yield expected
+
+    def _examine_store(self) -> Iterator[int]:
+        """The index, and what it says of the store and the slots."""
+        saved: list[Entry] = []
+        for entry, tokens in self._index.examine():
+            yield tokens
+            if entry is None:
+                continue
+            if entry.saved is not None:
+                saved.append(entry)
+            elif entry.slot is None or self._slots[entry.slot] is not entry:
+                raise AssertionError("the index names a sequence that is nowhere")
+        self._store.check(saved)
+
+    # -- slots -------------------------------------------------------------------------------------------------
+
+    def _bring(self, source: Entry, slot: int, cached: int) -> bool:
+        """Make `slot` hold the first `cached` tokens of `source`. False: the backend cannot, and the slot is empty."""
+        source.hits += 1
+        saved = source.saved
+        try:
+            if source.slot == slot:
+                self._take_over(source, slot, cached)
+            elif source.slot is not None:
+                self._vacate(slot)
+                self._copy(source.slot, slot, source.length)
+            else:
+                self._load(source, slot)
+            self._trim(slot, cached)
+        except (BackendError, MemoryError) as error:
+            _raise_if_fatal(error)
+            log.warning("%d cached tokens cannot be brought into slot %d: %s; they are computed", cached, slot, error)
+            if saved is not None:
+                self._discard(source)
+            self._empty(slot)
+            return False
+        return True
+
+    def _take_over(self, source: Entry, slot: int, cached: int) -> None:
+        """Go on in the slot of a held sequence, of which only the first `cached` tokens stay there."""
+        worth_saving = source.length - cached >= SAVE_TAIL_TOKENS
+        if not (worth_saving and self._save(source)):
+            self._index.remove(source)
+        self._slots[slot] = None
+
+    def _load(self, source: Entry, slot: int) -> None:
+        saved = source.saved
+        assert saved is not None
+        self._store.touch(source)
+        # Saving what is in the slot may evict the source; its bytes are in hand.
+        self._vacate(slot)
+        self._ops.load(slot, saved)
+        self._moved_bytes += saved.nbytes
+
+    def _trim(self, slot: int, tokens: int) -> None:
+        held = self._ops.length(slot)
+        if held < tokens:
+            raise BackendError(f"slot {slot} holds {held} positions, not {tokens}")
+        if held > tokens:
+            self._ops.remove(slot, tokens)
+
+    def _vacate(self, slot: int) -> None:
+        """Empty a slot that nobody runs in; what it held moves to the store if there is room."""
+        entry = self._slots[slot]
+        if entry is not None:
+            if not self._save(entry):
+                self._index.remove(entry)
+            self._empty(slot)
+
+    def _empty(self, slot: int) -> None:
+        try:
+            self._ops.remove(slot, 0)
+        except BackendError as error:
+            raise BackendError(f"slot {slot} cannot be emptied: {error}", fatal=True) from error
+        self._slots[slot] = None
+
+    def _copy(self, source: int, target: int, tokens: int) -> None:
+        self._ops.copy(source, target)
+        self._moved_bytes += tokens * self._bytes_per_token
+
+    def _copied(self, source: int, target: int, tokens: int) -> bool:
+        """Copy into a slot that is empty. False: the backend cannot, and it is empty still."""
+        try:
+            self._copy(source, target, tokens)
+        except (BackendError, MemoryError) as error:
+            _raise_if_fatal(error)
+            log.warning("slot %d cannot be copied to slot %d: %s", source, target, error)
+            self._empty(target)
+            return False
+        return True
+
+    # -- store -------------------------------------------------------------------------------------------------
+
+    def _save(self, entry: Entry) -> bool:
+        """Keep a held sequence's content as bytes; its slot is the caller's to empty. False: there is no room."""
+        assert entry.slot is not None
+        needed = most_bytes(entry.length, self._bytes_per_token)
+        if needed > self._store_bytes:
+            return False
+        self._make_room(needed, self._store_bytes)
+        saved = self._read(entry)
+        if saved is None:
+            return False
+        self._store.add(entry, saved)
+        return True
+
+    def _read(self, entry: Entry) -> SavedKV | None:
+        """The content of an entry's slot as bytes. None: the backend cannot save it."""
+        assert entry.slot is not None
+        try:
+            saved = self._ops.save(entry.slot)
+        except (BackendError, MemoryError) as error:
+            _raise_if_fatal(error)
+            log.warning("%d tokens of slot %d cannot be saved: %s", self._tokens_in(entry), entry.slot, error)
+            return None
+        self._moved_bytes += saved.nbytes
+        return saved
+
+    def _make_room(self, needed: int, limit: int) -> None:
+        """Evict saved sequences until `needed` more bytes keep the store within `limit`."""
+        store = self._store
+        if store.bytes + needed <= limit:
+            return
+        started = self._clock()
+        before = store.tokens
+        while store.bytes + needed > limit and len(store):
+            self._evict(store.oldest())
+        self._tell_eviction(before - store.tokens, self._clock() - started)
+
+    def _evict(self, entry: Entry) -> None:
+        self._evictions += entry.length
+        self._discard(entry)
+
+    def _discard(self, entry: Entry) -> None:
+        """Let go of an entry wherever it is."""
+        if entry.slot is not None:
+            self._empty(entry.slot)
+            entry.slot = None
+        if entry.saved is not None:
+            self._store.remove(entry)
+        self._index.remove(entry)
+
+    # -- another number of slots -------------------------------------------------------------------------------
+
+    def _resize(self, slots: int) -> bool:
+        """Have so many slots from now on. What runs goes on; what is held and finds no slot is saved.
+
+        The backend's memory is given back before it takes the new one. In between, what is in slots waits as bytes,
+        for which the store makes room, so the budget is never passed. False: it could not be done, and whatever ran
+        runs.
+        """
+        before = len(self._slots)
+        carried = self._carry_out(slots)
+        if carried is None:
+            self._resizes_failed += 1
+            return False
+        now = self._reopen(slots, before)
+        self._slots = [None] * now
+        # All get their places first: whatever fails from here on, every sequence is in a slot and can be found there.
+        for number, (entry, _) in enumerate(carried):
+            self._slots[number] = entry
+            entry.slot = number
+            if entry.owner is not None:
+                entry.owner.slot = number
+        while carried:
+            self._carry_in(*carried.pop())
+        self._resizes += now != before
+        self._resizes_failed += now != slots
+        self._released_bytes += max(0, before - now) * self._slot_bytes
+        if now != before:
+            log.info("the KV memory has %d slots now instead of %d", now, before)
+        return now == slots
+
+    def _carry_out(self, slots: int) -> list[tuple[Entry, SavedKV]] | None:
+        """The content of the slots as bytes, for at most `slots` of them; what runs comes first. None: it cannot be
+        saved within the budget, or not at all."""
+        limit = self._store_bytes + (self._geometry.slots - max(slots, len(self._slots))) * self._slot_bytes
+        staying = [entry for entry in self._slots if entry is not None and entry.owner is not None]
+        needed = sum(self._most_bytes(entry) for entry in staying)
+        if needed > limit:
+            log.warning("%d bytes that run cannot be moved to %d slots: there is room for %d", needed, slots, limit)
+            return None
+        leaving: list[int] = []
+        for entry in sorted(self._held_in_slots(), key=attrgetter("number"), reverse=True):
+            size = self._most_bytes(entry)
+            if len(staying) < slots and needed + size <= limit:
+                staying.append(entry)
+                needed += size
+            elif entry.slot is not None:
+                leaving.append(entry.slot)
+        for slot in reversed(leaving):  # the oldest first, and so they are evicted
+            self._vacate(slot)
+        self._make_room(needed, limit)
+        carried: list[tuple[Entry, SavedKV]] = []
+        for entry in staying:
+            saved = self._read(entry) if self._tokens_in(entry) else _NOTHING
+            if saved is not None:
+                carried.append((entry, saved))
+            elif entry.owner is not None:
+                return None
+            else:
+                self._discard(entry)
+        return carried
+
+    def _reopen(self, slots: int, before: int) -> int:
+        """Take memory for `slots`, or else for as many as there were `before`; returns how many there are."""
+        try:
+            self._ops.resize(slots)
+        except (BackendError, MemoryError) as error:
+            log.warning("there is no memory for %d slots instead of %d: %s", slots, before, error)
+        else:
+            return slots
+        try:
+            self._ops.resize(before)
+        except (BackendError, MemoryError) as error:
+            raise BackendError(f"the memory of {before} slots could not be taken again: {error}", fatal=True) from error
+        return before
+
+    def _carry_in(self, entry: Entry, saved: SavedKV) -> None:
+        """Load what was carried out into the entry's slot. If that fails, what is held is dropped; what runs has its
+        slot and nothing computed, and so is computed again."""
+        slot, tokens = entry.slot, self._tokens_in(entry)
+        assert slot is not None
+        if not tokens:
+            return
+        try:
+            self._ops.load(slot, saved)
+            self._moved_bytes += saved.nbytes
+            self._trim(slot, tokens)
+        except (BackendError, MemoryError) as error:
+            _raise_if_fatal(error)
+            log.warning("%d tokens cannot be loaded into slot %d: %s; they are computed again", tokens, slot, error)
+            self._empty(slot)
+            self._index.remove(entry)
+            if entry.owner is not None:
+                self._slots[slot] = entry
+                entry.length = entry.owner.num_computed = 0
+
+    def _tokens_in(self, entry: Entry) -> int:
+        return entry.length if entry.owner is None else entry.owner.num_computed
+
+    def _most_bytes(self, entry: Entry) -> int:
+        return most_bytes(self._tokens_in(entry), self._bytes_per_token)
+
+
+def _raise_if_fatal(error: BackendError | MemoryError) -> None:
+    if isinstance(error, BackendError) and error.fatal:
+        raise error
