@@ -165,6 +165,21 @@ async def test_a_stream_begins_whole_and_goes_on_with_changes() -> None:
         assert now["resident_bytes"] > 1_000_000 and now["finished"] == {"cancelled": 1}
 
 
+async def test_slots_are_shown_as_well() -> None:
+    async with page_of(latency_ms=5.0, layout="slots") as (llm, app), reading(app.url) as events:
+        reader = await anext(events)
+        generation = llm.submit("hello", LONG, request_id="mine")
+        while not reader.known["requests"] or not reader.codes.any():
+            reader = await anext(events)
+        assert reader.known["layout"] == "slots"
+        assert set(reader.codes & 3) == {0, encode.PRIVATE} and reader.resident.any()
+        await generation.aclose()
+        while reader.known["requests"]:
+            reader = await anext(events)
+        assert set(reader.codes & 3) == {0, encode.CACHED}
+        assert [prefix["users"] for prefix in reader.known["prefixes"]] == [0]
+
+
 async def test_two_watchers_see_the_same() -> None:
     async with page_of(latency_ms=2.0) as (llm, app), reading(app.url) as early:
         first = await anext(early)

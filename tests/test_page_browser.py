@@ -151,9 +151,8 @@ def test_evictions_are_told(browser: Browser) -> None:
     with serving("resources.kv_cache_max_memory_mb=0.02") as server:
         browser.open(server.url)
         browser.live()
-        for number in range(40):
-            body = {"prompt": f"{number} " * 100, "max_tokens": 50, "ignore_eos": True}
-            httpx.post(f"{server.url}/v1/completions", json=body).raise_for_status()
+        body = {"prompt": [f"{number} " * 100 for number in range(40)], "max_tokens": 5, "ignore_eos": True}
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
         browser.until("document.getElementById('events').textContent.includes('evicted')")
         browser.until("document.getElementById('hit-rate').textContent !== '–'")
         assert browser.complaints() == []

@@ -31,14 +31,16 @@ export async function follow(onEvent) {
         onEvent(event, JSON.parse(data));
       }
       show("broken", "the server has ended the stream");
+      failures += 1;
     } catch (error) {
-      show("broken", error.name === "AbortError" ? "paused" : `not connected: ${error.message}`);
+      const isOurs = error.name === "AbortError";
+      show("broken", isOurs ? "paused" : `not connected: ${error.message}`);
+      failures = isOurs ? 0 : failures + 1;
     } finally {
       clearTimeout(silence);
       stopWatching();
     }
-    failures += 1;
-    await new Promise((resolve) => setTimeout(resolve, Math.min(LONGEST_PAUSE_S, 0.5 * 2 ** failures) * 1000));
+    await new Promise((resolve) => setTimeout(resolve, Math.min(LONGEST_PAUSE_S, 0.25 * 2 ** failures) * 1000));
   }
 }
 
