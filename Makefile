@@ -45,7 +45,7 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	@touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready-dev
-	$(BIN)/python scripts/install.py llama-cpp
+	$(BIN)/python scripts/install.py browser llama-cpp
 	@touch $@
 
 $(VENV)/.ready-bench: $(VENV)/.ready

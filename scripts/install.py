@@ -2,9 +2,10 @@
 
     python scripts/install.py                    cLLM itself, with its native engine
     python scripts/install.py test llama-cpp     what these extras of it need; cLLM is there already
+    python scripts/install.py browser            Chromium for the tests of the page, if apt may install it
 
-Both can compile for a while. This says so before it starts and shows a line of progress while it runs, from the
-compiler's own "[12/193]" counts. Only the standard library is used: nothing is installed yet when this runs.
+The first two can compile for a while. This says so before it starts and shows a line of progress while it runs, from
+the compiler's own "[12/193]" counts. Only the standard library is used: nothing is installed yet when this runs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -23,11 +26,14 @@ ROOT = Path(__file__).resolve().parent.parent
 STEP = re.compile(r"^\s*\[(\d+)/(\d+)\]")
 LINES_KEPT = 40
 LLAMA_CPP = "llama-cpp"
+BROWSER = "browser"
+BROWSER_PROGRAMS = ("chromium", "chromedriver")
+BROWSER_PACKAGES = ("chromium", "chromium-driver")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("extras", nargs="*", metavar="EXTRA", help="extras of pyproject.toml")
+    parser.add_argument("extras", nargs="*", metavar="EXTRA", help=f"extras of pyproject.toml, and {BROWSER}")
     extras: list[str] = parser.parse_args().extras
     return install_extras(extras) if extras else install_package()
 
@@ -41,6 +47,9 @@ def install_package() -> int:
 def install_extras(extras: list[str]) -> int:
     """Their requirements alone: installing cLLM with them would compile its engine once more."""
     for extra in extras:
+        if extra == BROWSER:
+            install_browser()
+            continue
         arguments = ["install", "--quiet"]
         what = f"installing what {extra} needs"
         if extra == LLAMA_CPP:
@@ -65,9 +74,38 @@ def requirements(extra: str) -> list[str]:
     ]
 
 
+def install_browser() -> None:
+    """With apt, where it is and may be used. Without a browser its tests are skipped; all others run."""
+    if all(map(shutil.which, BROWSER_PROGRAMS)):
+        return
+    if (apt := apt_command()) is None:
+        print(f"cLLM: tests of the page in a browser are skipped: it needs {' and '.join(BROWSER_PACKAGES)}")
+        return
+    quiet = ("--yes", "--quiet", "--no-install-recommends")
+    for arguments in (("update", "--quiet"), ("install", *quiet, *BROWSER_PACKAGES)):
+        if run([*apt, *arguments], what=f"installing Chromium for tests: apt-get {arguments[0]}"):
+            print("cLLM: without Chromium, tests of the page in a browser are skipped")
+            return
+
+
+def apt_command() -> list[str] | None:
+    """apt-get as root, if we are or may be without a password."""
+    if shutil.which("apt-get") is None:
+        return None
+    command = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get"]
+    if os.geteuid() == 0:
+        return command
+    sudo = shutil.which("sudo")
+    may = sudo is not None and subprocess.run([sudo, "-n", "true"], capture_output=True, check=False).returncode == 0
+    return ["sudo", "-n", *command] if may else None
+
+
 def pip(*arguments: str, what: str) -> int:
-    """Run pip; show progress on one line, and its last output only if it fails."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    return run([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], what)
+
+
+def run(command: list[str], what: str) -> int:
+    """Run a program; show progress on one line, and its last output only if it fails."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     assert process.stdout is not None
     kept: deque[str] = deque(maxlen=LINES_KEPT)
@@ -79,7 +117,7 @@ def pip(*arguments: str, what: str) -> int:
     progress.end(code == 0)
     if code:
         sys.stderr.writelines(kept)
-        print(f"cLLM: {what} failed; pip's last lines stand above", file=sys.stderr)
+        print(f"cLLM: {what} failed; its last lines stand above", file=sys.stderr)
     return code
 
 

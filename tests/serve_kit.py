@@ -67,9 +67,11 @@ class Served:
 
 
 @contextmanager
-def serving(*settings: str, files: int | None = None, ignoring: Sequence[signal.Signals] = ()) -> Iterator[Served]:
+def serving(
+    *settings: str, files: int | None = None, ignoring: Sequence[signal.Signals] = (), backend: str = "fake"
+) -> Iterator[Served]:
     """`files`: most open files; `ignoring`: signals that whoever starts the server has switched off."""
-    command = [sys.executable, "-m", "cllm", "serve", "--backend", "fake", "--port", "0"]
+    command = [sys.executable, "-m", "cllm", "serve", "--backend", backend, "--port", "0"]
     for setting in settings:
         command += ["--set", setting]
     if files is not None:

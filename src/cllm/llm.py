@@ -23,6 +23,7 @@ from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Output, build_request
 from cllm.engine.rows import RowSampler, fastest
 from cllm.engine.stats import EngineSnapshot
+from cllm.engine.watch import Picture
 from cllm.errors import ConfigError, InvalidRequestError, ShuttingDownError
 from cllm.generation import Generation
 from cllm.kv.window import Window
@@ -191,6 +192,20 @@ class AsyncLLM:
             "waiting": snapshot.waiting,
             "details": self._running.details,
         }
+
+    def watch(self) -> None:
+        """From now on, until `unwatch` was called as often, the engine publishes pictures of its inside."""
+        self._running.watch.join()
+        self._running.wake()
+
+    def unwatch(self) -> None:
+        self._running.watch.leave()
+
+    def picture(self) -> Picture | None:
+        """The latest one; None where there is none yet. Raises `ShuttingDownError` once the engine has ended."""
+        if not self._running.alive:
+            raise ShuttingDownError("the engine has ended")
+        return self._running.watch.picture
 
     # -- work --------------------------------------------------------------------------------------------------
 

@@ -209,6 +209,11 @@ class ServerConfig(Section):
         description="most log probabilities in an answer to a request: n x tokens x (1 + alternatives asked for)",
     )
     max_encode_tokens: int = Field(default=131_072, ge=1, description="most tokens that POST /encode counts in a text")
+    page: bool = Field(default=True, description="the page at / and its stream of events at /kv/stream")
+    page_shows_prompts: bool = Field(
+        default=False, description="show on the page how cached prompts begin, to whoever may open it"
+    )
+    max_watchers: int = Field(default=32, ge=1, description="most pages open at once; more are refused with 503")
     metrics_prefix: str = Field(
         default="cllm", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", description="first part of every metric's name"
     )

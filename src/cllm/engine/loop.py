@@ -20,6 +20,7 @@ from cllm.engine.outbox import ATTEMPTS, Deliver, Outbox
 from cllm.engine.request import FinishReason, Output, Request
 from cllm.engine.scheduler import Plan, Scheduler
 from cllm.engine.stats import EngineSnapshot, take_snapshot
+from cllm.engine.watch import Watch
 from cllm.errors import BackendError, OverloadedError, ShuttingDownError, StepAbortedError, describe
 
 log = logging.getLogger("cllm.engine")
@@ -81,6 +82,7 @@ class Engine:
         self._checked_at = clock()
         self._details_at = 0.0
         self.details: dict[str, Any] = {}
+        self.watch = Watch(clock)
         self.snapshot = self._take_snapshot()
         self._thread = threading.Thread(target=self._run, name="cllm-engine", daemon=True)
 
@@ -136,6 +138,10 @@ class Engine:
         with self._submit_lock:
             self._accepting = False
             self._stop_at = self._clock() + grace_s
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Have a turn now, and whatever is published with it."""
         self._wake.set()
 
     def _abort(self) -> None:
@@ -291,8 +297,8 @@ class Engine:
         return False
 
     def _wait(self) -> None:
-        """Until someone comes, or for a deadline, or until the cache wants to tidy up."""
-        moments = (self.scheduler.next_deadline(), self.scheduler.kv.upkeep_at(), self._stop_at)
+        """Until someone comes, or for a deadline, or until the cache wants to tidy up or watchers want a picture."""
+        moments = (self.scheduler.next_deadline(), self.scheduler.kv.upkeep_at(), self._stop_at, self.watch.due_at)
         deadlines = [d for d in moments if d is not None]
         timeout = max(0.0, min(deadlines) - self._clock()) if deadlines else None
         if not self._inbox:
@@ -371,6 +377,7 @@ class Engine:
             if force or now - self._details_at >= DETAILS_INTERVAL_S:
                 self._details_at = now
                 self.details = self.scheduler.kv.details()
+            self.watch.look(self.scheduler)
         except Exception:
             log.exception("the engine's numbers could not be published; the last ones stand")
 

@@ -13,8 +13,11 @@ from cllm import __version__
 from cllm.observe.metrics import EngineCollector, MetricsObserver, create_registry
 from cllm.server import generate, openai, ops
 from cllm.server.errors import install_handlers
-from cllm.server.middleware import ApiKey, BodyLimit, RequestContext
+from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, RequestContext
 from cllm.server.openapi import describe
+from cllm.server.page.files import page_files
+from cllm.server.page.hub import Hub
+from cllm.server.page.routes import add_page
 from cllm.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -46,6 +49,8 @@ def create_app(llm: AsyncLLM, config: Config) -> FastAPI:
     app.state.cllm = ServerState(llm, config, create_registry(collector))
     for router in (openai.router, generate.router, ops.router):
         app.include_router(router)
+    if config.server.page:
+        add_page(app, Hub(llm, config))
     install_handlers(app, retry_after_s=config.server.shutdown_grace_s)
     _add_middleware(app, config)
     app.openapi = lambda: _openapi(app, llm, config.server)  # type: ignore[method-assign]
@@ -68,7 +73,8 @@ def _add_middleware(app: FastAPI, config: Config) -> None:
     """Innermost first. CORS stands outside the key: a browser's preflight request cannot carry one."""
     app.add_middleware(BodyLimit, max_bytes=config.server.max_body_bytes)
     if config.server.api_key is not None:
-        app.add_middleware(ApiKey, key=config.server.api_key)
+        open_paths = OPEN_PATHS.union(page_files() if config.server.page else ())
+        app.add_middleware(ApiKey, key=config.server.api_key, open_paths=open_paths)
     if config.server.cors_origins:
         app.add_middleware(
             CORSMiddleware,

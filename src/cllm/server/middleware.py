@@ -55,14 +55,15 @@ class RequestContext:
 
 
 class ApiKey:
-    """Lets nobody in without the key, except to what monitors need."""
+    """Lets nobody in without the key, except to what monitors need and to the page, which holds no data."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, key: str, open_paths: frozenset[str] = OPEN_PATHS) -> None:
         self.app = app
+        self._open_paths = open_paths
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._admits(scope):
+        if scope["type"] != "http" or scope["path"] in self._open_paths or self._admits(scope):
             await self.app(scope, receive, send)
             return
         refusal = ApiError(

@@ -17,6 +17,7 @@ from cllm.bench.workloads.memory_waste import MemoryWaste
 from cllm.bench.workloads.micro import Micro
 from cllm.bench.workloads.mixed import Mixed
 from cllm.bench.workloads.overhead import Overhead
+from cllm.bench.workloads.page import Page
 from cllm.bench.workloads.prefix import Prefix
 from cllm.bench.workloads.sequential import Sequential
 from cllm.bench.workloads.snapshots import Snapshots
@@ -41,12 +42,13 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "memory-compaction": (MemoryMoves(), MemoryPlacement()),
     "memory-busy": (MemoryBusy(),),
     "memory-burst": (MemoryBurst(),),
+    "page": (Page(),),
     "micro": (Micro(),),
     "snapshots": (Snapshots(),),
     "generator": (Generator(),),
 }
 
-LONG = ("soak", "aged", "window", "hostile", "memory-compaction", "memory-busy", "memory-burst")
+LONG = ("soak", "aged", "window", "hostile", "page", "memory-compaction", "memory-busy", "memory-burst")
 """Too long for the short set."""
 ONCE = ("soak", "aged", "window", "hostile", "memory-busy", "memory-burst")
 """One pass is enough: it is long, or the sides take turns within it."""

@@ -1,0 +1,197 @@
+"""Pictures of the engine as server-sent events: `whole`, or `change` for who has the picture before.
+
+What both hold is one JSON object; `change` leaves out what is as it was.
+
+    version             goes up by one with every event
+    model, backend      names
+    layout, cell_tokens, cell_bytes, cells, extent_cells, context
+    map                 runs of equal cells: {"lengths", "codes"} of all of them, or with "starts" of those that changed
+    resident            a bit for every extent of `extent_cells` cells: its memory is taken from the OS
+    prefixes            the largest nodes of the prefix tree
+    requests            running ones first; `holders` are the numbers of its sequences
+    now                 plain numbers: counters of the engine and the cache, resident bytes of the process
+
+Columns of numbers are base64 of little-endian 32-bit integers: a hundred thousand of them cost a millisecond, as JSON
+twenty. The code of a cell is its holder's number times four plus its state, `CACHED`, `SHARED` or `PRIVATE`; 0 is free.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.engine.watch import Picture, RequestView
+from cllm.kv.view import FREE, KVView, PrefixView
+
+CACHED, SHARED, PRIVATE = 1, 2, 3
+_NUMBERS = (1 << 29) - 1
+"""A holder's number is shown in as many bits as the code of a cell leaves."""
+_TEXT_LENGTH = 120
+
+Cells = NDArray[np.int32]
+Counts = NDArray[np.integer[Any]]
+TextOf = Callable[[Sequence[int]], str]
+
+
+class Frame(NamedTuple):
+    """What a watcher knows who has read everything."""
+
+    version: int
+    picture: Picture
+    names: Mapping[str, Any]
+    geometry: Mapping[str, Any]
+    codes: Cells
+    resident: str
+    prefixes: list[dict[str, Any]]
+    requests: list[dict[str, Any]]
+    now: Mapping[str, Any]
+
+
+class Source(NamedTuple):
+    """What a frame is made of."""
+
+    version: int
+    picture: Picture
+    names: Mapping[str, Any]
+    now: Mapping[str, Any]
+    text_of: TextOf | None
+    """Turns the tokens that a prefix begins with into text; None where they are not shown."""
+
+
+def frame_of(before: Frame | None, source: Source) -> Frame:
+    """The frame after `before`. Parts that have not changed are the same objects."""
+    version, picture, names, now, text_of = source
+    view = picture.kv
+    now = {**now, "prefixes": view.prefixes_in_all, "requests": picture.requests_in_all}
+    if before is not None and before.picture is picture:
+        return before._replace(version=version, now=now)
+    return Frame(
+        version=version,
+        picture=picture,
+        names=names,
+        geometry=_geometry(view),
+        codes=codes_of(view),
+        resident=_base64(np.packbits(view.resident, bitorder="little")),
+        prefixes=[_prefix(prefix, text_of) for prefix in view.prefixes],
+        requests=_requests(picture),
+        now=now,
+    )
+
+
+def whole(frame: Frame) -> bytes:
+    return _event(
+        "whole",
+        {
+            "version": frame.version,
+            **frame.names,
+            **frame.geometry,
+            "map": _columns(*_runs(frame.codes)),
+            "resident": frame.resident,
+            "prefixes": frame.prefixes,
+            "requests": frame.requests,
+            "now": frame.now,
+        },
+    )
+
+
+def change(before: Frame, after: Frame) -> bytes:
+    if before.geometry != after.geometry:
+        return whole(after)
+    content: dict[str, Any] = {"version": after.version, "now": after.now}
+    if after.codes is not before.codes and (changed := _changes(before.codes, after.codes)):
+        content["map"] = changed
+    for part in ("resident", "prefixes", "requests"):
+        if (value := getattr(after, part)) != getattr(before, part):
+            content[part] = value
+    return _event("change", content)
+
+
+def codes_of(view: KVView) -> Cells:
+    lengths, holders = _runs(view.holders)
+    states = np.full(len(holders), CACHED, np.int32)
+    states[np.isin(holders, _array(view.used_prefixes))] = SHARED
+    states[np.isin(holders, _array(sequence.number for sequence in view.sequences))] = PRIVATE
+    codes = ((holders & _NUMBERS) << 2) | states
+    codes[holders == FREE] = 0
+    return np.repeat(codes, lengths)
+
+
+def _runs(cells: Cells) -> tuple[Counts, Cells]:
+    """How long each run of equal cells is, and what is in it."""
+    starts = np.flatnonzero(np.diff(cells, prepend=~cells[:1]))
+    return np.diff(starts, append=len(cells)), cells[starts]
+
+
+def _changes(before: Cells, after: Cells) -> dict[str, str] | None:
+    """Runs of cells that changed, or all cells where that is shorter."""
+    changed = np.flatnonzero(before != after)
+    if not len(changed):
+        return None
+    values = after[changed]
+    breaks = np.flatnonzero((np.diff(changed) != 1) | (np.diff(values) != 0)) + 1
+    first = np.concatenate(([0], breaks))
+    runs = _runs(after)
+    if 3 * len(first) > 2 * len(runs[0]):
+        return _columns(*runs)
+    lengths = np.diff(first, append=len(changed))
+    return {"starts": _base64_of_int32(changed[first]), **_columns(lengths, values[first])}
+
+
+def _columns(lengths: Counts, codes: Cells) -> dict[str, str]:
+    return {"lengths": _base64_of_int32(lengths), "codes": _base64_of_int32(codes)}
+
+
+def _geometry(view: KVView) -> dict[str, Any]:
+    return {
+        "layout": view.layout,
+        "cell_tokens": view.cell_tokens,
+        "cell_bytes": view.cell_bytes,
+        "cells": len(view.holders),
+        "extent_cells": view.extent_cells,
+    }
+
+
+def _prefix(prefix: PrefixView, text_of: TextOf | None) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "number": prefix.number & _NUMBERS,
+        "parent": prefix.parent & _NUMBERS,
+        "tokens": prefix.tokens,
+        "hits": prefix.hits,
+        "users": prefix.users,
+    }
+    if text_of is not None:
+        shown["text"] = text_of(prefix.first_tokens)[:_TEXT_LENGTH]
+    return shown
+
+
+def _requests(picture: Picture) -> list[dict[str, Any]]:
+    holders: dict[str, list[int]] = {}
+    for sequence in picture.kv.sequences:
+        holders.setdefault(sequence.request_id, []).append(sequence.number & _NUMBERS)
+    return [_request(request, holders.get(request.id, [])) for request in picture.requests]
+
+
+def _request(request: RequestView, holders: list[int]) -> dict[str, Any]:
+    rounded = {"rate": round(request.rate, 1), "age_s": round(request.age_s, 1)}
+    return {**request._asdict(), **rounded, "holders": holders}
+
+
+def _array(numbers: Iterable[int]) -> Cells:
+    return np.fromiter(numbers, np.int32)
+
+
+def _base64_of_int32(numbers: NDArray[Any]) -> str:
+    return _base64(numbers.astype("<i4"))
+
+
+def _base64(values: NDArray[Any]) -> str:
+    return base64.b64encode(values.tobytes()).decode("ascii")
+
+
+def _event(name: str, content: Mapping[str, Any]) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(content, separators=(',', ':'))}\n\n".encode()

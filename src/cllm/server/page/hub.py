@@ -1,0 +1,178 @@
+"""One source of events for all watchers.
+
+    engine ──picture──► hub ──encoded once──► recent events ──► watcher: those it has not had
+                                                            └─► watcher, new or too slow: the newest frame whole
+
+Nothing is queued for anybody: a watcher knows the last version it has sent. Without watchers nothing runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from functools import lru_cache
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from cllm.errors import ShuttingDownError
+from cllm.server.errors import ApiError
+from cllm.server.page.encode import Frame, Source, TextOf, change, frame_of, whole
+
+if TYPE_CHECKING:
+    from cllm.config import Config
+    from cllm.engine.watch import Picture
+    from cllm.llm import AsyncLLM
+
+log = logging.getLogger("cllm.server")
+
+TICK_S = 0.05
+"""How often the hub looks for a new picture; the engine makes them less often."""
+QUIET_TICKS = 20
+"""While nothing happens, the numbers are sent every so many ticks."""
+RECENT = 8
+"""Events that a slow watcher may be behind by; who is further behind gets a frame whole."""
+INLINE_S = 0.001
+"""Encoding that took longer than this goes to a thread the next time."""
+
+
+class Hub:
+    def __init__(self, llm: AsyncLLM, config: Config) -> None:
+        self._llm = llm
+        self._alias = config.model.alias
+        self._most = config.server.max_watchers
+        self._text_of = _text_source(llm) if config.server.page_shows_prompts else None
+        self._process = psutil.Process()
+        self._watchers = 0
+        self._versions = count(1)
+        self._ticking: asyncio.Task[None] | None = None
+        self._frame: Frame | None = None
+        self._whole: tuple[int, bytes] = (0, b"")
+        self._recent: deque[tuple[int, bytes]] = deque(maxlen=RECENT)
+        self._news = asyncio.Event()
+
+    @property
+    def watchers(self) -> int:
+        return self._watchers
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """What one watcher is sent, for as long as the engine lives. Raises at once if there are too many."""
+        self._join()
+        seen = 0
+        try:
+            while True:
+                data, seen = await self._after(seen)
+                yield data
+        except ShuttingDownError:
+            return
+        finally:
+            await self._leave()
+
+    def _join(self) -> None:
+        if self._watchers >= self._most:
+            raise ApiError(
+                503,
+                f"{self._watchers} watchers look on already (server.max_watchers).",
+                kind="unavailable_error",
+                code="too_many_watchers",
+                headers={"Retry-After": "10"},
+            )
+        self._llm.watch()
+        self._watchers += 1
+        if self._ticking is None or self._ticking.done():
+            self._ticking = asyncio.create_task(self._tick())
+
+    async def _leave(self) -> None:
+        self._watchers -= 1
+        self._llm.unwatch()
+        if self._watchers == 0 and self._ticking is not None:
+            ticking, self._ticking = self._ticking, None
+            ticking.cancel()
+            await asyncio.gather(ticking, return_exceptions=True)
+
+    async def _after(self, seen: int) -> tuple[bytes, int]:
+        while self._frame is None or self._frame.version == seen:
+            if self._ticking is None or self._ticking.done():
+                raise ShuttingDownError("the engine has ended")
+            await self._news.wait()
+        newest = self._frame.version
+        missing = [data for version, data in self._recent if version > seen]
+        if seen and len(missing) == newest - seen:
+            return b"".join(missing), newest
+        if self._whole[0] != newest:
+            self._whole = (newest, whole(self._frame))
+        return self._whole[1], newest
+
+    async def _tick(self) -> None:
+        self._frame = None
+        self._recent.clear()
+        quiet, in_thread = 0, False
+        try:
+            while True:
+                picture = self._llm.picture()
+                known = self._frame and self._frame.picture
+                quiet = quiet + 1 if picture is known else 0
+                if picture is not None and quiet % QUIET_TICKS == 0:
+                    in_thread = await self._advance(picture, in_thread)
+                await asyncio.sleep(TICK_S)
+        except ShuttingDownError:
+            pass
+        except Exception:
+            log.exception("the page's stream broke off")
+        finally:
+            self._tell()
+
+    async def _advance(self, picture: Picture, in_thread: bool) -> bool:
+        """Encode the next event; says whether it took so long that the next one should be encoded in a thread."""
+        source = Source(next(self._versions), picture, self._names(), self._now(), self._text_of)
+        if in_thread:
+            frame, data, seconds = await asyncio.to_thread(_encode, self._frame, source)
+        else:
+            frame, data, seconds = _encode(self._frame, source)
+        self._frame = frame
+        self._recent.append((frame.version, data))
+        self._tell()
+        return seconds > INLINE_S
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _names(self) -> dict[str, Any]:
+        llm = self._llm
+        return {"model": self._alias or llm.model_name, "backend": llm.backend_name, "context": llm.max_context}
+
+    def _now(self) -> dict[str, Any]:
+        snapshot = self._llm.snapshot()
+        numbers = {key: value for key, value in snapshot._asdict().items() if key not in ("kv", "finished")}
+        return {
+            "time": round(time.time(), 3),
+            "resident_bytes": self._process.memory_info().rss,
+            "finished": dict(snapshot.finished),
+            **numbers,
+            "kv": snapshot.kv._asdict(),
+        }
+
+
+def _encode(before: Frame | None, source: Source) -> tuple[Frame, bytes, float]:
+    started = time.thread_time()
+    frame = frame_of(before, source)
+    data = b"" if before is None else change(before, frame)
+    return frame, data, time.thread_time() - started
+
+
+def _text_source(llm: AsyncLLM) -> TextOf:
+    """How prefixes begin, decoded once for those that stay."""
+
+    @lru_cache(maxsize=1024)
+    def decode(tokens: tuple[int, ...]) -> str:
+        return llm.tokenizer.decode(tokens, skip_special=False)
+
+    def text_of(tokens: Sequence[int]) -> str:
+        return decode(tuple(tokens))
+
+    return text_of

@@ -1,0 +1,80 @@
+// Puts the parts together: the stream feeds the arena, and everything shows what it says.
+
+import { byId, setText } from "./dom.js";
+import { Arena } from "./arena.js";
+import { ArenaMap } from "./map.js";
+import { Chat } from "./chat.js";
+import { Events } from "./events.js";
+import { MemoryChart } from "./memory.js";
+import { PRIVATE } from "./colour.js";
+import { PrefixTree } from "./tree.js";
+import { Requests } from "./requests.js";
+import { Selection } from "./selection.js";
+import { bytes, percent, rate, whole } from "./format.js";
+import { follow } from "./stream.js";
+import { onTheme } from "./theme.js";
+
+const RATE_SPAN_S = 2;
+
+const arena = new Arena();
+const selection = new Selection();
+const requests = new Requests(selection);
+const tree = new PrefixTree(selection);
+const map = new ArenaMap(arena, (number, state) => (state === PRIVATE ? requests : tree).nameOf(number));
+const chart = new MemoryChart();
+const events = new Events();
+const shown = { geometry: null, prefixes: [], requests: [] };
+let pace = [];
+
+selection.onChange(() => map.highlight([...requests.holdersOf(selection.key), ...tree.holdersOf(selection.key)]));
+onTheme(() => {
+  requests.render();
+  tree.render();
+});
+new Chat();
+
+follow((kind, event) => {
+  const isWhole = kind === "whole";
+  if (isWhole) {
+    shown.geometry = { layout: event.layout, cellTokens: event.cell_tokens, cellBytes: event.cell_bytes };
+    setText(byId("model"), event.model);
+    setText(byId("backend"), `${event.backend}, context ${whole(event.context)}`);
+    events.restart();
+    pace = [];
+  }
+  const { now } = event;
+  const ranges = arena.apply(event);
+  if (ranges.length) map.changed(ranges, isWhole);
+  shown.prefixes = event.prefixes ?? shown.prefixes;
+  shown.requests = event.requests ?? shown.requests;
+  const { cellBytes, cellTokens } = shown.geometry;
+  tree.show(shown.prefixes, now.prefixes, cellBytes / cellTokens);
+  requests.show(shown.requests, now.requests);
+  const takenBytes = arena.takenCells * cellBytes;
+  chart.add(now, takenBytes);
+  events.follow(now);
+  showCounts(shown.geometry);
+  showFigures(now);
+});
+
+function showCounts({ layout, cellTokens, cellBytes }) {
+  const unit = layout === "paged" ? "blocks" : "cells";
+  setText(byId("map-facts"), `${whole(arena.cells)} ${unit} of ${whole(cellTokens)} tokens, ${bytes(cellBytes)} each`);
+  const parts = [];
+  for (const [name, count] of Object.entries(arena.counts)) {
+    setText(byId(`n-${name}`), whole(count));
+    parts.push(`${name} ${percent(count, arena.cells)}`);
+  }
+  byId("map").setAttribute("aria-label", `Map of KV memory, ${whole(arena.cells)} ${unit}: ${parts.join(", ")}`);
+}
+
+function showFigures(now) {
+  pace = [...pace.filter((each) => each.time > now.time - RATE_SPAN_S), { time: now.time, tokens: now.generated_tokens }];
+  const first = pace[0];
+  const seconds = now.time - first.time;
+  setText(byId("rate"), seconds > 0 ? rate((now.generated_tokens - first.tokens) / seconds) : "–");
+  setText(byId("running"), whole(now.running));
+  setText(byId("waiting"), whole(now.waiting));
+  setText(byId("hit-rate"), percent(now.kv.hit_tokens, now.kv.query_tokens));
+  setText(byId("kv-used"), bytes(now.kv.referenced * now.kv.bytes_per_unit));
+}
