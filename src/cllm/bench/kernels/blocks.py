@@ -46,7 +46,8 @@ class BlockStreams:
         self._copy_first_to(self._tables[1:])
 
     def decode(self, tokens: Tokens[int], position: int) -> None:
-        self._step(tokens, self._tables, position, 1)
+        """Fewer tokens than there are streams: the first ones."""
+        self._step(tokens, self._tables[: len(tokens)], position, 1)
 
     def rewind(self, position: int) -> None:
         """What lies behind is written over."""
