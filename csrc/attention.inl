@@ -2,13 +2,15 @@
 //
 // A row is a (token, head) pair; all rows of a tile share the kv head, so a K or V vector is fetched and converted
 // once for many of them. Work goes in chunks of kChunkTiles tiles and, inside, in blocks of at most kRowBlock rows:
-// the scores of the whole split, then each row's weights, their sum and their peak, then the weighted sums of V.
+// the scores of the whole split, then each row's weights, their sum and their peak, then the weighted sums of V (of a
+// quantised type in groups of 32 dimensions instead of chunks).
 //
-// Slots that were never written may hold anything, NaN too. Their scores are computed, as lanes are independent, and
-// then overwritten; their V is never touched, as 0 * NaN is not 0. The same goes for positions a row may not see.
+// Slots that were never written may hold anything, of f16 NaN, too. Their scores are computed, as lanes are independent,
+// and then overwritten; their V is never touched, as 0 * NaN is not 0. Bytes and scales of quantised types are always
+// finite: there a weight of 0 is enough. The same goes for positions a row may not see.
 #pragma once
 
-#include "attention_kernels.inl"
+#include "attention_quants.inl"
 
 namespace cllm {
 namespace CLLM_NS {
@@ -34,6 +36,9 @@ struct Attention {
     int rows, n_blocks, block_rows, n_larger;  // the first n_larger row blocks have one row more than block_rows
     int n_chunks;
     float *sums, *scores, *floats;
+    uint8_t* unpacked;                         // tiles of q4_0 as q8_0
+    int16_t *queries, *weights;
+    float *query_units, *value_scales;
     const uint8_t* tiles[2 * kMaxTiles + kChunkTiles];  // whole chunks of K, then of V, then what the last one fetches
     const uint8_t* float_tiles[kChunkTiles];            // a chunk in `floats`
 
@@ -48,6 +53,11 @@ struct Attention {
         sums = base + offsets.sums;
         scores = base + offsets.scores;
         floats = base + offsets.chunk;
+        unpacked = reinterpret_cast<uint8_t*>(base + offsets.unpacked);
+        queries = reinterpret_cast<int16_t*>(base + offsets.queries);
+        query_units = base + offsets.query_units;
+        weights = reinterpret_cast<int16_t*>(base + offsets.weights);
+        value_scales = base + offsets.value_scales;
         for (int t = 0; t < kChunkTiles; ++t) {
             float_tiles[t] = reinterpret_cast<const uint8_t*>(floats + size_t(t) * kTileTokens * head_dim);
         }
@@ -99,7 +109,7 @@ struct Attention {
         return {first, last, tiles + index * kChunkTiles, tiles + (index + 1) * kChunkTiles};
     }
 
-    CLLM_INLINE bool reads_arena(KVType type) const { return type == KVType::f16 && rows <= kDirectRows; }
+    CLLM_INLINE bool reads_arena() const { return rows <= kDirectRows; }
 
     CLLM_INLINE void find_queries(const RowBlock& of, const float** q) const {
         int token = of.first / job.heads, head = of.first % job.heads;
@@ -113,18 +123,17 @@ struct Attention {
     }
 
     // The chunk as floats in the scratch memory.
-    template <class Widen>
-    CLLM_INLINE Chunk widened(const Chunk& c, KVType type, Widen widen) const {
+    CLLM_INLINE Chunk widened(const Chunk& c) const {
         for (int t = 0; t * kTileTokens < c.end - c.begin; ++t) {
-            widen(type, c.tiles[t], c.ahead[t], head_dim, floats + size_t(t) * kTileTokens * head_dim);
+            widen_halves(c.tiles[t], c.ahead[t], head_dim, floats + size_t(t) * kTileTokens * head_dim);
         }
         return {c.begin, c.end, float_tiles, c.ahead};
     }
 
-    void score() const {
-        const bool direct = reads_arena(layout.k_type);
+    void score_halves() const {
+        const bool direct = reads_arena();
         for (int index = 0; index < n_chunks; ++index) {
-            const Chunk c = direct ? chunk(index) : widened(chunk(index), layout.k_type, widen_k_tile);
+            const Chunk c = direct ? chunk(index) : widened(chunk(index));
             for (int b = 0; b < n_blocks; ++b) {
                 const RowBlock of = block(b);
                 const int last = of.visible_to_any < c.end ? of.visible_to_any : c.end;
@@ -135,6 +144,48 @@ struct Attention {
                 find_queries(of, q);
                 run(c, (last - c.begin + kTileTokens - 1) / kTileTokens, head_dim, q,
                     scores + size_t(of.first) * kScoreStride + c.begin);
+            }
+        }
+    }
+
+    // The chunk as q8_0, its tiles listed in `found`.
+    CLLM_INLINE Chunk unpack_keys(const Chunk& c, const uint8_t** found) const {
+        uint8_t* to = unpacked;
+        for (int t = 0; t * kTileTokens < c.end - c.begin; ++t) {
+            const uint8_t *from = c.tiles[t], *ahead = c.ahead[t];
+            found[t] = to;
+            for (int d = 0; d < head_dim; d += kQuantGroup, to += kByteGroup) {
+                unpack_group(from, ahead, to);
+                from += group_bytes(KVType::q4_0);
+                ahead += group_bytes(KVType::q4_0);
+            }
+        }
+        return {c.begin, c.end, found, c.ahead};
+    }
+
+    void score_quants() const {
+        const bool nibbles = layout.k_type == KVType::q4_0;
+        const float unit = nibbles ? kLevelUnit : 1.0f;
+        for (int b = 0; b < n_blocks; ++b) {
+            const RowBlock of = block(b);
+            const float* q[kRowBlock];
+            find_queries(of, q);
+            for (int r = 0; r < of.rows; ++r) {
+                const int row = of.first + r;
+                query_units[row] = unit * round_query(q[r], head_dim, queries + size_t(row) * head_dim);
+            }
+        }
+        for (int index = 0; index < n_chunks; ++index) {
+            const uint8_t* found[kChunkTiles];
+            const Chunk c = nibbles ? unpack_keys(chunk(index), found) : chunk(index);
+            for (int b = 0; b < n_blocks; ++b) {
+                const RowBlock of = block(b);
+                const int last = of.visible_to_any < c.end ? of.visible_to_any : c.end;
+                if (last <= c.begin) continue;
+                const ScoreBytes run = nibbles ? score_bytes_for<false>(of.rows, RowCounts())
+                                               : score_bytes_for<true>(of.rows, RowCounts());
+                run(c, (last - c.begin + kTileTokens - 1) / kTileTokens, head_dim, queries + size_t(of.first) * head_dim,
+                    query_units + of.first, scores + size_t(of.first) * kScoreStride + c.begin);
             }
         }
     }
@@ -158,7 +209,8 @@ struct Attention {
         }
     }
 
-    // Turns scores into weights and adds them up. Apart from find_peaks, so that rows overlap in the pipeline.
+    // Turns scores into weights, those of positions that follow in the last tile into 0, and adds them up. Apart from
+    // find_peaks, so that rows overlap in the pipeline.
     void soften(const RowBlock& of, float* states) const {
         for (int row = of.first; row < of.first + of.rows; ++row) {
             float* x = scores + size_t(row) * kScoreStride;
@@ -172,6 +224,7 @@ struct Attention {
                 total = total + weight;
             }
             sum_and_peak[0] = total.sum();
+            for (int i = n; i % kTileTokens != 0; ++i) x[i] = 0.0f;
         }
     }
 
@@ -193,30 +246,72 @@ struct Attention {
         }
     }
 
-    void add_up() const {
-        const bool direct = reads_arena(layout.v_type) && head_dim == width;
+    void add_halves(float* states) const {
+        const bool direct = reads_arena() && head_dim == width;
         for (size_t i = 0; i < size_t(rows) * width; ++i) sums[i] = 0.0f;
         for (int index = 0; index < n_chunks; ++index) {
             const Chunk found = chunk(n_chunks + index);
-            const Chunk c = direct ? found : widened(found, layout.v_type, widen_v_tile);
+            const Chunk c = direct ? found : widened(found);
             for (int b = 0; b < n_blocks; ++b) add_chunk(c, block(b), direct);
+        }
+        for (int row = 0; row < rows; ++row) {
+            std::memcpy(states + size_t(row) * (head_dim + 2), sums + size_t(row) * width, size_t(head_dim) * sizeof(float));
+        }
+    }
+
+    // The weights of a block's rows for the group whose scales are in `value_scales`, and their units. Bytes of positions
+    // that a row may not see are multiplied with 0.
+    void weigh(const RowBlock& of, int n_tiles, float* units) const {
+        for (int r = 0; r < of.rows; ++r) {
+            const int seen = (visible(of.first + r) + kTileTokens - 1) / kTileTokens;
+            int16_t* to = weights + r * kSplit;
+            units[r] = round_weights(scores + size_t(of.first + r) * kScoreStride, value_scales, seen, to);
+            if (layout.v_type == KVType::q4_0) units[r] *= kLevelUnit;
+            std::memset(to + seen * kTileTokens, 0, size_t(n_tiles - seen) * kTileTokens * sizeof(int16_t));
+        }
+    }
+
+    void add_quants(float* states) const {
+        const bool nibbles = layout.v_type == KVType::q4_0;
+        const int n_tiles = (end - begin + kTileTokens - 1) / kTileTokens, groups = head_dim / kQuantGroup;
+        const uint8_t* const* values = tiles + n_chunks * kChunkTiles;
+        const uint8_t* places[kMaxTiles + kChunkTiles];  // of the group, then the first ones of the next
+        const uint8_t* opened[kMaxTiles];
+        for (int g = 0; g < groups; ++g) {
+            for (int i = 0; i < n_tiles + kChunkTiles; ++i) {
+                const int tile = i % n_tiles, of = g + i / n_tiles < groups ? g + i / n_tiles : groups - 1;
+                places[i] = values[tile] + of * group_bytes(layout.v_type);
+            }
+            for (int i = 0; i < n_tiles; ++i) {
+                opened[i] = nibbles ? unpacked + i * kByteGroup : places[i];
+                if (nibbles) unpack_group(places[i], places[i + kChunkTiles], unpacked + i * kByteGroup);
+                for (int at = 0; at < kTileTokens; at += Vec::lanes) {
+                    const Vec scales = Vec::load_f16(reinterpret_cast<const uint16_t*>(opened[i]) + at);
+                    scales.store(value_scales + i * kTileTokens + at);
+                }
+            }
+            for (int b = 0; b < n_blocks; ++b) {
+                const RowBlock of = block(b);
+                const int any = (of.visible_to_any + kTileTokens - 1) / kTileTokens;
+                float units[kRowBlock];
+                weigh(of, any, units);
+                add_bytes_for(of.rows, RowCounts())({opened, nibbles ? opened : places + kChunkTiles}, any, weights, units,
+                                                    states + size_t(of.first) * (head_dim + 2) + g * kQuantGroup,
+                                                    head_dim + 2);
+            }
         }
     }
 };
 
 static void attend(const AttendJob& job, int begin, int end, float* states, uint8_t* scratch) {
     const Attention attention(job, begin, end, scratch);
-    const int head_dim = attention.head_dim;
-    attention.score();
+    const bool k_halves = job.layout->k_type == KVType::f16, v_halves = job.layout->v_type == KVType::f16;
+    k_halves ? attention.score_halves() : attention.score_quants();
     for (int b = 0; b < attention.n_blocks; ++b) {
         attention.find_peaks(attention.block(b), states);
         attention.soften(attention.block(b), states);
     }
-    attention.add_up();
-    for (int row = 0; row < attention.rows; ++row) {
-        std::memcpy(states + size_t(row) * (head_dim + 2), attention.sums + size_t(row) * attention.width,
-                    size_t(head_dim) * sizeof(float));
-    }
+    v_halves ? attention.add_halves(states) : attention.add_quants(states);
 }
 
 static void merge_states(float* into, const float* later, int64_t n_states, int head_dim) {

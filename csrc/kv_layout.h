@@ -8,7 +8,8 @@
 //
 //   K  f16   [head_dim][16 tokens]: a lane is a token, and a dot product with many keys needs no sum over lanes
 //   V  f16   [16 tokens][head_dim]
-//   q8_0, q4_0: the same order, with one f16 scale per token and 32 dimensions; see kv_tiles.inl
+//   q8_0, q4_0: two dimensions of a key, or the same of two values, beside each other, so that they can be multiplied and
+//   added by one instruction; one f16 scale per token and 32 dimensions; see kv_tiles.inl
 //
 // A token takes exactly the bytes that cllm.kv.memory computes: 2, 34/32 or 18/32 a value.
 #pragma once

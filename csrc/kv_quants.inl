@@ -1,4 +1,4 @@
-// K and V as q8_0 and q4_0: 32 values of one token become a scale and 32 or 16 bytes.
+// K and V as q8_0 and q4_0: 32 values of one token become a scale and 32 codes, of 8 or 4 bits.
 #pragma once
 
 #include "kernels.h"
@@ -9,8 +9,6 @@ namespace CLLM_NS {
 
 constexpr int kQuantGroup = 32;
 
-CLLM_INLINE constexpr int group_data_bytes(KVType type) { return type == KVType::q8_0 ? kQuantGroup : kQuantGroup / 2; }
-
 // The scale as stored; finite whatever the input.
 static CLLM_INLINE uint16_t stored_scale(float scale) {
     const float largest = 65504.0f;
@@ -20,13 +18,13 @@ static CLLM_INLINE uint16_t stored_scale(float scale) {
 static CLLM_INLINE float inverse_or_zero(float x) { return x == 0.0f ? 0.0f : 1.0f / x; }
 
 // The stored scale counts, so that its own rounding costs nothing.
-static CLLM_INLINE void quantise_to_bytes(const float* x, uint16_t scale, uint8_t* data) {
+static CLLM_INLINE void quantise_to_bytes(const float* x, uint16_t scale, uint8_t* codes) {
     const Vec inverse = Vec::all(inverse_or_zero(f16_to_f32(scale))), limit = Vec::all(127.0f);
     float rounded[kQuantGroup];
     for (int i = 0; i < kQuantGroup; i += Vec::lanes) {
         vmax(vmin(vround(Vec::load(x + i) * inverse), limit), Vec::zero() - limit).store(rounded + i);
     }
-    for (int i = 0; i < kQuantGroup; ++i) data[i] = uint8_t(int8_t(rounded[i]));
+    for (int i = 0; i < kQuantGroup; ++i) codes[i] = uint8_t(int8_t(rounded[i]));
 }
 
 // The 16 values a nibble stands for, in units of 1/16 of the scale. Spread heads are nearly normal, so levels lie densely
@@ -75,16 +73,15 @@ static CLLM_INLINE uint16_t best_scale_of_levels(const float* x, float furthest)
     return stored_scale(best / kLevelUnit);
 }
 
-static CLLM_INLINE void quantise_to_levels(const float* x, uint16_t scale, uint8_t* data) {
+static CLLM_INLINE void quantise_to_levels(const float* x, uint16_t scale, uint8_t* codes) {
     const Vec inverse = Vec::all(inverse_or_zero(level_size(scale)));
     float numbers[kQuantGroup];
     for (int i = 0; i < kQuantGroup; i += Vec::lanes) number_of_nearest_level(Vec::load(x + i) * inverse).store(numbers + i);
-    constexpr int half = kQuantGroup / 2;
-    for (int i = 0; i < half; ++i) data[i] = uint8_t(int(numbers[i]) | int(numbers[half + i]) << 4);
+    for (int i = 0; i < kQuantGroup; ++i) codes[i] = uint8_t(int(numbers[i]));
 }
 
-// Quantises 32 values into `data` (32 or 16 bytes) and returns the scale.
-static uint16_t quantise_group(KVType type, const float* x, uint8_t* data) {
+// Writes the codes of 32 values, bytes or numbers of levels, and returns the scale.
+static uint16_t quantise_group(KVType type, const float* x, uint8_t* codes) {
     Vec largest = Vec::load(x), smallest = largest;
     for (int i = Vec::lanes; i < kQuantGroup; i += Vec::lanes) {
         largest = vmax(largest, Vec::load(x + i));
@@ -93,11 +90,11 @@ static uint16_t quantise_group(KVType type, const float* x, uint8_t* data) {
     const float top = largest.max(), bottom = (Vec::zero() - smallest).max();
     if (type == KVType::q8_0) {
         const uint16_t scale = stored_scale((top > bottom ? top : bottom) / 127.0f);
-        quantise_to_bytes(x, scale, data);
+        quantise_to_bytes(x, scale, codes);
         return scale;
     }
     const uint16_t scale = best_scale_of_levels(x, top > bottom ? top : -bottom);
-    quantise_to_levels(x, scale, data);
+    quantise_to_levels(x, scale, codes);
     return scale;
 }
 

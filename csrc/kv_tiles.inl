@@ -1,23 +1,33 @@
-// K and V in the arena: writing a token, and turning tiles into floats. kv_layout.h has the order of tiles; inside one:
+// K and V in the arena: writing a token, and unpacking tiles. kv_layout.h has the order of tiles; inside one:
 //
 //   K f16    [head_dim][16 tokens]
-//   K q8_0   per 32 dimensions: 16 f16 scales, then [32][16 tokens] signed bytes
-//   K q4_0   per 32 dimensions: 16 f16 scales, then [16][16 tokens] bytes
 //   V f16    [16 tokens][head_dim]
-//   V q8_0   [16 tokens][head_dim / 32] f16 scales, then [16 tokens][head_dim] signed bytes
-//   V q4_0   [16 tokens][head_dim / 32] f16 scales, then [16 tokens][head_dim / 32][16] bytes
 //
-// Byte j of q4_0 holds dimension j of the 32 in its low nibble and 16 + j in its high one: the number of a level. A
-// value is scale * number or scale * level, rounded once to float: every reader does it that way, so every reader sees
-// the same value.
+// q8_0 and q4_0: per 32 dimensions a group of 16 f16 scales, one for each token, and then
+//
+//   K q8_0   [16 pairs of dimensions][16 tokens][2] signed bytes
+//   V q8_0   [8 pairs of tokens][32 dimensions][2] signed bytes
+//   K q4_0   [8][16 tokens][2] bytes
+//   V q4_0   [8 pairs of tokens][16][2] bytes
+//
+// so that what one load brings are pairs whose products are summed. A byte of q4_0 holds the numbers of two levels: 32
+// bytes are 64 of q8_0's, those in the low nibbles first. Both belong to one token, as others may be written meanwhile.
 #pragma once
 
 #include "kv_quants.inl"
+#include "pairs.h"
 
 namespace cllm {
 namespace CLLM_NS {
 
 constexpr int kVecsPerTile = kTileTokens / Vec::lanes;
+constexpr int kScaleBytes = 2 * kTileTokens;
+constexpr int kNibbleRow = 32;
+
+CLLM_INLINE constexpr int group_bytes(KVType type) {
+    return kScaleBytes + (type == KVType::q8_0 ? kQuantGroup : kQuantGroup / 2) * kTileTokens;
+}
+constexpr int kByteGroup = group_bytes(KVType::q8_0);
 
 static CLLM_INLINE void to_halves(const float* x, int n, uint16_t* out) {
     int i = 0;
@@ -36,13 +46,18 @@ static void write_k(KVType type, int head_dim, const float* k, uint8_t* tile, in
         }
         return;
     }
-    const int bytes = group_data_bytes(type);
-    for (int d = 0; d < head_dim; d += kQuantGroup) {
-        uint8_t data[kQuantGroup];
-        reinterpret_cast<uint16_t*>(tile)[slot] = quantise_group(type, k + d, data);
-        uint8_t* column = tile + 2 * kTileTokens + slot;
-        for (int i = 0; i < bytes; ++i) column[i * kTileTokens] = data[i];
-        tile += (2 + bytes) * kTileTokens;
+    for (int d = 0; d < head_dim; d += kQuantGroup, tile += group_bytes(type)) {
+        uint8_t codes[kQuantGroup];
+        reinterpret_cast<uint16_t*>(tile)[slot] = quantise_group(type, k + d, codes);
+        uint8_t* column = tile + kScaleBytes + 2 * slot;
+        if (type == KVType::q8_0) {
+            for (int i = 0; i < kQuantGroup; ++i) column[i / 2 * 2 * kTileTokens + i % 2] = codes[i];
+        } else {
+            for (int i = 0; i < kQuantGroup / 2; ++i) {
+                const int low = i / 2 * 4 + i % 2;
+                column[i / 2 * kNibbleRow + i % 2] = uint8_t(codes[low] | codes[low + 2] << 4);
+            }
+        }
     }
 }
 
@@ -51,10 +66,18 @@ static void write_v(KVType type, int head_dim, const float* v, uint8_t* tile, in
         to_halves(v, head_dim, reinterpret_cast<uint16_t*>(tile) + slot * head_dim);
         return;
     }
-    const int bytes = group_data_bytes(type), groups = head_dim / kQuantGroup;
-    uint16_t* scales = reinterpret_cast<uint16_t*>(tile) + slot * groups;
-    uint8_t* data = tile + (2 * kTileTokens + slot * bytes) * groups;
-    for (int g = 0; g < groups; ++g) scales[g] = quantise_group(type, v + g * kQuantGroup, data + g * bytes);
+    for (int d = 0; d < head_dim; d += kQuantGroup, tile += group_bytes(type)) {
+        uint8_t codes[kQuantGroup];
+        reinterpret_cast<uint16_t*>(tile)[slot] = quantise_group(type, v + d, codes);
+        uint8_t* row = tile + kScaleBytes + slot % 2;
+        if (type == KVType::q8_0) {
+            row += slot / 2 * 2 * kQuantGroup;
+            for (int i = 0; i < kQuantGroup; ++i) row[2 * i] = codes[i];
+        } else {
+            row += slot / 2 * kNibbleRow;
+            for (int i = 0; i < kQuantGroup / 2; ++i) row[2 * i] = uint8_t(codes[i] | codes[kQuantGroup / 2 + i] << 4);
+        }
+    }
 }
 
 static void write_kv(const KVLayout& layout, uint8_t* block, int layer, int head, int slot, const float* k, const float* v) {
@@ -63,8 +86,9 @@ static void write_kv(const KVLayout& layout, uint8_t* block, int layer, int head
     write_v(layout.v_type, layout.head_dim, v, block + layout.v_tile(layer, head, tile), column);
 }
 
-// Tiles as floats. While one is read, its counterpart of the next chunk, `ahead`, is fetched from memory.
+// Reading. While one tile is read, its counterpart further on, `ahead`, is fetched from memory.
 
+// A tile of f16 as floats.
 static void widen_halves(const uint8_t* tile, const uint8_t* ahead, int head_dim, float* out) {
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile);
     for (int i = 0; i < head_dim * kTileTokens; i += 32) {
@@ -73,92 +97,14 @@ static void widen_halves(const uint8_t* tile, const uint8_t* ahead, int head_dim
     }
 }
 
-static void widen_k_q8(const uint8_t* tile, const uint8_t* ahead, int head_dim, float* out) {
-    for (int d = 0; d < head_dim; d += kQuantGroup) {
-        Vec scales[kVecsPerTile];
-        for (int v = 0; v < kVecsPerTile; ++v) {
-            scales[v] = Vec::load_f16(reinterpret_cast<const uint16_t*>(tile) + v * Vec::lanes);
-        }
-        tile += 2 * kTileTokens;
-        for (int i = 0; i < kQuantGroup * kTileTokens; i += 4 * kTileTokens) {
-            __builtin_prefetch(ahead + i);
-            for (int j = 0; j < 4 * kVecsPerTile; ++j) {
-                const int at = i + j * Vec::lanes;
-                (Vec::load_i8(reinterpret_cast<const int8_t*>(tile) + at) * scales[j % kVecsPerTile]).store(out + at);
-            }
-        }
-        tile += kQuantGroup * kTileTokens;
-        ahead += (2 + kQuantGroup) * kTileTokens;
-        out += kQuantGroup * kTileTokens;
+// A group of q4_0 as one of q8_0, with its scales as they are: they count in units of kLevelUnit.
+static CLLM_INLINE void unpack_group(const uint8_t* group, const uint8_t* ahead, uint8_t* out) {
+    std::memcpy(out, group, kScaleBytes);
+    for (int i = 0; i < kQuantGroup / 2 * kTileTokens; i += kNibbleRow) {
+        if (i % 64 == 0) __builtin_prefetch(ahead + i);
+        look_up_bytes(group + kScaleBytes + i, kLevels, reinterpret_cast<int8_t*>(out) + kScaleBytes + 2 * i);
     }
-}
-
-static void widen_k_q4(const uint8_t* tile, const uint8_t* ahead, int head_dim, float* out) {
-    constexpr int half = kQuantGroup / 2 * kTileTokens;
-    for (int d = 0; d < head_dim; d += kQuantGroup) {
-        Vec sizes[kVecsPerTile];
-        for (int v = 0; v < kVecsPerTile; ++v) {
-            sizes[v] = Vec::load_f16(reinterpret_cast<const uint16_t*>(tile) + v * Vec::lanes) * Vec::all(kLevelUnit);
-        }
-        tile += 2 * kTileTokens;
-        for (int i = 0; i < half; i += 4 * kTileTokens) {
-            __builtin_prefetch(ahead + i);
-            for (int j = 0; j < 4 * kVecsPerTile; ++j) {
-                const int at = i + j * Vec::lanes;
-                Vec low, high;
-                look_up_nibbles(tile + at, kLevels, low, high);
-                (low * sizes[j % kVecsPerTile]).store(out + at);
-                (high * sizes[j % kVecsPerTile]).store(out + half + at);
-            }
-        }
-        tile += half;
-        ahead += 2 * kTileTokens + half;
-        out += 2 * half;
-    }
-}
-
-// V of a quantised type is a flat list of groups, as its scales are.
-template <KVType type>
-static void widen_v(const uint8_t* tile, const uint8_t* ahead, int head_dim, float* out) {
-    constexpr int bytes = group_data_bytes(type);
-    const Vec unit = Vec::all(type == KVType::q4_0 ? kLevelUnit : 1.0f);
-    const int groups = kTileTokens * (head_dim / kQuantGroup);
-    const uint16_t* scales = reinterpret_cast<const uint16_t*>(tile);
-    const uint8_t* data = tile + 2 * groups;
-    for (int first = 0; first < groups; first += kTileTokens) {
-        float scale[kTileTokens];
-        for (int v = 0; v < kTileTokens; v += Vec::lanes) (Vec::load_f16(scales + first + v) * unit).store(scale + v);
-        for (int i = 0; i < kTileTokens; ++i, data += bytes, ahead += bytes + 2, out += kQuantGroup) {
-            __builtin_prefetch(ahead);
-            const Vec s = Vec::all(scale[i]);
-            for (int j = 0; j < bytes; j += Vec::lanes) {
-                if constexpr (type == KVType::q8_0) {
-                    (Vec::load_i8(reinterpret_cast<const int8_t*>(data) + j) * s).store(out + j);
-                } else {
-                    Vec low, high;
-                    look_up_nibbles(data + j, kLevels, low, high);
-                    (low * s).store(out + j);
-                    (high * s).store(out + bytes + j);
-                }
-            }
-        }
-    }
-}
-
-static void widen_k_tile(KVType type, const uint8_t* tile, const uint8_t* ahead, int head_dim, float* out) {
-    switch (type) {
-        case KVType::f16: return widen_halves(tile, ahead, head_dim, out);
-        case KVType::q8_0: return widen_k_q8(tile, ahead, head_dim, out);
-        case KVType::q4_0: return widen_k_q4(tile, ahead, head_dim, out);
-    }
-}
-
-static void widen_v_tile(KVType type, const uint8_t* tile, const uint8_t* ahead, int head_dim, float* out) {
-    switch (type) {
-        case KVType::f16: return widen_halves(tile, ahead, head_dim, out);
-        case KVType::q8_0: return widen_v<KVType::q8_0>(tile, ahead, head_dim, out);
-        case KVType::q4_0: return widen_v<KVType::q4_0>(tile, ahead, head_dim, out);
-    }
+    __builtin_prefetch(ahead + group_bytes(KVType::q4_0) - 1);
 }
 
 }  // namespace CLLM_NS

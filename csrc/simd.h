@@ -41,9 +41,6 @@ struct Vec {
         const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
         return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
     }
-    static CLLM_INLINE Vec load_i8(const int8_t* p) {
-        return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
-    }
     CLLM_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
     CLLM_INLINE void store_f16(uint16_t* p) const {
         _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -60,13 +57,6 @@ CLLM_INLINE Vec vmax(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 CLLM_INLINE Vec vmin(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 CLLM_INLINE Vec vabs(Vec a) { return {_mm512_abs_ps(a.v)}; }
 CLLM_INLINE Vec vround(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// What a table of 16 has for the low and the high nibbles of `lanes` bytes.
-CLLM_INLINE void look_up_nibbles(const uint8_t* p, const int8_t* table, Vec& low, Vec& high) {
-    const __m512 values = Vec::load_i8(table).v;
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-    low = {_mm512_permutexvar_ps(bytes, values)};  // looks at four bits of each index
-    high = {_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values)};
-}
 // a * 2^n for whole n, where both a and the result are normal numbers.
 CLLM_INLINE Vec scale_by_power(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 // One bit per lane: is a >= b? Never where one of them is NaN.
@@ -102,9 +92,6 @@ struct Vec {
         const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
         return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
     }
-    static CLLM_INLINE Vec load_i8(const int8_t* p) {
-        return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)))};
-    }
     CLLM_INLINE void store(float* p) const { _mm256_storeu_ps(p, v); }
     CLLM_INLINE void store_f16(uint16_t* p) const {
         _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -129,14 +116,6 @@ CLLM_INLINE Vec vmax(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 CLLM_INLINE Vec vmin(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 CLLM_INLINE Vec vabs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
 CLLM_INLINE Vec vround(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-CLLM_INLINE void look_up_nibbles(const uint8_t* p, const int8_t* table, Vec& low, Vec& high) {
-    const __m128i bytes = _mm_loadl_epi64((const __m128i*)p), values = _mm_loadu_si128((const __m128i*)table);
-    const __m128i fifteen = _mm_set1_epi8(15);
-    const __m128i lower = _mm_shuffle_epi8(values, _mm_and_si128(bytes, fifteen));
-    const __m128i upper = _mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(bytes, 4), fifteen));
-    low = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lower))};
-    high = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(upper))};
-}
 CLLM_INLINE Vec scale_by_power(Vec a, Vec n) {
     const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n.v), 23);
     return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.v), exponent))};
@@ -198,9 +177,6 @@ struct Vec {
     static CLLM_INLINE Vec load_bf16(const uint16_t* p) {
         return each([&](int i) { return bf16_to_f32(p[i]); });
     }
-    static CLLM_INLINE Vec load_i8(const int8_t* p) {
-        return each([&](int i) { return float(p[i]); });
-    }
     CLLM_INLINE void store(float* p) const { std::memcpy(p, &v, sizeof v); }
     CLLM_INLINE void store_f16(uint16_t* p) const {
         for (int i = 0; i < lanes; ++i) p[i] = f32_to_f16(v[i]);
@@ -237,10 +213,6 @@ CLLM_INLINE Vec vmin(Vec a, Vec b) { return select(is_greater<false>(b, a), a, b
 CLLM_INLINE Vec vabs(Vec a) { return {(Lanes)((IntLanes)a.v & 0x7fffffff)}; }
 // For magnitudes below 2^22, which is all that is rounded here: adding 1.5 * 2^23 leaves no room for a fraction.
 CLLM_INLINE Vec vround(Vec a) { return {(a.v + 12582912.0f) - 12582912.0f}; }
-CLLM_INLINE void look_up_nibbles(const uint8_t* p, const int8_t* table, Vec& low, Vec& high) {
-    low = Vec::each([&](int i) { return float(table[p[i] & 15]); });
-    high = Vec::each([&](int i) { return float(table[p[i] >> 4]); });
-}
 CLLM_INLINE Vec scale_by_power(Vec a, Vec n) {
     return {(Lanes)((IntLanes)a.v + __builtin_convertvector(n.v, IntLanes) * (1 << 23))};
 }

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from cllm.backends.llama_cpp import LlamaCppBackend
 from cllm.backends.llama_cpp.library import load_library
 from cllm.engine.params import SamplingParams
 from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError
+from cllm.kv.memory import KV_TYPES
 from cllm.kv.ops import BlockGeometry, SlotGeometry, SlotOps
 from cllm.models.registry import resolve
 from cllm.offline import LLM
@@ -512,13 +514,7 @@ def test_shape_and_description(backend: LlamaCppBackend) -> None:
 
 @pytest.mark.parametrize(
     ("kv_type_k", "kv_type_v", "flash_attention"),
-    [
-        ("f16", "f16", False),
-        ("q8_0", "f16", False),
-        ("q8_0", "q8_0", True),
-        ("q4_0", "q4_0", True),
-        ("f16", "q4_0", True),
-    ],
+    [(*pair, True) for pair in product(KV_TYPES, repeat=2)] + [(type_k, "f16", False) for type_k in KV_TYPES],
 )
 def test_kv_types(
     prompts: list[array[int]],

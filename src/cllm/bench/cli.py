@@ -18,6 +18,7 @@ from rich.console import Console
 
 from cllm.bench.http import BenchError
 from cllm.bench.kernels.cli import kernels
+from cllm.bench.kv_types.cli import kv_types
 from cllm.bench.live import LiveView, PlainView, View
 from cllm.bench.machine import describe_machine
 from cllm.bench.measures import Targets
@@ -39,6 +40,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(kernels)
+app.command()(kv_types)
 
 _PEERS_HELP = "A peer: llama-server, openvino, llama-cpp-python, the address of a server, or none. May be repeated."
 
@@ -243,4 +245,6 @@ def _help(workloads: Sequence[Workload]) -> str:
 
 for _name, _workloads in WORKLOADS.items():
     _add_command(_name, _help(_workloads))
-_add_command("all", f"The short set: every workload but {', '.join(LONG)} and kernels, once, in less than ten minutes.")
+_add_command(
+    "all", f"The short set: every workload but {', '.join(LONG)}, kernels and kv-types, once, in less than ten minutes."
+)

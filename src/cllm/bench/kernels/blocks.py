@@ -18,11 +18,21 @@ taken."""
 class BlockStreams:
     """Streams over blocks in no order, as they lie after a while in a server."""
 
-    def __init__(self, engine: Engine, n_vocab: int, streams: int, room: int, held: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        n_vocab: int,
+        streams: int,
+        room: int,
+        held: int = 0,
+        *,
+        type_k: str = KV_TYPE,
+        type_v: str = KV_TYPE,
+    ) -> None:
         self._engine = engine
         per_stream = -(-room // BLOCK)
         used, others = streams * per_stream, -(-held // BLOCK)
-        engine.allocate(blocks=SPARE * (used + others), block_size=BLOCK, type_k=KV_TYPE, type_v=KV_TYPE)
+        engine.allocate(blocks=SPARE * (used + others), block_size=BLOCK, type_k=type_k, type_v=type_v)
         placed = np.random.default_rng(streams).permutation(used + others).astype(np.int32)
         self._tables = placed[:used].reshape(streams, per_stream)
         self._others = placed[used:]
@@ -36,7 +46,8 @@ class BlockStreams:
         self._copy_first_to(self._tables[1:])
 
     def decode(self, tokens: Tokens[int], position: int) -> None:
-        self._step(tokens, self._tables, position, 1)
+        """Fewer tokens than there are streams: the first ones."""
+        self._step(tokens, self._tables[: len(tokens)], position, 1)
 
     def rewind(self, position: int) -> None:
         """What lies behind is written over."""

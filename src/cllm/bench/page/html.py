@@ -25,6 +25,10 @@ def render(report: Report) -> str:
     body = [*_head(report), *_overview(report)]
     for number, result in enumerate(report.results):
         body += _section(number, result)
+    return framed(body)
+
+
+def framed(body: Iterable[str]) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>cLLM benchmark</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -36,16 +40,16 @@ def _head(report: Report) -> Iterator[str]:
     settings = report.settings
     yield f"<h1>cLLM benchmark</h1><p class=soft>{escape(report.started)}</p>"
     if report.interrupted:
-        yield _banner("This run was interrupted: the figures are of what was measured until then.")
+        yield banner("This run was interrupted: the figures are of what was measured until then.")
     if settings.get("quick"):
-        yield _banner("Small sizes (--quick): the figures mean nothing.")
+        yield banner("Small sizes (--quick): the figures mean nothing.")
     for title, why in report.failures.items():
-        yield _banner(f"{title} failed: {why}")
+        yield banner(f"{title} failed: {why}")
     if report.results:
         links = (f'<a href="#r{number}">{escape(one.label)}</a>' for number, one in enumerate(report.results))
         yield f"<nav>{''.join(links)}</nav>"
     yield "<h2>Machine and settings</h2>"
-    yield _facts({**_machine(report.machine), **{key: value for key, value in settings.items() if value}})
+    yield facts_html({**machine_facts(report.machine), **{key: value for key, value in settings.items() if value}})
 
 
 def _overview(report: Report) -> Iterator[str]:
@@ -53,7 +57,7 @@ def _overview(report: Report) -> Iterator[str]:
     if lines:
         yield "<h2>What must be reached</h2>"
         columns = ["work", "figure", "ours", "against", "its figure", "ratio", "required", "verdict"]
-        yield _table(columns, lines, numbers=(2, 4, 5, 6))
+        yield table_html(columns, lines, numbers=(2, 4, 5, 6))
         yield (
             "<p class=soft>A ratio says how many times better we are than the peer in the same repeat; in brackets its "
             "95&nbsp;% interval. <i>Within noise</i>: the bound lies inside the interval, so that the next run might "
@@ -61,8 +65,8 @@ def _overview(report: Report) -> Iterator[str]:
         )
     peers = beside_peers(report.results)
     if peers is not None:
-        yield _figure(peers, "wide")
-    plots = [_figure(plot) for plot in over_concurrency(report.results)]
+        yield figure_html(peers, "wide")
+    plots = [figure_html(plot) for plot in over_concurrency(report.results)]
     if plots:
         yield f"<div class=plots>{''.join(plots)}</div>"
 
@@ -79,21 +83,21 @@ def _section(number: int, result: Result) -> Iterator[str]:
     yield f'<h2 id="r{number}">{escape(result.title)}</h2>'
     columns = headings(result)
     numbers = [column for column, heading in enumerate(columns) if heading not in ("", "against", "verdict")]
-    yield _table(columns, table_lines(result), numbers)
+    yield table_html(columns, table_lines(result), numbers)
     if result.notes:
         yield "<ul class=notes>" + "".join(f"<li>{escape(note)}</li>" for note in result.notes) + "</ul>"
-    plots = [_figure(plot) for plot in plots_of(result)]
+    plots = [figure_html(plot) for plot in plots_of(result)]
     if plots:
         yield f"<div class=plots>{''.join(plots)}</div>"
 
 
-def _figure(plot: Plot, look: str = "") -> str:
+def figure_html(plot: Plot, look: str = "") -> str:
     names = "".join(f'<span><i class="s{colour % 6}"></i>{escape(name)}</span>' for name, colour in plot.legend)
     legend = f"<div class=legend>{names}</div>" if names else ""
     return f'<figure class="{look}"><figcaption>{escape(plot.title)}</figcaption>{legend}{plot.svg}</figure>'
 
 
-def _table(columns: Sequence[str], lines: Iterable[Sequence[str]], numbers: Sequence[int]) -> str:
+def table_html(columns: Sequence[str], lines: Iterable[Sequence[str]], numbers: Sequence[int]) -> str:
     def cell(tag: str, column: int, text: str) -> str:
         look = ' class="number"' if column in numbers else ""
         last = tag == "td" and column == len(columns) - 1
@@ -110,12 +114,12 @@ def _verdict(text: str) -> str:
     return f'<span class="{look}">{escape(text)}</span>' if text else ""
 
 
-def _facts(facts: dict[str, Any]) -> str:
+def facts_html(facts: dict[str, Any]) -> str:
     rows = (f"<tr><th>{escape(name)}</th><td>{escape(_shown(value))}</td></tr>" for name, value in facts.items())
     return f"<div class=scroll><table>{''.join(rows)}</table></div>"
 
 
-def _machine(machine: dict[str, Any]) -> dict[str, Any]:
+def machine_facts(machine: dict[str, Any]) -> dict[str, Any]:
     return {
         "processor": f"{machine['cpu']}, {machine['physical_cores']} cores ({machine['logical_cores']} logical)",
         "its features": machine["cpu_features"],
@@ -134,5 +138,5 @@ def _shown(value: Any) -> str:
     return "yes" if value is True else str(value)
 
 
-def _banner(text: str) -> str:
+def banner(text: str) -> str:
     return f"<div class=banner>{escape(text)}</div>"
