@@ -36,7 +36,8 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "overhead": (Overhead(),),
     "memory": (Memory(),),
     "memory-waste": (MemoryWaste(),),
-    "memory-compaction": (MemoryMoves(), MemoryPlacement()),
+    "memory-compaction": (MemoryMoves(),),
+    "memory-placement": (MemoryPlacement(),),
     "memory-busy": (MemoryBusy(),),
     "memory-burst": (MemoryBurst(),),
     "micro": (Micro(),),
@@ -44,7 +45,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "generator": (Generator(),),
 }
 
-LONG = ("soak", "aged", "hostile", "memory-compaction", "memory-busy", "memory-burst")
+LONG = ("soak", "aged", "hostile", "memory-placement", "memory-busy", "memory-burst")
 """Too long for the short set."""
 ONCE = ("soak", "aged", "hostile", "memory-busy", "memory-burst")
 """One pass is enough: it is long, or the sides take turns within it."""
@@ -61,6 +62,7 @@ SHORT: tuple[Workload, ...] = (
     Overhead(rounds=10),
     Memory(),
     MemoryWaste(requests=500),
+    MemoryMoves(rounds=4),
     Micro(),
     Snapshots(),
     Generator(tokens=400),
