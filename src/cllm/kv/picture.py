@@ -12,7 +12,7 @@ from cllm.kv.prefixes import BlockNode
 from cllm.kv.view import KVView, PrefixView, SequenceView
 
 MOST_PREFIXES = 200
-MOST_NODES = 4000
+MOST_NODES = 2000
 """Nodes of the tree that are looked at for the largest ones."""
 
 FIRST_TOKENS = 32
@@ -26,8 +26,8 @@ def picture(arena: Arena) -> KVView:
         layout="paged",
         cell_tokens=size,
         cell_bytes=arena.block_bytes,
-        holders=np.array(arena.pool.holders, np.int32),
-        resident=np.array(extents.taken, np.bool_),
+        holders=np.frombuffer(arena.pool.holders, np.int32).copy(),
+        resident=np.frombuffer(extents.taken, np.bool_).copy(),
         extent_cells=extents.size,
         prefixes=tuple(_prefix_view(node, size) for node in _largest(arena)),
         prefixes_in_all=len(arena.holders.owners) - len(arena.running),
