@@ -39,7 +39,8 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "overhead": (Overhead(),),
     "memory": (Memory(),),
     "memory-waste": (MemoryWaste(),),
-    "memory-compaction": (MemoryMoves(), MemoryPlacement()),
+    "memory-compaction": (MemoryMoves(),),
+    "memory-placement": (MemoryPlacement(),),
     "memory-busy": (MemoryBusy(),),
     "memory-burst": (MemoryBurst(),),
     "page": (Page(),),
@@ -48,7 +49,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "generator": (Generator(),),
 }
 
-LONG = ("soak", "aged", "window", "hostile", "page", "memory-compaction", "memory-busy", "memory-burst")
+LONG = ("soak", "aged", "window", "hostile", "page", "memory-placement", "memory-busy", "memory-burst")
 """Too long for the short set."""
 ONCE = ("soak", "aged", "window", "hostile", "memory-busy", "memory-burst")
 """One pass is enough: it is long, or the sides take turns within it."""
@@ -65,6 +66,7 @@ SHORT: tuple[Workload, ...] = (
     Overhead(rounds=10),
     Memory(),
     MemoryWaste(requests=500),
+    MemoryMoves(rounds=4),
     Micro(),
     Snapshots(),
     Generator(tokens=400),

@@ -1,4 +1,4 @@
-"""How fast are blocks moved beside memcpy, and what does it give that they lie together, on large and small pages?"""
+"""How fast are KV blocks moved, beside memcpy?"""
 
 from __future__ import annotations
 
@@ -47,10 +47,6 @@ class MemoryMoves(LocalWorkload):
     @property
     def title(self) -> str:
         return f"memory-compaction: {self.moved} blocks moved within {self.blocks}, {self.rounds} rounds beside memcpy"
-
-    @property
-    def label(self) -> str:
-        return "memory-compaction, moves"
 
     def quick(self) -> MemoryMoves:
         return replace(self, blocks=128, moved=32, rounds=2, memcpy_s=0.02)

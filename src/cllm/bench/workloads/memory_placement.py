@@ -40,7 +40,7 @@ class MemoryPlacement(LocalWorkload):
     context: int = 8000
     steps: int = 24
 
-    name = "memory-compaction"
+    name = "memory-placement"
     figures = (
         Figure("tokens_per_s", "decode", "tok/s", "higher"),
         Figure("resident_mb", "arena in memory", "MB"),
@@ -50,13 +50,9 @@ class MemoryPlacement(LocalWorkload):
     @property
     def title(self) -> str:
         return (
-            f"memory-compaction: decode of {self.streams} streams at {self.context:,} tokens, by where their blocks "
+            f"memory-placement: decode of {self.streams} streams at {self.context:,} tokens, by where their blocks "
             f"lie; ours: in runs, large pages"
         )
-
-    @property
-    def label(self) -> str:
-        return "memory-compaction, placement"
 
     def quick(self) -> MemoryPlacement:
         return replace(self, streams=2, context=600, steps=2)
