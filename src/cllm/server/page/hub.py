@@ -170,7 +170,7 @@ def _text_source(llm: AsyncLLM) -> TextOf:
 
     @lru_cache(maxsize=1024)
     def decode(tokens: tuple[int, ...]) -> str:
-        return llm.tokenizer.decode(tokens, skip_special=False)
+        return llm.tokenizer.decode(tokens)
 
     def text_of(tokens: Sequence[int]) -> str:
         return decode(tuple(tokens))

@@ -4,7 +4,8 @@ import { byId, make, setText } from "./dom.js";
 import { bytes, clock, whole } from "./format.js";
 
 const MOST = 200;
-const TOGETHER_S = 2;
+const TOGETHER_S = { request: 15 }; // what is usual must not crowd out the rest
+const USUALLY_S = 2;
 
 const plural = (count, one) => `${whole(count)} ${one}${count === 1 ? "" : "s"}`;
 
@@ -53,7 +54,7 @@ export class Events {
   /** The same again within a moment goes into the same line. */
   add(time, what, count) {
     let entry = this.open.get(what);
-    if (!entry || time - entry.time > TOGETHER_S) {
+    if (!entry || time - entry.time > (TOGETHER_S[what.kind] ?? USUALLY_S)) {
       entry = { time, count: 0, node: make("li") };
       entry.node.dataset.kind = what.kind;
       entry.text = make("span");

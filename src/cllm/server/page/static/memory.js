@@ -55,21 +55,22 @@ export class MemoryChart {
     most *= 1.08;
     const x = (sample) => width - ((last.time - sample.time) / span) * width;
     const y = (value) => height - (value / most) * height;
-    this.grid(width, height, most);
+    const ticks = this.grid(width, height, most);
     this.area(shown, x, (sample) => y(sample.used + sample.cached), height, cssColour("held"));
     this.area(shown, x, (sample) => y(sample.used), height, cssColour("used"));
     this.line(shown, x, (sample) => y(sample.arena), cssColour("arena"));
     this.line(shown, x, (sample) => y(sample.process), cssColour("process"));
     if (last.budget <= most) this.line([{ at: 0 }, { at: width }], (end) => end.at, () => y(last.budget), cssColour("budget"), [5, 4]);
+    this.label(ticks);
     const covered = span < 60 ? `last ${Math.round(span)} s` : `last ${Math.round(span / 60)} min`;
     setText(byId("memory-facts"), last.budget <= most ? covered : `${covered}; the budget is higher than what is drawn`);
     this.canvas.setAttribute("aria-label", `Memory over time: ${bytes(last.used)} of K/V in use, ${bytes(last.cached)} cached, process ${bytes(last.process)} resident`);
   }
 
+  /** Lines at round values; returns where they are. */
   grid(width, height, most) {
     const { context } = this;
-    context.font = "11px system-ui, sans-serif";
-    context.fillStyle = cssColour("muted");
+    const ticks = [];
     context.strokeStyle = cssColour("line");
     context.lineWidth = 1;
     context.setLineDash([]);
@@ -80,7 +81,22 @@ export class MemoryChart {
       context.moveTo(0, at);
       context.lineTo(width, at);
       context.stroke();
-      context.fillText(bytes(value), 2, at - 3);
+      ticks.push({ text: bytes(value), at });
+    }
+    return ticks;
+  }
+
+  /** Above everything that was drawn, so that they can be read. */
+  label(ticks) {
+    const { context } = this;
+    context.font = "11px system-ui, sans-serif";
+    for (const { text, at } of ticks) {
+      context.globalAlpha = 0.75;
+      context.fillStyle = cssColour("panel");
+      context.fillRect(0, at - 14, context.measureText(text).width + 6, 13);
+      context.globalAlpha = 1;
+      context.fillStyle = cssColour("muted");
+      context.fillText(text, 2, at - 4);
     }
   }
 
