@@ -14,6 +14,8 @@ namespace cllm {
 namespace CLLM_NS {
 
 constexpr float kLargestInt16 = 32767.0f;
+static_assert(kRowBlock <= kMostRowBlock, "the scratch memory has room for the weights of a block of rows");
+static_assert(int64_t(kSplit) * 32768 * 128 < INT32_MAX, "a split's products fit in 32 bits");
 
 // What values up to `peak` are multiplied with to fill 16 bits. Where they are next to nothing, they become nothing.
 static CLLM_INLINE float steps_per_unit(float peak) { return peak > 1e-33f ? kLargestInt16 / peak : 0.0f; }

@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "cllm"
 NAMES = [
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
-    *("docs/architecture.md", "docs/benchmarks.md", "docs/containers.md", "docs/simulate.md", "src/cllm/kv/README.md"),
+    *("docs/architecture.md", "docs/benchmarks.md", "docs/containers.md", "docs/kv-types.md", "docs/simulate.md"),
+    "src/cllm/kv/README.md",
 ]
 DOCUMENTS = [ROOT / name for name in NAMES]
 ADDRESS = "http://127.0.0.1:8000"
