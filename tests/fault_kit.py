@@ -40,11 +40,11 @@ LASTING_WAYS = ("error", "aborted", "bug")
 
 KV_CALLS = (
     "peek", "admit", "arrange", "grow", "commit", "verify", "rewind", "fork", "release", "maintain", "reset", "usage",
-    "details", "examine",
+    "details", "examine", "remove_range", "shift",
 )  # fmt: skip
 OPS_CALLS = (
     "copy_blocks", "move_blocks", "release_pages", "prepare_pages", "resident_bytes",
-    "length", "remove", "copy", "save", "load", "resize",
+    "length", "remove", "copy", "save", "load", "resize", "shift",
 )  # fmt: skip
 BACKEND_CALLS = ("step", "rebuild", "abort")
 OBSERVER_CALLS = ("on_step", "on_finished", "on_eviction")
@@ -197,9 +197,10 @@ class Rig:
 
     def submit(self, prompt: str, max_tokens: int = 4, **options: Any) -> Request:
         timeout_s, priority = options.pop("timeout_s", 1e9), options.pop("priority", 0)
+        window = options.pop("window", None)
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **options})
         name = f"r{len(self.requests)}"
-        limits = {"timeout_s": timeout_s, "priority": priority, "max_context": 96}
+        limits = {"timeout_s": timeout_s, "priority": priority, "max_context": 96, "window": window}
         request = make_request(prompt, params, arrival=self.now, request_id=name, **limits)
         self.requests.append(request)
         self.engine.submit(request)

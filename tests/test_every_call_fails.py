@@ -9,6 +9,7 @@ import functools
 import logging
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from cllm.kv.ops import BlockGeometry, SlotGeometry
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.slots import SlotKVManager
 from cllm.kv.upkeep import UpkeepSettings
+from cllm.kv.window import Window
 from cllm.models.gguf import GGUFModel
 from engine_kit import make_request, reference
 from fault_kit import BACKEND_CALLS, Clock, Machine, Rig, Scenario, fail_every_call
 from native_kit import write_model
+from window_kit import windowed_reference
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +131,17 @@ def forks(rig: Rig) -> None:
     rig.turns(2)
     rig.submit("one more", 2)
     rig.run()
+
+
+def windows(rig: Rig) -> None:
+    """Two that share a beginning drop tokens, one of them twice; a third finds what they left."""
+    window = Window.fit(4, 12, rig.scheduler.kv.unit_tokens)
+    rig.submit("the same beginning", 8, window=window)
+    rig.submit("the same beginning for", 4, window=window, n=2, temperature=1.0, seed=2)
+    rig.run()
+    rig.submit("the same beginning again", 2)
+    rig.run()
+    rig.idle_check()
 
 
 def cancels(rig: Rig) -> None:
@@ -334,6 +348,17 @@ CASES = [(layout, scenario) for layout in ("paged", "slots") for scenario in SCE
 def test_on_the_fake_backend(layout: str, scenario: Scenario) -> None:
     runs = fail_every_call(lambda: make_fake(layout, scenario), scenario)
     print(f"{layout} {scenario.__name__}: {runs}")
+
+
+@pytest.mark.parametrize("layout", ["paged", "slots"])
+def test_windows(layout: str) -> None:
+    def make() -> Machine:
+        return replace(
+            make_fake(layout, windows), expected=lambda *answer: windowed_reference(answer[0], layout, answer[1])
+        )
+
+    runs = fail_every_call(make, windows)
+    print(f"{layout} windows: {runs}")
 
 
 @pytest.mark.parametrize(
