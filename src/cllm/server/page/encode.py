@@ -12,7 +12,7 @@ What both hold is one JSON object; `change` leaves out what is as it was.
     now                 plain numbers: counters of the engine and the cache, resident bytes of the process
 
 Columns of numbers are base64 of little-endian 32-bit integers: a hundred thousand of them cost a millisecond, as JSON
-more than ten. The code of a cell is its holder's number times four plus its state, `CACHED`, `SHARED` or `PRIVATE`; 0
+more than ten. The code of a cell is its holder's number times four plus its state: `CACHED`, `SHARED` or `PRIVATE`. 0
 is free.
 """
 
