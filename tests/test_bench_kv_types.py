@@ -83,7 +83,7 @@ def test_every_position_has_its_logits(subject: Subject) -> None:
     assert sorted(rows) == list(range(TOKENS))
     alone = np.empty((1, subject.shape.n_vocab), np.float32)
     for length in (1, 17, 65, TOKENS):
-        chunk = np.array([[length, 0, 1, 5]], np.int32)
+        chunk = np.array([[length, 0, 1, 5, 0, 0]], np.int32)
         subject.engine.step(np.array(tokens[:length], np.int32), chunk, np.arange(5, dtype=np.int32), alone)
         assert (alone[0] == rows[length - 1]).all()
 

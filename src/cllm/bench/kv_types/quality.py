@@ -94,11 +94,11 @@ def logits_in_turn(engine: Engine, n_vocab: int, tokens: Sequence[int]) -> Itera
     ids = np.asarray(tokens, np.int32)
     table = np.arange(blocks_for(len(ids)), dtype=np.int32)
     rows = np.empty((TOGETHER, n_vocab), np.float32)
-    engine.step(ids, np.array([[len(ids), 0, 0, len(table)]], np.int32), table, rows[:0])
+    engine.step(ids, np.array([[len(ids), 0, 0, len(table), 0, 0]], np.int32), table, rows[:0])
     for begin in range(0, len(ids), TOGETHER):
         positions = np.arange(begin, min(begin + TOGETHER, len(ids)), dtype=np.int32)
-        chunks = np.empty((len(positions), 4), np.int32)
-        chunks[:] = (1, 0, 1, len(table))
+        chunks = np.empty((len(positions), 6), np.int32)
+        chunks[:] = (1, 0, 1, len(table), 0, 0)
         chunks[:, 1] = positions
         engine.step(ids[positions], chunks, np.tile(table, len(positions)), rows[: len(positions)])
         yield begin, rows[: len(positions)]
