@@ -17,7 +17,7 @@ import json
 from array import array
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 from cllm.backends.base import Chunk
@@ -38,20 +38,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=500, help="in every running sequence")
+    parser.add_argument("--no-servers", action="store_true", help="only the context")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     threads = default_threads(read_cpus()).count
     result: dict[str, Any] = {"rebuilds": rebuilds(threads, args.tokens, args.repeat)}
-    result["servers"] = asyncio.run(servers(threads, args.repeat))
-    print(f"\n{'slots':>12} {'save ms':>9} {'rebuild ms':>11} {'load ms':>9} {'MB carried':>11}")
+    print(f"\n{'slots':>12} {'save ms':>9} {'rebuild ms':>11} {'load ms':>9} {'MB carried':>11} {'CPU ms, all':>12}")
     for name, costs in result["rebuilds"].items():
-        print(f"{name:>12} {costs['save']:9.1f} {costs['resize']:11.1f} {costs['load']:9.1f} {costs['mb']:11.1f}")
-    on, off = result["servers"]["on demand"], result["servers"]["at the start"]
+        print(
+            f"{name:>12} {costs['save']:9.1f} {costs['resize']:11.1f} {costs['load']:9.1f} {costs['mb']:11.1f} "
+            f"{costs['cpu']:12.1f}"
+        )
+    if not args.no_servers:
+        result["servers"] = asyncio.run(servers(threads, args.repeat))
+        print_servers(result["servers"])
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2))
+
+
+def print_servers(measured: dict[str, dict[str, float]]) -> None:
+    on, off = measured["on demand"], measured["at the start"]
     print(f"\n{'':40} {'on demand':>10} {'at the start':>13}")
     for name in on:
         print(f"{name:40} {on[name]:10.2f} {off[name]:13.2f}")
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2))
 
 
 # -- the context -----------------------------------------------------------------------------------------------------
@@ -83,7 +92,7 @@ def rebuilds(threads: int, tokens: int, repeat: int) -> dict[str, dict[str, floa
                     for slot in range(before):
                         ops.load(slot, sequence)
                     kept = min(before, after)
-                    started = perf_counter()
+                    started, busy = perf_counter(), thread_time()
                     saved = [ops.save(slot) for slot in range(kept)]
                     read = perf_counter()
                     ops.resize(after)
@@ -97,6 +106,7 @@ def rebuilds(threads: int, tokens: int, repeat: int) -> dict[str, dict[str, floa
                             "save": 1000 * (read - started),
                             "resize": 1000 * (opened - read),
                             "load": 1000 * (loaded - opened),
+                            "cpu": 1000 * (thread_time() - busy),
                             "mb": sum(content.nbytes for content in saved) / 1e6,
                         }
                     )

@@ -3,8 +3,9 @@ use with upkeep at any moment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis.stateful import invariant, rule
 
 from cllm.backends.fake import FakeBackend
 from cllm.errors import BackendError
+from cllm.kv import upkeep
 from cllm.kv.compaction import Plan, in_calls, plan_fill, plan_lift, plan_slide
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps, Move
@@ -93,6 +95,13 @@ def test_moves_that_would_overwrite_themselves_upwards_are_refused() -> None:
 # -- the manager ---------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True, scope="module")
+def small_pieces() -> Iterator[None]:
+    """An extent is prepared block by block, so that somebody may take it in the middle."""
+    with patch.object(upkeep, "PREPARE_BYTES", 1):
+        yield
+
+
 class Clock:
     now = 0.0
 
@@ -109,7 +118,7 @@ def elastic(
     backend.allocate(geometry)
     assert isinstance(backend.ops, BlockOps)
     block_bytes = 4 * BYTES_PER_TOKEN
-    upkeep = UpkeepSettings(
+    settings = UpkeepSettings(
         release_after_s=10.0,
         idle_bytes=idle_blocks * block_bytes,
         ahead_bytes=ahead_blocks * block_bytes,
@@ -120,7 +129,7 @@ def elastic(
         geometry,
         bytes_per_token=BYTES_PER_TOKEN,
         extent_blocks=extent,
-        upkeep=upkeep,
+        upkeep=settings,
         clock=clock,
         **options,
     )
@@ -159,9 +168,9 @@ class UpkeepMachine(ManagerMachine):
 
     @rule(extents=st.integers(1, 3))
     def give_back(self, extents: int) -> None:
-        upkeep = self.paged._upkeep
-        if run := upkeep._highest_run(extents):
-            assert upkeep._release(run)
+        keeper = self.paged._upkeep
+        if run := keeper._highest_run(extents):
+            assert keeper._release(run)
 
     @rule()
     def prepare(self) -> None:
@@ -359,6 +368,16 @@ def test_only_free_memory_is_ever_given_back_or_prepared() -> None:
     clock.now += 10.0
     settle(kv)
     assert set(asked) == {"release_pages", "prepare_pages"}
+
+
+def test_an_extent_that_is_used_meanwhile_is_not_prepared_any_further() -> None:
+    backend, kv, clock = elastic(ahead_blocks=8)
+    assert kv._upkeep._prepare(clock.now)
+    assert kv.usage().prepared_bytes == 32
+    sequence = run_to_end(backend, kv, [1] * 16)
+    assert sequence.blocks == [0, 1, 2, 3]
+    kv._upkeep._prepare(clock.now)
+    assert held_tokens(backend, sequence) == [1] * 16
 
 
 # -- always, and the price -----------------------------------------------------------------------------------------

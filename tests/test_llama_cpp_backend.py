@@ -22,6 +22,7 @@ from cllm.backends.llama_cpp.library import load_library
 from cllm.engine.params import SamplingParams
 from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, SlotGeometry, SlotOps
+from cllm.machine import Room
 from cllm.models.registry import resolve
 from cllm.offline import LLM
 
@@ -328,6 +329,21 @@ def test_a_context_that_cannot_be_made_leaves_room_for_another(prompts: list[arr
         backend.rebuild()
         with pytest.raises(BackendError, match="there are 1"):
             backend.ops.length(1)
+
+
+def test_slots_that_the_machine_has_no_memory_for_are_refused_before_they_are_taken(
+    prompts: list[array[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make() as backend:
+        backend.allocate(SlotGeometry(4, 256, at_start=1))
+        prefill(backend, 0, prompts[0])
+        room = Room("the container's memory limit", 1 << 30, 2 * backend.kv_bytes, hard=True)
+        monkeypatch.setattr("cllm.backends.llama_cpp.slots.read_rooms", lambda: [room])
+        with pytest.raises(BackendError, match=r"4 slots take 17 MiB more, .* the 11 MiB that the container's memory"):
+            backend.ops.resize(4)
+        assert backend.ops.length(0) == len(prompts[0])
+        backend.ops.resize(3)
+        backend.ops.resize(1)
 
 
 def test_slots_on_demand_in_a_running_server() -> None:

@@ -250,16 +250,20 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
     llama = config.backend.llama_cpp
     asked = config.scheduler.max_running
     is_asked = asked is not None or "n_seq_max" in llama.model_fields_set
+    on_demand = llama.slots_on_demand and backend.resizes_slots
     plan = plan_slots(
         budget_bytes=budget,
         bytes_per_token=token_bytes,
         context=context,
         running=asked or llama.n_seq_max,
         running_is_asked=is_asked,
-        on_demand=llama.slots_on_demand and backend.resizes_slots,
+        on_demand=on_demand,
     )
     for note in plan.notes:
         log.warning("%s", note)
+    if llama.slots_on_demand and plan.geometry.at_start is None:
+        why = "the KV budget has no room to move a sequence" if on_demand else "this model's sequences cannot be moved"
+        log.info("all %d slots are taken at the start: %s", plan.geometry.slots, why)
     backend.allocate(plan.geometry)
     ops = backend.ops
     assert isinstance(ops, SlotOps)

@@ -10,7 +10,7 @@ import numpy as np
 from cllm.kv.pool import BlockPool, free_runs
 from cllm.kv.sequence import KVSequence
 
-SAMPLE_BLOCKS = 4096
+SAMPLE_BLOCKS = 1024
 """Entries of block tables that are looked at for the contiguity, about."""
 
 

@@ -75,8 +75,8 @@ class SlotOps(Protocol):
     def resize(self, slots: int) -> None:
         """Give the memory of all slots back, then take it for so many, all of them empty.
 
-        There are never two memories at once. A call that fails leaves none, and another number may be tried. Logits of
-        a step are not to be read any more.
+        There are never two memories at once. After a call that fails, slots hold nothing that is to be relied on, until
+        one with another number succeeds. Logits of a step are not to be read any more.
         """
 
 

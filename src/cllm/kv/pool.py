@@ -103,9 +103,12 @@ class BlockPool:
         find, size = self.extents.states.find, self.extents.size
         order = (ROOM_FOR_GENERATION, READY, FRESH, ROOM_FOR_PROMPTS)
         extent = next(extent for state in order if (extent := find(state)) >= 0)
-        first = extent * size
-        free = np.flatnonzero(np.frombuffer(self.free_map, np.bool_, self.extents.widths[extent], first)) + first
-        self._likely += free[::-1].tolist()
+        first, width = extent * size, self.extents.widths[extent]
+        if self.extents.room[extent] == width:
+            self._likely += range(first + width - 1, first - 1, -1)
+        else:
+            free = np.flatnonzero(np.frombuffer(self.free_map, np.bool_, width, first)) + first
+            self._likely += free[::-1].tolist()
         return self._likely.pop()
 
     def _find_run(self, run: bytes) -> int:

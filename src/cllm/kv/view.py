@@ -14,7 +14,7 @@ FREE = 0
 MOST_PREFIXES = 200
 """Prefixes in a picture."""
 
-MOST_NODES = 4000
+MOST_NODES = 2000
 """Prefixes that are looked at for the largest ones."""
 
 FIRST_TOKENS = 32

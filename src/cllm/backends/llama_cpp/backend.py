@@ -68,7 +68,11 @@ class LlamaCppBackend(Backend):
             raise BackendError("llama.cpp keeps its K/V in slots, not in blocks")
         self._check_slots(geometry.slots)
         self._context = self._make_context(geometry)
-        self._ops = LlamaSlotOps(self._context, portable=geometry.at_start is not None)
+        self._ops = LlamaSlotOps(
+            self._context,
+            portable=geometry.at_start is not None,
+            slot_bytes=self._context.slot_tokens * self._token_bytes(),
+        )
 
     @cached_property
     def resizes_slots(self) -> bool:
@@ -89,8 +93,12 @@ class LlamaCppBackend(Backend):
 
     @property
     def kv_bytes(self) -> int:
-        shape, context = self.shape, self._live()
-        token = bytes_per_token(
+        context = self._live()
+        return context.slots * context.slot_tokens * self._token_bytes()
+
+    def _token_bytes(self) -> int:
+        shape = self.shape
+        return bytes_per_token(
             n_layers=shape.n_layers,
             n_kv_heads=shape.n_kv_heads,
             head_dim_k=shape.head_dim_k,
@@ -98,7 +106,6 @@ class LlamaCppBackend(Backend):
             type_k=self._kv_type_k,
             type_v=self._kv_type_v,
         )
-        return context.slots * context.slot_tokens * token
 
     @property
     def ops(self) -> LlamaSlotOps:

@@ -12,6 +12,7 @@ from cllm.backends.llama_cpp.context import Context
 from cllm.backends.llama_cpp.state import PortableState
 from cllm.errors import BackendError
 from cllm.kv.ops import SavedKV
+from cllm.machine import mib, read_rooms, tightest
 
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 
@@ -22,8 +23,9 @@ class LlamaSlotOps:
     What is saved can be loaded into any slot, and if it is `portable`, also when there are more or fewer of them.
     """
 
-    def __init__(self, context: Context, *, portable: bool = False) -> None:
+    def __init__(self, context: Context, *, portable: bool = False, slot_bytes: int = 0) -> None:
         self._context = context
+        self._slot_bytes = slot_bytes
         self._library = context.library
         self._scratch: SavedKV = np.empty(0, np.uint8)
         self._shifted = False
@@ -103,6 +105,10 @@ class LlamaSlotOps:
         self.remove(slot, end)
 
     def resize(self, slots: int) -> None:
+        # llama.cpp writes to all of it, so the system would rather end the process than refuse it.
+        more, room = (slots - self._context.slots) * self._slot_bytes, tightest(read_rooms())
+        if more > room.free:
+            raise BackendError(f"{slots} slots take {mib(more)} more, and that is more than {room}")
         self._context.close()
         self.forget()
         self._context.open(slots)

@@ -31,6 +31,7 @@ class ContextSize:
         )
         return {
             "backend.llama_cpp.n_seq_max": self.slots,
+            "backend.llama_cpp.slots_on_demand": False,
             "resources.max_context_length": self.slot_tokens,
             "resources.kv_cache_max_memory_mb": self.slots * self.slot_tokens * per_token / MIB + _STORE_MIB,
         }
