@@ -61,6 +61,18 @@ def test_a_whole_fill_leaves_no_hole_and_moves_as_little_as_possible(free: bytes
     assert all(free.find(0, move.target, move.target + move.blocks) < 0 for move in moves)
 
 
+@given(Maps, st.lists(st.booleans(), min_size=60, max_size=60))
+def test_a_fill_uses_only_the_places_that_it_may(free: bytes, allowed: list[bool]) -> None:
+    places = bytes(block and may for block, may in zip(free, allowed, strict=False))
+    moves = plan_fill(free, len(free), places)
+    targets = [target + i for _, target, count in moves for i in range(count)]
+    assert all(places[target] for target in targets)
+    cells = carried_out(free, moves)
+    assert sorted(live(cells)) == live(carried_out(free, []))
+    lowest = next((block for block in range(len(free)) if places[block] and cells[block] < 0), len(free))
+    assert live(cells[lowest + 1 :]) == [], "a hole below a live block was left open"
+
+
 @given(Maps)
 def test_a_whole_slide_keeps_the_order(free: bytes) -> None:
     cells = carried_out(free, plan_slide(free, len(free)))
@@ -277,6 +289,23 @@ def test_scattered_prefixes_are_moved_together_so_that_memory_can_go_back() -> N
         sequence = KVSequence([letter] * 9)
         assert kv.admit(sequence) == 8
         assert held_tokens(backend, sequence) == [letter] * 8
+
+
+def test_blocks_are_not_moved_into_memory_that_would_have_to_be_taken() -> None:
+    backend, kv, clock = elastic(idle_blocks=16, ahead_blocks=0)
+    first = run_to_end(backend, kv, [50] * 32)
+    kept = scattered(kv, backend)
+    kv.release(first, keep=False)
+    kv._evict(1000)
+    for extent in range(2):
+        kv._upkeep._release(range(extent, extent + 1))
+    for sequence in kept:
+        kv.release(sequence)
+    clock.now += 10.0
+    settle(kv)
+    usage = kv.usage()
+    assert usage.compactions == 1 and usage.extents_used == 4 and usage.extents_ready == 0
+    assert kv._pool.free_map[:8] == b"\1" * 8
 
 
 def test_without_compaction_scattered_prefixes_keep_their_memory() -> None:

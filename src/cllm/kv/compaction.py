@@ -28,13 +28,17 @@ Plan = Callable[[bytes | bytearray, int], list[Move]]
 """From the map of free blocks (1: free) and the most blocks to move, to moves."""
 
 
-def plan_fill(free: bytes | bytearray, most: int) -> list[Move]:
-    """The highest live blocks into the lowest free places, in runs as long as both sides allow."""
+def plan_fill(free: bytes | bytearray, most: int, places: bytes | bytearray | None = None) -> list[Move]:
+    """The highest live blocks into the lowest free places, in runs as long as both sides allow.
+
+    `places` is the map without free blocks that are not to be used.
+    """
     moves: list[Move] = []
-    low, high = free.find(1), free.rfind(0) + 1
+    places = free if places is None else places
+    low, high = places.find(1), free.rfind(0) + 1
     while most > 0 and 0 <= low < high:
         live_from = free.rfind(1, low, high) + 1
-        free_to = free.find(0, low, high)
+        free_to = places.find(0, low, high)
         count = min(free_to - low, high - live_from, most)
         moves.append(Move(high - count, low, count))
         most -= count
@@ -44,7 +48,7 @@ def plan_fill(free: bytes | bytearray, most: int) -> list[Move]:
             high = free.rfind(0, low, high) + 1
         low += count
         if low == free_to:
-            low = free.find(1, low, high)
+            low = places.find(1, low, high)
     return moves
 
 

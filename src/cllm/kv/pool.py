@@ -225,6 +225,17 @@ class BlockPool:
             for extent, blocks in self.extents.across(source, count):
                 self.extents.drain(extent, blocks)
 
+    def taken_places(self) -> bytearray:
+        """The map without free blocks whose memory is not taken from the OS, up to the highest block in use."""
+        places, extents = self.free_map[:], self.extents
+        end = self.free_map.rfind(0) // extents.size
+        fresh = extents.states.find(FRESH, 0, max(end, 0))
+        while fresh >= 0:
+            first, width = extents.first_block(fresh), extents.widths[fresh]
+            places[first : first + width] = bytes(width)
+            fresh = extents.states.find(FRESH, fresh + 1, end)
+        return places
+
     # -- looking -----------------------------------------------------------------------------------------------
 
     def examine(self, held: NDArray[np.int32], piece: int) -> Iterator[int]:

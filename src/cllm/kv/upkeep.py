@@ -25,6 +25,7 @@ from cllm.kv.arena import Arena
 from cllm.kv.compaction import Compactor, Plan, plan_fill, plan_lift, plan_slide
 from cllm.kv.extents import FRESH, READY
 from cllm.kv.fragmentation import blocks_to_move, extents_needed
+from cllm.kv.ops import Move
 from cllm.kv.trigger import Offer, Trigger
 
 log = logging.getLogger("cllm.kv")
@@ -195,7 +196,7 @@ class Upkeep:
         """A slice of the compaction in progress, or of one that pays; False: there is nothing to move."""
         if self._left_to_move <= 0 and not self._begin_compaction():
             return False
-        moved = self._move(plan_fill, self._left_to_move, budget_s)
+        moved = self._move(self._fill_taken, self._left_to_move, budget_s)
         if moved is None:
             return self._left_to_move > 0
         self._left_to_move -= moved
@@ -203,6 +204,10 @@ class Upkeep:
             self._left_to_move = 0
             self.compactions += 1
         return True
+
+    def _fill_taken(self, free: bytes | bytearray, most: int) -> list[Move]:
+        """Only where memory is taken: taking more costs many times a move, and what it frees would be lost again."""
+        return plan_fill(free, most, self._arena.pool.taken_places())
 
     def _begin_compaction(self) -> bool:
         after = self.settings.release_after_s
