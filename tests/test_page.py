@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
+from bench_kit import bench
 from cllm.engine.params import SamplingParams
 from cllm.engine.watch import INTERVAL_S, MOST_SHARE, Picture, Watch
 from cllm.kv.view import KVView, PrefixView, SequenceView
 from cllm.server.page import encode, hub
 from cllm.server.page.files import page_files
-from bench_kit import bench
 from engine_kit import make_request, make_scheduler
 from http_fakes import FakeLLM, app_for, client_for, config_with
 from page_kit import Reader, page_of, reading, watchers, watchers_gone
