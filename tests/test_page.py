@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
+from bench_kit import bench
 from cllm.engine.params import SamplingParams
 from cllm.engine.watch import INTERVAL_S, MOST_SHARE, Picture, Watch
 from cllm.kv.view import KVView, PrefixView, SequenceView
@@ -351,3 +353,16 @@ async def test_a_picture_shows_the_last_change_though_nothing_happens_any_more()
         while reader.known["now"]["generated_tokens"] < 20 * 2000 or reader.known["requests"]:
             reader = await anext(events)
         assert np.count_nonzero(reader.codes) == llm.kv()["evictable"]
+
+
+# -- the benchmark -------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_compares_with_and_without_a_reader(tmp_path: Path) -> None:
+    file = tmp_path / "page.json"
+    sizes = [option for size in ("streams=2", "blocks=1000") for option in ("--size", size)]
+    bench("page", "--backend", "fake", "--quick", "--repeats", "1", "--json", str(file), *sizes)
+    content = json.loads(file.read_text())
+    assert content["failures"] == {}
+    found = {row["key"]: row["ours"]["median"] for row in content["workloads"][0]["rows"]}
+    assert found["page_ratio"] > 0 and found["events_per_s"] > 0 and found["tokens_per_s"] > 0
