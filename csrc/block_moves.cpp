@@ -1,6 +1,7 @@
 #include "block_moves.h"
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "stream_copy.h"
@@ -21,15 +22,33 @@ void BlockMover::move(const BlockMove* moves, size_t count, uint8_t* arena, size
     plan(moves, count, blocks);
     order_by_wave();
     cut(block_bytes, pool.size());
+    const bool streams = choice_.streams();
+    const auto started = std::chrono::steady_clock::now();
     const Piece* wave = pieces_.data();
     for (const size_t end : piece_ends_) {
         const Piece* const wave_end = pieces_.data() + end;
         pool.share(wave_end - wave, 1, [&](int, int64_t first, int64_t last) {
             for (const Piece* piece = wave + first; piece < wave + last; ++piece)
-                stream_copy(arena + piece->target, arena + piece->source, piece->bytes);
+                (streams ? stream_copy : plain_copy)(arena + piece->target, arena + piece->source, piece->bytes);
         });
         wave = wave_end;
     }
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - started;
+    choice_.learn(streams, copies_.size() * block_bytes, taken.count());
+}
+
+bool CopyChoice::streams() const {
+    if (bytes_per_s_[0] == 0.0 || bytes_per_s_[1] == 0.0) return bytes_per_s_[1] == 0.0;
+    return (bytes_per_s_[1] >= bytes_per_s_[0]) != (calls_ % kTryOtherEvery == 0);
+}
+
+void CopyChoice::learn(bool streamed, size_t bytes, double seconds) {
+    if (bytes == 0 || seconds <= 0.0) return;
+    constexpr double kNewest = 0.25;
+    double& known = bytes_per_s_[streamed];
+    const double newest = double(bytes) / seconds;
+    known = known == 0.0 ? newest : known + kNewest * (newest - known);
+    ++calls_;
 }
 
 // Fills copies_, in an order in which they would be right one after another, with their waves.

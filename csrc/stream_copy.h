@@ -1,4 +1,4 @@
-// A copy that goes past the caches: what is moved is more than they hold, and would push out what the next step needs.
+// A copy that goes past the caches: what is moved is often more than they hold, and would push out what is needed next.
 #pragma once
 
 #include <algorithm>
@@ -37,5 +37,7 @@ inline void stream_copy(uint8_t* to, const uint8_t* from, size_t bytes) {
     std::memcpy(to, from, bytes);
 #endif
 }
+
+inline void plain_copy(uint8_t* to, const uint8_t* from, size_t bytes) { std::memcpy(to, from, bytes); }
 
 }  // namespace cllm
