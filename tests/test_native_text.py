@@ -88,8 +88,8 @@ def test_text_is_what_llama_cpp_computes(smollm2: Rig, text: list[Sequence[int]]
 def test_quantised_kv_costs_little(smollm2: Rig, text: list[Sequence[int]]) -> None:
     """Limits: the change of perplexity, the mean divergence, the share of equal top tokens."""
     limits = {
-        Pair("q8_0", "q8_0"): (0.005, 0.002, 0.97),
-        Pair("q4_0", "q4_0"): (0.03, 0.04, 0.90),
+        Pair("q8_0", "q8_0"): (0.005, 0.006, 0.94),
+        Pair("q4_0", "q4_0"): (0.03, 0.04, 0.86),
     }
     found = {pair: Comparison() for pair in (REFERENCE, *limits)}
     for tokens in text:
