@@ -103,6 +103,7 @@ private:
     static Split split_of(const Tile& tile, int index);
     const float* queries_of(const Tile& tile, int layer, int kv_head, bool sinks, bool stores, int thread);
     AttendJob job_of(const Tile& tile, int layer, int kv_head, const float* q) const;
+    void take_key_shift_back(const Tile& tile, int layer, int kv_head, const float* q, float* states) const;
     void attend_tile(const Tile& tile, int layer, int kv_head, int thread);
     void attend_splits(int layer);
     float* states_of(const Tile& tile, int64_t kv_head, int64_t split) const;

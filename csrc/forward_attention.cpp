@@ -150,6 +150,20 @@ const float* Forward::queries_of(const Tile& tile, int layer, int kv_head, bool 
     return q;
 }
 
+// What is added to keys adds the same to all scores of a query, which does not matter (key_shifts.h), unless others of its
+// scores come from a query that was rotated in another way. Then each takes its own share back from the peaks of its states.
+void Forward::take_key_shift_back(const Tile& tile, int layer, int kv_head, const float* q, float* states) const {
+    if (tile.sinks == 0 || layout_->k_type != KVType::q4_0) return;
+    const Shape& s = model_.shape;
+    const float* shift = model_.layers[size_t(layer)].key_shift.data() + kv_head * s.head_dim;
+    for (int token = 0; token < tile.tokens; ++token, q += s.q_size())
+        for (int head = 0; head < s.group(); ++head, states += s.head_dim + 2) {
+            float product = 0.0f;
+            for (int d = 0; d < s.head_dim; ++d) product += q[head * s.head_dim + d] * shift[d];
+            states[s.head_dim + 1] -= product;
+        }
+}
+
 void Forward::attend(int layer) {
     const int64_t heads = model_.shape.n_kv_heads;
     timed(Phase::attention, [&] {
@@ -170,6 +184,7 @@ void Forward::attend_tile(const Tile& tile, int layer, int kv_head, int thread) 
         if (index == 0 || others_begin) q = queries_of(tile, layer, kv_head, split.sinks, others_begin, thread);
         float* states = index == 0 ? own.merged.data() : own.states.data();
         kernels_.attend(job_of(tile, layer, kv_head, q), split.begin, split.end, states, own.attend.data());
+        take_key_shift_back(tile, layer, kv_head, q, states);
         if (index > 0) kernels_.merge_states(own.merged.data(), states, int64_t(tile.tokens) * s.group(), s.head_dim);
     }
     finish(tile, kv_head, own.merged.data());
@@ -191,6 +206,7 @@ void Forward::attend_splits(int layer) {
         const float* q = queries_of(tile, layer, head, split.sinks, index == tile.splits - 1, thread);
         kernels_.attend(job_of(tile, layer, head, q), split.begin, split.end, states_of(tile, head, index),
                         work_.threads[size_t(thread)].attend.data());
+        take_key_shift_back(tile, layer, head, q, states_of(tile, head, index));
         std::atomic<int>& open = open_splits_[i * size_t(heads) + size_t(head)];
         if (open.fetch_sub(1) > 1) return;
         open = tile.splits;  // for the next layer

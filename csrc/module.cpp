@@ -105,13 +105,11 @@ public:
     void copy_blocks(const IntTable& pairs) {
         require_ready();
         if (pairs.shape(1) != 2) refuse("pairs has rows of " + number(pairs.shape(1)) + ", not 2");
-        const size_t bytes = layout_.block_bytes();
+        std::vector<BlockMove> copies;
+        copies.reserve(pairs.shape(0));
         for (size_t i = 0; i < pairs.shape(0) * 2; ++i) check_block(pairs.data()[i]);
-        for (size_t i = 0; i < pairs.shape(0); ++i) {
-            const int32_t *pair = pairs.data() + i * 2;
-            if (pair[0] != pair[1])
-                std::memcpy(arena_.data() + pair[1] * bytes, arena_.data() + pair[0] * bytes, bytes);
-        }
+        for (size_t i = 0; i < pairs.shape(0); ++i) copies.push_back({pairs.data()[i * 2], pairs.data()[i * 2 + 1], 1});
+        mover_.move(copies.data(), copies.size(), arena_.data(), layout_.block_bytes(), blocks_, pool_);
     }
 
     void move_blocks(const IntTable& moves) {
@@ -319,7 +317,7 @@ NB_MODULE(_native, m) {
              "large_pages"_a = true, no_gil)
         .def("step", &Engine::step, "tokens"_a, "chunks"_a, "blocks"_a, "logits"_a.noconvert(), no_gil)
         .def("abort", &Engine::abort)
-        .def("copy_blocks", &Engine::copy_blocks, "pairs"_a)
+        .def("copy_blocks", &Engine::copy_blocks, "pairs"_a, no_gil)
         .def("move_blocks", &Engine::move_blocks, "moves"_a, no_gil)
         .def("release_pages", &Engine::release_pages, "first"_a, "count"_a, no_gil)
         .def("prepare_pages", &Engine::prepare_pages, "first"_a, "count"_a, no_gil)
