@@ -53,7 +53,7 @@ async def test_every_file_comes_with_its_type_and_lets_nothing_foreign_in(path: 
         "script-src": "'self'",
         "style-src": "'self'",
         "connect-src": "'self'",
-        "img-src": "'self' data:",
+        "img-src": "'self'",
         "base-uri": "'none'",
         "frame-ancestors": "'none'",
         "form-action": "'none'",
