@@ -134,7 +134,8 @@ class KVConfig(Section):
         default=0.03,
         gt=0,
         le=1,
-        description="share of a step's time that compaction and giving memory back may take while answers are generated",
+        description="share of a step's time that compaction and giving memory back may take "
+        "while answers are generated",
     )
     window: WindowConfig = WindowConfig()
 
