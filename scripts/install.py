@@ -117,7 +117,7 @@ def run(command: list[str], what: str) -> int:
     progress.end(code == 0)
     if code:
         sys.stderr.writelines(kept)
-        print(f"cLLM: {what} failed; its last lines stand above", file=sys.stderr)
+        print(f"cLLM: {what} failed; see its last lines above", file=sys.stderr)
     return code
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import zipfile
 from importlib.resources import files
 from pathlib import Path
@@ -53,7 +54,7 @@ async def test_every_file_comes_with_its_type_and_lets_nothing_foreign_in(path: 
         "script-src": "'self'",
         "style-src": "'self'",
         "connect-src": "'self'",
-        "img-src": "'self' data:",
+        "img-src": "'self'",
         "base-uri": "'none'",
         "frame-ancestors": "'none'",
         "form-action": "'none'",
@@ -246,6 +247,32 @@ async def test_who_reads_slowly_gets_the_newest_frame_instead_of_a_backlog() -> 
         await generation.aclose()
         await events.aclose()
         assert (source.watchers, watchers(llm)) == (0, 0)
+
+
+@pytest.mark.parametrize(("inline_s", "in_thread"), [(-1.0, [True, True]), (1e9, [True, False])])
+async def test_whole_frames_are_encoded_beside_the_event_loop_unless_that_is_quick(
+    monkeypatch: pytest.MonkeyPatch, inline_s: float, in_thread: list[bool]
+) -> None:
+    encoded: list[bool] = []
+
+    def whole(frame: encode.Frame) -> bytes:
+        encoded.append(threading.current_thread() is not threading.main_thread())
+        return encode.whole(frame)
+
+    monkeypatch.setattr(hub, "whole", whole)
+    monkeypatch.setattr(hub, "INLINE_S", inline_s)
+    async with page_of() as (llm, _):
+        source = hub.Hub(llm, llm.config)
+        first, second, third = source.events(), source.events(), source.events()
+        together = await asyncio.gather(anext(first), anext(second))
+        assert together[0] == together[1] and len(encoded) == 1
+        generation = llm.submit("hello", LONG)
+        await anext(first)
+        await anext(third)
+        assert encoded == in_thread
+        await generation.aclose()
+        for events in (first, second, third):
+            await events.aclose()
 
 
 async def test_who_is_a_little_behind_gets_all_it_missed() -> None:

@@ -118,6 +118,19 @@ def test_the_page_loads_without_a_complaint_and_the_map_changes_with_a_request(
     assert browser.complaints() == []
 
 
+def test_how_orderly_memory_is_and_what_windows_dropped_is_shown(browser: Browser, server: Served) -> None:
+    browser.open(server.url)
+    browser.live()
+    window = {"keep": 4, "recent": 32}
+    body = {"prompt": "one", "max_tokens": 300, "ignore_eos": True, "context_window": window}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+    browser.until("/windows [1-9]/.test(document.getElementById('map-order').textContent)")
+    kv = httpx.get(f"{server.url}/kv").json()
+    shown = browser.text("#map-order")
+    assert "contiguous · free runs " in shown and "given back" in shown and shown.endswith("upkeep failures 0")
+    assert f"tokens dropped by windows {kv['dropped_tokens']:,} · " in shown
+
+
 def test_a_cell_says_who_holds_it_and_a_row_picks_its_cells_out(browser: Browser, server: Served) -> None:
     from selenium.webdriver.common.keys import Keys
 

@@ -190,6 +190,7 @@ class AsyncLLM:
             "hit_rate": usage.hit_tokens / usage.query_tokens if usage.query_tokens else 0.0,
             "running": snapshot.running,
             "waiting": snapshot.waiting,
+            "dropped_tokens": snapshot.dropped_tokens,
             "details": self._running.details,
         }
 

@@ -59,7 +59,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def kv_bytes(self) -> int:
-        """Bytes of K/V memory there are room for now."""
+        """Bytes of K/V memory that there is room for now."""
 
     @property
     @abstractmethod

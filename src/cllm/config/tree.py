@@ -110,7 +110,10 @@ class WindowConfig(Section):
 
 class KVConfig(Section):
     release_after_s: float | None = Field(
-        default=10.0, gt=0, description="quiet time after which free KV memory goes back to the OS (null: never)"
+        default=10.0,
+        gt=0,
+        description="after so long without a request that comes or ends, free KV memory goes back to the OS, "
+        "even while answers are generated (null: never)",
     )
     idle_mb: float | None = Field(
         default=None,
@@ -131,7 +134,8 @@ class KVConfig(Section):
         default=0.03,
         gt=0,
         le=1,
-        description="share of a step's time that compaction may take while answers are generated",
+        description="share of a step's time that compaction and giving memory back may take "
+        "while answers are generated",
     )
     window: WindowConfig = WindowConfig()
 
@@ -208,7 +212,11 @@ class ServerConfig(Section):
         ge=0,
         description="most log probabilities in an answer to a request: n x tokens x (1 + alternatives asked for)",
     )
-    max_encode_tokens: int = Field(default=131_072, ge=1, description="most tokens that POST /encode counts in a text")
+    max_encode_tokens: int = Field(
+        default=131_072,
+        ge=1,
+        description="most tokens that POST /encode counts in a text, and in a prompt with a rolling window",
+    )
     page: bool = Field(default=True, description="the page at / and its stream of events at /kv/stream")
     page_shows_prompts: bool = Field(
         default=False, description="show on the page how cached prompts begin, to whoever may open it"

@@ -209,6 +209,8 @@ class SlotKVManager(SlotOperations):
             resident_bytes=slots * self._slot_bytes + self._store.bytes,
             released_bytes=self._released_bytes,
             upkeep_failures=self._resizes_failed,
+            slots=slots,
+            context_rebuilds=self._resizes,
         )
 
     def details(self) -> dict[str, Any]:

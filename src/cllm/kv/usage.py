@@ -47,6 +47,10 @@ class KVUsage(NamedTuple):
     prepared_bytes: int = 0
     upkeep_failures: int = 0
     """Moves, releases and preparations that the backend refused."""
+    slots: int = 0
+    """Slots that have memory; 0 on paged backends."""
+    context_rebuilds: int = 0
+    """Times the backend's context was made anew with more or fewer slots."""
 
     @property
     def used_fraction(self) -> float:

@@ -147,6 +147,7 @@ _GAUGES = (
         _kv_extents,
         "state",
     ),
+    _Value("kv_slots", "Slots that have memory (0 on paged backends).", lambda s: s.kv.slots),
     _Value("kv_resident_bytes", "KV bytes in memory, as the OS says.", lambda s: s.kv.resident_bytes),
     _Value("step_token_budget", "Tokens the next step may hold.", lambda s: s.step_token_budget),
     _Value("uptime_seconds", "Since the engine started.", lambda s: s.uptime_s),
@@ -174,6 +175,11 @@ _COUNTERS = (
         "kv_upkeep_failures",
         "Moves, releases and preparations of KV memory that failed.",
         lambda s: s.kv.upkeep_failures,
+    ),
+    _Value(
+        "kv_context_rebuilds",
+        "Times the context was made anew with more or fewer slots.",
+        lambda s: s.kv.context_rebuilds,
     ),
     _Value(
         "kv_allocation_failures",

@@ -20,7 +20,7 @@ _TYPES = {
 }
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'; form-action 'none'",
+    "img-src 'self'; base-uri 'none'; frame-ancestors 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",

@@ -37,7 +37,7 @@ QUIET_TICKS = 20
 RECENT = 8
 """Events that a slow watcher may be behind by; who is further behind gets a frame whole."""
 INLINE_S = 0.001
-"""Encoding that took longer than this goes to a thread the next time."""
+"""Encoding goes to a thread, unless the last time took less than this."""
 
 
 class Hub:
@@ -52,6 +52,8 @@ class Hub:
         self._ticking: asyncio.Task[None] | None = None
         self._frame: Frame | None = None
         self._whole: tuple[int, bytes] = (0, b"")
+        self._whole_in_thread = True
+        self._making_whole = asyncio.Lock()
         self._recent: deque[tuple[int, bytes]] = deque(maxlen=RECENT)
         self._news = asyncio.Event()
 
@@ -103,14 +105,23 @@ class Hub:
         missing = [data for version, data in self._recent if version > seen]
         if seen and len(missing) == newest - seen:
             return b"".join(missing), newest
-        if self._whole[0] != newest:
-            self._whole = (newest, whole(self._frame))
-        return self._whole[1], newest
+        return await self._whole_of(self._frame)
+
+    async def _whole_of(self, frame: Frame) -> tuple[bytes, int]:
+        """The frame, or a newer one, whole: encoded once for all who ask."""
+        async with self._making_whole:
+            if self._whole[0] < frame.version:
+                in_thread = self._whole_in_thread
+                data, seconds = await asyncio.to_thread(_encode_whole, frame) if in_thread else _encode_whole(frame)
+                self._whole_in_thread = seconds > INLINE_S
+                self._whole = (frame.version, data)
+            version, data = self._whole
+        return data, version
 
     async def _tick(self) -> None:
         self._frame = None
         self._recent.clear()
-        quiet, in_thread = 0, False
+        quiet, in_thread = 0, True
         try:
             while True:
                 picture = self._llm.picture()
@@ -163,6 +174,12 @@ def _encode(before: Frame | None, source: Source) -> tuple[Frame, bytes, float]:
     frame = frame_of(before, source)
     data = b"" if before is None else change(before, frame)
     return frame, data, time.thread_time() - started
+
+
+def _encode_whole(frame: Frame) -> tuple[bytes, float]:
+    started = time.thread_time()
+    data = whole(frame)
+    return data, time.thread_time() - started
 
 
 def _text_source(llm: AsyncLLM) -> TextOf:

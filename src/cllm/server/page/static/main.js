@@ -55,6 +55,7 @@ follow((kind, event) => {
   events.follow(now);
   showCounts(shown.geometry);
   showFigures(now);
+  showOrder(now);
 });
 
 function showCounts({ layout, cellTokens, cellBytes }) {
@@ -77,4 +78,17 @@ function showFigures(now) {
   setText(byId("waiting"), whole(now.waiting));
   setText(byId("hit-rate"), percent(now.kv.hit_tokens, now.kv.query_tokens));
   setText(byId("kv-used"), bytes(now.kv.referenced * now.kv.bytes_per_unit));
+}
+
+/** How orderly memory is, and what was done about it since the server started. */
+function showOrder({ kv, dropped_tokens: dropped }) {
+  const parts = [
+    `live sequences ${percent(kv.contiguity, 1)} contiguous`,
+    `free runs ${whole(kv.free_segments)}, largest ${bytes(kv.largest_free_span * kv.bytes_per_unit)}`,
+    `extents in use ${whole(kv.extents_used)}, needed ${whole(kv.extents_needed)}`,
+    `given back ${bytes(kv.released_bytes)}`,
+    `tokens dropped by windows ${whole(dropped)}`,
+    `upkeep failures ${whole(kv.upkeep_failures)}`,
+  ];
+  setText(byId("map-order"), parts.join(" · "));
 }
