@@ -17,6 +17,7 @@ from cllm.backends.fake import FakeBackend
 from cllm.errors import BackendError
 from cllm.kv import upkeep
 from cllm.kv.compaction import Plan, in_calls, plan_fill, plan_lift, plan_slide
+from cllm.kv.extents import FULL, READY, ROOM_FOR_PROMPTS
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps, Move
 from cllm.kv.paged import PagedKVManager
@@ -306,6 +307,27 @@ def test_blocks_are_not_moved_into_memory_that_would_have_to_be_taken() -> None:
     usage = kv.usage()
     assert usage.compactions == 1 and usage.extents_used == 4 and usage.extents_ready == 0
     assert kv._pool.free_map[:8] == b"\1" * 8
+
+
+def test_blocks_are_moved_into_holes_and_not_into_extents_that_are_ready() -> None:
+    backend, kv, clock = elastic(192, extent=32, idle_blocks=0, ahead_blocks=0)
+    first = run_to_end(backend, kv, [90] * 256)
+    kept, gone = [], []
+    for letter in range(4):
+        kept.append(run_to_end(backend, kv, [letter] * 64))
+        gone.append(run_to_end(backend, kv, [50 + letter] * 64))
+    for sequence in (first, *gone):
+        kv.release(sequence, keep=False)
+    kv._evict(1000)
+    states = kv._pool.extents.states
+    assert bytes(states) == bytes([READY] * 2 + [ROOM_FOR_PROMPTS] * 4)
+    assert kv._upkeep.offer().gain_bytes == 2 * kv._arena.extent_bytes
+    clock.now += 1.0
+    while kv.maintain(1e-3):
+        assert bytes(states[:2]) == bytes([READY] * 2)
+    assert kv._upkeep.compactor.moved_blocks == 32
+    assert bytes(states) == bytes([READY] * 2 + [FULL] * 2 + [READY] * 2)
+    assert [held_tokens(backend, sequence) for sequence in kept] == [[letter] * 64 for letter in range(4)]
 
 
 def test_without_compaction_scattered_prefixes_keep_their_memory() -> None:

@@ -196,7 +196,7 @@ class Upkeep:
         """A slice of the compaction in progress, or of one that pays; False: there is nothing to move."""
         if self._left_to_move <= 0 and not self._begin_compaction():
             return False
-        moved = self._move(self._fill_taken, self._left_to_move, budget_s)
+        moved = self._move(self._fill_holes, self._left_to_move, budget_s)
         if moved is None:
             return self._left_to_move > 0
         self._left_to_move -= moved
@@ -205,9 +205,9 @@ class Upkeep:
             self.compactions += 1
         return True
 
-    def _fill_taken(self, free: bytes | bytearray, most: int) -> list[Move]:
-        """Only where memory is taken: taking more costs many times a move, and what it frees would be lost again."""
-        return plan_fill(free, most, self._arena.pool.taken_places())
+    def _fill_holes(self, free: bytes | bytearray, most: int) -> list[Move]:
+        """Not into empty extents: each that is filled costs one of those that the moves set free."""
+        return plan_fill(free, most, self._arena.pool.holes())
 
     def _begin_compaction(self) -> bool:
         after = self.settings.release_after_s
