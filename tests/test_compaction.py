@@ -464,7 +464,7 @@ def test_the_price_follows_what_came_back() -> None:
     first = trigger.price
     assert trigger.pays(Offer(1000, 1, 1000 / first))
     assert not trigger.pays(Offer(1000, 1, 1001 / first))
-    trigger.promise(1000, released_bytes=500, judge_at=5.0)
+    trigger.promise(1000, released_without=500, judge_at=5.0)
     trigger.judge(600, now=4.0)
     assert trigger.price == first
     trigger.judge(600, now=5.0)
@@ -472,9 +472,34 @@ def test_the_price_follows_what_came_back() -> None:
     dearer = trigger.price
     trigger.judge(600, now=6.0)
     assert trigger.price == dearer, "judged once"
-    trigger.promise(1000, released_bytes=600, judge_at=9.0)
+    trigger.promise(1000, released_without=600, judge_at=9.0)
     trigger.judge(1500, now=7.0, at_once=True)
     assert trigger.price < dearer
+
+
+@pytest.mark.parametrize("others_came", [False, True])
+def test_what_was_empty_before_a_compaction_is_not_its_gain(others_came: bool) -> None:
+    """Four extents are empty and a compaction frees four more. If others take those again, half of all that was free
+    goes back, as it would have without any move."""
+    backend, kv, clock = elastic(64, idle_blocks=0, ahead_blocks=0)
+    kept = scattered(kv, backend)
+    kv.release(run_to_end(backend, kv, [99] * 64), keep=False)
+    kv._evict(1000)
+    trigger = kv._upkeep.trigger
+    first = trigger.price
+    clock.now += 1.0
+    settle(kv)
+    usage = kv.usage()
+    assert (usage.compactions, usage.extents_used, usage.extents_ready, usage.released_bytes) == (1, 4, 8, 0)
+    others = [run_to_end(backend, kv, [70 + letter] * 16) for letter in range(4 * others_came)]
+    for _ in range(25):
+        clock.now += 1.0
+        settle(kv)
+    usage = kv.usage()
+    assert usage.compactions == 1 and usage.extents_ready == 0
+    assert usage.released_bytes == (4 if others_came else 8) * usage.extent_bytes
+    assert (trigger.price > first) == others_came and trigger.price != first
+    assert all(held_tokens(backend, s) == s.tokens.tolist() for s in (*kept, *others))
 
 
 # -- faults --------------------------------------------------------------------------------------------------------

@@ -219,8 +219,12 @@ class Upkeep:
         self._left_to_move = offer.cost_blocks
         # Until then, what it frees has been unused for long enough to go.
         judge_at = self._clock() + 2 * after + offer.cost_s
-        self.trigger.promise(offer.gain_bytes, self.released_bytes, judge_at)
+        self.trigger.promise(offer.gain_bytes, self.released_bytes + self._ready_bytes(), judge_at)
         return True
+
+    def _ready_bytes(self) -> int:
+        extents = self._arena.pool.extents
+        return sum(extents.widths[extent] for extent in extents.ready().tolist()) * self._arena.block_bytes
 
     def offer(self) -> Offer:
         arena = self._arena
