@@ -421,6 +421,18 @@ def test_only_free_memory_is_ever_given_back_or_prepared() -> None:
     assert set(asked) == {"release_pages", "prepare_pages"}
 
 
+def test_the_os_is_asked_for_resident_memory_only_while_nothing_runs() -> None:
+    backend, kv, clock = elastic(idle_blocks=16, ahead_blocks=0)
+    sequence = run_to_end(backend, kv, [1] * 16)
+    for _ in range(5):
+        clock.now += 2.0
+        settle(kv)
+    assert kv.usage().resident_bytes == 0, "nothing was seen yet"
+    kv.release(sequence)
+    settle(kv)
+    assert kv.usage().resident_bytes == backend.ops.resident_bytes() > 0  # type: ignore[union-attr]
+
+
 def test_an_extent_that_is_used_meanwhile_is_not_prepared_any_further() -> None:
     backend, kv, clock = elastic(ahead_blocks=8)
     assert kv._upkeep._prepare(clock.now)

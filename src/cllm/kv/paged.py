@@ -207,7 +207,8 @@ class PagedKVManager(PagedOperations):
         if budget_s > 0 and (not (self._running or more) or now - self._measured_at >= LOOK_INTERVAL_S):
             self._measured = measure(self._pool, self._running.values())
             self._measured_at = now
-            self._upkeep.look(now)
+            if not self._running:
+                self._upkeep.look(now)
         return more
 
     def upkeep_at(self) -> float | None:

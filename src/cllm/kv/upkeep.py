@@ -292,7 +292,10 @@ class Upkeep:
     # -- what may fail without harm ------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Ask the OS how much of the arena is in memory, if that was long enough ago."""
+        """Ask the OS how much of the arena is in memory, if that was long enough ago.
+
+        Only while nothing runs: for a large arena it takes longer than may lie between two steps.
+        """
         if now < self._resident_at or self._strikes["resident_bytes"] >= STRIKES:
             return
         started = self._clock()

@@ -147,7 +147,7 @@ _GAUGES = (
         _kv_extents,
         "state",
     ),
-    _Value("kv_resident_bytes", "KV bytes in memory, as the OS says.", lambda s: s.kv.resident_bytes),
+    _Value("kv_resident_bytes", "KV bytes in memory, as last seen while nothing ran.", lambda s: s.kv.resident_bytes),
     _Value("step_token_budget", "Tokens the next step may hold.", lambda s: s.step_token_budget),
     _Value("uptime_seconds", "Since the engine started.", lambda s: s.uptime_s),
 )
