@@ -109,11 +109,14 @@ class LlamaSlotOps:
         self._shifted = False  # only now: a decode that failed has rotated nothing
         self.remove(slot, end)
 
-    def resize(self, slots: int) -> None:
+    def no_room(self, slots: int) -> str | None:
         # llama.cpp writes to all of it, so the system would rather end the process than refuse it.
         more, room = (slots - self._context.slots) * self._slot_bytes, tightest(read_rooms())
-        if more > room.free:
-            raise BackendError(f"{slots} slots take {mib(more)} more, and that is more than {room}")
+        return f"{slots} slots take {mib(more)} more, and that is more than {room}" if more > room.free else None
+
+    def resize(self, slots: int) -> None:
+        if (reason := self.no_room(slots)) is not None:
+            raise BackendError(reason)
         self._context.close()
         self.forget()
         self._context.open(slots)
