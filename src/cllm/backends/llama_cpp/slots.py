@@ -23,8 +23,11 @@ class LlamaSlotOps:
     What is saved can be loaded into any slot, and if it is `portable`, also when there are more or fewer of them.
     """
 
-    def __init__(self, context: Context, *, portable: bool = False, slot_bytes: int = 0) -> None:
+    def __init__(
+        self, context: Context, *, type_k: str = "f16", portable: bool = False, slot_bytes: int = 0
+    ) -> None:
         self._context = context
+        self._type_k = type_k
         self._slot_bytes = slot_bytes
         self._library = context.library
         self._scratch: SavedKV = np.empty(0, np.uint8)
@@ -36,6 +39,11 @@ class LlamaSlotOps:
 
     @property
     def no_shift(self) -> str | None:
+        if self._type_k == "q4_0":
+            return (
+                "llama.cpp rotates cached keys again at every shift, which 4-bit keys do not survive; "
+                "set resources.kv_type_k to q8_0 or f16"
+            )
         can: bool = self._library.can_shift(self._context.memory)
         return None if can else "llama.cpp cannot shift positions of this model"
 
