@@ -24,12 +24,9 @@ from cllm.kv.paged_operations import PagedOperations
 from cllm.kv.picture import picture
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
-from cllm.kv.upkeep import EVICT_AT_ONCE, Upkeep, UpkeepSettings
+from cllm.kv.upkeep import EVICT_AT_ONCE, LOOK_INTERVAL_S, Upkeep, UpkeepSettings
 from cllm.kv.usage import KVUsage
 from cllm.kv.view import KVView
-
-LOOK_INTERVAL_S = 1.0
-"""How often the state of the memory is measured, at most."""
 
 
 class PagedKVManager(PagedOperations):

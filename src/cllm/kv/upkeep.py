@@ -32,7 +32,7 @@ log = logging.getLogger("cllm.kv")
 
 EVICT_AT_ONCE = 256
 LOOK_INTERVAL_S = 1.0
-"""How often a busy cache is looked at for memory to give back."""
+"""How often a busy cache is looked at, at most: for memory to give back, and to measure its state."""
 
 PREPARE_BYTES = 1 << 20
 """Memory that is taken ahead in one piece: 2 ms where pages are dear."""
