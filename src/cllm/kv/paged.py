@@ -105,7 +105,7 @@ class PagedKVManager(PagedOperations):
         self._upkeep.stirred()
 
     def arrange(self) -> None:
-        """Where blocks lie makes no difference to speed."""
+        """No step needs its blocks in some order; upkeep moves scattered ones together if that pays."""
 
     def grow(self, sequence: KVSequence, count: int) -> bool:
         held = sequence.num_computed - sequence.dropped

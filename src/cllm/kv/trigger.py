@@ -1,9 +1,11 @@
 """Does a compaction pay? What it would give back against what it would cost, with a price that learns.
 
 Only whole free extents go back to the OS, so scattered blocks keep more memory than they fill. The gain of moving them
-together is the bytes that could then go back; the cost is the bytes to move, at the speed that was measured. Where
-blocks lie makes no difference to attention, whose blocks are larger than any page it could miss, and nobody needs
-adjacent blocks to run; so neither counts.
+together is the bytes that could then go back; the cost is the bytes to move, at the speed that was measured.
+
+On 4 KiB pages, or moved together, placement makes little difference to speed; blocks scattered over large pages decode
+slower (see docs/benchmarks.md, memory-placement). There is no separate term for that: scattered blocks are those that
+keep extents which could go back, so moving them together follows from the gain in memory already.
 """
 
 from __future__ import annotations

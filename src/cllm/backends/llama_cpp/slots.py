@@ -23,9 +23,7 @@ class LlamaSlotOps:
     What is saved can be loaded into any slot, and if it is `portable`, also when there are more or fewer of them.
     """
 
-    def __init__(
-        self, context: Context, *, type_k: str = "f16", portable: bool = False, slot_bytes: int = 0
-    ) -> None:
+    def __init__(self, context: Context, *, type_k: str = "f16", portable: bool = False, slot_bytes: int = 0) -> None:
         self._context = context
         self._type_k = type_k
         self._slot_bytes = slot_bytes
