@@ -17,6 +17,7 @@ from cllm.backends.fake import FakeBackend
 from cllm.errors import BackendError
 from cllm.kv import upkeep
 from cllm.kv.compaction import Plan, in_calls, plan_fill, plan_lift, plan_slide
+from cllm.kv.extents import FULL, READY, ROOM_FOR_PROMPTS
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps, Move
 from cllm.kv.paged import PagedKVManager
@@ -308,6 +309,27 @@ def test_blocks_are_not_moved_into_memory_that_would_have_to_be_taken() -> None:
     assert kv._pool.free_map[:8] == b"\1" * 8
 
 
+def test_blocks_are_moved_into_holes_and_not_into_extents_that_are_ready() -> None:
+    backend, kv, clock = elastic(192, extent=32, idle_blocks=0, ahead_blocks=0)
+    first = run_to_end(backend, kv, [90] * 256)
+    kept, gone = [], []
+    for letter in range(4):
+        kept.append(run_to_end(backend, kv, [letter] * 64))
+        gone.append(run_to_end(backend, kv, [50 + letter] * 64))
+    for sequence in (first, *gone):
+        kv.release(sequence, keep=False)
+    kv._evict(1000)
+    states = kv._pool.extents.states
+    assert bytes(states) == bytes([READY] * 2 + [ROOM_FOR_PROMPTS] * 4)
+    assert kv._upkeep.offer().gain_bytes == 2 * kv._arena.extent_bytes
+    clock.now += 1.0
+    while kv.maintain(1e-3):
+        assert bytes(states[:2]) == bytes([READY] * 2)
+    assert kv._upkeep.compactor.moved_blocks == 32
+    assert bytes(states) == bytes([READY] * 2 + [FULL] * 2 + [READY] * 2)
+    assert [held_tokens(backend, sequence) for sequence in kept] == [[letter] * 64 for letter in range(4)]
+
+
 def test_without_compaction_scattered_prefixes_keep_their_memory() -> None:
     backend, kv, clock = elastic(idle_blocks=16, ahead_blocks=0, compaction="off")
     for sequence in scattered(kv, backend):
@@ -399,6 +421,18 @@ def test_only_free_memory_is_ever_given_back_or_prepared() -> None:
     assert set(asked) == {"release_pages", "prepare_pages"}
 
 
+def test_the_os_is_asked_for_resident_memory_only_while_nothing_runs() -> None:
+    backend, kv, clock = elastic(idle_blocks=16, ahead_blocks=0)
+    sequence = run_to_end(backend, kv, [1] * 16)
+    for _ in range(5):
+        clock.now += 2.0
+        settle(kv)
+    assert kv.usage().resident_bytes == 0, "nothing was seen yet"
+    kv.release(sequence)
+    settle(kv)
+    assert kv.usage().resident_bytes == backend.ops.resident_bytes() > 0  # type: ignore[union-attr]
+
+
 def test_an_extent_that_is_used_meanwhile_is_not_prepared_any_further() -> None:
     backend, kv, clock = elastic(ahead_blocks=8)
     assert kv._upkeep._prepare(clock.now)
@@ -442,7 +476,7 @@ def test_the_price_follows_what_came_back() -> None:
     first = trigger.price
     assert trigger.pays(Offer(1000, 1, 1000 / first))
     assert not trigger.pays(Offer(1000, 1, 1001 / first))
-    trigger.promise(1000, released_bytes=500, judge_at=5.0)
+    trigger.promise(1000, released_without=500, judge_at=5.0)
     trigger.judge(600, now=4.0)
     assert trigger.price == first
     trigger.judge(600, now=5.0)
@@ -450,9 +484,34 @@ def test_the_price_follows_what_came_back() -> None:
     dearer = trigger.price
     trigger.judge(600, now=6.0)
     assert trigger.price == dearer, "judged once"
-    trigger.promise(1000, released_bytes=600, judge_at=9.0)
+    trigger.promise(1000, released_without=600, judge_at=9.0)
     trigger.judge(1500, now=7.0, at_once=True)
     assert trigger.price < dearer
+
+
+@pytest.mark.parametrize("others_came", [False, True])
+def test_what_was_empty_before_a_compaction_is_not_its_gain(others_came: bool) -> None:
+    """Four extents are empty and a compaction frees four more. If others take those again, half of all that was free
+    goes back, as it would have without any move."""
+    backend, kv, clock = elastic(64, idle_blocks=0, ahead_blocks=0)
+    kept = scattered(kv, backend)
+    kv.release(run_to_end(backend, kv, [99] * 64), keep=False)
+    kv._evict(1000)
+    trigger = kv._upkeep.trigger
+    first = trigger.price
+    clock.now += 1.0
+    settle(kv)
+    usage = kv.usage()
+    assert (usage.compactions, usage.extents_used, usage.extents_ready, usage.released_bytes) == (1, 4, 8, 0)
+    others = [run_to_end(backend, kv, [70 + letter] * 16) for letter in range(4 * others_came)]
+    for _ in range(25):
+        clock.now += 1.0
+        settle(kv)
+    usage = kv.usage()
+    assert usage.compactions == 1 and usage.extents_ready == 0
+    assert usage.released_bytes == (4 if others_came else 8) * usage.extent_bytes
+    assert (trigger.price > first) == others_came and trigger.price != first
+    assert all(held_tokens(backend, s) == s.tokens.tolist() for s in (*kept, *others))
 
 
 # -- faults --------------------------------------------------------------------------------------------------------

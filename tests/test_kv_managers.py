@@ -611,6 +611,26 @@ def test_without_memory_for_more_the_old_slots_are_taken_again() -> None:
     kv.check()
 
 
+def test_where_the_machine_has_no_room_for_more_slots_nothing_is_touched(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    backend, kv = on_demand(clock=lambda: now)
+    running = run_to_end(backend, kv, [1] * 9)
+    ops: Any = kv._ops
+    ops.no_room = lambda slots: f"{slots} slots are too many"
+    unresizable(kv, {1, 2, 4})
+    before = state_of(kv)
+    for tries in range(1, 4):
+        assert kv.admit(KVSequence([2] * 5)) is None
+        assert state_of(kv) == before and kv.usage().moved_bytes == 0
+        assert kv._resizes_failed == tries
+        now += 31.0
+    assert caplog.text.count("no memory for 2 slots instead of 1: 2 slots are too many") == 3
+    del ops.no_room, ops.resize
+    assert kv.admit(KVSequence([2] * 5)) == 0
+    assert held_tokens(backend, running) == [1] * 9
+    kv.check()
+
+
 def test_when_no_slots_can_be_taken_at_all_the_memory_is_renewed() -> None:
     backend, kv = on_demand()
     running = run_to_end(backend, kv, [1] * 9)

@@ -20,13 +20,16 @@ import pytest
 from cllm.backends.base import Chunk, Logits
 from cllm.backends.llama_cpp import LlamaCppBackend
 from cllm.backends.llama_cpp.library import load_library
+from cllm.config.tree import WindowConfig
 from cllm.engine.params import SamplingParams
-from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError
+from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError, UnsupportedOperationError
 from cllm.kv.memory import KV_TYPES
 from cllm.kv.ops import BlockGeometry, SlotGeometry, SlotOps
+from cllm.kv.slots import SlotKVManager
 from cllm.machine import Room
 from cllm.models.registry import resolve
 from cllm.offline import LLM
+from cllm.windows import Windows
 
 pytestmark = pytest.mark.model
 
@@ -428,6 +431,21 @@ def test_a_range_in_the_middle_is_cut_out(backend: LlamaCppBackend) -> None:
     logits = prefill(backend, 0, counting[-1:], len(counting) - 41)
     assert continue_greedily(backend, 0, logits, len(goes_on)) == goes_on.tolist()
     assert ops.length(0) == len(counting) - 40 + len(goes_on) - 1
+
+
+@pytest.mark.parametrize(("type_k", "type_v"), [("q4_0", "f16"), ("q8_0", "q4_0")])
+def test_windows_are_refused_for_keys_that_would_not_survive_them(type_k: str, type_v: str) -> None:
+    with make(kv_type_k=type_k, kv_type_v=type_v) as backend:
+        backend.allocate(SlotGeometry(1, 256))
+        kv = SlotKVManager(backend.ops, SlotGeometry(1, 256), bytes_per_token=1)
+        asked = WindowConfig(recent=64)
+        if type_k != "q4_0":
+            assert Windows(asked, kv, 256).of(None) is not None
+            return
+        with pytest.raises(ConfigError, match=r"kv\.window: .*4-bit keys do not survive; set resources\.kv_type_k to"):
+            Windows(asked, kv, 256)
+        with pytest.raises(UnsupportedOperationError, match="4-bit keys"):
+            backend.ops.shift(0, 0, None, 1)
 
 
 def test_a_shift_past_the_end_is_refused(backend: LlamaCppBackend, prompts: list[array[int]]) -> None:

@@ -253,6 +253,9 @@ class _FakeSlots:
             raise BackendError(f"shifting slot {slot} by {delta} would put two tokens at one position")
         self._cells[slot] = moved
 
+    def no_room(self, slots: int) -> str | None:
+        return None
+
     def resize(self, slots: int) -> None:
         self._cells = [{} for _ in range(slots)]
 

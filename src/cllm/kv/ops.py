@@ -76,6 +76,10 @@ class SlotOps(Protocol):
     def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
         """Add `delta` to the positions in the range (RoPE is re-rotated by the backend)."""
 
+    def no_room(self, slots: int) -> str | None:
+        """Why the machine has no memory for so many slots instead of those that there are; None: it has, as far as can
+        be said before it is taken."""
+
     def resize(self, slots: int) -> None:
         """Give the memory of all slots back, then take it for so many, all of them empty.
 

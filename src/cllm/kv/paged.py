@@ -24,12 +24,9 @@ from cllm.kv.paged_operations import PagedOperations
 from cllm.kv.picture import picture
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
-from cllm.kv.upkeep import EVICT_AT_ONCE, Upkeep, UpkeepSettings
+from cllm.kv.upkeep import EVICT_AT_ONCE, LOOK_INTERVAL_S, Upkeep, UpkeepSettings
 from cllm.kv.usage import KVUsage
 from cllm.kv.view import KVView
-
-LOOK_INTERVAL_S = 1.0
-"""How often the state of the memory is measured, at most."""
 
 
 class PagedKVManager(PagedOperations):
@@ -108,7 +105,7 @@ class PagedKVManager(PagedOperations):
         self._upkeep.stirred()
 
     def arrange(self) -> None:
-        """Where blocks lie makes no difference to speed."""
+        """No step needs its blocks in some order; upkeep moves scattered ones together if that pays."""
 
     def grow(self, sequence: KVSequence, count: int) -> bool:
         held = sequence.num_computed - sequence.dropped
@@ -207,7 +204,8 @@ class PagedKVManager(PagedOperations):
         if budget_s > 0 and (not (self._running or more) or now - self._measured_at >= LOOK_INTERVAL_S):
             self._measured = measure(self._pool, self._running.values())
             self._measured_at = now
-            self._upkeep.look(now)
+            if not self._running:
+                self._upkeep.look(now)
         return more
 
     def upkeep_at(self) -> float | None:

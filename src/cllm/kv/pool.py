@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.kv.extents import (
+    EMPTY,
     FRESH,
     GENERATION,
     PROMPT,
@@ -225,15 +226,15 @@ class BlockPool:
             for extent, blocks in self.extents.across(source, count):
                 self.extents.drain(extent, blocks)
 
-    def taken_places(self) -> bytearray:
-        """The map without free blocks whose memory is not taken from the OS, up to the highest block in use."""
+    def holes(self) -> bytearray:
+        """The map without the free blocks of empty extents, up to the highest block in use."""
         places, extents = self.free_map[:], self.extents
-        end = self.free_map.rfind(0) // extents.size
-        fresh = extents.states.find(FRESH, 0, max(end, 0))
-        while fresh >= 0:
-            first, width = extents.first_block(fresh), extents.widths[fresh]
+        end = max(self.free_map.rfind(0) // extents.size, 0)
+        empty = extents.kinds.find(EMPTY, 0, end)
+        while empty >= 0:
+            first, width = extents.first_block(empty), extents.widths[empty]
             places[first : first + width] = bytes(width)
-            fresh = extents.states.find(FRESH, fresh + 1, end)
+            empty = extents.kinds.find(EMPTY, empty + 1, end)
         return places
 
     # -- looking -----------------------------------------------------------------------------------------------

@@ -184,10 +184,6 @@ class Prefixes:
         self.evictable -= freed
         return freed
 
-    def evict_leaf(self) -> int:
-        """Free all blocks of the node that goes next."""
-        return self.evict(len(self.policy.peek().value))
-
     # -- checking ----------------------------------------------------------------------------------------------
 
     def examine(self, uses: dict[int, int], held: NDArray[np.int32], piece: int) -> Iterator[int]:

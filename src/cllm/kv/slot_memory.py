@@ -26,6 +26,8 @@ log = logging.getLogger("cllm.kv")
 SAVE_TAIL_TOKENS = 16
 """A held sequence whose slot is taken over is saved first if at least this many of its tokens would be lost."""
 
+NO_MEMORY = "there is no memory for %d slots instead of %d: %s"
+
 _NOTHING: SavedKV = np.empty(0, np.uint8)
 
 
@@ -245,6 +247,10 @@ class SlotMemory(KVManager):
         runs.
         """
         before = len(self._slots)
+        if slots > before and (reason := self._ops.no_room(slots)) is not None:
+            log.warning(NO_MEMORY, slots, before, reason)
+            self._resizes_failed += 1
+            return False
         carried = self._carry_out(slots)
         if carried is None:
             self._resizes_failed += 1
@@ -302,7 +308,7 @@ class SlotMemory(KVManager):
         try:
             self._ops.resize(slots)
         except (BackendError, MemoryError) as error:
-            log.warning("there is no memory for %d slots instead of %d: %s", slots, before, error)
+            log.warning(NO_MEMORY, slots, before, error)
         else:
             return slots
         try:

@@ -32,7 +32,7 @@ log = logging.getLogger("cllm.kv")
 
 EVICT_AT_ONCE = 256
 LOOK_INTERVAL_S = 1.0
-"""How often a busy cache is looked at for memory to give back."""
+"""How often a busy cache is looked at, at most: for memory to give back, and to measure its state."""
 
 PREPARE_BYTES = 1 << 20
 """Memory that is taken ahead in one piece: 2 ms where pages are dear."""
@@ -196,7 +196,7 @@ class Upkeep:
         """A slice of the compaction in progress, or of one that pays; False: there is nothing to move."""
         if self._left_to_move <= 0 and not self._begin_compaction():
             return False
-        moved = self._move(self._fill_taken, self._left_to_move, budget_s)
+        moved = self._move(self._fill_holes, self._left_to_move, budget_s)
         if moved is None:
             return self._left_to_move > 0
         self._left_to_move -= moved
@@ -205,9 +205,9 @@ class Upkeep:
             self.compactions += 1
         return True
 
-    def _fill_taken(self, free: bytes | bytearray, most: int) -> list[Move]:
-        """Only where memory is taken: taking more costs many times a move, and what it frees would be lost again."""
-        return plan_fill(free, most, self._arena.pool.taken_places())
+    def _fill_holes(self, free: bytes | bytearray, most: int) -> list[Move]:
+        """Not into empty extents: each that is filled costs one of those that the moves set free."""
+        return plan_fill(free, most, self._arena.pool.holes())
 
     def _begin_compaction(self) -> bool:
         after = self.settings.release_after_s
@@ -219,8 +219,12 @@ class Upkeep:
         self._left_to_move = offer.cost_blocks
         # Until then, what it frees has been unused for long enough to go.
         judge_at = self._clock() + 2 * after + offer.cost_s
-        self.trigger.promise(offer.gain_bytes, self.released_bytes, judge_at)
+        self.trigger.promise(offer.gain_bytes, self.released_bytes + self._ready_bytes(), judge_at)
         return True
+
+    def _ready_bytes(self) -> int:
+        extents = self._arena.pool.extents
+        return sum(extents.widths[extent] for extent in extents.ready().tolist()) * self._arena.block_bytes
 
     def offer(self) -> Offer:
         arena = self._arena
@@ -288,7 +292,10 @@ class Upkeep:
     # -- what may fail without harm ------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Ask the OS how much of the arena is in memory, if that was long enough ago."""
+        """Ask the OS how much of the arena is in memory, if that was long enough ago.
+
+        Only while nothing runs: for a large arena it takes longer than may lie between two steps.
+        """
         if now < self._resident_at or self._strikes["resident_bytes"] >= STRIKES:
             return
         started = self._clock()

@@ -42,7 +42,8 @@ class KVUsage(NamedTuple):
     contiguity: float = 1.0
     """Of neighbours in running sequences' block tables, the share that are neighbours in memory."""
     resident_bytes: int = 0
-    """What the OS says is in memory; asked now and then."""
+    """What is in memory. The OS is asked for it now and then while nothing runs, so this is what was last seen; slots
+    are counted instead."""
     released_bytes: int = 0
     prepared_bytes: int = 0
     upkeep_failures: int = 0

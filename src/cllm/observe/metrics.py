@@ -148,7 +148,7 @@ _GAUGES = (
         "state",
     ),
     _Value("kv_slots", "Slots that have memory (0 on paged backends).", lambda s: s.kv.slots),
-    _Value("kv_resident_bytes", "KV bytes in memory, as the OS says.", lambda s: s.kv.resident_bytes),
+    _Value("kv_resident_bytes", "KV bytes in memory, as last seen while nothing ran.", lambda s: s.kv.resident_bytes),
     _Value("step_token_budget", "Tokens the next step may hold.", lambda s: s.step_token_budget),
     _Value("uptime_seconds", "Since the engine started.", lambda s: s.uptime_s),
 )

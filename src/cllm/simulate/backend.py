@@ -163,5 +163,8 @@ class SimulatedSlots(SlotOps):
     def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
         raise BackendError("simulated slots do not shift")
 
+    def no_room(self, slots: int) -> str | None:
+        return None
+
     def resize(self, slots: int) -> None:
         self._lengths = [0] * slots

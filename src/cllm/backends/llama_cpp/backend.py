@@ -70,6 +70,7 @@ class LlamaCppBackend(Backend):
         self._context = self._make_context(geometry)
         self._ops = LlamaSlotOps(
             self._context,
+            type_k=self._kv_type_k,
             portable=geometry.at_start is not None,
             slot_bytes=self._context.slot_tokens * self._token_bytes(),
         )

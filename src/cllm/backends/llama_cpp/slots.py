@@ -23,8 +23,9 @@ class LlamaSlotOps:
     What is saved can be loaded into any slot, and if it is `portable`, also when there are more or fewer of them.
     """
 
-    def __init__(self, context: Context, *, portable: bool = False, slot_bytes: int = 0) -> None:
+    def __init__(self, context: Context, *, type_k: str = "f16", portable: bool = False, slot_bytes: int = 0) -> None:
         self._context = context
+        self._type_k = type_k
         self._slot_bytes = slot_bytes
         self._library = context.library
         self._scratch: SavedKV = np.empty(0, np.uint8)
@@ -36,6 +37,11 @@ class LlamaSlotOps:
 
     @property
     def no_shift(self) -> str | None:
+        if self._type_k == "q4_0":
+            return (
+                "llama.cpp rotates cached keys again at every shift, which 4-bit keys do not survive; "
+                "set resources.kv_type_k to q8_0 or f16"
+            )
         can: bool = self._library.can_shift(self._context.memory)
         return None if can else "llama.cpp cannot shift positions of this model"
 
@@ -109,11 +115,14 @@ class LlamaSlotOps:
         self._shifted = False  # only now: a decode that failed has rotated nothing
         self.remove(slot, end)
 
-    def resize(self, slots: int) -> None:
+    def no_room(self, slots: int) -> str | None:
         # llama.cpp writes to all of it, so the system would rather end the process than refuse it.
         more, room = (slots - self._context.slots) * self._slot_bytes, tightest(read_rooms())
-        if more > room.free:
-            raise BackendError(f"{slots} slots take {mib(more)} more, and that is more than {room}")
+        return f"{slots} slots take {mib(more)} more, and that is more than {room}" if more > room.free else None
+
+    def resize(self, slots: int) -> None:
+        if (reason := self.no_room(slots)) is not None:
+            raise BackendError(reason)
         self._context.close()
         self.forget()
         self._context.open(slots)
