@@ -224,7 +224,7 @@ class Upkeep:
 
     def _ready_bytes(self) -> int:
         extents = self._arena.pool.extents
-        return sum(extents.widths[extent] for extent in extents.ready().tolist()) * self._arena.block_bytes
+        return sum(extents.widths[extent] for extent in map(int, extents.ready())) * self._arena.block_bytes
 
     def offer(self) -> Offer:
         arena = self._arena
