@@ -153,7 +153,7 @@ def test_every_stream_has_blocks_of_its_own_and_only_those_it_needs() -> None:
     streams.decode(array("i", [7, 8, 9]), position=20)
     tokens, chunks, blocks, rows = engine.steps[0]
     assert tokens == [7, 8, 9] and rows == 3
-    assert chunks == [[1, 20, 1, 2]] * 3
+    assert chunks == [[1, 20, 1, 2, 0, 0]] * 3
     assert len(set(blocks)) == 6 and all(0 <= block < engine.blocks for block in blocks)
     streams.decode(array("i", [7, 8, 9]), position=32)
     assert len(set(engine.steps[1][2])) == 9
@@ -164,7 +164,7 @@ def test_a_prompt_goes_to_the_first_stream_and_is_copied_to_the_others() -> None
     streams = block_streams(engine, streams=3, room=32)
     streams.prompt(array("i", range(20)))
     tokens, chunks, first, rows = engine.steps[0]
-    assert (tokens, chunks, rows) == (list(range(20)), [[20, 0, 1, 2]], 1)
+    assert (tokens, chunks, rows) == (list(range(20)), [[20, 0, 1, 2, 0, 0]], 1)
     streams.share()
     assert [source for source, _ in engine.copies] == first * 2
     targets = {target for _, target in engine.copies}

@@ -44,6 +44,7 @@ def live(cells: Sequence[int]) -> list[int]:
     return [cell for cell in cells if cell >= 0]
 
 
+@settings(deadline=None)
 @given(Maps, st.integers(1, 60))
 def test_a_plan_moves_live_blocks_and_loses_none(free: bytes, most: int) -> None:
     for plan in PLANS:
@@ -53,6 +54,7 @@ def test_a_plan_moves_live_blocks_and_loses_none(free: bytes, most: int) -> None
         assert sorted(live(cells)) == live(carried_out(free, []))
 
 
+@settings(deadline=None)
 @given(Maps)
 def test_a_whole_fill_leaves_no_hole_and_moves_as_little_as_possible(free: bytes) -> None:
     moves = plan_fill(free, len(free))
@@ -62,6 +64,7 @@ def test_a_whole_fill_leaves_no_hole_and_moves_as_little_as_possible(free: bytes
     assert all(free.find(0, move.target, move.target + move.blocks) < 0 for move in moves)
 
 
+@settings(deadline=None)
 @given(Maps, st.lists(st.booleans(), min_size=60, max_size=60))
 def test_a_fill_uses_only_the_places_that_it_may(free: bytes, allowed: list[bool]) -> None:
     places = bytes(block and may for block, may in zip(free, allowed, strict=False))
@@ -74,6 +77,7 @@ def test_a_fill_uses_only_the_places_that_it_may(free: bytes, allowed: list[bool
     assert live(cells[lowest + 1 :]) == [], "a hole below a live block was left open"
 
 
+@settings(deadline=None)
 @given(Maps)
 def test_a_whole_slide_keeps_the_order(free: bytes) -> None:
     cells = carried_out(free, plan_slide(free, len(free)))
@@ -85,6 +89,7 @@ def test_a_lift_moves_blocks_up_within_twice_their_room() -> None:
     assert plan_lift(free, 12) == [Move(0, 3, 3)]
 
 
+@settings(deadline=None)
 @given(Maps, st.integers(1, 60), st.sampled_from(PLANS))
 def test_a_call_that_fails_leaves_every_source_as_it_was(free: bytes, most: int, plan: Plan) -> None:
     """Within a call nothing is written where something live lies: neither a source of the call nor anything else."""

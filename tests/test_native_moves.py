@@ -135,6 +135,7 @@ def test_a_plan_with_one_wrong_move_moves_nothing(arena: Arena, plan: list[tuple
         arena.rig.engine.move_blocks(np.zeros((1, 2), np.int32))
 
 
+@settings(deadline=None)
 @given(plan=plans)
 def test_the_fake_backend_moves_the_same(plan: list[Move]) -> None:
     backend = FakeBackend()

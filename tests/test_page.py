@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
@@ -197,6 +197,7 @@ async def test_two_watchers_see_the_same() -> None:
             assert first.known["prefixes"] == second.known["prefixes"]
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st_numpy.arrays(np.int32, 60, elements=st.integers(0, 5)),

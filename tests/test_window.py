@@ -31,6 +31,7 @@ def layout(request: pytest.FixtureRequest) -> str:
 # --- when tokens go ---
 
 
+@settings(deadline=None)
 @given(
     keep=st.integers(0, 300),
     recent=st.integers(1, 5000),

@@ -150,7 +150,9 @@ class _Arena:
 
     def _step(self, tokens: Blocks, chunks: Sequence[tuple[int, int, int, int]], table: Blocks) -> None:
         logits = np.empty((len(chunks), self._vocabulary), np.float32)
-        self._engine.step(tokens, np.array(chunks, np.int32), np.ascontiguousarray(table), logits)
+        rows = np.zeros((len(chunks), 6), np.int32)  # nothing is dropped, so nothing is kept apart
+        rows[:, :4] = chunks
+        self._engine.step(tokens, rows, np.ascontiguousarray(table), logits)
 
 
 def fill_holes(live: Blocks) -> Plan:
