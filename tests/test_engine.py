@@ -556,3 +556,9 @@ def test_a_broken_account_is_noticed_when_idle_and_renewed() -> None:
     kv = engine.scheduler.kv
     kv._prefixes.evictable += 1  # type: ignore[attr-defined]
     assert_one_is_served(engine, collector, rebuilds=1)
+
+
+def test_a_moment_too_far_away_to_wait_for_is_waited_for_in_parts() -> None:
+    engine, _, collector = make_engine()
+    engine.scheduler.kv.upkeep_at = lambda: 1e300  # type: ignore[method-assign]
+    assert_one_is_served(engine, collector, rebuilds=0)

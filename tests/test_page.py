@@ -250,6 +250,22 @@ async def test_who_reads_slowly_gets_the_newest_frame_instead_of_a_backlog() -> 
         assert (source.watchers, watchers(llm)) == (0, 0)
 
 
+async def test_who_comes_when_nobody_watched_sees_what_happened_meanwhile() -> None:
+    async with page_of() as (llm, _):
+        source = hub.Hub(llm, llm.config)
+        first = source.events()
+        reader = Reader()
+        reader.take_raw(await anext(first))
+        await first.aclose()
+        async for _ in llm.submit("a prompt of more than one block of sixteen tokens", SamplingParams(max_tokens=4)):
+            pass
+        events = source.events()
+        again = Reader()
+        again.take_raw(await anext(events))
+        assert again.kinds == ["whole"] and again.versions[0] > reader.versions[-1]
+        await events.aclose()
+
+
 @pytest.mark.parametrize(("inline_s", "in_thread"), [(-1.0, [True, True]), (1e9, [True, False])])
 async def test_whole_frames_are_encoded_beside_the_event_loop_unless_that_is_quick(
     monkeypatch: pytest.MonkeyPatch, inline_s: float, in_thread: list[bool]

@@ -272,8 +272,11 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
     for note in plan.notes:
         log.warning("%s", note)
     if llama.slots_on_demand and plan.geometry.at_start is None:
-        why = "the KV budget has no room to move a sequence" if on_demand else "this model's sequences cannot be moved"
-        log.info("all %d slots are taken at the start: %s", plan.geometry.slots, why)
+        why = "this model's sequences cannot be moved"
+        if on_demand:
+            advice = "raise resources.kv_cache_max_memory_mb or lower n_seq_max"
+            why = f"the KV budget has no room to move a sequence; {advice}"
+        log.warning("all %d slots are taken at the start and stay: %s", plan.geometry.slots, why)
     backend.allocate(plan.geometry)
     ops = backend.ops
     assert isinstance(ops, SlotOps)

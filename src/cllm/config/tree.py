@@ -122,13 +122,16 @@ class KVConfig(Section):
         "(null: a quarter of the KV memory, at least one full context)",
     )
     large_pages: Literal["auto", "always", "never"] = Field(
-        default="auto", description="2 MiB pages for KV memory; auto uses them where the OS grants them on request"
+        default="auto",
+        description="2 MiB pages for KV memory (native); auto uses them where the OS grants them on request",
     )
     placement: Literal["runs", "any"] = Field(
-        default="runs", description="runs puts a prompt's blocks side by side, apart from generated ones"
+        default="runs",
+        description="runs puts a prompt's blocks side by side, apart from generated ones (paged backends)",
     )
     compaction: Literal["auto", "off", "always"] = Field(
-        default="auto", description="move KV blocks together: when it pays, never, or all the time (for measuring)"
+        default="auto",
+        description="move KV blocks together (paged backends): when it pays, never, or all the time, for measuring",
     )
     compaction_share: float = Field(
         default=0.03,

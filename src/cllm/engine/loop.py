@@ -36,6 +36,9 @@ ABORT_CHUNK_TOKENS = 32
 MAX_ABORTED_STEPS = 8
 """Interrupted steps in a row; cancellations cause one at most, so a backend that does not stop aborting is broken."""
 
+LONGEST_WAIT_S = 3600.0
+"""A thread cannot wait for any number of seconds that a setting may have."""
+
 REBUILD_ATTEMPTS = 3
 """Times that a new context is asked for before the engine gives up."""
 
@@ -300,7 +303,7 @@ class Engine:
         """Until someone comes, or for a deadline, or until the cache wants to tidy up or watchers want a picture."""
         moments = (self.scheduler.next_deadline(), self.scheduler.kv.upkeep_at(), self._stop_at, self.watch.due_at)
         deadlines = [d for d in moments if d is not None]
-        timeout = max(0.0, min(deadlines) - self._clock()) if deadlines else None
+        timeout = min(max(0.0, min(deadlines) - self._clock()), LONGEST_WAIT_S) if deadlines else None
         if not self._inbox:
             self._wake.wait(timeout)
         self._wake.clear()

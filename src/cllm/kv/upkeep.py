@@ -314,6 +314,8 @@ class Upkeep:
         self._strikes[name] = 0
         if answer is not None:
             self.resident_bytes = answer
+        else:
+            self._resident_at = -1e9  # what was seen last is no longer so
         return True
 
     def _strike(self, name: str, error: Exception) -> None:

@@ -86,6 +86,9 @@ class Hub:
         self._llm.watch()
         self._watchers += 1
         if self._ticking is None or self._ticking.done():
+            # What the last watchers saw is old, and nobody can be told what has changed since.
+            self._frame = None
+            self._recent.clear()
             self._ticking = asyncio.create_task(self._tick())
 
     async def _leave(self) -> None:
@@ -119,8 +122,6 @@ class Hub:
         return data, version
 
     async def _tick(self) -> None:
-        self._frame = None
-        self._recent.clear()
         quiet, in_thread = 0, True
         try:
             while True:
