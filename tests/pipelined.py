@@ -29,7 +29,7 @@ class PipelinedFake(FakeBackend):
         self._under_way: deque[StepResult | BackendError] = deque()
 
     def submit(self, chunks: Sequence[Chunk]) -> int:
-        self._under_way.append(self._compute([self._known(chunk) for chunk in chunks]))
+        self._under_way.append(self._result_of([self._known(chunk) for chunk in chunks]))
         return id(chunks)
 
     def collect(self, ticket: int) -> StepResult:
@@ -43,9 +43,9 @@ class PipelinedFake(FakeBackend):
         super().rebuild()
 
     def _known(self, chunk: Chunk) -> Chunk:
-        return replace(chunk, tokens=array("i", [self._last[chunk.row]])) if chunk.follows else chunk
+        return replace(chunk, tokens=array("i", [self._last.get(chunk.row, 0)])) if chunk.follows else chunk
 
-    def _compute(self, chunks: list[Chunk]) -> StepResult | BackendError:
+    def _result_of(self, chunks: list[Chunk]) -> StepResult | BackendError:
         try:
             logits = self.step(chunks)
         except BackendError as error:

@@ -26,7 +26,10 @@ def breaks_a_relation(body: dict[str, Any]) -> bool:
 
 def takes_long(body: dict[str, Any]) -> bool:
     """Right, but ten thousands of tokens: of /benchmark, or of answers that do not end with the context."""
-    if _tokens_of_window(body) and max(_number(body, "max_tokens", 0), _number(body, "max_completion_tokens", 0)) > 1000:
+    if (
+        _tokens_of_window(body)
+        and max(_number(body, "max_tokens", 0), _number(body, "max_completion_tokens", 0)) > 1000
+    ):
         return True
     return "requests" in body and _number(body, "requests", 1) * _number(body, "max_tokens", 32) > 1000
 
