@@ -504,8 +504,8 @@ def test_cancellations_never_interrupt_two_steps_in_a_row() -> None:
     interruptible = []
 
     def step(chunks: Sequence[Chunk]) -> None:
-        interruptible.append(bool(engine._in_step))
-        if engine._in_step:
+        interruptible.append(bool(engine._stepper.in_step))
+        if engine._stepper.in_step:
             raise StepAbortedError("somebody left")
 
     backend.faults.before_step = step

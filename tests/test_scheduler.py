@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cllm.backends.base import Chunk, StepResult
 from cllm.backends.fake import FakeBackend
 from cllm.engine.budget import StepBudget
 from cllm.engine.params import SamplingParams
 from cllm.engine.queue import WaitingQueue
 from cllm.engine.request import FinishReason, Output, Request, RequestState
 from cllm.engine.scheduler import Scheduler
+from cllm.engine.stepper import Stepper
 from cllm.errors import BackendError, RequestTimeoutError
 from cllm.kv.ops import BlockGeometry, BlockOps
 from cllm.kv.paged import PagedKVManager
 from engine_kit import CONTEXT, make_request, make_scheduler, reference
+from pipelined import PipelinedFake
 
 LAYOUTS = ["paged", "slots"]
 
@@ -25,7 +30,7 @@ def step(scheduler: Scheduler, backend: FakeBackend) -> list[Output]:
     plan = scheduler.schedule()
     if not plan.chunks:
         return scheduler.take_outputs()
-    scheduler.apply(plan, backend.step(plan.chunks))
+    scheduler.apply(plan, StepResult(backend.step(plan.chunks)))
     seconds = plan.decode_rows * 0.010 + (0.010 + plan.prompt_tokens * 0.004 if plan.prompt_tokens else 0.0)
     scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, seconds)
     return scheduler.take_outputs()
@@ -147,7 +152,7 @@ def test_decodes_come_first_and_prompts_are_cut(layout: str) -> None:
         plan = scheduler.schedule()
         assert plan.decode_rows == 1 and plan.sequences[0].request is talker
         assert plan.prompt_tokens <= 16
-        scheduler.apply(plan, backend.step(plan.chunks))
+        scheduler.apply(plan, StepResult(backend.step(plan.chunks)))
     assert answer(run(scheduler, backend), long) == reference(long)
 
 
@@ -261,7 +266,7 @@ def test_unusable_logits_fail_one_request_only(layout: str) -> None:
     plan = scheduler.schedule()
     logits = backend.step(plan.chunks)
     logits[plan.sequences.index(bad.sequences[0])] = float("nan")
-    scheduler.apply(plan, logits)
+    scheduler.apply(plan, StepResult(logits))
     outputs = scheduler.take_outputs()
     ended = [o for o in outputs if o.reason is not None]
     assert [o.request_id for o in ended] == [bad.id] and isinstance(ended[0].error, BackendError)
@@ -405,7 +410,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         logits = self.backend.step(plan.chunks) if during_step and plan.chunks else None
         self.scheduler.finish(request, index, FinishReason.CANCELLED)
         if logits is not None:
-            self.scheduler.apply(plan, logits)
+            self.scheduler.apply(plan, StepResult(logits))
         self._take(self.scheduler.take_outputs())
 
     @rule()
@@ -450,3 +455,89 @@ def _last_of(outputs: list[Output], request_id: str) -> Output:
 
 SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
+
+
+class AheadMachine(SchedulerMachine):
+    """The same with steps that are planned while others are under way."""
+
+    @initialize(tokens=st.sampled_from([128, 512]))
+    def start(self, tokens: int) -> None:  # type: ignore[override]
+        self.backend = PipelinedFake()
+        self.scheduler = make_scheduler(self.backend, "paged", tokens=tokens, running=4, max_step_tokens=24)
+        self.now = 0.0
+        self.stepper = Stepper(self.backend, self.scheduler, timer=self._tick)
+        self.live: dict[str, Request] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+
+    def _tick(self) -> float:
+        self.now += 0.01
+        return self.now
+
+    @rule()
+    def step(self) -> None:
+        self.stepper.advance()
+        self._take(self.scheduler.take_outputs())
+        self.scheduler.kv.maintain(0.001)
+
+    @rule()
+    def step_is_lost(self) -> None:
+        self.backend.faults.before_step = _fail_once(self.backend)
+        self.stepper.advance()
+        self._take(self.scheduler.take_outputs())
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), during_step=st.booleans())
+    def cancel(self, data: st.DataObject, during_step: bool) -> None:
+        request = self.live[data.draw(st.sampled_from(list(self.live)))]
+        index = data.draw(st.sampled_from([None, *range(request.params.n)]))
+        if during_step:
+            self.stepper.advance()
+        if request.id in self.scheduler.requests:
+            self.scheduler.finish(request, index, FinishReason.CANCELLED)
+        self._take(self.scheduler.take_outputs())
+
+    @rule()
+    def context_is_lost(self) -> None:
+        self.stepper.forget()
+        super().context_is_lost()
+
+    def teardown(self) -> None:
+        if hasattr(self, "scheduler"):
+            for _ in range(5000):
+                if not (self.scheduler.has_work or self.stepper.under_way):
+                    break
+                self.step()
+                self.scheduler.kv.check()
+            super().teardown()
+
+
+def _fail_once(backend: FakeBackend) -> Callable[[Sequence[Chunk]], None]:
+    def fail(chunks: Sequence[Chunk]) -> None:
+        backend.faults.before_step = None
+        raise BackendError("this step is lost")
+
+    return fail
+
+
+AheadMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestAhead = AheadMachine.TestCase
+
+
+def test_a_backend_that_computes_ahead_gives_the_same_answers_in_hardly_more_steps() -> None:
+    answers: list[list[list[int]]] = []
+    steps: list[int] = []
+    for backend in (FakeBackend(), PipelinedFake()):
+        scheduler = make_scheduler(backend, "paged", running=8)
+        stepper = Stepper(backend, scheduler, timer=lambda: 0.0)
+        params = SamplingParams(temperature=0.9, seed=5, max_tokens=40, ignore_eos=True, logprobs=2)
+        requests = [make_request(f"number {n}", params) for n in range(4)]
+        for request in requests:
+            scheduler.add(request)
+        outputs: list[Output] = []
+        while scheduler.has_work or stepper.under_way:
+            stepper.advance()
+            outputs += scheduler.take_outputs()
+        answers.append([answer(outputs, request) for request in requests])
+        steps.append(stepper.steps)
+    assert answers[0] == answers[1]
+    assert steps[0] <= steps[1] <= steps[0] + 2

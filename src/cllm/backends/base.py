@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,46 @@ class Chunk:
     blocks: list[int] = field(default_factory=list)
     dropped: int = 0
     kept: int = 0
+    row: int = -1
+    """A number of its sequence's own among all that run; backends that choose tokens know it by that."""
+    follows: bool = False
+    """Its one token is what the step before chose for its row, and not known yet; the number in `tokens` is none."""
+    draws: tuple[Draw, ...] = ()
+    """How to choose from its logits, where the backend does that: one token for each."""
+
+
+class Draw(NamedTuple):
+    """How one token is chosen: the best if `temperature` is 0, else the one that `uniform`, in [0, 1), selects."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    uniform: float
+    logprobs: int | None
+    """How many of the most likely tokens to tell, with the chosen one; None: nothing."""
+    bias: tuple[tuple[int, float], ...]
+    """What is added to the logits of tokens; -inf forbids one."""
+    seen: tuple[tuple[int, float, float], ...]
+    """Tokens that are penalised: the divisor of what is positive (the factor of the rest), and what is taken off."""
+
+
+class Drawn(NamedTuple):
+    """A token that a backend chose; -1: the logits have no finite best."""
+
+    token_id: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens and their log probabilities, best first."""
+
+
+class StepResult(NamedTuple):
+    """What a step gave."""
+
+    logits: Logits | None
+    """A row for each chunk that wants them, in order, for the host to choose from; valid until the next step."""
+    drawn: Sequence[Sequence[Drawn]] | None = None
+    """Instead: for each of those chunks what its draws chose."""
 
 
 class Backend(ABC):
@@ -44,6 +85,8 @@ class Backend(ABC):
 
     name: str
     shape: ModelShape
+    depth: int = 1
+    """Steps that may be submitted before the first is collected. With more than one, the backend chooses tokens."""
     batch_splits: int = 0
     """How often a step had to be computed in more parts than one."""
 
@@ -73,6 +116,18 @@ class Backend(ABC):
         The rows are valid until the next step. Raises `BackendError`, or `StepAbortedError` after `abort`; in both
         cases part of the chunks may have been written, and the caller trims what it does not want.
         """
+
+    def submit(self, chunks: Sequence[Chunk]) -> Any:
+        """Begin a step and return its ticket, at once where the backend is pipelined.
+
+        Steps and memory operations take effect in the order in which they are asked for. So memory that is freed while
+        a step is under way may be handed out at once.
+        """
+        return chunks
+
+    def collect(self, ticket: Any) -> StepResult:
+        """The result of the oldest step that was not collected yet. Raises as `step` does."""
+        return StepResult(self.step(ticket))
 
     @abstractmethod
     def abort(self) -> None:

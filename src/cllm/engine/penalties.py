@@ -81,6 +81,14 @@ class Penalties:
         # A tiny repetition penalty may overflow float32; "as likely as can be" is what it asks for.
         values[ids] = np.minimum(seen - self._drops[:size], _FLOAT32_MAX)
 
+    def seen(self) -> tuple[tuple[int, float, float], ...]:
+        """The tokens that are penalised: by which divisor (or factor, if negative), and what is taken off."""
+        size = self._size
+        return tuple(
+            (token, self._repetition, drop)
+            for token, drop in zip(self._ids[:size].tolist(), self._drops[:size].tolist(), strict=True)
+        )
+
     def _grow(self) -> None:
         """New arrays, not the old ones: those may be a twin's, too."""
         spare = len(self._ids) + 64

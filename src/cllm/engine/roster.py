@@ -39,6 +39,7 @@ class Roster:
         self._clock = clock
         self._deadlines: list[tuple[float, str]] = []
         self._outputs: list[Output] = []
+        self._free_rows: list[int] = []
         self._doubt: Exception | None = None
 
     # -- requests come and go ----------------------------------------------------------------------------------
@@ -94,9 +95,8 @@ class Roster:
         The cache is not asked; it has to be reset.
         """
         self._doubt = None
-        lost, self.running = self.running, []
-        for sequence in lost:
-            sequence.running = False
+        for sequence in list(self.running):
+            self._stop_running(sequence)
             sequence.recoveries += 1
             if sequence.recoveries > MAX_RECOVERIES:
                 self._end(sequence, FinishReason.ERROR, error=error)
@@ -109,6 +109,7 @@ class Roster:
         request = sequence.request
         sequence.running = True
         sequence.refused = False
+        sequence.row = self._free_rows.pop() if self._free_rows else len(self.running)
         self.running.append(sequence)
         if request.admitted_at is None:
             self.dequeued += 1
@@ -143,6 +144,9 @@ class Roster:
     def _stop_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.running = False
+        self._free_rows.append(sequence.row)
+        sequence.stay += 1
+        sequence.submitted = sequence.promised = 0
 
     def _let_go(self, sequence: Sequence, *, rewind: bool, keep: bool) -> None:
         """Give the sequence's memory back; `rewind` if the backend may be ahead by a step that was not applied."""

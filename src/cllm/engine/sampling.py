@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.backends.base import Draw, Drawn
 from cllm.engine.draw import Ids, Row, mix64, uniform
 from cllm.engine.params import SamplingParams
 from cllm.engine.penalties import Penalties
@@ -132,6 +133,38 @@ class TokenChooser:
         self.generated += 1
         if self._penalties.active:
             self._penalties.observe(token_id)
+
+    @property
+    def foresees(self) -> bool:
+        """Whether how the next token is chosen does not depend on the one before."""
+        return not self._penalties.active
+
+    def foresee(self, ahead: int) -> Draw:
+        """How the token will be chosen that comes after the next `ahead` ones, for who chooses it elsewhere."""
+        params, generated = self.params, self.generated + ahead
+        bans = self._forbidden | frozenset(self._end_ids.tolist() if generated < params.min_tokens else ())
+        return Draw(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            uniform=uniform(self._key, generated),
+            logprobs=params.logprobs,
+            bias=(
+                *((token, bias) for token, bias in params.logit_bias.items() if token not in bans),
+                *((token, -math.inf) for token in sorted(bans)),
+            ),
+            seen=self._penalties.seen() if self._penalties.active else (),
+        )
+
+    def take(self, drawn: Drawn) -> Choice | None:
+        """Observe a token that was chosen as `foresee` said; None if there was no finite best."""
+        if drawn.token_id < 0:
+            return None
+        self.observe(drawn.token_id)
+        if self.params.logprobs is None:
+            return Choice(drawn.token_id, None)
+        return Choice(drawn.token_id, TokenLogprob(drawn.token_id, drawn.logprob, drawn.top))
 
     def choose(self, logits: Row, mask: Mask | None) -> Choice | None:
         """Choose and observe the next token; None if there is no finite best."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.backends.base import Backend, Chunk, Logits
+from cllm.backends.base import Backend, Chunk, Logits, StepResult
 from cllm.errors import BackendError
 from cllm.kv.ops import Geometry, Move, SavedKV, SlotGeometry, SlotOps
 from cllm.models.shape import ModelShape
@@ -17,7 +17,7 @@ from cllm.simulate.traces import Text
 
 
 class SimulatedBackend(Backend):
-    """`step` takes no time; `seconds` is what the last one would have taken."""
+    """`step` takes no time; `seconds` is what the last one would have taken, `total_s` what all of them would have."""
 
     name = "simulated"
 
@@ -25,6 +25,7 @@ class SimulatedBackend(Backend):
         self.cost = cost
         self.shape = ModelShape("simulated", 1, 1, 1, 1, 1, 1, 1, 1 << 30)
         self.seconds = 0.0
+        self.total_s = 0.0
         self._window = window
         self._geometry: Geometry | None = None
         self._ops: SimulatedSlots | SimulatedBlocks = SimulatedBlocks()
@@ -45,11 +46,15 @@ class SimulatedBackend(Backend):
 
     def step(self, chunks: Sequence[Chunk]) -> Logits:
         self.seconds = self.cost.compute(work_of(chunks, self._window))
+        self.total_s += self.seconds
         if isinstance(self._ops, SimulatedSlots):
             self._ops.write(chunks)
-        return self.logits(len(chunks))
+        return self._rows(len(chunks))
 
-    def logits(self, rows: int) -> Logits:
+    def result(self, rows: int) -> StepResult:
+        return StepResult(self._rows(rows))
+
+    def _rows(self, rows: int) -> Logits:
         """Enough rows; what is in them does not matter."""
         if rows > len(self._logits):
             self._logits = np.zeros((2 * rows, 1), dtype=np.float32)
