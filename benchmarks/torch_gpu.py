@@ -119,6 +119,86 @@ def attention_alone(device):
     return results
 
 
+def gemv_alone(device):
+    from cllm.backends.torch import skinny
+
+    results = {}
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        for rows, cols, gated in ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (128256, 4096, False)):
+            copies = max(2, (400 << 20) // (rows * cols))
+            weights = [torch.randn(rows, cols, device=device, dtype=torch.bfloat16).to(dtype) for _ in range(copies)]
+            scales = None if dtype == torch.bfloat16 else torch.rand(rows, device=device)
+            x = torch.randn(1, cols, device=device, dtype=torch.bfloat16)
+            norm = torch.rand(cols, device=device, dtype=torch.bfloat16)
+            best = []
+            for tile_rows in (2, 4, 8, 16):
+                for tile in (256, 512, 1024, 2048):
+                    for warps in (4, 8):
+                        if not 1024 <= tile_rows * tile <= 16384:
+                            continue
+                        skinny.TILE_ROWS, skinny.TILE_COLUMNS, skinny.WARPS = tile_rows, tile, warps
+                        def run():
+                            for w in weights:
+                                skinny.gemv(x, w, norm=norm if cols == 4096 else None, eps=1e-5, gated=gated, scales=scales)
+                        run()
+                        graph = torch.cuda.CUDAGraph()
+                        with torch.cuda.graph(graph):
+                            run()
+                        seconds = timed(graph.replay, 10) / copies
+                        best.append((rows * cols * weights[0].element_size() / seconds / 1e12, seconds * 1e6, tile_rows, tile, warps))
+            if dtype == torch.bfloat16:
+                def run():
+                    for w in weights:
+                        torch.nn.functional.linear(x, w)
+                run()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    run()
+                seconds = timed(graph.replay, 10) / copies
+                best.append((rows * cols * 2 / seconds / 1e12, seconds * 1e6, "cublas"))
+            results[f"{dtype} {rows}x{cols}"] = [tuple(round(v, 2) if isinstance(v, float) else v for v in b) for b in sorted(best, key=lambda b: -b[0])[:5]] + [b for b in best if b[-1] == "cublas"]
+            del weights
+    return results
+
+
+def to_fp8(weights):
+    def quantised(w):
+        scale = w.float().abs().amax(1) / 448.0
+        return (w.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
+    for layer in weights.layers:
+        layer.scales = {}
+        for key in ("qkv", "output", "gate_up", "down"):
+            w, layer.scales[key] = quantised(getattr(layer, key))
+            setattr(layer, key, w)
+    weights.head, weights.head_scales = quantised(weights.head)
+
+
+def one_stream(name, device):
+    from cllm.backends.torch import skinny, triton_operations as t
+    d = SHAPES[name]
+    weights = random_weights(d, device, torch.bfloat16)
+    kv = torch.zeros(600, d.n_layers, 2, d.n_kv_heads, BLOCK, d.head_dim, device=device, dtype=torch.bfloat16)
+    batch = make_batch([Chunk(array("i", [5]), 191, True, 0, list(range(12)))], BLOCK, device)
+    results = {}
+    for kind in ("bf16", "fp8"):
+        if kind == "fp8":
+            to_fp8(weights)
+        model = Model(d, weights, TritonOperations(), 8192)
+        plain = model.forward(batch, kv) if kind == "bf16" else None
+        model.fuses = True
+        for tiles in ((4, 1024, 8), (4, 1024, 4), (8, 512, 8), (8, 512, 4), (4, 512, 4), (2, 1024, 4), (2, 2048, 8)):
+            skinny.TILE_ROWS, skinny.TILE_COLUMNS, skinny.WARPS = tiles
+            for split in (64, 256):
+                t.SHORT_SPLIT = split
+                graphs = DecodeGraphs(model, kv, 599, 512)
+                seconds = timed(lambda: graphs.run(batch), 20)
+                results[f"{kind} tiles {tiles} split {split}"] = 1 / seconds
+        if plain is not None:
+            got = graphs.run(batch)
+            results["fused against plain"] = ((got - plain).norm() / plain.norm()).item()
+    return results
+
+
 def speed(name, device):
     d = SHAPES[name]
     dtype = torch.bfloat16
@@ -166,6 +246,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
     parser.add_argument("--shapes", nargs="*", default=["1B", "8B"])
+    parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
     device = torch.device("cuda")
     torch.set_grad_enabled(False)
@@ -174,6 +255,12 @@ def main():
     print(json.dumps(found, indent=1), flush=True)
     found["attention"] = attention_alone(device)
     print(json.dumps(found["attention"], indent=1), flush=True)
+    if args.tune:
+        found["gemv"] = gemv_alone(device)
+        print(json.dumps(found["gemv"], indent=None).replace("], [", "],\n ["), flush=True)
+        for name in args.shapes:
+            found[name + " one"] = one_stream(name, device)
+            print(name, json.dumps(found[name + " one"], indent=1), flush=True)
     for name in args.shapes:
         found[name] = speed(name, device)
         print(name, json.dumps(found[name], indent=1), flush=True)

@@ -24,6 +24,8 @@ class Layer:
     ffn_norm: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
+    scales: dict[str, torch.Tensor] | None = None
+    """Of each row of a weight in fp8."""
 
 
 @dataclass(slots=True)
@@ -33,6 +35,7 @@ class Weights:
     norm: torch.Tensor
     head: torch.Tensor
     """The embedding itself where the model ties them."""
+    head_scales: torch.Tensor | None = None
 
 
 class Model:
@@ -40,11 +43,14 @@ class Model:
         self.decoder = decoder
         self.weights = weights
         self._ops = operations
+        self.fuses = False
         self._rotations = decoder.rotations(positions).to(weights.embedding.device)
 
     def forward(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
         """Logits, [wanted, vocabulary]. K and V of all tokens are in `kv` afterwards."""
         ops, eps, weights = self._ops, self.decoder.rms_eps, self.weights
+        if self.fuses and len(batch.tokens) == 1:
+            return self._forward_one(batch, kv)
         residual = functional.embedding(batch.tokens, weights.embedding)
         x = ops.rms_norm(residual, weights.layers[0].attention_norm, eps)
         for index, layer in enumerate(weights.layers):
@@ -54,6 +60,23 @@ class Model:
             last = index + 1 == len(weights.layers)
             x = ops.add_rms_norm(x, residual, weights.norm if last else weights.layers[index + 1].attention_norm, eps)
         return functional.linear(x[batch.wanted.long()], weights.head).float()
+
+    def _forward_one(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
+        from cllm.backends.torch.skinny import gemv
+
+        ops, eps, weights, decoder = self._ops, self.decoder.rms_eps, self.weights, self.decoder
+        residual: torch.Tensor | None = None
+        x = functional.embedding(batch.tokens, weights.embedding)
+        for index, layer in enumerate(weights.layers):
+            scales = layer.scales or {}
+            qkv, sums = gemv(x, layer.qkv, bias=layer.qkv_bias, residual=residual, norm=layer.attention_norm, eps=eps, scales=scales.get("qkv"))
+            residual = x if sums is None else sums
+            q = ops.rotate_and_store(qkv, layer.q_norm, layer.k_norm, decoder, self._rotations, batch, kv, index)
+            x, _ = gemv(ops.attend(q, kv, index, batch).view(1, decoder.q_size), layer.output, scales=scales.get("output"))
+            x, residual = gemv(x, layer.gate_up, residual=residual, norm=layer.ffn_norm, eps=eps, gated=True, scales=scales.get("gate_up"))
+            x, _ = gemv(x, layer.down, scales=scales.get("down"))
+        logits, _ = gemv(x, weights.head, residual=residual, norm=weights.norm, eps=eps, scales=weights.head_scales)
+        return logits[: len(batch.wanted)].float()
 
     def _attention(self, layer: Layer, index: int, x: torch.Tensor, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
         decoder = self.decoder

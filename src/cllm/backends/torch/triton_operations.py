@@ -13,7 +13,9 @@ from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.operations import Operations
 
 LOG2_E = math.log2(math.e)
-DECODE_SPLIT = 256
+DECODE_SPLIT = 512
+SHORT_SPLIT = 64
+MANY_PROGRAMS = 128
 DECODE_TILE = 64
 PROMPT_QUERIES = 128
 PROMPT_TILE = 64
@@ -84,7 +86,8 @@ def _decode(q: torch.Tensor, kv: torch.Tensor, layer: int, batch: StepBatch, out
     rows, heads, dim = batch.decode_rows, q.shape[1], q.shape[2]
     kv_heads = kv.shape[3]
     group = heads // kv_heads
-    splits = triton.cdiv(batch.longest, DECODE_SPLIT)
+    split = DECODE_SPLIT if rows * kv_heads >= MANY_PROGRAMS else SHORT_SPLIT
+    splits = triton.cdiv(batch.longest, split)
     sums = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=q.device)
     peaks = torch.empty((2, rows, heads, splits), dtype=torch.float32, device=q.device)
     kernels.decode_kernel[(rows, kv_heads, splits)](
@@ -96,13 +99,13 @@ def _decode(q: torch.Tensor, kv: torch.Tensor, layer: int, batch: StepBatch, out
         group_padded=max(SMALLEST_DOT, triton.next_power_of_2(group)),
         dim=dim,
         size=kv.shape[4],
-        split=DECODE_SPLIT,
+        split=split,
         tile=DECODE_TILE,
         num_warps=4,
         num_stages=3,
     )
     kernels.merge_kernel[(rows, heads)](
-        *(sums, peaks[0], peaks[1], batch.lengths, out, splits), heads=heads, dim=dim, split=DECODE_SPLIT, num_warps=1
+        *(sums, peaks[0], peaks[1], batch.lengths, out, splits), heads=heads, dim=dim, split=split, num_warps=1
     )
 
 
