@@ -63,7 +63,7 @@ class Numbers:
 
 
 def foreign(model: GGUFModel, types: Container[int]) -> str | None:
-    """What the model asks for that a plain decoder does not do, as one clause; `types` are those its tensors may have."""
+    """What the model asks for that a plain decoder does not do, as one clause. Tensors may be of these `types`."""
     if model.shape.architecture not in ROPE_NEOX:
         return f"its architecture is {model.shape.architecture}, not one of {', '.join(ROPE_NEOX)}"
     for check in (_foreign_experts, _foreign_keys, _foreign_rope, _foreign_heads):

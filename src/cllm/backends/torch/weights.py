@@ -64,7 +64,7 @@ class Loader:
 
     def _joined(self, parts: Sequence[tuple[str, int]], columns: int) -> torch.Tensor:
         """Matrices of so many rows each, one below the other."""
-        together = torch.empty((sum(rows for _, rows in parts), columns), **self._to)  # type: ignore[arg-type]
+        together = torch.empty((sum(rows for _, rows in parts), columns), **self._to)
         first = 0
         for name, rows in parts:
             together[first : first + rows].copy_(self._read(name, (rows, columns)))
@@ -72,7 +72,7 @@ class Loader:
         return together
 
     def _vector(self, name: str, size: int) -> torch.Tensor:
-        return self._read(name, (size,)).to(**self._to)  # type: ignore[call-overload, no-any-return]
+        return self._read(name, (size,)).to(**self._to)
 
     def _bias(self, parts: Sequence[tuple[str, int]], decoder: Decoder) -> torch.Tensor | None:
         return torch.cat([self._vector(name, size) for name, size in parts]) if decoder.qkv_bias else None
