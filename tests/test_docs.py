@@ -233,7 +233,7 @@ LAYERS = [
     {"errors", "machine", "_native"},
     {"kv", "models", "config"},
     {"backends", "text", "resources"},
-    {"engine"},
+    {"engine", "on_torch"},
     {"observe", "assemble", "generation"},
     {"llm"},
     {"offline", "bench", "simulate"},

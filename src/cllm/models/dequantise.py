@@ -16,12 +16,16 @@ from cllm.models.tensor_file import TensorFile
 _PIECE_VALUES = 4 << 20
 
 
-def can_dequantise(kind: int) -> bool:
+def _can_dequantise(kind: GGMLQuantizationType) -> bool:
     try:
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[GGMLQuantizationType(kind)][1]), np.uint8), GGMLQuantizationType(kind))
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError:
         return False
     return True
+
+
+DEQUANTISED: frozenset[int] = frozenset(int(kind) for kind in GGMLQuantizationType if _can_dequantise(kind))
+"""The types of tensors that can be read so, by GGML's numbers."""
 
 
 def dequantised_rows(file: TensorFile, model: GGUFModel, name: str, together: int = 1) -> Iterator[NDArray[np.float32]]:

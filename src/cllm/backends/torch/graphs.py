@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch instead of some hundred, for each padded number of rows and length of context."""
+"""Decode steps as CUDA graphs: one launch instead of some hundred, for each padded number of rows and each context."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class DecodeGraphs:
 
     def fits(self, batch: StepBatch) -> bool:
         rows = batch.decode_rows
-        return rows == len(batch.tokens) == len(batch.wanted) and 0 < rows <= ROWS[-1] and batch.longest <= self._longest
+        return (
+            rows == len(batch.tokens) == len(batch.wanted) and 0 < rows <= ROWS[-1] and batch.longest <= self._longest
+        )
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         rows = batch.decode_rows

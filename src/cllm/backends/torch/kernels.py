@@ -1,7 +1,7 @@
 """Triton kernels: norms, activation, rotation with the writing of K and V, and attention over blocks.
 
-Strides of K and V are those of one tensor, [blocks, layers, 2, kv heads, block_size, head_dim]; `layer` is an offset into
-a block, in elements, and so is the distance from K to V.
+Strides of K and V are those of one tensor, [blocks, layers, 2, kv heads, block_size, head_dim]; `layer` is an offset
+into a block, in elements, and so is the distance from K to V.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def rotate_store_kernel(
             weight = q_norm if head < heads else k_norm
             total = tl.sum(low_wide * low_wide, axis=0) + tl.sum(high_wide * high_wide, axis=0)
             scale = tl.rsqrt(total / dim + eps)
-            low_wide = ((low_wide * scale).to(low.dtype) * tl.load(weight + columns, mask=inside, other=0.0)).to(tl.float32)
-            high_wide = ((high_wide * scale).to(low.dtype) * tl.load(weight + half + columns, mask=inside, other=0.0)).to(
-                tl.float32
-            )
+            low_weight = tl.load(weight + columns, mask=inside, other=0.0)
+            high_weight = tl.load(weight + half + columns, mask=inside, other=0.0)
+            low_wide = ((low_wide * scale).to(low.dtype) * low_weight).to(tl.float32)
+            high_wide = ((high_wide * scale).to(low.dtype) * high_weight).to(tl.float32)
         turn = rotations + tl.load(positions + token).to(tl.int64) * dim
         cosine = tl.load(turn + columns, mask=inside, other=0.0)
         sine = tl.load(turn + half + columns, mask=inside, other=0.0)
@@ -107,7 +107,7 @@ def decode_kernel(
         block = tl.load(tables + row * table_stride + at // size, mask=seen, other=0).to(tl.int64)
         place = block * block_stride + at % size * dim
         key = tl.load(base + place[:, None] + columns[None, :], mask=seen[:, None], other=0.0).to(q.dtype.element_ty)
-        score = tl.dot(query, tl.trans(key)) * scale
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, float("-inf"))
         higher = tl.maximum(peak, tl.max(score, axis=1))
         weight = tl.exp2(score - higher[:, None])
@@ -115,7 +115,7 @@ def decode_kernel(
         value = tl.load(base + v_offset + place[:, None] + columns[None, :], mask=seen[:, None], other=0.0).to(
             q.dtype.element_ty
         )
-        sum_ = sum_ * fade[:, None] + tl.dot(weight.to(value.dtype), value)
+        sum_ = sum_ * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         total = total * fade + tl.sum(weight, axis=1)
         peak = higher
     state = (row * heads + head) * splits + part
@@ -179,7 +179,7 @@ def prompt_kernel(
         block = tl.load(tables + row * table_stride + at // size, mask=seen, other=0).to(tl.int64)
         place = block * block_stride + at % size * dim
         key = tl.load(base + place[:, None] + columns[None, :], mask=seen[:, None], other=0.0).to(q.dtype.element_ty)
-        score = tl.dot(query, tl.trans(key)) * scale
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         score = tl.where(at[None, :] <= position[:, None], score, float("-inf"))
         higher = tl.maximum(peak, tl.max(score, axis=1))
         weight = tl.exp2(score - higher[:, None])
@@ -187,7 +187,7 @@ def prompt_kernel(
         value = tl.load(base + v_offset + place[:, None] + columns[None, :], mask=seen[:, None], other=0.0).to(
             q.dtype.element_ty
         )
-        sum_ = sum_ * fade[:, None] + tl.dot(weight.to(value.dtype), value)
+        sum_ = sum_ * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         total = total * fade + tl.sum(weight, axis=1)
         peak = higher
     result = sum_ / total[:, None]
