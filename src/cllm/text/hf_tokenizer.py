@@ -216,8 +216,7 @@ def _spelling(description: Mapping[str, Any], path: Path) -> Callable[[str], byt
 
 def _encoder(description: Mapping[str, Any], path: Path) -> Encoder:
     """The library on everything but added tokens, and without anything that changes what it is given."""
-    plain = {**description, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
-    library = _build(plain, path)
+    library = _build({**description, "added_tokens": [], "post_processor": None}, path)
 
     def encode(texts: list[str]) -> list[list[int]]:
         return [each.ids for each in library.encode_batch_fast(texts, add_special_tokens=False)]
@@ -243,7 +242,7 @@ def _read_bos(description: Mapping[str, Any], path: Path) -> tuple[int | None, b
     """What the tokenizer puts before every prompt: the token, and whether it does."""
     if _part(description, "post_processor").get("type") in (None, "ByteLevel"):
         return None, False
-    library = _build({**description, "truncation": None, "padding": None}, path)
+    library = _build(description, path)
     ids = library.encode("a", add_special_tokens=True).ids
     bare = library.encode("a", add_special_tokens=False).ids
     starts = [at for at in range(len(ids) - len(bare) + 1) if ids[at : at + len(bare)] == bare]
@@ -253,9 +252,12 @@ def _read_bos(description: Mapping[str, Any], path: Path) -> tuple[int | None, b
 
 
 def _build(description: Mapping[str, Any], path: Path) -> Library:
+    """What changes the tokens afterwards, and what turns them back into text, is left out."""
     try:
-        return Library.from_str(json.dumps(description))
-    except Exception as error:  # the library raises plain exceptions
+        return Library.from_str(json.dumps({**description, "truncation": None, "padding": None, "decoder": None}))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # plain exceptions, and panics, which are none
         raise _damaged(path, f"is no tokenizer ({short(str(error), 200)})") from error
 
 
