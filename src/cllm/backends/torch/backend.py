@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,7 +96,7 @@ class TorchBackend(Backend):
 
     def _load(self, model: GGUFModel | HFModel, progress: Progress | None) -> Weights:
         try:
-            with open_source(model) as source:
+            with open_source(model) as source, self._here():
                 return Loader(source, self._dtype, self._device, progress).load(self._decoder)
         except CLLMError:
             raise
@@ -114,6 +115,10 @@ class TorchBackend(Backend):
     def on_gpu(self) -> bool:
         return bool(self._device.type == "cuda")
 
+    def _here(self) -> AbstractContextManager[object]:
+        """Kernels and graphs are for the thread's current device, and every thread has its own."""
+        return torch.cuda.device(self._device) if self.on_gpu else nullcontext()
+
     @property
     def spare_blocks(self) -> int:
         """Blocks that are taken beside those of the pool: padded rows of graphs write there."""
@@ -126,19 +131,21 @@ class TorchBackend(Backend):
         before = torch.cuda.memory_allocated(self._device)
         try:
             self._try_out(step_tokens)
+        except CLLMError:
+            raise
         except Exception as error:
             raise self._failure(error, f"a first step of {step_tokens} tokens") from error
         step = torch.cuda.max_memory_allocated(self._device) - before + rows * self.shape.n_vocab * 4
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         left = free - int(step * _SPARE) - _GRAPHS_BYTES
-        return Room(f"the memory of {device_name(self._device)},", total, max(0, left), hard=True)
+        return Room(f"the memory of {self._device}", total, max(0, left), hard=True)
 
     def _try_out(self, tokens: int) -> None:
         geometry = BlockGeometry(-(-tokens // 16), 16)
         memory = self._reserve(geometry)
         chunk = Chunk(array("i", bytes(4 * tokens)), 0, True, blocks=list(range(geometry.blocks)))
-        with torch.inference_mode():
+        with self._here(), torch.inference_mode():
             memory.model.forward(make_batch([chunk], geometry.block_size, self._device), memory.kv)
         torch.cuda.synchronize(self._device)
 
@@ -156,9 +163,10 @@ class TorchBackend(Backend):
         dimensions = (blocks, shape.n_layers, 2, shape.n_kv_heads, size, decoder.head_dim)
         positions = min(shape.context_length, geometry.tokens)
         try:
-            kv = torch.zeros(dimensions, dtype=self._kv_dtype, device=self._device)
-            model = Model(decoder, self._open(), self._operations, positions)
-            graphs = DecodeGraphs(model, kv, geometry.blocks, -(-positions // size)) if self.on_gpu else None
+            with self._here():
+                kv = torch.zeros(dimensions, dtype=self._kv_dtype, device=self._device)
+                model = Model(decoder, self._open(), self._operations, positions)
+                graphs = DecodeGraphs(model, kv, geometry.blocks, -(-positions // size)) if self.on_gpu else None
         except Exception as error:
             if isinstance(error, CLLMError) or not is_out_of_memory(error):
                 raise
@@ -222,7 +230,7 @@ class TorchBackend(Backend):
         self._aborted.clear()
         try:
             batch = make_batch(chunks, memory.geometry.block_size, self._device, memory.bounds)
-            with torch.inference_mode():
+            with self._here(), torch.inference_mode():
                 rows: Logits = self._forward(memory, batch).cpu().numpy()
                 return rows
         except BackendError:
