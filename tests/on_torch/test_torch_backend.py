@@ -213,20 +213,20 @@ print(taken, sum(held.values()))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="says nothing of its peak")
-@pytest.mark.parametrize(("kind", "dtype"), [("directory", "bf16"), ("directory", "f32"), ("gguf", "bf16")])
+@pytest.mark.parametrize(("kind", "dtype"), [("directory", "bf16"), ("gguf", "bf16")])
 def test_loading_takes_the_weights_and_little_beside_them(kind: str, dtype: str, tmp_path: Path) -> None:
     if kind == "gguf":
-        sizes = {"n_embd": 1024, "n_heads": 16, "n_kv_heads": 8, "n_ff": 4096, "n_vocab": 30_000, "n_layers": 3}
+        sizes = {"n_embd": 1024, "n_heads": 16, "n_kv_heads": 8, "n_ff": 2048, "n_vocab": 40_000, "n_layers": 1}
         path = write_model(tmp_path / "model.gguf", weight_type="f16", **sizes)
     else:
-        wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "vocab_size": 60_000}
-        widths = {32: 1024, 16: 512, 48: 4096, 300: 60_000}
+        wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "vocab_size": 40_000}
+        widths = {32: 1024, 16: 512, 48: 4096, 300: 40_000}
         shapes = {name: tuple(widths[size] for size in shape) for name, shape in tensors().items()}
         path = write_directory(tmp_path, config=wide, shapes=shapes, dtype="BF16")
     ran = subprocess.run([sys.executable, "-c", PEAK, str(path), dtype], capture_output=True, text=True, check=True)
     taken, weights = map(int, ran.stdout.split())
-    largest = (30_000 if kind == "gguf" else 60_000) * 1024 * (4 if dtype == "f32" else 2)
-    assert 0.9 * weights < taken < weights + min(largest, 64 << 20), (taken >> 20, weights >> 20)
+    # The embedding alone takes 80 MiB in the files; as float32, 160 or more.
+    assert 0.9 * weights < taken < weights + (64 << 20), (taken >> 20, weights >> 20)
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------------
