@@ -80,6 +80,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.timeout(600)
 def test_smollm2_has_the_perplexity_it_has_on_native() -> None:
     path = resolve("smollm2")
     tokens = load_tokenizer(GGUFModel.open(path)).encode((DATA / "text.txt").read_text("utf-8"))[:1024]

@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 LIMITS = {"f32": 1e-5, "bf16": 1.5e-2, "f16": 2e-3}
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_kernels_compute_what_their_twin_computes() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
