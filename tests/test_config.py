@@ -168,7 +168,7 @@ def test_unknown_variables_are_errors_but_for_the_documented_ones() -> None:
         (
             "resources.kv_type_v",
             "q5_1",
-            "resources.kv_type_v is 'q5_1' (flag): it must be f16, q8_0 or q4_0 (default f16)",
+            "resources.kv_type_v is 'q5_1' (flag): it must be f16, q8_0, q4_0, bf16 or f32 (default f16)",
         ),
         (
             "server.cors_origins",
@@ -247,9 +247,24 @@ def test_native_blocks_are_whole_tiles() -> None:
     assert load(flags={"backend.type": "native", "resources.block_size": 64}).config.resources.block_size == 64
 
 
-def test_a_backend_that_is_not_there_is_refused() -> None:
-    (problem,) = problems(flags={"backend.type": "torch"})
-    assert "backend.type is torch (flag)" in problem and "use native or llama_cpp or fake" in problem
+def test_every_backend_has_its_own_kv_types() -> None:
+    assert problems(flags={"backend.type": "native", "resources.kv_type_k": "bf16"}) == (
+        "resources.kv_type_k is bf16 (flag): native has f16, q8_0, q4_0",
+    )
+    (problem,) = problems(flags={"backend.type": "llama_cpp", "resources.kv_type_v": "f32"})
+    assert "resources.kv_type_v is f32 (flag): llama_cpp has f16, q8_0, q4_0" in problem
+    (problem,) = problems(flags={"backend.type": "torch", "resources.kv_type_v": "q8_0"})
+    assert "resources.kv_type_v is q8_0 (flag): torch has f16, bf16, f32" in problem
+    (problem,) = problems(flags={"backend.type": "torch", "resources.kv_type_v": "bf16"})
+    assert "resources.kv_type_k is f16 (default) but resources.kv_type_v is bf16 (flag): torch has one type" in problem
+    both = {"resources.kv_type_k": "f32", "resources.kv_type_v": "f32"}
+    assert load(flags={"backend.type": "torch", **both}).config.resources.kv_type_k == "f32"
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CPU", "", "cuda:1000"])
+def test_devices_that_torch_does_not_have(device: str) -> None:
+    (problem,) = problems(flags={"backend.torch.device": device})
+    assert f"backend.torch.device is '{device}' (flag): it must be text that matches" in problem
 
 
 def test_the_longest_gap_may_not_be_less_than_the_mean() -> None:

@@ -234,7 +234,7 @@ LAYERS = [
     {"errors", "machine", "_native"},
     {"kv", "models", "config"},
     {"backends", "text", "resources"},
-    {"engine"},
+    {"engine", "on_torch"},
     {"observe", "assemble", "generation", "windows"},
     {"llm"},
     {"offline", "simulate"},

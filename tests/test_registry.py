@@ -13,6 +13,7 @@ import types
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -338,7 +339,12 @@ def test_a_path_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_is_neither_name_nor_file_is_refused(tmp_path: Path) -> None:
     assert "there is no model 'smollm3'; give one of smollm2" in refusal("smollm3")
     assert f"there is no file {tmp_path}/none.gguf" in refusal(f"{tmp_path}/none.gguf")
-    assert "is a directory" in refusal(str(tmp_path))
+    assert "is a directory without a config.json" in refusal(str(tmp_path))
+
+
+def test_a_hugging_face_directory_is_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(str(tmp_path)) == tmp_path
 
 
 def test_hub_names_go_to_the_hub_client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -351,6 +357,24 @@ def test_hub_names_go_to_the_hub_client(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=download))
     assert resolve("hf:org/repo/sub/file.gguf") == tmp_path / "fetched.gguf"
     assert asked == [("org/repo", "sub/file.gguf")]
+
+
+def test_repositories_are_fetched_whole_but_for_what_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def download(repo: str, allow_patterns: list[str]) -> str:
+        asked.append((repo, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
+    assert "hf:org/repo has no config.json; name one of its files" in refusal("hf:org/repo")
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve("hf:org/repo") == tmp_path
+    ((repo, patterns), _) = asked
+    assert repo == "org/repo" and {"config.json", "*.safetensors", "tokenizer.json"} <= set(patterns)
+    assert not any(fnmatch(file, pattern) for file in ("pytorch_model.bin", "run.py") for pattern in patterns)
 
 
 def test_hub_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +391,7 @@ def test_hub_names_without_the_client_say_how_to_install_it(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "name", ["hf:", "hf:org", "hf:org/repo", "hf:org/repo/", "hf:org/repo/readme.md", "hf://a/b.gguf"]
+    "name", ["hf:", "hf:org", "hf:/repo", "hf:org/repo/", "hf:org/repo/readme.md", "hf://a/b.gguf"]
 )
 def test_hub_names_that_name_no_file_are_refused(name: str) -> None:
     assert "hf:org/repo/file.gguf" in refusal(name)

@@ -22,9 +22,12 @@ from cllm.kv.slots import SlotKVManager
 from cllm.kv.upkeep import UpkeepSettings
 from cllm.machine import offers_large_pages, read_cpus, read_rooms
 from cllm.models.gguf import GGUFModel
+from cllm.models.hf_directory import HFModel
 from cllm.models.registry import resolve
+from cllm.on_torch import Model, has_gpu, open_torch, torch_refusal
 from cllm.resources import Weights, choose_kv_bytes, choose_threads
 from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
+from cllm.text.hf_tokenizer import load_hf_chat_template, load_hf_tokenizer
 from cllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 log = logging.getLogger("cllm")
@@ -89,21 +92,54 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None) -> _O
         backend: Backend = FakeBackend(vocab_size=fake.vocab_size, latency_s=fake.latency_ms / 1000)
         return _Opened("fake", ByteTokenizer(fake.vocab_size), _chat_template(config, None), backend, None)
     path = resolve(config.model.name)
-    model = GGUFModel.open(path)
-    name = config.model.name if not Path(config.model.name).suffix else path.stem
-    tokenizer, template = load_tokenizer(model), _chat_template(config, model)
+    model = HFModel.open(path) if path.is_dir() else GGUFModel.open(path)
+    name, tokenizer, template = _name(config, model), _load_tokenizer(model), _chat_template(config, model)
     kind = _choose_backend(config, model)
     _check_relations(config, kind)
     threads = choose_threads(config.backend.threads, read_cpus())
-    kv_bytes = choose_kv_bytes(config.resources, _weights(config, model, kind), read_rooms())
-    if before_mapping is not None and kind == "llama_cpp" and config.backend.llama_cpp.mmap:
-        before_mapping()
-    backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
+    if kind == "torch" or isinstance(model, HFModel):
+        backend, kv_bytes = open_torch(config, model, name, threads, config.scheduler.max_running or PAGED_MAX_RUNNING)
+    else:
+        kv_bytes = choose_kv_bytes(config.resources, _weights(config, model, kind), read_rooms())
+        if before_mapping is not None and kind == "llama_cpp" and config.backend.llama_cpp.mmap:
+            before_mapping()
+        backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
     return _Opened(name, tokenizer, template, backend, kv_bytes)
 
 
-def _choose_backend(config: Config, model: GGUFModel) -> Literal["native", "llama_cpp"]:
-    """The backend that was asked for; with auto, native or else llama_cpp."""
+def _name(config: Config, model: Model) -> str:
+    """What clients call it, unless the configuration has an alias."""
+    asked = config.model.name
+    if isinstance(model, HFModel):
+        return asked.rpartition("/")[2] if asked.startswith("hf:") else model.name
+    return asked if not Path(asked).suffix else model.path.stem
+
+
+def _load_tokenizer(model: Model) -> Tokenizer:
+    return load_hf_tokenizer(model) if isinstance(model, HFModel) else load_tokenizer(model)
+
+
+def _choose_backend(config: Config, model: Model) -> Literal["native", "llama_cpp", "torch"]:
+    """The backend that was asked for; with auto, torch where it has its own kind of model or a GPU, then native, then
+    llama_cpp."""
+    asked = config.backend.type
+    if isinstance(model, HFModel) and asked not in ("auto", "torch"):
+        raise ModelError(
+            f"{asked} cannot run {model.name}: it is a Hugging Face directory; use --backend torch, or a .gguf file"
+        )
+    if isinstance(model, HFModel) or asked == "torch" or (asked == "auto" and has_gpu(config)):
+        refusal = torch_refusal(model)
+        if refusal is None:
+            return "torch"
+        if isinstance(model, HFModel):
+            raise ModelError(f"torch cannot run {model.name}: {refusal}")
+        if asked == "torch":
+            raise ModelError(f"torch cannot run {model.path.name}: {refusal}; use --backend auto")
+    assert isinstance(model, GGUFModel)
+    return _choose_for_cpu(config, model)
+
+
+def _choose_for_cpu(config: Config, model: GGUFModel) -> Literal["native", "llama_cpp"]:
     if config.backend.type == "llama_cpp":
         return "llama_cpp"
     refusal = _native_refusal(model)
@@ -189,14 +225,17 @@ def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
     )
 
 
-def _chat_template(config: Config, model: GGUFModel | None) -> ChatTemplate:
+def _chat_template(config: Config, model: Model | None) -> ChatTemplate:
     if config.model.chat_template is not None:
         try:
             source = config.model.chat_template.read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"model.chat_template: cannot read {config.model.chat_template}: {error}") from error
-        return ChatTemplate(source, bos="", eos="") if model is None else load_chat_template(model, source)
-    return load_chat_template(model) if model is not None else ChatTemplate(CHATML, bos="", eos="")
+    else:
+        source = None
+    if model is None:
+        return ChatTemplate(source or CHATML, bos="", eos="")
+    return load_hf_chat_template(model, source) if isinstance(model, HFModel) else load_chat_template(model, source)
 
 
 def _build(config: Config, opened: _Opened) -> Parts:

@@ -37,6 +37,8 @@ KV_TYPES = {
     "f16": KVType("f16", 1, 2),
     "q8_0": KVType("q8_0", 32, 34),
     "q4_0": KVType("q4_0", 32, 18),
+    "bf16": KVType("bf16", 1, 2),
+    "f32": KVType("f32", 1, 4),
 }
 
 

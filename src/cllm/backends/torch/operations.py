@@ -34,7 +34,7 @@ class Operations(ABC):
         kv: torch.Tensor,
         layer: int,
     ) -> torch.Tensor:
-        """Keys are rotated and written to `kv`, as values are; the rotated queries are returned, [tokens, heads, dim]."""
+        """Keys are rotated and written to `kv`, as values are. Gives the rotated queries, [tokens, heads, dim]."""
 
     @abstractmethod
     def attend(self, q: torch.Tensor, kv: torch.Tensor, layer: int, batch: StepBatch) -> torch.Tensor: ...

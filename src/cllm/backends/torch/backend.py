@@ -1,0 +1,313 @@
+"""The backend over torch: chunks become tensors, the model runs over them, and the rows that are wanted come back.
+
+K and V lie in one tensor of blocks on the device. It is taken whole when it is allocated, and torch gives no part of it
+back: `release_pages` and `prepare_pages` have nothing to do here.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cllm.backends.base import Backend, Chunk, Logits
+from cllm.backends.torch.batch import Bounds, StepBatch, make_batch
+from cllm.backends.torch.device import (
+    KV_DTYPES,
+    choose_device,
+    choose_dtype,
+    choose_operations,
+    device_name,
+    dtype_name,
+    is_out_of_memory,
+)
+from cllm.backends.torch.graphs import DecodeGraphs
+from cllm.backends.torch.model import Model, Weights
+from cllm.backends.torch.operations import PlainOperations
+from cllm.backends.torch.sources import decoder_of, open_source, unsupported
+from cllm.backends.torch.weights import Loader, Progress, weight_bytes
+from cllm.errors import BackendError, CLLMError, ConfigError, ModelError, StepAbortedError
+from cllm.kv.ops import BlockGeometry, Geometry, Move
+from cllm.machine import Room
+from cllm.models.gguf import GGUFModel
+from cllm.models.hf_directory import HFModel
+
+_MOVED_BYTES = 64 << 20
+"""A move whose source and target overlap goes through a copy of this many bytes at a time."""
+_SPARE = 1.2
+"""What a profiled step took, times this, is kept free for the largest one."""
+_GRAPHS_BYTES = 512 << 20
+"""Kept free on a GPU for what graphs and libraries take later."""
+
+
+@dataclass(slots=True)
+class _Memory:
+    geometry: BlockGeometry
+    kv: torch.Tensor
+    """[blocks, layers, 2, kv heads, block_size, head_dim]; where there are graphs, one block more than the pool."""
+    model: Model
+    graphs: DecodeGraphs | None
+    bounds: Bounds
+
+
+class TorchBackend(Backend):
+    name = "torch"
+
+    def __init__(
+        self,
+        model: GGUFModel | HFModel,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        kv_type: str = "f16",
+        threads: int = 1,
+        progress: Progress | None = None,
+    ) -> None:
+        self.shape = model.shape
+        self._label = str(model.path)
+        self._device = choose_device(device)
+        self._dtype = choose_dtype(dtype, self._device)
+        self._kv_dtype = KV_DTYPES[kv_type]
+        self._operations = choose_operations(self._device)
+        self._threads = threads
+        self._aborted = threading.Event()
+        self._geometry: BlockGeometry | None = None
+        self._memory: _Memory | None = None
+        reason = unsupported(model) or self._unsupported_heads()
+        if reason is not None:
+            raise ModelError(f"{self._label}: torch cannot run it: {reason}")
+        self._decoder = decoder_of(model)
+        if self._device.type == "cpu":
+            torch.set_num_threads(threads)
+        self._weights: Weights | None = self._load(model, progress)
+
+    def _unsupported_heads(self) -> str | None:
+        head_dim = self.shape.head_dim_k
+        if isinstance(self._operations, PlainOperations) or (head_dim >= 16 and head_dim & (head_dim - 1) == 0):
+            return None
+        return (
+            f"its heads have {head_dim} dimensions, and the kernels want a power of two from 16 on (use --device cpu)"
+        )
+
+    def _load(self, model: GGUFModel | HFModel, progress: Progress | None) -> Weights:
+        try:
+            with open_source(model) as source, self._here():
+                return Loader(source, self._dtype, self._device, progress).load(self._decoder)
+        except CLLMError:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            size = weight_bytes(self._decoder, self._dtype) >> 20
+            raise ModelError(
+                f"{self._label}: its weights take {size} MiB as {dtype_name(self._dtype)}, and {self._device} has no "
+                "room for them; use a smaller model, a smaller backend.torch.dtype, or another backend.torch.device"
+            ) from error
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self._device.type == "cuda")
+
+    def _here(self) -> AbstractContextManager[object]:
+        """Kernels and graphs are for the thread's current device, and every thread has its own."""
+        return torch.cuda.device(self._device) if self.on_gpu else nullcontext()
+
+    @property
+    def spare_blocks(self) -> int:
+        """Blocks that are taken beside those of the pool: padded rows of graphs write there."""
+        return int(self.on_gpu)
+
+    def room(self, step_tokens: int, rows: int) -> Room:
+        """What the GPU leaves for K and V beside the weights and what a step of that size takes."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        try:
+            self._try_out(step_tokens)
+        except CLLMError:
+            raise
+        except Exception as error:
+            raise self._failure(error, f"a first step of {step_tokens} tokens") from error
+        step = torch.cuda.max_memory_allocated(self._device) - before + rows * self.shape.n_vocab * 4
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        left = free - int(step * _SPARE) - _GRAPHS_BYTES
+        return Room(f"the memory of {self._device}", total, max(0, left), hard=True)
+
+    def _try_out(self, tokens: int) -> None:
+        geometry = BlockGeometry(-(-tokens // 16), 16)
+        memory = self._reserve(geometry)
+        chunk = Chunk(array("i", bytes(4 * tokens)), 0, True, blocks=list(range(geometry.blocks)))
+        with self._here(), torch.inference_mode():
+            memory.model.forward(make_batch([chunk], geometry.block_size, self._device), memory.kv)
+        torch.cuda.synchronize(self._device)
+
+    def allocate(self, geometry: Geometry) -> None:
+        if not isinstance(geometry, BlockGeometry):
+            raise BackendError("the torch backend keeps its K/V in blocks, not in slots")
+        self._open()
+        self._memory = None
+        self._memory = self._reserve(geometry)
+        self._geometry = geometry
+
+    def _reserve(self, geometry: BlockGeometry) -> _Memory:
+        decoder, shape = self._decoder, self.shape
+        blocks, size = geometry.blocks + self.spare_blocks, geometry.block_size
+        dimensions = (blocks, shape.n_layers, 2, shape.n_kv_heads, size, decoder.head_dim)
+        positions = min(shape.context_length, geometry.tokens)
+        try:
+            with self._here():
+                kv = torch.zeros(dimensions, dtype=self._kv_dtype, device=self._device)
+                model = Model(decoder, self._open(), self._operations, positions)
+                graphs = DecodeGraphs(model, kv, geometry.blocks, -(-positions // size)) if self.on_gpu else None
+        except Exception as error:
+            if isinstance(error, CLLMError) or not is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"{self._device} has no room for {geometry.tokens} tokens of K/V beside the weights; "
+                "lower resources.kv_cache_max_memory_mb"
+            ) from error
+        return _Memory(geometry, kv, model, graphs, Bounds(shape.n_vocab, positions, geometry.blocks))
+
+    @property
+    def kv_bytes(self) -> int:
+        return int(self._ready().kv.nbytes)
+
+    @property
+    def ops(self) -> TorchBackend:
+        self._ready()
+        return self
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        memory = self._ready()
+        self._check_blocks([block for pair in pairs for block in pair])
+        if not pairs:
+            return
+        sources, targets = torch.tensor(pairs, device=self._device).unbind(1)
+        try:
+            memory.kv[targets] = memory.kv[sources]
+        except Exception as error:
+            raise self._failure(error, f"copying {len(pairs)} blocks") from error
+
+    def move_blocks(self, moves: Sequence[Move]) -> None:
+        kv = self._ready().kv
+        self._check_blocks([end for move in moves for end in (move.source, move.target)])
+        self._check_blocks([end + move.blocks - 1 for move in moves for end in (move.source, move.target)])
+        try:
+            for move in moves:
+                _move(kv, *move)
+        except Exception as error:
+            raise self._failure(error, f"moving {len(moves)} runs of blocks") from error
+
+    def release_pages(self, first: int, count: int) -> None:
+        """The arena is one piece of the device's memory: nothing of it can be given back alone."""
+
+    def prepare_pages(self, first: int, count: int) -> None:
+        """The arena is there since it was allocated."""
+
+    def resident_bytes(self) -> int:
+        return self.kv_bytes
+
+    def _check_blocks(self, blocks: Sequence[int]) -> None:
+        count = self._ready().geometry.blocks
+        wrong = next((block for block in blocks if not 0 <= block < count), None)
+        if wrong is not None:
+            raise BackendError(f"there is no block {wrong} to copy or to move, of {count} there are")
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def step(self, chunks: Sequence[Chunk]) -> Logits:
+        memory = self._ready()
+        if not chunks:
+            return np.empty((0, self.shape.n_vocab), np.float32)
+        self._aborted.clear()
+        try:
+            batch = make_batch(chunks, memory.geometry.block_size, self._device, memory.bounds)
+            with self._here(), torch.inference_mode():
+                rows: Logits = self._forward(memory, batch).cpu().numpy()
+                return rows
+        except BackendError:
+            raise
+        except Exception as error:
+            tokens = sum(len(chunk.tokens) for chunk in chunks)
+            raise self._failure(error, f"a step of {tokens} tokens") from error
+
+    def _forward(self, memory: _Memory, batch: StepBatch) -> torch.Tensor:
+        if memory.graphs is not None and memory.graphs.fits(batch):
+            return memory.graphs.run(batch)
+        return memory.model.forward(batch, memory.kv, self._raise_if_aborted)
+
+    def _raise_if_aborted(self) -> None:
+        if self._aborted.is_set():
+            raise StepAbortedError("the step was aborted")
+
+    def _failure(self, error: Exception, doing: str) -> BackendError:
+        """A lack of memory is one request's trouble; after anything else, nothing on the device is certain."""
+        if is_out_of_memory(error):
+            if self.on_gpu:
+                torch.cuda.empty_cache()
+            return BackendError(f"{self._device} has no memory for {doing}; lower resources.kv_cache_max_memory_mb")
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return BackendError(f"torch failed at {doing} on {self._device}: {reason}", fatal=True)
+
+    def abort(self) -> None:
+        """Heard before the next layer; a decode step on a GPU is over before that matters."""
+        self._aborted.set()
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    def rebuild(self) -> None:
+        if self._geometry is None or self._weights is None:
+            raise _no_memory()
+        self._memory = None  # the old one first: there is no room for both
+        try:
+            self._memory = self._reserve(self._geometry)
+        except CLLMError:
+            raise
+        except Exception as error:
+            raise self._failure(error, "rebuilding its context") from error
+
+    def close(self) -> None:
+        self._memory = None
+        self._weights = None
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def describe(self) -> str:
+        version = str(torch.__version__).partition("+")[0]
+        threads = "" if self.on_gpu else ", 1 thread" if self._threads == 1 else f", {self._threads} threads"
+        kv = dtype_name(self._kv_dtype)
+        return f"torch {version} ({device_name(self._device)}, weights {dtype_name(self._dtype)}, K/V {kv}{threads})"
+
+    def _open(self) -> Weights:
+        if self._weights is None:
+            raise BackendError("the torch backend is closed", fatal=True)
+        return self._weights
+
+    def _ready(self) -> _Memory:
+        if self._memory is None:
+            raise _no_memory()
+        return self._memory
+
+
+def _no_memory() -> BackendError:
+    return BackendError("the torch backend has no memory: allocate() was not called, or close() was", fatal=True)
+
+
+def _move(kv: torch.Tensor, source: int, target: int, blocks: int) -> None:
+    if abs(source - target) >= blocks:
+        kv[target : target + blocks].copy_(kv[source : source + blocks])
+        return
+    together = max(1, _MOVED_BYTES // int(kv[0].nbytes))
+    firsts = range(0, blocks, together)
+    # From the end that is not written over before it is read.
+    for first in firsts if target < source else reversed(firsts):
+        count = min(together, blocks - first)
+        kv[target + first : target + first + count] = kv[source + first : source + first + count].clone()

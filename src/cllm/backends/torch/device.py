@@ -1,0 +1,63 @@
+"""Which device computes, in which type, and what it means when torch fails there."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from cllm.backends.torch.operations import Operations, PlainOperations
+from cllm.errors import ConfigError
+
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+KV_DTYPES = DTYPES
+_NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+
+
+def choose_device(asked: str) -> torch.device:
+    """The device with this name; auto is the first GPU, or else the CPU."""
+    if asked == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(asked)
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        why = "this torch is built for the CPU alone" if torch.version.cuda is None else "torch finds no GPU"
+        raise ConfigError(f"backend.torch.device is {asked}, but {why}; use auto or cpu")
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise ConfigError(f"backend.torch.device is {asked}, but the last one is cuda:{count - 1}; use that or auto")
+    return torch.device("cuda", device.index or 0)
+
+
+def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
+    if asked == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[asked]
+
+
+def choose_operations(device: torch.device) -> Operations:
+    """Kernels on a GPU, plain torch elsewhere; Triton's interpreter runs the kernels anywhere, for tests."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return PlainOperations()
+    try:
+        from cllm.backends.torch.triton_operations import TritonOperations
+    except ImportError as error:
+        raise ConfigError(
+            f"the GPU's kernels need Triton ({error}); pip install triton, or use --device cpu"
+        ) from error
+    return TritonOperations()
+
+
+def device_name(device: torch.device) -> str:
+    return f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _NO_MEMORY)

@@ -1,0 +1,97 @@
+"""Opening a model on torch: whether it is there, whether it runs this model, and how much memory K and V get.
+
+torch takes seconds to import, so this module does not, until one of its functions must.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from cllm.config import Config
+from cllm.kv.memory import bytes_per_token
+from cllm.machine import read_rooms
+from cllm.models.fetch import show_progress
+from cllm.models.gguf import GGUFModel
+from cllm.models.hf_directory import HFModel
+from cllm.resources import Weights, choose_kv_bytes
+
+if TYPE_CHECKING:
+    from cllm.backends.torch.backend import TorchBackend
+
+GPU_KV_FRACTION = 0.9
+"""A GPU is there for the model alone."""
+Model = GGUFModel | HFModel
+
+
+def has_gpu(config: Config) -> bool:
+    """Whether torch is there and may use a GPU. The driver is asked for first."""
+    if config.backend.torch.device == "cpu" or find_spec("torch") is None:
+        return False
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        import torch
+    except (OSError, ImportError):
+        return False
+    return bool(torch.cuda.is_available())
+
+
+def torch_refusal(model: Model) -> str | None:
+    """Why torch cannot run the model, or None."""
+    try:
+        from cllm.backends.torch.sources import unsupported
+    except ImportError as error:
+        return f'torch does not load ({error}); install it with: pip install "cllm[torch]"'
+    return unsupported(model)
+
+
+def open_torch(config: Config, model: Model, name: str, threads: int, running: int) -> tuple[TorchBackend, int]:
+    """The backend and its K/V budget: on a GPU what is free there after loading, otherwise as on every CPU.
+
+    `running` sequences may be computed at once.
+    """
+    from cllm.backends.torch.backend import TorchBackend
+    from cllm.backends.torch.device import choose_device, choose_dtype
+    from cllm.backends.torch.sources import decoder_of
+    from cllm.backends.torch.weights import weight_bytes
+
+    settings, resources = config.backend.torch, config.resources
+    device = choose_device(settings.device)
+    size = weight_bytes(decoder_of(model), choose_dtype(settings.dtype, device))
+    kv_bytes = None if device.type == "cuda" else choose_kv_bytes(resources, Weights(name, size), read_rooms())
+    with show_progress(f"Loading {name}", None) as report:
+        backend = TorchBackend(
+            model,
+            device=str(device),
+            dtype=settings.dtype,
+            kv_type=resources.kv_type_k,
+            threads=threads,
+            progress=report,
+        )
+    if kv_bytes is None:
+        try:
+            kv_bytes = _gpu_kv_bytes(config, backend, running)
+        except BaseException:
+            backend.close()
+            raise
+    return backend, kv_bytes
+
+
+def _gpu_kv_bytes(config: Config, backend: TorchBackend, running: int) -> int:
+    resources = config.resources
+    if "kv_memory_fraction" not in resources.model_fields_set:
+        resources = resources.model_copy(update={"kv_memory_fraction": GPU_KV_FRACTION})
+    room = backend.room(config.scheduler.max_step_tokens + running, running)
+    shape = backend.shape
+    token_bytes = bytes_per_token(
+        n_layers=shape.n_layers,
+        n_kv_heads=shape.n_kv_heads,
+        head_dim_k=shape.head_dim_k,
+        head_dim_v=shape.head_dim_v,
+        type_k=resources.kv_type_k,
+        type_v=resources.kv_type_v,
+    )
+    spare = backend.spare_blocks * resources.block_size * token_bytes
+    return choose_kv_bytes(resources, Weights("the model", 0), [room]) - spare

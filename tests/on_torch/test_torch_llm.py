@@ -1,0 +1,218 @@
+"""The torch backend under the whole engine: a greedy answer does not depend on what else happens. f32, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cllm import LLM, SamplingParams
+from cllm.assemble import _choose_backend, assemble
+from cllm.config import load_config
+from cllm.errors import ConfigError, ModelError
+from cllm.models.gguf import GGUFModel
+from cllm.models.hf_directory import HFModel
+from engine_kit import assert_nothing_left
+from hf_kit import byte_tokenizer
+from native_kit import write_model
+from torch_kit import build, random_tokens, save
+
+TOKEN_BYTES = 3 * 2 * 2 * 32 * 4
+SETTINGS: dict[str, Any] = {
+    "resources.kv_type_k": "f32",
+    "resources.kv_type_v": "f32",
+    "resources.kv_cache_max_memory_mb": 16,
+    "backend.torch.device": "cpu",
+    "backend.threads": 1,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+PROMPTS = [random_tokens(20 + 7 * seed, seed) for seed in range(8)]
+LONG = random_tokens(400, 99)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole model: weights, tokenizer, chat template."""
+    path = save(build("qwen3"), tmp_path_factory.mktemp("models") / "tiny-qwen3")
+    (path / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
+    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}</s>{% endfor %}")
+    return path
+
+
+def open_llm(directory: Path, **changes: Any) -> LLM:
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    return LLM(str(directory), settings=SETTINGS | keys)
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> Iterator[LLM]:
+    with open_llm(directory) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def alone(directory: Path) -> list[list[int]]:
+    """Each prompt's answer when nothing else runs and nothing is cached."""
+    with open_llm(directory, scheduler__max_running=1) as fresh:
+        answers = []
+        for prompt in PROMPTS:
+            empty_cache(fresh)
+            answers.append(generated(fresh, [prompt])[0])
+        assert len({tuple(answer) for answer in answers}) > 4, "answers that are all alike would prove nothing"
+        return answers
+
+
+def generated(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(answer.token_ids) for answer in llm.generate(prompts, params, progress=False)]
+
+
+def engine_of(llm: LLM) -> Any:
+    return llm._llm._engine
+
+
+def empty_cache(llm: LLM) -> None:
+    engine, done = engine_of(llm), threading.Event()
+
+    def reset() -> None:
+        engine.scheduler.kv.reset()
+        done.set()
+
+    engine._inbox.append(reset)
+    engine._wake.set()
+    assert done.wait(10)
+
+
+def test_batched_equals_alone(llm: LLM, alone: list[list[int]]) -> None:
+    assert generated(llm, PROMPTS) == alone
+    assert_nothing_left(engine_of(llm))
+
+
+def test_cached_equals_uncached(llm: LLM, alone: list[list[int]]) -> None:
+    generated(llm, PROMPTS)
+    for prompt, expected in zip(PROMPTS, alone, strict=True):
+        (answer,) = llm.generate([prompt], GREEDY)
+        assert answer.cached_tokens == (len(prompt) - 1) // 16 * 16 > 0
+        assert list(answer.token_ids) == expected
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 32])
+def test_chunked_equals_whole(directory: Path, llm: LLM, tokens: int) -> None:
+    expected = generated(llm, [LONG])
+    with open_llm(directory, scheduler__max_step_tokens=tokens) as other:
+        assert generated(other, [LONG]) == expected
+
+
+def test_beside_a_long_prompt_that_is_cut_into_chunks(directory: Path, llm: LLM, alone: list[list[int]]) -> None:
+    expected = generated(llm, [LONG])
+    with open_llm(directory, scheduler__max_step_tokens=24) as other:
+        assert generated(other, [*PROMPTS, LONG]) == [*alone, *expected]
+
+
+def test_preempted_equals_undisturbed(directory: Path, alone: list[list[int]]) -> None:
+    tight = 26 * 16 * TOKEN_BYTES / 2**20 + 0.001
+    with open_llm(directory, resources__kv_cache_max_memory_mb=tight, scheduler__watermark=0.0) as llm:
+        assert generated(llm, PROMPTS) == alone
+        assert engine_of(llm).snapshot.preemptions > 0
+        assert_nothing_left(engine_of(llm))
+
+
+def test_answers_that_share_a_prompt_equal_those_that_do_not(llm: LLM) -> None:
+    def params(seed: int, n: int = 1) -> SamplingParams:
+        return SamplingParams(temperature=0.9, seed=seed, n=n, max_tokens=12, ignore_eos=True)
+
+    together = [list(answer.token_ids) for answer in llm.generate([PROMPTS[0]], params(11, 4))]
+    apart = [generated(llm, [PROMPTS[0]], params(11 + number))[0] for number in range(4)]
+    assert together == apart and len({tuple(answer) for answer in together}) > 1
+
+
+def test_a_lost_context_is_rebuilt_and_nothing_shows(
+    llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = engine_of(llm).backend
+    original, steps = backend._forward, []
+
+    def lose(*arguments: Any) -> Any:
+        steps.append(arguments)
+        if len(steps) == 5:
+            raise RuntimeError("CUDA error: something is lost")
+        return original(*arguments)
+
+    before = engine_of(llm).snapshot.rebuilds
+    monkeypatch.setattr(backend, "_forward", lose)
+    assert generated(llm, PROMPTS) == alone
+    assert engine_of(llm).snapshot.rebuilds == before + 1
+
+
+# -- which backend runs --------------------------------------------------------------------------------------------
+
+
+def opened(model: Path, backend: str = "auto", **changes: Any) -> Any:
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    settings = SETTINGS | {"backend.type": backend, "model.name": str(model)} | keys
+    return assemble(load_config(None, settings).config)
+
+
+def test_auto_takes_torch_for_a_directory(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "cllm"):
+        parts = opened(directory)
+    with parts.backend:
+        assert (parts.backend.name, parts.name, parts.max_context) == ("torch", "tiny-qwen3", 512)
+        assert parts.bytes_per_token == TOKEN_BYTES and parts.tokenizer.eos_ids == {1}
+        messages = [{"role": "user", "content": "hello</s>"}]
+        assert parts.chat_template.encode(parts.tokenizer, messages).count(1) == 1
+    assert f"{TOKEN_BYTES} bytes of K/V a token, context 512, 256 seq" in caplog.text
+
+
+def test_a_gguf_file_on_torch_and_by_default_not(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "tiny.gguf")
+    with opened(path, "torch").backend as backend:
+        assert backend.name == "torch"
+    with opened(path, resources__kv_type_k="f16", resources__kv_type_v="f16").backend as backend:
+        assert backend.name == "native"
+
+
+@pytest.mark.parametrize("backend", ["native", "llama_cpp"])
+def test_others_do_not_take_directories(backend: str, directory: Path) -> None:
+    with pytest.raises(ModelError, match=f"{backend} cannot run tiny-qwen3: it is a Hugging Face directory") as caught:
+        opened(directory, backend, resources__kv_type_k="f16", resources__kv_type_v="f16")
+    assert "\n" not in str(caught.value)
+
+
+def test_torch_by_name_says_what_it_cannot_run(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"torch cannot run yarn\.gguf: .*yarn.*; use --backend auto"):
+        opened(write_model(tmp_path / "yarn.gguf", rope_scaling="yarn"), "torch")
+
+
+def test_without_torch_it_says_how_to_install_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cllm.backends.torch.sources", None)
+    with pytest.raises(ModelError, match=r'pip install "cllm\[torch\]"') as caught:
+        opened(directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gpu_is_taken_by_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cllm.assemble.has_gpu", lambda config: True)
+    with opened(write_model(tmp_path / "tiny.gguf")).backend as backend:
+        assert backend.name == "torch"
+    foreign = write_model(tmp_path / "yarn.gguf", rope_scaling="yarn")
+    assert _choose_backend(load_config(None, {}).config, GGUFModel.open(foreign)) == "llama_cpp"
+
+
+def test_kv_types_belong_to_backends(directory: Path) -> None:
+    for changes in ({"resources__kv_type_k": "q8_0"}, {"resources__kv_type_v": "bf16"}):
+        with pytest.raises(ConfigError) as caught:
+            opened(directory, **changes)
+        assert "torch has" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_context_that_is_too_long_is_refused(directory: Path) -> None:
+    assert HFModel.open(directory).shape.context_length == 512
+    with pytest.raises(ConfigError, match="the model was trained for 512 tokens"):
+        opened(directory, resources__max_context_length=1024)
