@@ -44,13 +44,14 @@ KV_CALLS = (
 )  # fmt: skip
 OPS_CALLS = (
     "copy_blocks", "move_blocks", "release_pages", "prepare_pages", "resident_bytes",
-    "length", "remove", "copy", "save", "load", "resize", "shift",
+    "length", "remove", "copy", "save", "load", "resize", "shift", "no_room",
 )  # fmt: skip
 BACKEND_CALLS = ("step", "rebuild", "abort")
 OBSERVER_CALLS = ("on_step", "on_finished", "on_eviction")
 WITHOUT_EFFECT = {f"kv.{name}" for name in ("peek", "verify", "usage", "details", "examine")} | {
     "ops.length",
     "ops.resident_bytes",
+    "ops.no_room",
 }
 HARMLESS = (
     *("observer.", "deliver", "kv.usage", "kv.details", "backend.abort"),
