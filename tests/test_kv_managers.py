@@ -723,8 +723,6 @@ def test_slot_operations_of_the_fake_backend() -> None:
     ops.remove(0, 1, 3)
     ops.shift(0, 3, None, -2)
     assert ops.length(0) == 2 and ops.length(1) == 4
-    ops.keep(1)
-    assert ops.length(0) == 0 and ops.length(1) == 4
 
 
 def failing(backend: FakeBackend, name: str, error: Exception) -> None:

@@ -75,9 +75,6 @@ class PagedOperations(KVManager):
         sequence.num_computed = held + lost
         return sequence.num_computed
 
-    def keep(self, sequence: KVSequence) -> None:
-        self._evict(self._prefixes.evictable)
-
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _leave_tree(self, sequence: KVSequence, first: int, last: int) -> bool:

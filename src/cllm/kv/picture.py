@@ -27,8 +27,7 @@ def picture(arena: Arena) -> KVView:
         prefixes_in_all=len(arena.holders.owners) - len(arena.running),
         used_prefixes=frozenset(used),
         sequences=tuple(
-            SequenceView(s.number, s.request_id, len(s.tokens), s.num_computed, s.indexed * size)
-            for s in arena.running.values()
+            SequenceView(s.number, s.request_id, len(s.tokens), s.num_computed) for s in arena.running.values()
         ),
     )
 

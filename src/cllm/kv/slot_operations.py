@@ -29,9 +29,3 @@ class SlotOperations(SlotMemory):
         if sequence.entry.length > length:
             self._index.cut_back(sequence.entry, sequence)
         return length
-
-    def keep(self, sequence: KVSequence) -> None:
-        while len(self._store):
-            self._evict(self._store.oldest())
-        for entry in self._held_in_slots():
-            self._evict(entry)
