@@ -46,8 +46,33 @@ class Chunk:
     """How to choose from its logits, where the backend does that: one token for each."""
 
 
+class Bias(NamedTuple):
+    """What is added to the logits of tokens, each of which is there once; -inf forbids one."""
+
+    ids: NDArray[np.int32]
+    values: NDArray[np.float64]
+
+
+class Seen(NamedTuple):
+    """Tokens that are penalised, each of which is there once, and how.
+
+    What is positive is divided by `repetition`, the rest multiplied with it. Of a token that the answer has `counts`
+    times (of the prompt's tokens, none), `frequency` times that and `presence` are taken off then.
+    """
+
+    ids: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    repetition: float
+    frequency: float
+    presence: float
+
+
 class Draw(NamedTuple):
-    """How one token is chosen: the best if `temperature` is 0, else the one that `uniform`, in [0, 1), selects."""
+    """How one token is chosen: the best if `temperature` is 0, else the one that `uniform`, in [0, 1), selects.
+
+    Arrays are those of who chooses, and may change once the step is submitted. Where the chunk `follows`, the token it
+    follows on is not in `penalties`: it counts once more.
+    """
 
     temperature: float
     top_k: int
@@ -56,10 +81,10 @@ class Draw(NamedTuple):
     uniform: float
     logprobs: int | None
     """How many of the most likely tokens to tell, with the chosen one; None: nothing."""
-    bias: tuple[tuple[int, float], ...]
-    """What is added to the logits of tokens; -inf forbids one."""
-    seen: tuple[tuple[int, float, float], ...]
-    """Tokens that are penalised: the divisor of what is positive (the factor of the rest), and what is taken off."""
+    bias: Bias | None
+    penalties: Seen | None
+    mask: NDArray[np.bool_] | None
+    """Of every token whether it may be chosen; None: any."""
 
 
 class Drawn(NamedTuple):
