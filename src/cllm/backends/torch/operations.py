@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from cllm.backends.torch import twin
+from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import StepBatch
 from cllm.backends.torch.decoder import Decoder
 
@@ -31,13 +32,13 @@ class Operations(ABC):
         decoder: Decoder,
         rotations: torch.Tensor,
         batch: StepBatch,
-        kv: torch.Tensor,
+        arena: Arena,
         layer: int,
     ) -> torch.Tensor:
-        """Keys are rotated and written to `kv`, as values are. Gives the rotated queries, [tokens, heads, dim]."""
+        """Keys are rotated and written to the arena, as values are. Gives the rotated queries, [tokens, heads, dim]."""
 
     @abstractmethod
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, layer: int, batch: StepBatch) -> torch.Tensor: ...
+    def attend(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch) -> torch.Tensor: ...
 
 
 class PlainOperations(Operations):
@@ -60,7 +61,7 @@ class PlainOperations(Operations):
         decoder: Decoder,
         rotations: torch.Tensor,
         batch: StepBatch,
-        kv: torch.Tensor,
+        arena: Arena,
         layer: int,
     ) -> torch.Tensor:
         q, k, v = (
@@ -70,8 +71,8 @@ class PlainOperations(Operations):
         if q_norm is not None and k_norm is not None:
             q, k = twin.rms_norm(q, q_norm, decoder.rms_eps), twin.rms_norm(k, k_norm, decoder.rms_eps)
         turned = rotations[batch.positions.long()]
-        twin.store(twin.rotate(k, turned), v, kv, layer, batch.slots)
+        twin.store(twin.rotate(k, turned), v, arena, layer, batch.slots)
         return twin.rotate(q, turned)
 
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, layer: int, batch: StepBatch) -> torch.Tensor:
-        return twin.attend(q, kv, layer, batch)
+    def attend(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch) -> torch.Tensor:
+        return twin.attend(q, arena, layer, batch)

@@ -1,4 +1,4 @@
-"""Matrix times few vectors, which costs as long as reading the matrix takes: whatever else there is to do is done on the way.
+"""Matrix times few vectors, which costs as long as reading the matrix takes: whatever else is to do is done on the way.
 
 A norm before the product is computed by every program for itself, and an activation after it where the results are, so
 that a layer of one row is six launches instead of ten.
@@ -42,7 +42,9 @@ def gemv_kernel(
         inside = columns < width
         value = tl.load(x + columns, mask=inside, other=0.0)
         if adds:
-            value = (value.to(tl.float32) + tl.load(residual + columns, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+            value = (value.to(tl.float32) + tl.load(residual + columns, mask=inside, other=0.0).to(tl.float32)).to(
+                value.dtype
+            )
             if program == 0:  # elsewhere than it is read: other programs still read
                 tl.store(sums + columns, value, mask=inside)
         wide = value.to(tl.float32)

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from cllm.backends.torch import kernels
+from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import StepBatch
 from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.operations import Operations
@@ -44,10 +45,10 @@ class TritonOperations(Operations):
         decoder: Decoder,
         rotations: torch.Tensor,
         batch: StepBatch,
-        kv: torch.Tensor,
+        arena: Arena,
         layer: int,
     ) -> torch.Tensor:
-        tokens, half = len(qkv), decoder.head_dim // 2
+        kv, tokens, half = arena.data, len(qkv), decoder.head_dim // 2
         queries = qkv.new_empty(tokens, decoder.n_heads, decoder.head_dim)
         kernels.rotate_store_kernel[(tokens, decoder.n_heads + 2 * decoder.n_kv_heads)](
             *(qkv, queries, kv, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm),
@@ -64,12 +65,12 @@ class TritonOperations(Operations):
         )
         return queries
 
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, layer: int, batch: StepBatch) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch) -> torch.Tensor:
         out = torch.empty_like(q)
         if batch.decode_rows:
-            _decode(q, kv, layer, batch, out)
+            _decode(q, arena, layer, batch, out)
         if batch.longest_chunk:
-            _attend_chunks(q, kv, layer, batch, out)
+            _attend_chunks(q, arena, layer, batch, out)
         return out
 
 
@@ -82,8 +83,8 @@ def _norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: fl
     return out
 
 
-def _decode(q: torch.Tensor, kv: torch.Tensor, layer: int, batch: StepBatch, out: torch.Tensor) -> None:
-    rows, heads, dim = batch.decode_rows, q.shape[1], q.shape[2]
+def _decode(q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch, out: torch.Tensor) -> None:
+    kv, rows, heads, dim = arena.data, batch.decode_rows, q.shape[1], q.shape[2]
     kv_heads = kv.shape[3]
     group = heads // kv_heads
     split = DECODE_SPLIT if rows * kv_heads >= MANY_PROGRAMS else SHORT_SPLIT
@@ -109,8 +110,8 @@ def _decode(q: torch.Tensor, kv: torch.Tensor, layer: int, batch: StepBatch, out
     )
 
 
-def _attend_chunks(q: torch.Tensor, kv: torch.Tensor, layer: int, batch: StepBatch, out: torch.Tensor) -> None:
-    heads, dim = q.shape[1], q.shape[2]
+def _attend_chunks(q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch, out: torch.Tensor) -> None:
+    kv, heads, dim = arena.data, q.shape[1], q.shape[2]
     rows = len(batch.lengths) - batch.decode_rows
     kernels.prompt_kernel[(triton.cdiv(batch.longest_chunk, PROMPT_QUERIES), heads, rows)](
         *(q, kv, batch.tables, batch.starts, batch.lengths, out, batch.decode_rows, dim**-0.5 * LOG2_E),

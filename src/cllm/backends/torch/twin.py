@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import StepBatch
 
 
@@ -34,28 +35,28 @@ def rotate(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
     return torch.cat((low * cosines - high * sines, high * cosines + low * sines), dim=-1).to(x.dtype)
 
 
-def store(keys: torch.Tensor, values: torch.Tensor, kv: torch.Tensor, layer: int, slots: torch.Tensor) -> None:
+def store(keys: torch.Tensor, values: torch.Tensor, arena: Arena, layer: int, slots: torch.Tensor) -> None:
     """`keys` and `values` are [tokens, kv heads, head_dim]."""
-    size = kv.shape[4]
+    kv, size = arena.data, arena.block_size
     blocks, places = slots.long() // size, slots.long() % size
     kv[blocks, layer, 0, :, places] = keys.to(kv.dtype)
     kv[blocks, layer, 1, :, places] = values.to(kv.dtype)
 
 
-def attend(q: torch.Tensor, kv: torch.Tensor, layer: int, batch: StepBatch) -> torch.Tensor:
+def attend(q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch) -> torch.Tensor:
     """Every query, [tokens, heads, head_dim], over its sequence up to itself. Computed in float32."""
     out = torch.empty_like(q)
     starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
     for row, length in enumerate(lengths):
         rows = slice(starts[row], starts[row + 1])
-        out[rows] = _attend_one(q[rows], *_sequence(kv, layer, batch.tables[row], length)).to(q.dtype)
+        out[rows] = _attend_one(q[rows], *_sequence(arena, layer, batch.tables[row], length)).to(q.dtype)
     return out
 
 
-def _sequence(kv: torch.Tensor, layer: int, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _sequence(arena: Arena, layer: int, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of a sequence, [kv heads, length, head_dim] each."""
-    blocks = table[: -(-length // kv.shape[4])].long()
-    both = kv[blocks, layer].float().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+    blocks = table[: -(-length // arena.block_size)].long()
+    both = arena.data[blocks, layer].float().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
     return both[0], both[1]
 
 
