@@ -12,7 +12,6 @@ from cllm.backends.torch.plain_drawing import PlainChooser
 from cllm.errors import ConfigError
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
-KV_DTYPES = DTYPES
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
