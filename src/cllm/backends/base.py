@@ -87,6 +87,10 @@ class Backend(ABC):
     shape: ModelShape
     depth: int = 1
     """Steps that may be submitted before the first is collected. With more than one, the backend chooses tokens."""
+    step_tokens: int = 512
+    """Most prompt tokens in a step, unless the configuration says."""
+    context_cap: int | None = 8192
+    """Longest context that a model gets unasked; None: its own."""
     batch_splits: int = 0
     """How often a step had to be computed in more parts than one."""
 

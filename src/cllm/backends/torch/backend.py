@@ -37,6 +37,8 @@ from cllm.machine import Room
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 
+GPU_STEP_TOKENS = 8192
+"""A GPU is fast only with many tokens at a time, and computes so many in a fraction of a second."""
 _MOVED_BYTES = 64 << 20
 """A move whose source and target overlap goes through a copy of this many bytes at a time."""
 _SPARE = 1.2
@@ -65,6 +67,7 @@ class TorchBackend(Backend):
         device: str = "auto",
         dtype: str = "auto",
         kv_type: str = "f16",
+        invariant: bool = False,
         threads: int = 1,
         progress: Progress | None = None,
     ) -> None:
@@ -73,6 +76,9 @@ class TorchBackend(Backend):
         self._device = choose_device(device)
         self._dtype = choose_dtype(dtype, self._device)
         self._kv_dtype = KV_DTYPES[kv_type]
+        self.invariant = invariant
+        if self.on_gpu:
+            self.step_tokens, self.context_cap = GPU_STEP_TOKENS, None
         self._operations = choose_operations(self._device)
         self._threads = threads
         self._aborted = threading.Event()
