@@ -10,11 +10,11 @@ from pydantic_core import PydanticKnownError
 
 from cllm.config.problems import InvalidConfigError
 from cllm.config.relations import check_relations
+from cllm.kv.window import MIN_RECENT
 
 BackendType = Literal["auto", "native", "llama_cpp", "torch", "fake"]
 InstructionSet = Literal["auto", "generic", "avx2", "avx512"]
 KVType = Literal["f16", "q8_0", "q4_0", "bf16", "f32", "fp8", "int8"]
-MIN_RECENT = 16
 LLAMA_CPP_MAX_SEQ = 256
 """llama.cpp's own compiled-in limit of sequences per context."""
 

@@ -129,7 +129,7 @@ class Planner(Roster):
         return not sequence.promised or (
             len(sequence.tokens) + sequence.promised < sequence.max_length
             and not sequence.twins
-            and sequence.chooser.foresees
+            and sequence.chooser.foresees(sequence.promised)
         )
 
     def launch(self, plan: Plan) -> None:

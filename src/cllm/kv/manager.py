@@ -50,9 +50,6 @@ class KVManager(ABC):
 
     on_eviction: EvictionListener | None = None
 
-    no_window: str | None = None
-    """Why sequences cannot have a rolling window here; None: they can."""
-
     dropped_tokens: int = 0
     """Tokens that windows have dropped, of all sequences."""
 
@@ -116,10 +113,6 @@ class KVManager(ABC):
         """Forget all that was computed from token `length` on. Returns how many stay computed, which may be fewer by
         less than `unit_tokens`: what is shared is given up in whole units."""
         raise self._cannot("truncate a sequence")
-
-    def keep(self, sequence: KVSequence) -> None:
-        """Evict everything but what this and other running sequences hold."""
-        raise self._cannot("keep one sequence")
 
     def roll(self, sequence: KVSequence) -> bool:
         """Drop what the window no longer shows to the next token. False: there is no room to do that now."""

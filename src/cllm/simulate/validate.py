@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cllm.assemble import LLAMA_CPP_MAX_GAP_MS, PAGED_MAX_RUNNING, Parts
+from cllm.assemble import PAGED_MAX_RUNNING, Parts
 from cllm.backends.base import Backend
 from cllm.config import Config
 from cllm.kv.manager import KVManager
@@ -106,7 +106,6 @@ def settings_of(parts: Parts, config: Config) -> Settings:
     """The settings under which a simulation is like these parts."""
     scheduler = config.scheduler
     usage = parts.scheduler.kv.usage()
-    least_ms = LLAMA_CPP_MAX_GAP_MS if parts.backend.name == "llama_cpp" else 0.0
     slots = parts.scheduler.kv.details().get("slots", [])
     return Settings(
         policy="slots" if slots else "paged+prefix",
@@ -118,7 +117,7 @@ def settings_of(parts: Parts, config: Config) -> Settings:
         threshold=scheduler.kv_cache_eviction_threshold,
         watermark=scheduler.watermark,
         token_ms=scheduler.inter_token_target_ms,
-        gap_ms=scheduler.max_gap_ms or max(scheduler.inter_token_target_ms, least_ms),
+        gap_ms=scheduler.max_gap_ms or max(scheduler.inter_token_target_ms, parts.backend.preferred_gap_ms),
         prefill_ms=scheduler.prefill_target_ms,
         ageing_s=scheduler.ageing_s,
         context=parts.scheduler.kv.details().get("slot_tokens", 0),

@@ -31,6 +31,8 @@ log = logging.getLogger("cllm.llama_cpp")
 
 class LlamaCppBackend(Backend):
     name = "llama_cpp"
+    layout = "slots"
+    preferred_gap_ms = 250.0
 
     def __init__(
         self,
@@ -75,6 +77,10 @@ class LlamaCppBackend(Backend):
             portable=geometry.at_start is not None,
             slot_bytes=self._context.slot_tokens * self._token_bytes(),
         )
+
+    @property
+    def no_window(self) -> str | None:
+        return self._ops.no_shift
 
     @cached_property
     def resizes_slots(self) -> bool:
