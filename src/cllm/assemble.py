@@ -286,7 +286,7 @@ def _step_budget(config: Config, backend: Backend) -> StepBudget:
         inter_token_s=settings.inter_token_target_ms / 1000,
         max_gap_s=gap_ms / 1000,
         prompt_only_s=settings.prefill_target_ms / 1000,
-        max_tokens=settings.max_step_tokens or backend.step_tokens,
+        max_tokens=settings.max_step_tokens or backend.preferred_step_tokens,
     )
 
 

@@ -84,7 +84,7 @@ def _gpu_kv_bytes(config: Config, backend: TorchBackend, running: int) -> int:
     resources = config.resources
     if "kv_memory_fraction" not in resources.model_fields_set:
         resources = resources.model_copy(update={"kv_memory_fraction": GPU_KV_FRACTION})
-    room = backend.room((config.scheduler.max_step_tokens or backend.step_tokens) + running, running)
+    room = backend.room((config.scheduler.max_step_tokens or backend.preferred_step_tokens) + running, running)
     shape = backend.shape
     token_bytes = bytes_per_token(
         n_layers=shape.n_layers,

@@ -16,7 +16,8 @@ import torch
 
 from cllm.backends.base import Chunk, Logits
 from cllm.backends.torch.backend import TorchBackend
-from cllm.backends.torch.device import DTYPES, FP8
+from cllm.backends.torch.device import DTYPES
+from cllm.backends.torch.linear import FP8
 from cllm.backends.torch.sources import decoder_of, open_source
 from cllm.backends.torch.weights import Loader, weight_bytes
 from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError
@@ -135,8 +136,8 @@ def test_a_copied_block_goes_on_like_its_source(backend: TorchBackend) -> None:
 def test_moves_are_those_of_a_list(
     backend: TorchBackend, moves: list[Move], together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kv = backend._ready().kv
-    monkeypatch.setattr("cllm.backends.torch.backend._MOVED_BYTES", together * kv[0].nbytes)
+    kv = backend._ready().arena.data
+    monkeypatch.setattr("cllm.backends.torch.arena._MOVED_BYTES", together * kv[0].nbytes)
     kv.copy_(torch.arange(BLOCKS, dtype=kv.dtype).view(-1, 1, 1, 1, 1, 1).expand_as(kv))
     expected = list(range(BLOCKS))
     for source, target, count in moves:
@@ -162,10 +163,10 @@ def test_answers_before_and_after_a_move(backend: TorchBackend) -> None:
               lambda b: b.move_blocks([Move(0, 60, 5)]), lambda b: b.move_blocks([Move(0, 1, 1), Move(-1, 1, 3)])]
 )  # fmt: skip
 def test_blocks_that_are_not_there(backend: TorchBackend, wrong: Any) -> None:
-    before = backend._ready().kv.clone()
+    before = backend._ready().arena.data.clone()
     with pytest.raises(BackendError, match="there is no block") as caught:
         wrong(backend)
-    assert not caught.value.fatal and torch.equal(backend._ready().kv, before)
+    assert not caught.value.fatal and torch.equal(backend._ready().arena.data, before)
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "bf16", "f32"])

@@ -34,7 +34,7 @@ def logits_of_all(path: Path, tokens: list[int]) -> Floats:
         batch = make_batch([chunk(tokens, 0, table(len(tokens)))], BLOCK, torch.device("cpu"))
         with torch.inference_mode():
             every = replace(batch, wanted=torch.arange(len(tokens)))
-            found: Floats = memory.model.forward(every, memory.kv).numpy()
+            found: Floats = memory.model.forward(every, memory.arena).numpy()
         return found
 
 

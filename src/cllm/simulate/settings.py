@@ -30,7 +30,7 @@ class Settings:
     blocks: int = 2048
     block_size: int = 16
     max_running: int = 256
-    step_tokens: int = _DEFAULTS.max_step_tokens or Backend.step_tokens
+    step_tokens: int = _DEFAULTS.max_step_tokens or Backend.preferred_step_tokens
     eviction: str = _DEFAULTS.eviction_policy
     threshold: float = _DEFAULTS.kv_cache_eviction_threshold
     watermark: float = _DEFAULTS.watermark

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from cllm.backends.base import Backend, Chunk, Logits
+from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import Bounds, StepBatch, make_batch
 from cllm.backends.torch.device import (
-    KV_DTYPES,
     choose_device,
     choose_dtype,
     choose_operations,
@@ -39,8 +39,6 @@ from cllm.models.hf_directory import HFModel
 
 GPU_STEP_TOKENS = 8192
 """A GPU is fast only with many tokens at a time, and computes so many in a fraction of a second."""
-_MOVED_BYTES = 64 << 20
-"""A move whose source and target overlap goes through a copy of this many bytes at a time."""
 _SPARE = 1.2
 """What a profiled step took, times this, is kept free for the largest one."""
 _GRAPHS_BYTES = 512 << 20
@@ -50,8 +48,8 @@ _GRAPHS_BYTES = 512 << 20
 @dataclass(slots=True)
 class _Memory:
     geometry: BlockGeometry
-    kv: torch.Tensor
-    """[blocks, layers, 2, kv heads, block_size, head_dim]; where there are graphs, one block more than the pool."""
+    arena: Arena
+    """Where there are graphs, with one block more than the pool."""
     model: Model
     graphs: DecodeGraphs | None
     bounds: Bounds
@@ -75,10 +73,10 @@ class TorchBackend(Backend):
         self._label = str(model.path)
         self._device = choose_device(device)
         self._dtype = choose_dtype(dtype, self._device)
-        self._kv_dtype = KV_DTYPES[kv_type]
-        self.invariant = invariant
+        self._kv_type = kv_type
+        self._invariant = invariant
         if self.on_gpu:
-            self.step_tokens, self.context_cap = GPU_STEP_TOKENS, None
+            self.preferred_step_tokens, self.context_cap = GPU_STEP_TOKENS, None
         self._operations = choose_operations(self._device)
         self._threads = threads
         self._aborted = threading.Event()
@@ -152,7 +150,7 @@ class TorchBackend(Backend):
         memory = self._reserve(geometry)
         chunk = Chunk(array("i", bytes(4 * tokens)), 0, True, blocks=list(range(geometry.blocks)))
         with self._here(), torch.inference_mode():
-            memory.model.forward(make_batch([chunk], geometry.block_size, self._device), memory.kv)
+            memory.model.forward(make_batch([chunk], geometry.block_size, self._device), memory.arena)
         torch.cuda.synchronize(self._device)
 
     def allocate(self, geometry: Geometry) -> None:
@@ -165,14 +163,13 @@ class TorchBackend(Backend):
 
     def _reserve(self, geometry: BlockGeometry) -> _Memory:
         decoder, shape = self._decoder, self.shape
-        blocks, size = geometry.blocks + self.spare_blocks, geometry.block_size
-        dimensions = (blocks, shape.n_layers, 2, shape.n_kv_heads, size, decoder.head_dim)
+        size = geometry.block_size
         positions = min(shape.context_length, geometry.tokens)
         try:
             with self._here():
-                kv = torch.zeros(dimensions, dtype=self._kv_dtype, device=self._device)
+                arena = Arena(decoder, geometry, self._kv_type, self._device, self.spare_blocks)
                 model = Model(decoder, self._open(), self._operations, positions)
-                graphs = DecodeGraphs(model, kv, geometry.blocks, -(-positions // size)) if self.on_gpu else None
+                graphs = DecodeGraphs(model, arena, -(-positions // size)) if self.on_gpu else None
         except Exception as error:
             if isinstance(error, CLLMError) or not is_out_of_memory(error):
                 raise
@@ -180,11 +177,11 @@ class TorchBackend(Backend):
                 f"{self._device} has no room for {geometry.tokens} tokens of K/V beside the weights; "
                 "lower resources.kv_cache_max_memory_mb"
             ) from error
-        return _Memory(geometry, kv, model, graphs, Bounds(shape.n_vocab, positions, geometry.blocks))
+        return _Memory(geometry, arena, model, graphs, Bounds(shape.n_vocab, positions, geometry.blocks))
 
     @property
     def kv_bytes(self) -> int:
-        return int(self._ready().kv.nbytes)
+        return self._ready().arena.nbytes
 
     @property
     def ops(self) -> TorchBackend:
@@ -194,21 +191,17 @@ class TorchBackend(Backend):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         memory = self._ready()
         self._check_blocks([block for pair in pairs for block in pair])
-        if not pairs:
-            return
-        sources, targets = torch.tensor(pairs, device=self._device).unbind(1)
         try:
-            memory.kv[targets] = memory.kv[sources]
+            memory.arena.copy(pairs)
         except Exception as error:
             raise self._failure(error, f"copying {len(pairs)} blocks") from error
 
     def move_blocks(self, moves: Sequence[Move]) -> None:
-        kv = self._ready().kv
+        arena = self._ready().arena
         self._check_blocks([end for move in moves for end in (move.source, move.target)])
         self._check_blocks([end + move.blocks - 1 for move in moves for end in (move.source, move.target)])
         try:
-            for move in moves:
-                _move(kv, *move)
+            arena.move(moves)
         except Exception as error:
             raise self._failure(error, f"moving {len(moves)} runs of blocks") from error
 
@@ -248,7 +241,7 @@ class TorchBackend(Backend):
     def _forward(self, memory: _Memory, batch: StepBatch) -> torch.Tensor:
         if memory.graphs is not None and memory.graphs.fits(batch):
             return memory.graphs.run(batch)
-        return memory.model.forward(batch, memory.kv, self._raise_if_aborted)
+        return memory.model.forward(batch, memory.arena, self._raise_if_aborted)
 
     def _raise_if_aborted(self) -> None:
         if self._aborted.is_set():
@@ -289,8 +282,8 @@ class TorchBackend(Backend):
     def describe(self) -> str:
         version = str(torch.__version__).partition("+")[0]
         threads = "" if self.on_gpu else ", 1 thread" if self._threads == 1 else f", {self._threads} threads"
-        kv = dtype_name(self._kv_dtype)
-        return f"torch {version} ({device_name(self._device)}, weights {dtype_name(self._dtype)}, K/V {kv}{threads})"
+        types = f"weights {dtype_name(self._dtype)}, K/V {self._kv_type}"
+        return f"torch {version} ({device_name(self._device)}, {types}{threads})"
 
     def _open(self) -> Weights:
         if self._weights is None:
@@ -305,15 +298,3 @@ class TorchBackend(Backend):
 
 def _no_memory() -> BackendError:
     return BackendError("the torch backend has no memory: allocate() was not called, or close() was", fatal=True)
-
-
-def _move(kv: torch.Tensor, source: int, target: int, blocks: int) -> None:
-    if abs(source - target) >= blocks:
-        kv[target : target + blocks].copy_(kv[source : source + blocks])
-        return
-    together = max(1, _MOVED_BYTES // int(kv[0].nbytes))
-    firsts = range(0, blocks, together)
-    # From the end that is not written over before it is read.
-    for first in firsts if target < source else reversed(firsts):
-        count = min(together, blocks - first)
-        kv[target + first : target + first + count] = kv[source + first : source + first + count].clone()

@@ -6,12 +6,11 @@ import os
 
 import torch
 
+from cllm.backends.torch.linear import FP8
 from cllm.backends.torch.operations import Operations, PlainOperations
 from cllm.errors import ConfigError
 
-FP8 = torch.float8_e4m3fn
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "fp8": FP8}
-KV_DTYPES = DTYPES
 FP8_CAPABILITY = (8, 9)
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 

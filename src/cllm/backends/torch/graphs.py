@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import StepBatch
 from cllm.backends.torch.model import Model
 
@@ -17,18 +18,18 @@ LENGTHS = (1024, 4096, 1 << 30)
 class DecodeGraphs:
     """Graphs are made when they are first needed; all share one memory pool and one set of inputs."""
 
-    def __init__(self, model: Model, kv: torch.Tensor, spare_block: int, blocks_per_row: int) -> None:
+    def __init__(self, model: Model, arena: Arena, blocks_per_row: int) -> None:
         self._model = model
-        self._kv = kv
+        self._arena = arena
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._longest = blocks_per_row * kv.shape[4]
-        most, device = ROWS[-1], kv.device
+        self._longest = blocks_per_row * arena.block_size
+        most, device = ROWS[-1], arena.device
         ints = {"dtype": torch.int32, "device": device}
         self._tokens = torch.zeros(most, **ints)
         self._positions = torch.zeros(most, **ints)
         # Rows that are not used write into a block that belongs to nobody.
-        self._unused_slot = spare_block * kv.shape[4]
+        self._unused_slot = arena.spare_block * arena.block_size
         self._slots = torch.full((most,), self._unused_slot, **ints)
         self._lengths = torch.zeros(most, **ints)
         self._tables = torch.zeros((most, blocks_per_row), **ints)
@@ -72,11 +73,11 @@ class DecodeGraphs:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # kernels are compiled and libraries set up outside the capture
-            self._model.forward(batch, self._kv)
+            self._model.forward(batch, self._arena)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._model.forward(batch, self._kv)
+            logits = self._model.forward(batch, self._arena)
         return graph, logits
 
 

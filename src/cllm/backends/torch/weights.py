@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 
 from cllm.backends.torch.decoder import Decoder
-from cllm.backends.torch.device import FP8, values_dtype
-from cllm.backends.torch.linear import quantise_rows
+from cllm.backends.torch.device import values_dtype
+from cllm.backends.torch.linear import FP8, quantise_rows
 from cllm.backends.torch.model import Layer, Weights
 from cllm.errors import ModelError
 
