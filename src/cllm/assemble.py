@@ -32,7 +32,6 @@ from cllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 log = logging.getLogger("cllm")
 
-DEFAULT_CONTEXT_CAP = 8192
 PAGED_MAX_RUNNING = 256
 AHEAD_BYTES = 64 * MIB
 """K/V memory that an idle server has ready for who comes next."""
@@ -251,7 +250,7 @@ def _build(config: Config, opened: _Opened) -> Parts:
         type_k=resources.kv_type_k,
         type_v=resources.kv_type_v,
     )
-    context = resources.max_context_length or min(shape.context_length, DEFAULT_CONTEXT_CAP)
+    context = resources.max_context_length or min(shape.context_length, backend.context_cap or shape.context_length)
     if context > shape.context_length:
         raise ConfigError(
             f"resources.max_context_length is {context}, but the model was trained for {shape.context_length} tokens; "
@@ -287,7 +286,7 @@ def _step_budget(config: Config, backend: Backend) -> StepBudget:
         inter_token_s=settings.inter_token_target_ms / 1000,
         max_gap_s=gap_ms / 1000,
         prompt_only_s=settings.prefill_target_ms / 1000,
-        max_tokens=settings.max_step_tokens,
+        max_tokens=settings.max_step_tokens or backend.preferred_step_tokens,
     )
 
 

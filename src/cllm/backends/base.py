@@ -120,6 +120,10 @@ class Backend(ABC):
     """How it keeps K/V, and so which manager it needs."""
     depth: int = 1
     """Steps that may be submitted before the first is collected. With more than one, the backend chooses tokens."""
+    preferred_step_tokens: int = 512
+    """Most prompt tokens in a step, unless the configuration says."""
+    context_cap: int | None = 8192
+    """Longest context that a model gets unasked; None: its own."""
     preferred_gap_ms: float = 0.0
     """How long a step with prompts has to be for them to be computed at nearly full speed; 0: short ones do."""
     batch_splits: int = 0

@@ -54,6 +54,7 @@ class LlamaCppBackend(Backend):
         _check_types(kv_type_k, kv_type_v, flash_attention)
         self._threads = threads
         self._n_batch, self._n_ubatch = n_batch, n_ubatch
+        self.preferred_step_tokens = min(self.preferred_step_tokens, n_batch)
         self._kv_type_k, self._kv_type_v = kv_type_k, kv_type_v
         self._flash_attention = flash_attention
         self._library = load_library()

@@ -47,6 +47,8 @@ from cllm.models.hf_directory import HFModel
 
 log = logging.getLogger("cllm.torch")
 
+GPU_STEP_TOKENS = 8192
+"""A GPU is fast only with many tokens at a time, and computes so many in a fraction of a second."""
 _SPARE = 1.2
 """What a profiled step took, times this, is kept free for the largest one."""
 _GRAPHS_BYTES = 512 << 20
@@ -87,6 +89,7 @@ class TorchBackend(Backend):
         device: str = "auto",
         dtype: str = "auto",
         kv_type: str = "f16",
+        invariant: bool = False,
         threads: int = 1,
         rows: int = 256,
         progress: Progress | None = None,
@@ -97,6 +100,9 @@ class TorchBackend(Backend):
         self._device = choose_device(device)
         self._dtype = choose_dtype(dtype, self._device)
         self._kv_type = kv_type
+        self._invariant = invariant
+        if self.on_gpu:
+            self.preferred_step_tokens, self.context_cap = GPU_STEP_TOKENS, None
         self._operations = choose_operations(self._device)
         self._chooser: Chooser = choose_chooser(self._device)
         self._threads = threads
