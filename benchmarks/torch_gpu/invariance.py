@@ -14,6 +14,7 @@ from statistics import median
 
 from cllm import SamplingParams
 
+from .models import config_of
 from .speed import many_at_once, one_stream
 from .work import Bench, Keep, Measures, Place, engine, greedy, random_prompts
 
@@ -23,7 +24,7 @@ _MOST_ROUNDS = 40
 
 async def invariance(place: Place, keep: Keep) -> None:
     requests = mixed_requests(place)
-    texts = _texts_to_compare(place)
+    texts = random_prompts(_vocabulary(place), place.sizes.some, place.sizes.stream_in, "compared")
     async with engine(place.settings_for("8B", **INVARIANT)) as bench:
         together = (await bench.ask(*requests)).answers
         alone = [(await bench.ask([prompt], [params])).answers[0] for prompt, params in zip(*requests, strict=True)]
@@ -46,29 +47,22 @@ async def invariance(place: Place, keep: Keep) -> None:
 def mixed_requests(place: Place) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts and answers of many lengths; every second one is sampled, with a seed of its own."""
     source = random.Random("mixed")
-    shortest, longest = (4, 60) if place.tiny else (5, 700)
-    most = place.sizes.stream_out // 2
-    prompts = _own_prompts(place, [source.randint(shortest, longest) for _ in range(place.sizes.some)])
-    params = []
-    for seed in range(len(prompts)):
-        tokens = source.randint(most // 2, most)
+    longest_prompt, longest_answer = (40, 40) if place.tiny else (500, 96)
+    prompts, params = [], []
+    for seed in range(place.sizes.some):
+        prompts += random_prompts(_vocabulary(place), 1, source.randint(4, longest_prompt), f"mixed {seed}")
+        tokens = source.randint(longest_answer // 3, longest_answer)
         sampled = SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=tokens, ignore_eos=True)
         params.append(sampled if seed % 2 else greedy(tokens))
     return prompts, params
 
 
-def _own_prompts(place: Place, lengths: Sequence[int]) -> list[list[int]]:
-    vocab = 2048 if place.tiny else 128256
-    return [random_prompts(vocab, 1, length, f"mixed {at}")[0] for at, length in enumerate(lengths)]
-
-
-def _texts_to_compare(place: Place) -> list[list[int]]:
-    vocab = 2048 if place.tiny else 128256
-    return random_prompts(vocab, place.sizes.some, place.sizes.stream_in, "compared")
+def _vocabulary(place: Place) -> int:
+    return int(config_of(place.shape("8B"))["vocab_size"])
 
 
 def _small_pool_mb(requests: tuple[list[list[int]], list[SamplingParams]], token_bytes: int) -> float:
-    """Room for a third of what all take in the end, but for the longest at least twice."""
+    """Room for a third of what all take in the end, so that some who have begun must go; but for the longest twice."""
     needs = [len(prompt) + (params.max_tokens or 0) for prompt, params in zip(*requests, strict=True)]
     return max(sum(needs) / 3, 2.5 * max(needs)) * token_bytes / (1 << 20)
 
