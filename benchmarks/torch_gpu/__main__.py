@@ -19,26 +19,28 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from .figures import table
 from .work import Keep, Measures, Place
 
+Section = Callable[[Place, Keep], Coroutine[Any, Any, None]]
 SECTIONS = {
     "kernels": "kernels.kernels",
     "8B": "speed.speed_8b",
-    "fp8": "speed.speed_fp8",
     "1B": "speed.speed_1b",
-    "invariance": "invariance.invariance",
+    "fp8": "speed.speed_fp8",
     "http": "over_http.http",
+    "invariance": "invariance.invariance",
     "peer": "peer.peer",
 }
 NEEDS_GPU = ("fp8",)
 OPTIONAL = ("peer",)
-LIMIT_S = 420
+LIMIT_S = 240
 
 
 def main() -> int:
@@ -50,28 +52,47 @@ def main() -> int:
         sys.exit(f"there is no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     if args.device == "cpu":
         chosen = [name for name in chosen if name not in NEEDS_GPU]
-    found: dict[str, Measures] = {}
-    errors: dict[str, str] = {}
-    seconds: dict[str, float] = {}
+    report = Report(args)
     with tempfile.TemporaryDirectory(prefix="cllm-torch-gpu-") as directory:
         _write_models(Path(directory), tiny=args.shape == "tiny")
         for name in chosen:
-            started = time.perf_counter()
-            measures, error = _start_section(name, args, Path(directory))
-            seconds[name] = time.perf_counter() - started
-            found |= measures
-            if error is not None:
-                errors[name] = error
-            print(f"{name}: {'FAILED' if error else 'done'} after {seconds[name]:.0f} s", flush=True)
-            if error is not None:
-                print(error, flush=True)
-    rows, fine = table(found, judged=args.shape == "real")
-    print(_rendered([["work", "comparison", "must reach", "came", "ok"], *rows]))
-    if args.json is not None:
-        facts = {"machine": _machine(args.device), "shape": args.shape, "seconds": seconds, "settings": args.set}
-        report = facts | {"measures": found, "table": rows, "errors": errors}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if fine and not errors else 1
+            report.add(name, *_start_section(name, args, Path(directory)))
+    print(report.rendered())
+    return 0 if report.fine else 1
+
+
+class Report:
+    """What was found so far. It is written after every section: whoever breaks off later has the rest."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._file: Path | None = args.json
+        self._judged = args.shape == "real"
+        self._facts = {"machine": _machine(args.device), "shape": args.shape, "settings": args.set}
+        self._found: dict[str, Measures] = {}
+        self._errors: dict[str, str] = {}
+        self._seconds: dict[str, float] = {}
+
+    def add(self, name: str, measures: dict[str, Measures], error: str | None, seconds: float) -> None:
+        self._found |= measures
+        self._seconds[name] = seconds
+        print(f"{name}: {'done' if error is None else 'FAILED'} after {seconds:.0f} s", flush=True)
+        if error is not None:
+            self._errors[name] = error
+            print(error, flush=True)
+        if self._file is not None:
+            rows, _ = self._table()
+            sides = {"seconds": self._seconds, "measures": self._found, "table": rows, "errors": self._errors}
+            self._file.write_text(json.dumps(self._facts | sides, indent=1) + "\n")
+
+    @property
+    def fine(self) -> bool:
+        return self._table()[1] and not self._errors
+
+    def rendered(self) -> str:
+        return _rendered([["work", "comparison", "must reach", "came", "ok"], *self._table()[0]])
+
+    def _table(self) -> tuple[list[list[str]], bool]:
+        return table(self._found, judged=self._judged)
 
 
 def _arguments() -> argparse.Namespace:
@@ -94,8 +115,11 @@ def _write_models(directory: Path, *, tiny: bool) -> None:
         write_directory(directory / shape, shape)
 
 
-def _start_section(name: str, args: argparse.Namespace, directory: Path) -> tuple[dict[str, Measures], str | None]:
-    """What it measured, also if it failed afterwards, and why it failed."""
+def _start_section(
+    name: str, args: argparse.Namespace, directory: Path
+) -> tuple[dict[str, Measures], str | None, float]:
+    """What it measured, also if it failed afterwards, why it failed, and how long it took."""
+    started = time.perf_counter()
     result = directory / f"{name}.jsonl"
     command = [sys.executable, "-m", __package__, "--section", name, "--directory", str(directory)]
     command += ["--shape", args.shape, "--device", args.device, "--json", str(result)]
@@ -108,7 +132,7 @@ def _start_section(name: str, args: argparse.Namespace, directory: Path) -> tupl
     except subprocess.TimeoutExpired:
         error = f"it took more than {LIMIT_S} s"
     lines = result.read_text().splitlines() if result.exists() else []
-    return dict(json.loads(line) for line in lines), error
+    return dict(json.loads(line) for line in lines), error, time.perf_counter() - started
 
 
 def run_section(args: argparse.Namespace) -> int:
@@ -124,9 +148,7 @@ def run_section(args: argparse.Namespace) -> int:
             print(f"  {name}: {json.dumps(plain)}", flush=True)
 
         try:
-            section: Callable[[Place, Keep], Awaitable[None]] = getattr(
-                import_module(f".{module}", __package__), function
-            )
+            section: Section = getattr(import_module(f".{module}", __package__), function)
             if args.section != "http":  # its server is a process of its own
                 from .models import use_random_weights
 
@@ -147,11 +169,12 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _machine(device: str) -> dict[str, Any]:
-    import torch
-
-    facts: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count()}
+    """The GPU is asked by a process that ends: whoever has used one keeps some of its memory."""
+    facts: dict[str, Any] = {"python": platform.python_version(), "torch": version("torch"), "cpus": os.cpu_count()}
     if device != "cpu":
-        facts["gpu"] = torch.cuda.get_device_name(device)
+        ask = f"import torch; print(torch.cuda.get_device_name({device!r}))"
+        found = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+        facts["gpu"] = found.stdout.strip() or found.stderr.strip().splitlines()[-1]
     return facts
 
 

@@ -73,16 +73,13 @@ def _elementwise(
     plain = PlainOperations()
     x, residual, gate_up = (torch.randn(37, width, device=device).to(dtype) for width in (4096, 4096, 2 * 14336))
     weight = torch.rand(4096, device=device).to(dtype)
-    yield f"{name} rms_norm", limit, operations.rms_norm(x, weight, 1e-5), plain.rms_norm(*_wide(x, weight), 1e-5)
+    found, expected = operations.rms_norm(x, weight, 1e-5), plain.rms_norm(x.double(), weight.double(), 1e-5)
+    yield f"{name} rms_norm", limit, found, expected
     summed, exact = residual.clone(), residual.double()
     found = operations.add_rms_norm(x, summed, weight, 1e-5)
     yield f"{name} add_rms_norm", limit, found, plain.add_rms_norm(x.double(), exact, weight.double(), 1e-5)
     yield f"{name} residual", limit, summed, exact
     yield f"{name} silu_multiply", limit, operations.silu_multiply(gate_up), plain.silu_multiply(gate_up.double())
-
-
-def _wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor.double() for tensor in tensors]
 
 
 def _mixed_rows() -> list[Chunk]:
@@ -111,13 +108,12 @@ def _attention(
     exact.data = exact.data.double()
     rotations = decoder.rotations(4096).to(device)
     plain = PlainOperations()
-    ones = torch.ones(decoder.head_dim, device=device)
+    norm = torch.rand(decoder.head_dim, device=device).to(dtype) + 0.5 if decoder.head_norm else None
+    norm64 = None if norm is None else norm.double()
     for history in _histories(batch):
         qkv = torch.randn(len(history.tokens), decoder.qkv_size, device=device).to(dtype)
-        norms = [ones.to(dtype) * 0.9 if decoder.head_norm else None for _ in range(2)]
-        wide = [None if norm is None else norm.double() for norm in norms]
-        q = operations.rotate_and_store(qkv, *norms, decoder, rotations, history, arena, 1)
-        q64 = plain.rotate_and_store(qkv.double(), *wide, decoder, rotations.double(), history, exact, 1)
+        q = operations.rotate_and_store(qkv, norm, norm, decoder, rotations, history, arena, 1)
+        q64 = plain.rotate_and_store(qkv.double(), norm64, norm64, decoder, rotations.double(), history, exact, 1)
     attended = operations.attend(q, arena, 1, batch)
     yield f"{label}: queries", limit, q, q64
     yield f"{label}: attend to the same", limit, attended, plain.attend(q.double(), arena, 1, batch)

@@ -122,7 +122,7 @@ def _tokenizer(vocab: int) -> dict[str, Any]:
     vocabulary = {names[byte]: byte for byte in range(256)}
     vocabulary |= {f"Ġ{_word(number)}": number for number in range(256, vocab)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    model = {
+    model: dict[str, Any] = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": vocabulary, "merges": [],
     }  # fmt: skip
@@ -179,4 +179,4 @@ def use_random_weights(device: str) -> None:
         tied = "lm_head.weight" not in source.names
         yield RandomTensors(on, layers).make(name, source.shape(name), tied=tied)
 
-    DirectorySource.pieces = pieces  # type: ignore[method-assign]
+    DirectorySource.pieces = pieces  # type: ignore[method-assign,assignment]

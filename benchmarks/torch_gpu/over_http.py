@@ -23,7 +23,7 @@ from typing import IO, Any
 from cllm.bench.client import Client
 from cllm.bench.http import Address, HttpError
 from cllm.bench.load import at_most
-from cllm.bench.runners import listening_socket
+from cllm.bench.runners import end_with_stdin, listening_socket
 from cllm.bench.servers import running
 from cllm.bench.stats import percentile
 
@@ -122,6 +122,7 @@ def serve(settings: str, device: str) -> int:
 
     from .models import use_random_weights
 
+    end_with_stdin()
     use_random_weights(device)
     return run_server(load_config(None, json.loads(settings), environ={}).config)
 
