@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from cllm.backends.base import Chunk
+from cllm.backends.torch.sharing import SharedPrefixes
 from cllm.errors import BackendError
 
 Ints = NDArray[np.int32]
@@ -39,6 +40,8 @@ class StepBatch:
     """Tokens of the longest row that is not a decode row."""
     longest: int
     """Positions of the longest sequence."""
+    shared: SharedPrefixes | None = None
+    """Beginnings that decode rows have in common; each row's result is that without."""
 
 
 def order_of(chunks: Sequence[Chunk]) -> list[int]:
