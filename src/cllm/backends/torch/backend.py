@@ -237,7 +237,7 @@ class TorchBackend(Backend):
         try:
             with self._here():
                 arena = Arena(decoder, geometry, self._kv_type, self._device, self.spare_blocks)
-                model = Model(decoder, self._open(), self._operations, positions)
+                model = Model(decoder, self._open(), self._operations, positions, invariant=self._invariant)
                 last = torch.zeros(ROW_NUMBERS, dtype=torch.int32, device=self._device)
                 graphs = self._graphs_over(model, arena, last, -(-positions // size)) if self.on_gpu else None
         except Exception as error:
