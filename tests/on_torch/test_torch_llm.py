@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import threading
@@ -19,9 +18,8 @@ from cllm.errors import ConfigError, ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from engine_kit import assert_nothing_left
-from hf_kit import byte_tokenizer
 from native_kit import write_model
-from torch_kit import build, random_tokens, save
+from torch_kit import build, random_tokens, save_whole
 
 TOKEN_BYTES = 3 * 2 * 2 * 32 * 4
 SETTINGS: dict[str, Any] = {
@@ -38,12 +36,7 @@ LONG = random_tokens(400, 99)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole model: weights, tokenizer, chat template."""
-    path = save(build("qwen3"), tmp_path_factory.mktemp("models") / "tiny-qwen3")
-    (path / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
-    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}</s>{% endfor %}")
-    return path
+    return save_whole(build("qwen3"), tmp_path_factory.mktemp("models") / "tiny-qwen3")
 
 
 def open_llm(directory: Path, **changes: Any) -> LLM:

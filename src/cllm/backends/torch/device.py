@@ -9,6 +9,7 @@ import torch
 from cllm.backends.torch.linear import FP8
 from cllm.backends.torch.operations import Operations, PlainOperations
 from cllm.errors import ConfigError
+from cllm.machine import Room
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "fp8": FP8}
 FP8_CAPABILITY = (8, 9)
@@ -65,6 +66,12 @@ def choose_operations(device: torch.device) -> Operations:
             f"the GPU's kernels need Triton ({error}); pip install triton, or use --device cpu"
         ) from error
     return TritonOperations()
+
+
+def read_gpu_room(device: torch.device) -> Room:
+    """What of the GPU's memory nobody has taken."""
+    free, total = torch.cuda.mem_get_info(device)
+    return Room(f"the memory of {device_name(device)}", total, free, hard=True)
 
 
 def device_name(device: torch.device) -> str:
