@@ -41,6 +41,9 @@ class KVManager(ABC):
     unit_tokens: int = 1
     """Prefixes are shared in whole multiples of this."""
 
+    verifies = True
+    """Whether the backend has an account of its own to compare with; if not, `verify` is not called."""
+
     allocation_failures: int = 0
     """Times that a sequence had to wait, or to be preempted, for want of memory. Whoever asks counts, because only it
     knows whether it asks again for the same."""

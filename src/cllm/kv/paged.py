@@ -31,6 +31,8 @@ from cllm.kv.view import KVView
 
 
 class PagedKVManager(PagedOperations):
+    verifies = False
+
     def __init__(
         self,
         ops: BlockOps,
