@@ -10,7 +10,7 @@ import threading
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from cllm.backends.torch.device import (
     device_name,
     dtype_name,
     is_out_of_memory,
-    read_gpu_room,
 )
 from cllm.backends.torch.graphs import DecodeGraphs
 from cllm.backends.torch.model import Model, Weights
@@ -146,21 +145,16 @@ class TorchBackend(Backend):
             raise self._failure(error, f"a first step of {step_tokens} tokens") from error
         step = torch.cuda.max_memory_allocated(self._device) - before + rows * self.shape.n_vocab * 4
         torch.cuda.empty_cache()
-        room = read_gpu_room(self._device)
-        return replace(room, free=max(0, room.free - int(step * _SPARE) - _GRAPHS_BYTES))
+        free, total = torch.cuda.mem_get_info(self._device)
+        left = free - int(step * _SPARE) - _GRAPHS_BYTES
+        return Room(f"the memory of {self._device}", total, max(0, left), hard=True)
 
     def _try_out(self, tokens: int) -> None:
-        """A step of so many tokens: of one sequence, or of several where the context is shorter."""
-        size, longest = 16, min(tokens, self.shape.context_length)
-        blocks = -(-longest // size)
-        count = -(-tokens // longest)
-        memory = self._reserve(BlockGeometry(count * blocks, size))
-        chunks = [
-            Chunk(array("i", bytes(4 * longest)), 0, True, blocks=list(range(each * blocks, (each + 1) * blocks)))
-            for each in range(count)
-        ]
+        geometry = BlockGeometry(-(-tokens // 16), 16)
+        memory = self._reserve(geometry)
+        chunk = Chunk(array("i", bytes(4 * tokens)), 0, True, blocks=list(range(geometry.blocks)))
         with self._here(), torch.inference_mode():
-            memory.model.forward(make_batch(chunks, size, self._device), memory.arena)
+            memory.model.forward(make_batch([chunk], geometry.block_size, self._device), memory.arena)
         torch.cuda.synchronize(self._device)
 
     def allocate(self, geometry: Geometry) -> None:
