@@ -29,7 +29,7 @@ def run_benchmark(path: Path, only: str, *more: str) -> tuple[int, str, dict[str
 
 
 def test_every_section_measures(tmp_path: Path) -> None:
-    code, said, report = run_benchmark(tmp_path / "all.json", "kernels,8B,invariance,http")
+    code, said, report = run_benchmark(tmp_path / "all.json", "kernels,attention,8B,http,invariance")
     assert report["errors"] == {}, said
     assert code == 0
     found = report["measures"]
@@ -47,12 +47,12 @@ def test_every_section_measures(tmp_path: Path) -> None:
 
 
 def test_a_section_that_fails_takes_nothing_from_the_others(tmp_path: Path) -> None:
-    code, said, report = run_benchmark(tmp_path / "some.json", "1B,kernels", "--set", "scheduler.max_running=0")
+    code, said, report = run_benchmark(tmp_path / "some.json", "1B,attention", "--set", "scheduler.max_running=0")
     assert code == 1
     assert list(report["errors"]) == ["1B"]
     assert "scheduler.max_running" in report["errors"]["1B"]
     assert "1B: FAILED" in said
-    assert report["measures"]["kernels"]["compared"] > 0
+    assert report["measures"]["attention"]["tb_per_s"] > 0
 
 
 def test_waiting_is_what_is_longer_than_a_gap_between_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
