@@ -7,7 +7,7 @@ import logging
 from cllm.backends.base import StepResult
 from cllm.engine.plan import Plan
 from cllm.engine.planner import Planner
-from cllm.engine.request import FinishReason, Output, Sequence
+from cllm.engine.request import FinishReason, Sequence, token_output
 from cllm.engine.sampling import Choice, TokenLogprob, choose
 from cllm.errors import BackendError, describe
 
@@ -80,9 +80,7 @@ class Scheduler(Planner):
         elif len(sequence.tokens) >= sequence.max_length:
             self._end(sequence, FinishReason.LENGTH, token, logprob)
         else:
-            self._outputs.append(
-                Output(request.id, sequence.index, token, logprob, None, None, None, request.cached_tokens)
-            )
+            self._outputs.append(token_output(request, sequence.index, token, logprob))
 
     def _fork_twins(self, sequence: Sequence) -> list[tuple[int, Sequence]]:
         """The prompt is computed: its other answers begin here, as far as there is room; the rest queue up. Those that
