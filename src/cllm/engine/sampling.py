@@ -76,6 +76,11 @@ class Choice(NamedTuple):
     logprob: TokenLogprob | None
 
 
+def _without_logprob(token_id: int) -> Choice:
+    """Not by the class's own constructor, which takes several times as long: most rows of most steps have one."""
+    return tuple.__new__(Choice, (token_id, None))
+
+
 class TokenChooser:
     """How one answer chooses its tokens: the parameters and what they need to know of the answer so far.
 
@@ -171,12 +176,15 @@ class TokenChooser:
 
     def take(self, drawn: Drawn) -> Choice | None:
         """Observe a token that was chosen as `foresee` said; None if there was no finite best."""
-        if drawn.token_id < 0:
+        token_id = drawn.token_id
+        if token_id < 0:
             return None
-        self.observe(drawn.token_id)
+        self.generated += 1
+        if self._penalties.active:
+            self._penalties.observe(token_id)
         if self.params.logprobs is None:
-            return Choice(drawn.token_id, None)
-        return Choice(drawn.token_id, TokenLogprob(drawn.token_id, drawn.logprob, drawn.top))
+            return _without_logprob(token_id)
+        return Choice(token_id, TokenLogprob(token_id, drawn.logprob, drawn.top))
 
     def choose(self, logits: Row, mask: Mask | None) -> Choice | None:
         """Choose and observe the next token; None if there is no finite best."""
@@ -186,7 +194,7 @@ class TokenChooser:
             return None
         if self._plain and mask is None and best not in self._forbidden:
             self.generated += 1
-            return Choice(best, None)
+            return _without_logprob(best)
         with np.errstate(over="ignore", under="ignore"):
             return self._choose(logits, best, peak, mask)
 
