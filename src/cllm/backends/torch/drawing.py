@@ -136,7 +136,7 @@ def read_draws(chunks: Sequence[Chunk], vocab_size: int) -> HostDraws:
 def _checked(mask: Mask, vocab_size: int) -> Mask:
     if mask.shape != (vocab_size,):
         raise BackendError(f"a mask has the shape {mask.shape}, of {vocab_size} tokens there are")
-    return mask.copy()
+    return np.array(mask)
 
 
 def _biases(biases: Sequence[Bias | None], vocab_size: int) -> tuple[Ints, Floats, Ints] | None:
