@@ -15,6 +15,7 @@ from cllm.backends.base import Bias, Chunk, Draw, Seen
 from cllm.backends.torch import triton_drawing
 from cllm.backends.torch.drawing import choose, read_draws
 from cllm.backends.torch.plain_drawing import PlainChooser
+from cllm.backends.torch.staging import upload
 from cllm.backends.torch.triton_drawing import TritonChooser
 from draw_kit import host_choice, near_choices
 
@@ -92,8 +93,10 @@ def adjusted(chance: np.random.Generator) -> list[str]:
         chunks.append(Chunk(array("i", [1]), 0, True, row=row, follows=row % 4 > 1, draws=(draw,)))
     last = torch.from_numpy(chance.integers(0, width, 12).astype(np.int32))
     found, expected = logits.clone(), logits.clone()
-    told = choose(found, read_draws(chunks, width), KERNELS, last.clone()).read()
-    known = choose(expected, read_draws(chunks, width), PlainChooser(), last.clone()).read()
+    draws = read_draws(chunks, width)
+    moved = upload(draws.parts(), logits.device)
+    told = choose(found, draws, moved, KERNELS, last.clone()).read()
+    known = choose(expected, draws, moved, PlainChooser(), last.clone()).read()
     same = torch.equal(found.nan_to_num(nan=12345.0), expected.nan_to_num(nan=12345.0)) and told == known
     return [] if same and not torch.equal(found, logits) else ["adjusted logits differ"]
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from cllm.backends.base import Chunk, Drawn
 from cllm.backends.torch.drawing import choose, read_draws
 from cllm.backends.torch.plain_drawing import PlainChooser
+from cllm.backends.torch.staging import upload
 from cllm.engine.params import SamplingParams
 from cllm.engine.sampling import TokenChooser
 from draw_kit import host_choice, near_choices
@@ -119,9 +120,8 @@ def test_an_answer_on_the_device_is_the_hosts(data: st.DataObject) -> None:
         assert device.foresees(unknown is not None)
         draw = device.foresee(0 if unknown is None else 1)
         made = Chunk(array("i", [0]), 0, True, row=3, follows=unknown is not None, draws=(draw,))
-        ((drawn,),) = choose(
-            torch.from_numpy(logits.copy()[None]), read_draws([made], SIZE), PlainChooser(), last
-        ).read()
+        draws, row = read_draws([made], SIZE), torch.from_numpy(logits.copy()[None])
+        ((drawn,),) = choose(row, draws, upload(draws.parts(), row.device), PlainChooser(), last).read()
         if unknown is not None:
             device.take(unknown)
         expected = host.choose(logits, None)

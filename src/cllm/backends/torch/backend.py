@@ -38,6 +38,7 @@ from cllm.backends.torch.graphs import DecodeGraphs
 from cllm.backends.torch.model import Model, Weights
 from cllm.backends.torch.operations import PlainOperations
 from cllm.backends.torch.sources import decoder_of, open_source, unsupported
+from cllm.backends.torch.staging import Numbers, upload
 from cllm.backends.torch.weights import Loader, Progress, weight_bytes
 from cllm.errors import BackendError, CLLMError, ConfigError, ModelError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, Geometry, Move
@@ -196,8 +197,9 @@ class TorchBackend(Backend):
         bias, seen = Bias(none, np.zeros(0)), Seen(none, none, 1.0, 0.0, 0.0)
         draw = Draw(1.0, 5, 0.9, 0.1, 0.5, 5, bias, seen, None)
         chunk = Chunk(array("i", [0]), 0, True, draws=(draw,))
+        draws = read_draws([chunk] * rows, self.shape.n_vocab)
         logits = torch.zeros((rows, self.shape.n_vocab), device=self._device)
-        choose(logits, read_draws([chunk] * rows, self.shape.n_vocab), self._chooser, memory.last)
+        choose(logits, draws, upload(draws.parts(), self._device), self._chooser, memory.last)
 
     def allocate(self, geometry: Geometry) -> None:
         if not isinstance(geometry, BlockGeometry):
@@ -307,7 +309,8 @@ class TorchBackend(Backend):
         if not chunks:
             return np.empty((0, self.shape.n_vocab), np.float32)
         with self._computing(chunks):
-            rows: Logits = self._forward(memory, self._read(memory, chunks)).cpu().numpy()
+            logits, _ = self._forward(memory, self._read(memory, chunks))
+            rows: Logits = logits.cpu().numpy()
             return rows
 
     def submit(self, chunks: Sequence[Chunk]) -> _Ticket | Sequence[Chunk]:
@@ -317,7 +320,8 @@ class TorchBackend(Backend):
         try:
             with self._computing(chunks):
                 host, draws = self._read(memory, chunks), read_draws(chunks, self.shape.n_vocab)
-                chosen = choose(self._forward(memory, host), draws, self._chooser, memory.last)
+                logits, moved = self._forward(memory, host, draws.parts())
+                chosen = choose(logits, draws, moved, self._chooser, memory.last)
                 return _Ticket(chosen, self._mark())
         except StepAbortedError as error:
             # It is the step's result; those before it are not collected yet.
@@ -351,11 +355,14 @@ class TorchBackend(Backend):
     def _read(self, memory: _Memory, chunks: Sequence[Chunk]) -> HostBatch:
         return read_chunks(chunks, memory.geometry.block_size, memory.bounds, memory.tables)
 
-    def _forward(self, memory: _Memory, batch: HostBatch) -> torch.Tensor:
-        if memory.graphs is not None and memory.graphs.fits(batch):
-            return memory.graphs.run(batch)
-        on_device = batch_on(batch, self._device, memory.last, self._chooser.prepare)
-        return memory.model.forward(on_device, memory.kv, self._raise_if_aborted)
+    def _forward(
+        self, memory: _Memory, host: HostBatch, beside: Sequence[Numbers] = ()
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Logits, and on the device what goes there with the batch."""
+        if memory.graphs is not None and memory.graphs.fits(host):
+            return memory.graphs.run(host, beside)
+        batch, moved = batch_on(host, self._device, memory.last, self._chooser.prepare, beside)
+        return memory.model.forward(batch, memory.kv, self._raise_if_aborted), moved
 
     def _mark(self) -> torch.cuda.Event | None:
         """What is there once everything that is queued now is done."""

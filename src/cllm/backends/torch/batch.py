@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from cllm.backends.base import Chunk
-from cllm.backends.torch.staging import upload
+from cllm.backends.torch.staging import Numbers, upload
 from cllm.errors import BackendError
 
 Ints = NDArray[np.int32]
@@ -175,15 +175,18 @@ def prepare_plainly(
         row[: end - first] = table[first:end]
 
 
-def batch_on(host: HostBatch, device: torch.device, last: torch.Tensor, prepare: Prepare) -> StepBatch:
-    """The batch on a device, in one transfer. Rows that follow take their tokens out of `last`."""
+def batch_on(
+    host: HostBatch, device: torch.device, last: torch.Tensor, prepare: Prepare, beside: Sequence[Numbers] = ()
+) -> tuple[StepBatch, list[torch.Tensor]]:
+    """The batch on a device, and what goes there beside it, in one transfer. Rows that follow take their tokens out of
+    `last`."""
     parts = (host.tokens, host.positions, host.slots, host.starts, host.lengths, host.wanted)
-    moved = upload([*parts, host.follows, host.table, host.firsts], device)
-    tokens, positions, slots, starts, lengths, wanted, follows, table, firsts = moved
+    moved = upload([*parts, host.follows, host.table, host.firsts, *beside], device)
+    tokens, positions, slots, starts, lengths, wanted, follows, table, firsts = moved[:9]
     most = int(np.diff(host.firsts).max())
     tables = torch.empty((len(host.lengths), most), dtype=torch.int32, device=device)
     prepare(tokens, follows, last, table, firsts, tables)
-    return StepBatch(
+    batch = StepBatch(
         tokens=tokens,
         positions=positions,
         slots=slots,
@@ -195,12 +198,13 @@ def batch_on(host: HostBatch, device: torch.device, last: torch.Tensor, prepare:
         longest_chunk=host.longest_chunk,
         longest=host.longest,
     )
+    return batch, moved[9:]
 
 
 def make_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> StepBatch:
     """Of chunks whose tokens are all known."""
     last = torch.empty(0, dtype=torch.int32, device=device)
-    return batch_on(read_chunks(chunks, block_size), device, last, prepare_plainly)
+    return batch_on(read_chunks(chunks, block_size), device, last, prepare_plainly)[0]
 
 
 def _running(sizes: Ints) -> Ints:

@@ -1,7 +1,7 @@
 """Choosing tokens on the device: for the same logits, parameters and random number the token the host would choose.
 
-`read_draws` gathers on the host what the chunks say; `Drawing` takes it to the device and chooses. A `Chooser` is the
-arithmetic: kernels on a GPU, plain torch elsewhere.
+`read_draws` gathers on the host what the chunks say, and its parts go to the device with the rest of the step; `choose`
+queues the choice. A `Chooser` is the arithmetic: kernels on a GPU, plain torch elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cllm.backends.base import Bias, Chunk, Drawn, Seen
 from cllm.backends.torch.batch import Ints
-from cllm.backends.torch.staging import Numbers, download, upload
+from cllm.backends.torch.staging import Numbers, download
 from cllm.errors import BackendError
 
 Floats = NDArray[np.float64]
@@ -98,9 +98,17 @@ class HostDraws:
     most: int
     """Most likely tokens that any of them asks for."""
 
-    @property
-    def adjusts(self) -> bool:
-        return self.bias is not None or self.penalties is not None or bool(self.masked)
+    def parts(self) -> list[Numbers]:
+        """What the device has to know of them, in the order in which `choose` takes it."""
+        parts: list[Numbers] = [self.owners]
+        if self.rows is not None:
+            parts.append(self.rows)
+        parts += [np.array(places, np.int32) for places in (self.told, self.masked) if places]
+        for group in (self.bias, self.penalties):
+            parts.extend(group or ())
+        if self.params is not None:
+            parts.append(self.params)
+        return parts
 
 
 def read_draws(chunks: Sequence[Chunk], vocab_size: int) -> HostDraws:
@@ -197,43 +205,33 @@ class Chosen:
         return [[next(rest) for _ in range(count)] for count in self.counts]
 
 
-def choose(logits: torch.Tensor, draws: HostDraws, chooser: Chooser, last: torch.Tensor) -> Chosen:
-    """Queue the choice from `logits`, which may be changed. `last` has the last token of every row number."""
-    device = logits.device
-    parts: list[Numbers] = [draws.owners]
+def choose(
+    logits: torch.Tensor, draws: HostDraws, moved: Sequence[torch.Tensor], chooser: Chooser, last: torch.Tensor
+) -> Chosen:
+    """Queue the choice from `logits`, which may be changed.
+
+    `moved` are the draws' parts on the device; `last` has the last token of every row number.
+    """
+    part = iter(moved)
+    owners = next(part)
     if draws.rows is not None:
-        parts.append(draws.rows)
-    for group in (draws.bias, draws.penalties):
-        parts.extend(group or ())
-    if draws.params is not None:
-        parts.append(draws.params)
-    moved = iter(upload(parts, device))
-    owners = next(moved)
-    if draws.rows is not None:
-        logits = logits[next(moved).long()]
-    told = draws.told
-    kept = logits
-    if told and draws.adjusts:
-        kept = logits[_indices(told, device)]
-    elif len(told) < len(logits):
-        kept = logits[_indices(told, device)] if told else logits[:0]
+        logits = logits[next(part).long()]
+    kept, told = logits, None
+    if draws.told:
+        told = next(part).long()
+        kept = logits[told]  # a copy, so it stays as the model gave it
     if draws.masked:
-        allowed = torch.from_numpy(np.stack(draws.masks)).to(device, non_blocking=True)
-        places = _indices(draws.masked, device)
+        places = next(part).long()
+        allowed = torch.from_numpy(np.stack(draws.masks)).to(logits.device, non_blocking=True)
         logits[places] = logits[places] + torch.where(allowed, 0.0, -torch.inf)
     if draws.bias is not None:
-        ids, values, starts = (next(moved) for _ in range(3))
-        chooser.bias(logits, Listed(ids, values, starts))
+        chooser.bias(logits, Listed(*(next(part) for _ in range(3))))
     if draws.penalties is not None:
-        chooser.penalise(logits, Penalised(*(next(moved) for _ in range(5))), last)
-    params = None if draws.params is None else next(moved)
+        chooser.penalise(logits, Penalised(*(next(part) for _ in range(5))), last)
+    params = None if draws.params is None else next(part)
     tokens = chooser.choose(logits, params, owners, last)
-    logprobs = download(_logprobs(kept, tokens[_indices(told, device)], draws.most)) if told else None
-    return Chosen(draws.counts, download(tokens), told, logprobs)
-
-
-def _indices(places: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(places, dtype=torch.long).to(device, non_blocking=True)
+    logprobs = None if told is None else download(_logprobs(kept, tokens[told], draws.most))
+    return Chosen(draws.counts, download(tokens), draws.told, logprobs)
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:

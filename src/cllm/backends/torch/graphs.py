@@ -13,17 +13,20 @@ the table that attention reads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
 
 from cllm.backends.torch.batch import HostBatch, Ints, Prepare, StepBatch
 from cllm.backends.torch.model import Model
-from cllm.backends.torch.staging import upload
+from cllm.backends.torch.staging import Numbers, upload
 
 LENGTHS = (1024, 4096, 1 << 30)
 """Graphs are made for contexts up to these: what is launched for positions that nobody has still costs a little."""
 _SECTIONS = 5
+_LEAST_INPUTS = 1 << 16
+"""So many numbers have room in the inputs: how tokens are chosen goes there, too, if it is not very much."""
 
 Key = tuple[int, int]
 
@@ -55,11 +58,13 @@ class DecodeGraphs:
         self._prepare = prepare
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
         self._longest = blocks_per_row * kv.shape[4]
         self._counts = row_counts(rows)
         self._unused_slot = spare_block * kv.shape[4]
         ints = {"dtype": torch.int32, "device": kv.device}
-        self._inputs = torch.zeros((_SECTIONS + 1) * rows + 1 + rows * blocks_per_row, **ints)
+        together = (_SECTIONS + 1) * rows + 1 + rows * blocks_per_row
+        self._inputs = torch.zeros(max(2 * together, _LEAST_INPUTS), **ints)
         self._tables = torch.zeros((rows, blocks_per_row), **ints)
         self._rows = torch.arange(rows + 1, **ints)
 
@@ -69,13 +74,18 @@ class DecodeGraphs:
     def fits(self, batch: HostBatch) -> bool:
         return batch.decodes and batch.decode_rows <= self._counts[-1] and batch.longest <= self._longest
 
-    def run(self, batch: HostBatch) -> torch.Tensor:
-        """Logits of each row, valid until the next step."""
+    def run(self, batch: HostBatch, beside: Sequence[Numbers] = ()) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Logits of each row, valid until the next step, and on the device what goes there beside the batch."""
         key = _at_least(self._counts, batch.decode_rows), _at_least(LENGTHS, batch.longest)
         graph, logits = self._make(key)
-        upload([self._padded(batch, key[0]), batch.table], self._inputs.device, self._inputs)
+        parts = [self._padded(batch, key[0]), batch.table]
+        if sum(part.size for part in (*parts, *beside)) * 2 <= len(self._inputs):
+            moved = upload([*parts, *beside], self._inputs.device, self._inputs)[2:]
+        else:
+            upload(parts, self._inputs.device, self._inputs)
+            moved = upload(beside, self._inputs.device)
         graph.replay()
-        return logits[: batch.decode_rows]
+        return logits[: batch.decode_rows], moved
 
     def make_all(self) -> None:
         """Make every graph that a step may need."""
@@ -113,14 +123,19 @@ class DecodeGraphs:
         # Nobody's rows: the step that is tried out below writes nothing that matters.
         unused = np.array([0, -1, 0, self._unused_slot, 1], np.int32).repeat(rows)
         upload([unused, np.zeros(rows + 1, np.int32)], self._inputs.device, self._inputs)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # kernels are compiled and libraries set up outside the capture
-            self._forward(rows, longest)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._forward(rows, longest)
+        with torch.cuda.stream(self._stream):
+            self._forward(rows, longest)  # kernels are compiled and libraries set up outside the capture
+            torch.cuda.synchronize()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                logits = self._forward(rows, longest)
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph, logits
 
     def _forward(self, rows: int, longest: int) -> torch.Tensor:
