@@ -168,7 +168,7 @@ def test_unknown_variables_are_errors_but_for_the_documented_ones() -> None:
         (
             "resources.kv_type_v",
             "q5_1",
-            "resources.kv_type_v is 'q5_1' (flag): it must be f16, q8_0, q4_0, bf16 or f32 (default f16)",
+            "resources.kv_type_v is 'q5_1' (flag): it must be f16, q8_0, q4_0, bf16, f32, fp8 or int8 (default f16)",
         ),
         (
             "server.cors_origins",

@@ -67,6 +67,7 @@ def open_torch(config: Config, model: Model, name: str, threads: int, running: i
             device=str(device),
             dtype=settings.dtype,
             kv_type=resources.kv_type_k,
+            invariant=settings.batch_invariant,
             threads=threads,
             progress=report,
         )
@@ -83,7 +84,7 @@ def _gpu_kv_bytes(config: Config, backend: TorchBackend, running: int) -> int:
     resources = config.resources
     if "kv_memory_fraction" not in resources.model_fields_set:
         resources = resources.model_copy(update={"kv_memory_fraction": GPU_KV_FRACTION})
-    room = backend.room(config.scheduler.max_step_tokens + running, running)
+    room = backend.room((config.scheduler.max_step_tokens or backend.preferred_step_tokens) + running, running)
     shape = backend.shape
     token_bytes = bytes_per_token(
         n_layers=shape.n_layers,

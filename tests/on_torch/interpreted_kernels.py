@@ -10,11 +10,13 @@ from collections.abc import Iterator
 import torch
 
 from cllm.backends.torch import triton_operations
+from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import StepBatch, make_batch
 from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.model import Layer, Model, Weights
 from cllm.backends.torch.operations import PlainOperations
 from cllm.backends.torch.triton_operations import TritonOperations
+from cllm.kv.ops import BlockGeometry
 from torch_kit import BLOCK, chunk
 
 CPU = torch.device("cpu")
@@ -48,17 +50,25 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def attention(shape: Decoder, batch: StepBatch, dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, float]:
+def arenas(shape: Decoder, kv_type: str) -> tuple[Arena, Arena]:
+    """One filled at random, and the same in float64."""
+    arena, exact = (Arena(shape, BlockGeometry(48, BLOCK), kind) for kind in (kv_type, "f32"))
+    arena.data.copy_(torch.randn(arena.data.shape))
+    exact.data = arena.data.double()
+    return arena, exact
+
+
+def attention(shape: Decoder, batch: StepBatch, dtype: torch.dtype, kv_type: str) -> dict[str, float]:
     torch.manual_seed(0)
-    kv = torch.randn(48, 2, 2, shape.n_kv_heads, BLOCK, shape.head_dim).to(kv_dtype)
+    arena, exact = arenas(shape, kv_type)
     qkv = torch.randn(len(batch.tokens), shape.qkv_size).to(dtype)
     norms = [torch.rand(shape.head_dim).to(dtype) if shape.head_norm else None for _ in range(2)]
-    rotations, exact = shape.rotations(512), kv.double()
-    queries = TRITON.rotate_and_store(qkv, *norms, shape, rotations, batch, kv, 1)
+    rotations = shape.rotations(512)
+    queries = TRITON.rotate_and_store(qkv, *norms, shape, rotations, batch, arena, 1)
     wide = [None if norm is None else norm.double() for norm in norms]
     expected = PLAIN.rotate_and_store(qkv.double(), *wide, shape, rotations.double(), batch, exact, 1)
-    errors = {"queries": relative(queries, expected), "kv": relative(kv, exact)}
-    errors["attend"] = relative(TRITON.attend(queries, kv, 1, batch), PLAIN.attend(expected, exact, 1, batch))
+    errors = {"queries": relative(queries, expected), "kv": relative(arena.data, exact.data)}
+    errors["attend"] = relative(TRITON.attend(queries, arena, 1, batch), PLAIN.attend(expected, exact, 1, batch))
     return errors
 
 
@@ -92,11 +102,10 @@ def whole_step(batch: StepBatch) -> dict[str, float]:
 
     embedding = torch.randn(shape.n_vocab, shape.n_embd)
     weights = Weights(embedding, [layer(), layer()], torch.rand(shape.n_embd), matrix(shape.n_vocab, shape.n_embd))
-    kv = torch.randn(48, 2, 2, shape.n_kv_heads, BLOCK, shape.head_dim)
-    other = kv.clone()
-    found = Model(shape, weights, TRITON, 512).forward(batch, kv)
+    arena, other = arenas(shape, "f32")
+    found = Model(shape, weights, TRITON, 512).forward(batch, arena)
     expected = Model(shape, weights, PLAIN, 512).forward(batch, other)
-    return {"logits": relative(found, expected.double()), "kv": relative(kv, other.double())}
+    return {"logits": relative(found, expected.double()), "kv": relative(arena.data, other.data)}
 
 
 def main() -> None:
@@ -110,13 +119,13 @@ def main() -> None:
     known = dict(batches())
     mixed = known["mixed"]
     for label, shape in shapes.items():
-        add(f"f32 mixed {label}", attention(shape, mixed, torch.float32, torch.float32))
+        add(f"f32 mixed {label}", attention(shape, mixed, torch.float32, "f32"))
     for name in ("decode", "prompt"):
-        add(f"f32 {name}", attention(shapes["norms"], known[name], torch.float32, torch.float32))
+        add(f"f32 {name}", attention(shapes["norms"], known[name], torch.float32, "f32"))
     add("f32 step", whole_step(mixed))
     # The interpreter multiplies matrices of f16, but not of bf16.
-    add("f16 mixed", attention(shapes["norms"], mixed, torch.float16, torch.float16))
-    add("bf16 cache", attention(shapes["plain"], mixed, torch.float16, torch.bfloat16))
+    add("f16 mixed", attention(shapes["norms"], mixed, torch.float16, "f16"))
+    add("bf16 cache", attention(shapes["plain"], mixed, torch.float16, "bf16"))
     for dtype, label in ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16")):
         add(label, elementwise(dtype))
     json.dump(errors, sys.stdout)

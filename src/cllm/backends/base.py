@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,15 +105,34 @@ class StepResult(NamedTuple):
     """Instead: for each of those chunks what its draws chose."""
 
 
+Layout = Literal["blocks", "slots"]
+
+
 class Backend(ABC):
-    """A loaded model. Life: construct (weights) -> `allocate` (K/V memory) -> `step`... -> `close`."""
+    """A loaded model. Life: construct (weights) -> `allocate` (K/V memory) -> steps... -> `close`.
+
+    What it says of itself is all that others go by; nobody asks for its name.
+    """
 
     name: str
     shape: ModelShape
+    layout: Layout = "blocks"
+    """How it keeps K/V, and so which manager it needs."""
     depth: int = 1
     """Steps that may be submitted before the first is collected. With more than one, the backend chooses tokens."""
+    preferred_step_tokens: int = 512
+    """Most prompt tokens in a step, unless the configuration says."""
+    context_cap: int | None = 8192
+    """Longest context that a model gets unasked; None: its own."""
+    preferred_gap_ms: float = 0.0
+    """How long a step with prompts has to be for them to be computed at nearly full speed; 0: short ones do."""
     batch_splits: int = 0
     """How often a step had to be computed in more parts than one."""
+
+    @property
+    def no_window(self) -> str | None:
+        """Why sequences cannot have a rolling window; None: they can. Asked after `allocate`."""
+        return None
 
     @property
     def resizes_slots(self) -> bool:

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from cllm.backends.base import Backend, Bias, Chunk, Draw, Logits, Seen, StepResult
+from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, HostBatch, Tables, batch_on, read_chunks
 from cllm.backends.torch.device import (
-    KV_DTYPES,
     choose_chooser,
     choose_device,
     choose_dtype,
@@ -48,8 +48,8 @@ from cllm.models.hf_directory import HFModel
 
 log = logging.getLogger("cllm.torch")
 
-_MOVED_BYTES = 64 << 20
-"""A move whose source and target overlap goes through a copy of this many bytes at a time."""
+GPU_STEP_TOKENS = 8192
+"""A GPU is fast only with many tokens at a time, and computes so many in a fraction of a second."""
 _SPARE = 1.2
 """What a profiled step took, times this, is kept free for the largest one."""
 _GRAPHS_BYTES = 512 << 20
@@ -60,8 +60,8 @@ _TRIED_BLOCK = 16
 @dataclass(slots=True)
 class _Memory:
     geometry: BlockGeometry
-    kv: torch.Tensor
-    """[blocks, layers, 2, kv heads, block_size, head_dim]; where there are graphs, one block more than the pool."""
+    arena: Arena
+    """Where there are graphs, with one block more than the pool."""
     model: Model
     graphs: DecodeGraphs | None
     bounds: Bounds
@@ -90,6 +90,7 @@ class TorchBackend(Backend):
         device: str = "auto",
         dtype: str = "auto",
         kv_type: str = "f16",
+        invariant: bool = False,
         threads: int = 1,
         rows: int = 256,
         progress: Progress | None = None,
@@ -99,7 +100,10 @@ class TorchBackend(Backend):
         self._label = str(model.path)
         self._device = choose_device(device)
         self._dtype = choose_dtype(dtype, self._device)
-        self._kv_dtype = KV_DTYPES[kv_type]
+        self._kv_type = kv_type
+        self._invariant = invariant
+        if self.on_gpu:
+            self.preferred_step_tokens, self.context_cap = GPU_STEP_TOKENS, None
         self._operations = choose_operations(self._device)
         self._chooser: Chooser = choose_chooser(self._device)
         self._threads = threads
@@ -230,15 +234,14 @@ class TorchBackend(Backend):
 
     def _reserve(self, geometry: BlockGeometry) -> _Memory:
         decoder, shape = self._decoder, self.shape
-        blocks, size = geometry.blocks + self.spare_blocks, geometry.block_size
-        dimensions = (blocks, shape.n_layers, 2, shape.n_kv_heads, size, decoder.head_dim)
+        size = geometry.block_size
         positions = min(shape.context_length, geometry.tokens)
         try:
             with self._here():
-                kv = torch.zeros(dimensions, dtype=self._kv_dtype, device=self._device)
-                model = Model(decoder, self._open(), self._operations, positions)
+                arena = Arena(decoder, geometry, self._kv_type, self._device, self.spare_blocks)
+                model = Model(decoder, self._open(), self._operations, positions, invariant=self._invariant)
                 last = torch.zeros(ROW_NUMBERS, dtype=torch.int32, device=self._device)
-                graphs = self._graphs_over(model, kv, last, geometry, -(-positions // size)) if self.on_gpu else None
+                graphs = self._graphs_over(model, arena, last, -(-positions // size)) if self.on_gpu else None
         except Exception as error:
             if isinstance(error, CLLMError) or not is_out_of_memory(error):
                 raise
@@ -247,19 +250,15 @@ class TorchBackend(Backend):
                 "lower resources.kv_cache_max_memory_mb"
             ) from error
         bounds = Bounds(shape.n_vocab, positions, geometry.blocks)
-        return _Memory(geometry, kv, model, graphs, bounds, last, Tables())
+        return _Memory(geometry, arena, model, graphs, bounds, last, Tables())
 
-    def _graphs_over(
-        self, model: Model, kv: torch.Tensor, last: torch.Tensor, geometry: BlockGeometry, blocks_per_row: int
-    ) -> DecodeGraphs:
-        spare, rows = geometry.blocks, self._rows
-        return DecodeGraphs(
-            model, kv, last, self._chooser.prepare, spare_block=spare, blocks_per_row=blocks_per_row, rows=rows
-        )
+    def _graphs_over(self, model: Model, arena: Arena, last: torch.Tensor, blocks_per_row: int) -> DecodeGraphs:
+        prepare, rows = self._chooser.prepare, self._rows
+        return DecodeGraphs(model, arena, last, prepare, blocks_per_row=blocks_per_row, rows=rows)
 
     @property
     def kv_bytes(self) -> int:
-        return int(self._ready().kv.nbytes)
+        return self._ready().arena.nbytes
 
     @property
     def ops(self) -> TorchBackend:
@@ -269,21 +268,17 @@ class TorchBackend(Backend):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         memory = self._ready()
         self._check_blocks([block for pair in pairs for block in pair])
-        if not pairs:
-            return
-        sources, targets = torch.tensor(pairs, device=self._device).unbind(1)
         try:
-            memory.kv[targets] = memory.kv[sources]
+            memory.arena.copy(pairs)
         except Exception as error:
             raise self._failure(error, f"copying {len(pairs)} blocks") from error
 
     def move_blocks(self, moves: Sequence[Move]) -> None:
-        kv = self._ready().kv
+        arena = self._ready().arena
         self._check_blocks([end for move in moves for end in (move.source, move.target)])
         self._check_blocks([end + move.blocks - 1 for move in moves for end in (move.source, move.target)])
         try:
-            for move in moves:
-                _move(kv, *move)
+            arena.move(moves)
         except Exception as error:
             raise self._failure(error, f"moving {len(moves)} runs of blocks") from error
 
@@ -362,7 +357,7 @@ class TorchBackend(Backend):
         if memory.graphs is not None and memory.graphs.fits(host):
             return memory.graphs.run(host, beside)
         batch, moved = batch_on(host, self._device, memory.last, self._chooser.prepare, beside)
-        return memory.model.forward(batch, memory.kv, self._raise_if_aborted), moved
+        return memory.model.forward(batch, memory.arena, self._raise_if_aborted), moved
 
     def _mark(self) -> torch.cuda.Event | None:
         """What is there once everything that is queued now is done."""
@@ -411,8 +406,8 @@ class TorchBackend(Backend):
     def describe(self) -> str:
         version = str(torch.__version__).partition("+")[0]
         threads = "" if self.on_gpu else ", 1 thread" if self._threads == 1 else f", {self._threads} threads"
-        kv = dtype_name(self._kv_dtype)
-        return f"torch {version} ({device_name(self._device)}, weights {dtype_name(self._dtype)}, K/V {kv}{threads})"
+        types = f"weights {dtype_name(self._dtype)}, K/V {self._kv_type}"
+        return f"torch {version} ({device_name(self._device)}, {types}{threads})"
 
     def _open(self) -> Weights:
         if self._weights is None:
@@ -427,15 +422,3 @@ class TorchBackend(Backend):
 
 def _no_memory() -> BackendError:
     return BackendError("the torch backend has no memory: allocate() was not called, or close() was", fatal=True)
-
-
-def _move(kv: torch.Tensor, source: int, target: int, blocks: int) -> None:
-    if abs(source - target) >= blocks:
-        kv[target : target + blocks].copy_(kv[source : source + blocks])
-        return
-    together = max(1, _MOVED_BYTES // int(kv[0].nbytes))
-    firsts = range(0, blocks, together)
-    # From the end that is not written over before it is read.
-    for first in firsts if target < source else reversed(firsts):
-        count = min(together, blocks - first)
-        kv[target + first : target + first + count] = kv[source + first : source + first + count].clone()

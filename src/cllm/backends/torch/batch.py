@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from cllm.backends.base import Chunk
+from cllm.backends.torch.sharing import SharedPrefixes
 from cllm.backends.torch.staging import Numbers, upload
 from cllm.errors import BackendError
 
@@ -44,6 +45,8 @@ class StepBatch:
     """Tokens of the longest row that is not a decode row."""
     longest: int
     """Positions of the longest sequence."""
+    shared: SharedPrefixes | None = None
+    """Beginnings that decode rows have in common; each row's result is that without."""
 
 
 @dataclass(frozen=True, slots=True)

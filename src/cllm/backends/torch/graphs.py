@@ -18,6 +18,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
+from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import HostBatch, Ints, Prepare, StepBatch
 from cllm.backends.torch.model import Model
 from cllm.backends.torch.staging import Numbers, upload
@@ -43,26 +44,25 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Model,
-        kv: torch.Tensor,
+        arena: Arena,
         last: torch.Tensor,
         prepare: Prepare,
         *,
-        spare_block: int,
         blocks_per_row: int,
         rows: int,
     ) -> None:
-        """`last` has the last token of every row number. `spare_block` belongs to nobody: unused rows write there."""
+        """`last` has the last token of every row number. Unused rows write to the arena's spare block."""
         self._model = model
-        self._kv = kv
+        self._arena = arena
         self._last = last
         self._prepare = prepare
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
-        self._longest = blocks_per_row * kv.shape[4]
+        self._longest = blocks_per_row * arena.block_size
         self._counts = row_counts(rows)
-        self._unused_slot = spare_block * kv.shape[4]
-        ints = {"dtype": torch.int32, "device": kv.device}
+        self._unused_slot = arena.spare_block * arena.block_size
+        ints = {"dtype": torch.int32, "device": arena.device}
         together = (_SECTIONS + 1) * rows + 1 + rows * blocks_per_row
         self._inputs = torch.zeros(max(2 * together, _LEAST_INPUTS), **ints)
         self._tables = torch.zeros((rows, blocks_per_row), **ints)
@@ -149,7 +149,7 @@ class DecodeGraphs:
             longest_chunk=0,
             longest=min(longest, self._longest),
         )
-        return self._model.forward(batch, self._kv)
+        return self._model.forward(batch, self._arena)
 
 
 def _at_least(sizes: Sequence[int], needed: int) -> int:

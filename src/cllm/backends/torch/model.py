@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
+from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import StepBatch
 from cllm.backends.torch.decoder import Decoder
-from cllm.backends.torch.operations import Operations
+from cllm.backends.torch.operations import FusedProduct, Operations
 
 
 @dataclass(slots=True)
@@ -26,8 +27,11 @@ class Layer:
     gate_up: torch.Tensor
     down: torch.Tensor
     scales: dict[str, torch.Tensor] | None = None
-    """Of each row of a weight in fp8."""
+    """Of the rows of each weight in fp8: qkv, output, gate_up, down."""
     output_bias: torch.Tensor | None = None
+
+    def scales_of(self, name: str) -> torch.Tensor | None:
+        return None if self.scales is None else self.scales[name]
 
 
 @dataclass(slots=True)
@@ -36,60 +40,76 @@ class Weights:
     layers: list[Layer]
     norm: torch.Tensor
     head: torch.Tensor
-    """The embedding itself where the model ties them."""
+    """The embedding itself where the model ties them, unless the head is in fp8."""
     head_scales: torch.Tensor | None = None
+
+    def quantised(self) -> Iterator[torch.Tensor]:
+        for layer in self.layers:
+            for name in layer.scales or ():
+                yield getattr(layer, name)
+        if self.head_scales is not None:
+            yield self.head
 
 
 class Model:
-    def __init__(self, decoder: Decoder, weights: Weights, operations: Operations, positions: int) -> None:
+    """With `invariant`, a token's logits are the same to the bit whatever else is in the step, whatever its chunk."""
+
+    def __init__(
+        self, decoder: Decoder, weights: Weights, operations: Operations, positions: int, *, invariant: bool = False
+    ) -> None:
         self.decoder = decoder
         self.weights = weights
-        self._ops = operations
-        self.fuses = False
-        self._rotations = decoder.rotations(positions).to(weights.embedding.device)
+        self._ops = operations.invariant() if invariant else operations
+        device = weights.embedding.device
+        self._rotations = decoder.rotations(positions).to(device)
+        largest = max((matrix.numel() for matrix in weights.quantised()), default=0)
+        if largest:
+            self._ops.reserve(largest, weights.embedding.dtype, device)
 
-    def forward(
-        self, batch: StepBatch, kv: torch.Tensor, before_layer: Callable[[], None] | None = None
-    ) -> torch.Tensor:
-        """Logits, [wanted, vocabulary]. K and V of all tokens are in `kv` afterwards.
+    def forward(self, batch: StepBatch, arena: Arena, before_layer: Callable[[], None] | None = None) -> torch.Tensor:
+        """Logits, [wanted, vocabulary]. K and V of all tokens are in the arena afterwards.
 
         `before_layer` may end the step by raising.
         """
         ops, eps, weights = self._ops, self.decoder.rms_eps, self.weights
-        if self.fuses and len(batch.tokens) == 1:
-            return self._forward_one(batch, kv)
+        if ops.one_row is not None and len(batch.tokens) == 1:
+            return self._forward_one(ops.one_row, batch, arena)
         residual = functional.embedding(batch.tokens, weights.embedding)
         x = ops.rms_norm(residual, weights.layers[0].attention_norm, eps)
         for index, layer in enumerate(weights.layers):
             if before_layer is not None:
                 before_layer()
-            x = self._attention(layer, index, x, batch, kv)
+            x = self._attention(layer, index, x, batch, arena)
             x = ops.add_rms_norm(x, residual, layer.ffn_norm, eps)
-            x = functional.linear(ops.silu_multiply(functional.linear(x, layer.gate_up)), layer.down)
+            x = ops.silu_multiply(ops.linear(x, layer.gate_up, layer.scales_of("gate_up")))
+            x = ops.linear(x, layer.down, layer.scales_of("down"))
             last = index + 1 == len(weights.layers)
             x = ops.add_rms_norm(x, residual, weights.norm if last else weights.layers[index + 1].attention_norm, eps)
-        return functional.linear(x[batch.wanted.long()], weights.head).float()
+        return ops.linear(x[batch.wanted.long()], weights.head, weights.head_scales).float()
 
-    def _forward_one(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
-        from cllm.backends.torch.skinny import gemv
+    def _attention(self, layer: Layer, index: int, x: torch.Tensor, batch: StepBatch, arena: Arena) -> torch.Tensor:
+        decoder, ops = self.decoder, self._ops
+        qkv = ops.linear(x, layer.qkv, layer.scales_of("qkv"), layer.qkv_bias)
+        q = ops.rotate_and_store(qkv, layer.q_norm, layer.k_norm, decoder, self._rotations, batch, arena, index)
+        attended = ops.attend(q, arena, index, batch).view(len(x), decoder.q_size)
+        return ops.linear(attended, layer.output, layer.scales_of("output"), layer.output_bias)
 
+    def _forward_one(self, product: FusedProduct, batch: StepBatch, arena: Arena) -> torch.Tensor:
+        """The same for a single token; a norm or an activation is part of the product it belongs to."""
         ops, eps, weights, decoder = self._ops, self.decoder.rms_eps, self.weights, self.decoder
         residual: torch.Tensor | None = None
         x = functional.embedding(batch.tokens, weights.embedding)
         for index, layer in enumerate(weights.layers):
-            scales = layer.scales or {}
-            qkv, sums = gemv(x, layer.qkv, bias=layer.qkv_bias, residual=residual, norm=layer.attention_norm, eps=eps, scales=scales.get("qkv"))
+            scales = layer.scales_of
+            norms = {"norm": layer.attention_norm, "eps": eps}
+            qkv, sums = product(x, layer.qkv, scales=scales("qkv"), bias=layer.qkv_bias, residual=residual, **norms)
             residual = x if sums is None else sums
-            q = ops.rotate_and_store(qkv, layer.q_norm, layer.k_norm, decoder, self._rotations, batch, kv, index)
-            x, _ = gemv(ops.attend(q, kv, index, batch).view(1, decoder.q_size), layer.output, scales=scales.get("output"))
-            x, residual = gemv(x, layer.gate_up, residual=residual, norm=layer.ffn_norm, eps=eps, gated=True, scales=scales.get("gate_up"))
-            x, _ = gemv(x, layer.down, scales=scales.get("down"))
-        logits, _ = gemv(x, weights.head, residual=residual, norm=weights.norm, eps=eps, scales=weights.head_scales)
+            q = ops.rotate_and_store(qkv, layer.q_norm, layer.k_norm, decoder, self._rotations, batch, arena, index)
+            x = ops.attend(q, arena, index, batch).view(1, decoder.q_size)
+            x, _ = product(x, layer.output, scales=scales("output"), bias=layer.output_bias)
+            norms = {"norm": layer.ffn_norm, "eps": eps}
+            x, residual = product(x, layer.gate_up, scales=scales("gate_up"), residual=residual, gated=True, **norms)
+            x, _ = product(x, layer.down, scales=scales("down"))
+        norms = {"norm": weights.norm, "eps": eps}
+        logits, _ = product(x, weights.head, scales=weights.head_scales, residual=residual, **norms)
         return logits[: len(batch.wanted)].float()
-
-    def _attention(self, layer: Layer, index: int, x: torch.Tensor, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
-        decoder = self.decoder
-        qkv = functional.linear(x, layer.qkv, layer.qkv_bias)
-        q = self._ops.rotate_and_store(qkv, layer.q_norm, layer.k_norm, decoder, self._rotations, batch, kv, index)
-        attended = self._ops.attend(q, kv, index, batch)
-        return functional.linear(attended.view(len(x), decoder.q_size), layer.output, layer.output_bias)

@@ -1,17 +1,54 @@
-"""The operations a step is made of, beside matrix products: kernels on a GPU, plain torch elsewhere."""
+"""The operations a step is made of: kernels on a GPU, plain torch elsewhere."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Protocol
 
 import torch
 
-from cllm.backends.torch import twin
+from cllm.backends.torch import linear, twin
+from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import StepBatch
 from cllm.backends.torch.decoder import Decoder
 
 
+class FusedProduct(Protocol):
+    """A product with one row, the norm before it and the activation after it in one operation."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        scales: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The product, and x + residual if there is one. `gated`: silu of the first half times the second."""
+
+
 class Operations(ABC):
+    one_row: FusedProduct | None = None
+    """For steps of a single token, where there is such a thing."""
+
+    @abstractmethod
+    def invariant(self) -> Operations:
+        """Operations that give a token the same result, to the bit, whatever else is computed with it."""
+
+    def reserve(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Room for the largest matrix of fp8, if products need it; graphs use it, so it is taken before them."""
+        return
+
+    @abstractmethod
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Times the transpose of the weight; `scales` are those of its rows, if it is in fp8."""
+
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
@@ -31,17 +68,29 @@ class Operations(ABC):
         decoder: Decoder,
         rotations: torch.Tensor,
         batch: StepBatch,
-        kv: torch.Tensor,
+        arena: Arena,
         layer: int,
     ) -> torch.Tensor:
-        """Keys are rotated and written to `kv`, as values are. Gives the rotated queries, [tokens, heads, dim]."""
+        """Keys are rotated and written to the arena, as values are. Gives the rotated queries, [tokens, heads, dim]."""
 
     @abstractmethod
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, layer: int, batch: StepBatch) -> torch.Tensor: ...
+    def attend(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch) -> torch.Tensor: ...
 
 
 class PlainOperations(Operations):
     """In torch alone."""
+
+    def __init__(self, *, alone: bool = False) -> None:
+        self._alone = alone
+
+    def invariant(self) -> Operations:
+        return PlainOperations(alone=True)
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        product = linear.linear_by_row if self._alone else linear.linear
+        return product(x, weight, scales, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return twin.rms_norm(x, weight, eps)
@@ -60,7 +109,7 @@ class PlainOperations(Operations):
         decoder: Decoder,
         rotations: torch.Tensor,
         batch: StepBatch,
-        kv: torch.Tensor,
+        arena: Arena,
         layer: int,
     ) -> torch.Tensor:
         q, k, v = (
@@ -70,8 +119,8 @@ class PlainOperations(Operations):
         if q_norm is not None and k_norm is not None:
             q, k = twin.rms_norm(q, q_norm, decoder.rms_eps), twin.rms_norm(k, k_norm, decoder.rms_eps)
         turned = rotations[batch.positions.long()]
-        twin.store(twin.rotate(k, turned), v, kv, layer, batch.slots)
+        twin.store(twin.rotate(k, turned), v, arena, layer, batch.slots)
         return twin.rotate(q, turned)
 
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, layer: int, batch: StepBatch) -> torch.Tensor:
-        return twin.attend(q, kv, layer, batch)
+    def attend(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch) -> torch.Tensor:
+        return twin.attend(q, arena, layer, batch, alone=self._alone)
