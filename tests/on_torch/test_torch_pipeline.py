@@ -3,8 +3,8 @@ host choosing them one step at a time. f32, on the CPU, where plain torch stands
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from cllm.backends.base import Bias, Chunk, Draw, Seen
+from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.backend import TorchBackend
-from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, Tables, read_chunks
+from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, Tables, batch_on, make_batch, read_chunks
+from cllm.backends.torch.drawing import choose, read_draws
+from cllm.backends.torch.padded import PaddedStep
 from cllm.engine.budget import StepBudget
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Output
@@ -281,24 +284,76 @@ def test_impossible_draws_are_errors(backend: TorchBackend, wrong: Chunk) -> Non
     assert not caught.value.fatal and "\n" not in str(caught.value)
 
 
+# -- steps of a fixed size -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [3, 8])
+@pytest.mark.parametrize("kind", ["best", "without some", "too many biases", "drawn"])
+def test_a_padded_step_is_the_step(backend: TorchBackend, rows: int, kind: str) -> None:
+    """What CUDA graphs are made of, computed without one."""
+    memory, cpu = backend._ready(), torch.device("cpu")
+    model, chooser, size = memory.model, backend._chooser, BlockGeometry(BLOCKS, BLOCK)
+    arena = Arena(model.decoder, size, "f32", cpu, 1)
+    last = torch.full((16,), 7, dtype=torch.int32)
+    step = PaddedStep(model, arena, last, chooser, blocks_per_row=20, rows=8)
+    starts = (0, 30, 17)
+    for row, start in enumerate(starts):
+        prompt = chunk(PROMPTS[5][: max(start, 1)], 0, table(40, 4 * row))
+        model.forward(make_batch([prompt], BLOCK, cpu), arena)
+    bias = Bias(np.arange(60, 60 + (99 if kind == "too many biases" else 2), dtype=np.int32), np.full(99, 2.0))
+    draw = {"best": BEST, "drawn": BEST._replace(temperature=1.0, uniform=0.4)}.get(
+        kind, BEST._replace(bias=Bias(bias.ids, bias.values[: len(bias.ids)]))
+    )
+    chunks = [drawing([9], start, row, draw, follows=row == 1) for row, start in enumerate(starts)]
+    host, draws = read_chunks(chunks, BLOCK, memory.bounds), read_draws(chunks, N_VOCAB)
+    with torch.inference_mode():
+        batch, parts = batch_on(host, cpu, last, chooser.prepare, draws.parts())
+        assert batch.tokens.tolist() == [9, 7, 9]
+        expected = model.forward(batch, arena)
+        step.load_nothing(rows)
+        step.compute(rows, 320)
+        assert last.tolist() == [7] * 16
+        moved, chooses = step.load(host, draws, rows)
+        logits, tokens = step.compute(rows, 320)
+        kept = logits[:3].clone()
+        wanted = choose(expected.clone(), draws, parts, chooser, torch.zeros_like(last)).read()
+        assert chooses == (kind in ("best", "without some"))
+        if chooses:
+            assert [[token] for token in tokens[:3].tolist()] == [[each.token_id for each in row] for row in wanted]
+            assert last[:3].tolist() == tokens[:3].tolist()
+        else:
+            assert torch.allclose(kept, expected, atol=1e-4) and last.tolist() == [7] * 16
+            assert choose(kept, draws, moved, chooser, last).read() == wanted
+
+
 # -- tables --------------------------------------------------------------------------------------------------------
 
 
-def test_tables_follow_their_lists() -> None:
-    tables, chance = Tables(), np.random.default_rng(0)
+@pytest.mark.parametrize("limit", [None, 50])
+def test_tables_follow_their_lists(limit: int | None) -> None:
+    tables, chance = Tables(limit), np.random.default_rng(0)
     lists = {row: [1] for row in range(-1, 4)}
-    for _ in range(400):
-        row = int(chance.integers(-1, 4))
-        blocks = lists[row]
-        change = chance.integers(4)
+    for _ in range(600):
+        blocks = lists[int(chance.integers(-1, 4))]
+        change = chance.integers(6)
         if change == 0:
-            blocks += chance.integers(0, 99, int(chance.integers(0, 90))).tolist()
+            blocks += chance.integers(0, 99, int(chance.integers(0, 30))).tolist()
         elif change == 1:
             blocks[int(chance.integers(len(blocks)))] = int(chance.integers(99))
         elif change == 2:
             del blocks[max(1, int(chance.integers(len(blocks) + 1))) :]
-        count = int(chance.integers(1, len(blocks) + 1))
-        assert tables.of(Chunk(array("i"), 0, True, blocks=blocks, row=row), count).tolist() == blocks[:count]
+        some = (chance.permutation(5)[: chance.integers(1, 5)] - 1).tolist()
+        rows = tuple(range(4)) if chance.random() < 0.7 else tuple(some)
+        table, firsts = tables.of_all(rows, tuple(lists[row] for row in rows), 100)
+        parts = [table[first:end].tolist() for first, end in pairwise(firsts)]
+        assert parts == [lists[row][:limit] for row in rows]
+
+
+def test_a_block_that_is_not_there_is_refused_every_time() -> None:
+    tables = Tables()
+    for _ in range(2):
+        with pytest.raises(BackendError, match="block 7"):
+            tables.of_all((0, 1), ([1, 2], [7]), 7)
 
 
 def test_slots_lie_in_their_blocks() -> None:

@@ -33,12 +33,13 @@ from cllm.backends.torch.device import (
     dtype_name,
     is_out_of_memory,
 )
-from cllm.backends.torch.drawing import Chooser, Chosen, choose, read_draws
-from cllm.backends.torch.graphs import DecodeGraphs
+from cllm.backends.torch.drawing import Chooser, Chosen, HostDraws, choose, chosen_already, read_draws
+from cllm.backends.torch.graphs import DecodeGraphs, Ran
 from cllm.backends.torch.model import Model, Weights
 from cllm.backends.torch.operations import PlainOperations
+from cllm.backends.torch.padded import PaddedStep
 from cllm.backends.torch.sources import decoder_of, open_source, unsupported
-from cllm.backends.torch.staging import Numbers, upload
+from cllm.backends.torch.staging import upload
 from cllm.backends.torch.weights import Loader, Progress, weight_bytes
 from cllm.errors import BackendError, CLLMError, ConfigError, ModelError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, Geometry, Move
@@ -173,12 +174,16 @@ class TorchBackend(Backend):
 
     def _try_out(self, tokens: int, rows: int) -> tuple[int, int]:
         """Bytes that the largest step takes at once, and those that graphs keep."""
-        geometry = BlockGeometry(-(-tokens // _TRIED_BLOCK), _TRIED_BLOCK)
-        chunk = Chunk(array("i", bytes(4 * tokens)), 0, True, blocks=list(range(geometry.blocks)))
+        most = min(tokens, self.shape.context_length)
+        blocks = -(-most // _TRIED_BLOCK)
+        chunks = [
+            Chunk(array("i", bytes(4 * min(most, tokens - first))), 0, True, blocks=list(range(blocks)))
+            for first in range(0, tokens, most)
+        ]
         with self._here(), torch.inference_mode():
             torch.cuda.empty_cache()
-            memory = self._reserve(geometry)
-            forward = self._peak(lambda: self._forward(memory, self._read(memory, [chunk])))
+            memory = self._reserve(BlockGeometry(blocks, _TRIED_BLOCK))
+            forward = self._peak(lambda: self._forward(memory, self._read(memory, chunks), None))
             drawing = self._peak(lambda: self._draw_everything(memory, rows))
             before, _ = torch.cuda.mem_get_info(self._device)
             assert memory.graphs is not None
@@ -250,11 +255,11 @@ class TorchBackend(Backend):
                 "lower resources.kv_cache_max_memory_mb"
             ) from error
         bounds = Bounds(shape.n_vocab, positions, geometry.blocks)
-        return _Memory(geometry, arena, model, graphs, bounds, last, Tables())
+        return _Memory(geometry, arena, model, graphs, bounds, last, Tables(-(-positions // size)))
 
     def _graphs_over(self, model: Model, arena: Arena, last: torch.Tensor, blocks_per_row: int) -> DecodeGraphs:
-        prepare, rows = self._chooser.prepare, self._rows
-        return DecodeGraphs(model, arena, last, prepare, blocks_per_row=blocks_per_row, rows=rows)
+        sizes = {"blocks_per_row": blocks_per_row, "rows": self._rows}
+        return DecodeGraphs(PaddedStep(model, arena, last, self._chooser, **sizes), self._rows)
 
     @property
     def kv_bytes(self) -> int:
@@ -304,8 +309,7 @@ class TorchBackend(Backend):
         if not chunks:
             return np.empty((0, self.shape.n_vocab), np.float32)
         with self._computing(chunks):
-            logits, _ = self._forward(memory, self._read(memory, chunks))
-            rows: Logits = logits.cpu().numpy()
+            rows: Logits = self._forward(memory, self._read(memory, chunks), None).logits.cpu().numpy()
             return rows
 
     def submit(self, chunks: Sequence[Chunk]) -> _Ticket | Sequence[Chunk]:
@@ -315,8 +319,11 @@ class TorchBackend(Backend):
         try:
             with self._computing(chunks):
                 host, draws = self._read(memory, chunks), read_draws(chunks, self.shape.n_vocab)
-                logits, moved = self._forward(memory, host, draws.parts())
-                chosen = choose(logits, draws, moved, self._chooser, memory.last)
+                ran = self._forward(memory, host, draws)
+                if ran.tokens is not None:
+                    chosen = chosen_already(draws, ran.tokens)
+                else:
+                    chosen = choose(ran.logits, draws, ran.moved, self._chooser, memory.last)
                 return _Ticket(chosen, self._mark())
         except StepAbortedError as error:
             # It is the step's result; those before it are not collected yet.
@@ -350,14 +357,12 @@ class TorchBackend(Backend):
     def _read(self, memory: _Memory, chunks: Sequence[Chunk]) -> HostBatch:
         return read_chunks(chunks, memory.geometry.block_size, memory.bounds, memory.tables)
 
-    def _forward(
-        self, memory: _Memory, host: HostBatch, beside: Sequence[Numbers] = ()
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Logits, and on the device what goes there with the batch."""
+    def _forward(self, memory: _Memory, host: HostBatch, draws: HostDraws | None) -> Ran:
         if memory.graphs is not None and memory.graphs.fits(host):
-            return memory.graphs.run(host, beside)
+            return memory.graphs.run(host, draws)
+        beside = [] if draws is None else draws.parts()
         batch, moved = batch_on(host, self._device, memory.last, self._chooser.prepare, beside)
-        return memory.model.forward(batch, memory.arena, self._raise_if_aborted), moved
+        return Ran(memory.model.forward(batch, memory.arena, self._raise_if_aborted), None, moved)
 
     def _mark(self) -> torch.cuda.Event | None:
         """What is there once everything that is queued now is done."""
