@@ -32,7 +32,7 @@ if __name__ == "__main__":
         options = {"samples": samples, "tile": tile, "parts_padded": 32, "groups_padded": 2048, "few": few}
         compiled(kernels.gather_kernel, warps, **options)
     compiled(kernels.choose_kernel, 8, tile=tile, few=few)
-    compiled(kernels.wide_kernel, 8, tile=tile, ways=sizes.WAYS)
+    compiled(kernels.wide_kernel, 16, tile=tile, ways=sizes.WAYS)
     compiled(kernels.bias_kernel, 2, tile=sizes.LIST_TILE)
     compiled(kernels.penalty_kernel, 2, tile=sizes.LIST_TILE)
     compiled(kernels.prepare_kernel, 2, tile=sizes.LIST_TILE)

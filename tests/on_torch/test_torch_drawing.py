@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -65,7 +65,7 @@ values_of_rows = st.lists(
 uniforms = st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 1 - 2**-53]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     values=values_of_rows,
     temperature=st.sampled_from([0.0, 1e-6, 0.4, 1.0, 2.0]),
@@ -96,7 +96,7 @@ def chooser(params: SamplingParams, prompt: list[int]) -> TokenChooser:
     )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_an_answer_on_the_device_is_the_hosts(data: st.DataObject) -> None:
     """Token after token, each one chosen before the host has heard of the one before."""

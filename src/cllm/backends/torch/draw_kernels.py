@@ -245,16 +245,17 @@ def _search(
     for _ in range(8):
         shift -= 4
         borders = found + (border.to(tl.int64) << shift)
+        limits = tl.minimum(borders, 0x7FFFFFFF).to(tl.int32)  # which no number has
         reached = tl.zeros([ways], tl.float64)
         for start in range(0, width, tile):
             at = start + tl.arange(0, tile)
             value = tl.load(values + at, mask=at < width, other=float("-inf"))
-            key = _key(value).to(tl.int64)
+            key = _key(value)
             amount = (value > float("-inf")).to(tl.float32)
             if by_mass:
                 amount = tl.exp((value - peak) / temperature)
             amount = tl.where(key > floor, amount, 0.0)
-            hits = tl.where(key[None, :] >= borders[:, None], amount[None, :], 0.0)
+            hits = tl.where(key[None, :] >= limits[:, None], amount[None, :], 0.0)
             reached += tl.sum(hits, axis=1).to(tl.float64)
         reached += tl.where(borders <= floor, at_least, 0.0)
         # The highest border that still reaches; the first one always does.
