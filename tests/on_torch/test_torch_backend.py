@@ -169,7 +169,7 @@ def test_blocks_that_are_not_there(backend: TorchBackend, wrong: Any) -> None:
     assert not caught.value.fatal and torch.equal(backend._ready().arena.data, before)
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("kv_type", ["f16", "bf16", "f32", "fp8", "int8"])
 def test_the_arena_takes_the_bytes_that_are_planned(directory: Path, kv_type: str) -> None:
     with open_backend(directory, blocks=10, kv_type=kv_type) as backend:
         shape = backend.shape

@@ -73,8 +73,7 @@ class TorchConfig(Section):
     )
     batch_invariant: bool = Field(
         default=False,
-        description="on a GPU, give every request the same answer to the bit alone and among others; slower "
-        "(native always does)",
+        description="give every request the same answer to the bit alone and among others; slower (native always does)",
     )
 
 

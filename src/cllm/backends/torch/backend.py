@@ -143,6 +143,10 @@ class TorchBackend(Backend):
         return torch.cuda.device(self._device) if self.on_gpu else nullcontext()
 
     @property
+    def no_window(self) -> str:
+        return "torch cannot drop tokens from the middle of a sequence; use --backend native or llama_cpp"
+
+    @property
     def spare_blocks(self) -> int:
         """Blocks that are taken beside those of the pool: padded rows of graphs write there."""
         return int(self.on_gpu)

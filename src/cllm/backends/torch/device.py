@@ -11,6 +11,7 @@ from cllm.backends.torch.linear import FP8
 from cllm.backends.torch.operations import Operations, PlainOperations
 from cllm.backends.torch.plain_drawing import PlainChooser
 from cllm.errors import ConfigError
+from cllm.machine import Room
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "fp8": FP8}
 FP8_CAPABILITY = (8, 9)
@@ -79,6 +80,12 @@ def choose_chooser(device: torch.device) -> Chooser:
 
 def uses_kernels(device: torch.device) -> bool:
     return bool(device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def read_gpu_room(device: torch.device) -> Room:
+    """What of the GPU's memory nobody has taken."""
+    free, total = torch.cuda.mem_get_info(device)
+    return Room(f"the memory of {device_name(device)}", total, free, hard=True)
 
 
 def device_name(device: torch.device) -> str:
