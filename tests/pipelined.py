@@ -5,8 +5,8 @@ A step has its effect when it is submitted, as a device that does everything in 
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,17 +26,23 @@ class PipelinedFake(FakeBackend):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._last: dict[int, int] = {}
-        self._under_way: deque[StepResult | BackendError] = deque()
+        self._tickets = itertools.count()
+        self._under_way: dict[int, StepResult | BackendError] = {}
 
     def submit(self, chunks: Sequence[Chunk]) -> int:
-        self._under_way.append(self._result_of([self._known(chunk) for chunk in chunks]))
-        return id(chunks)
+        ticket = next(self._tickets)
+        self._under_way[ticket] = self._result_of([self._known(chunk) for chunk in chunks])
+        return ticket
 
     def collect(self, ticket: int) -> StepResult:
-        result = self._under_way.popleft()
+        result = self._under_way.pop(ticket)
         if isinstance(result, BackendError):
             raise result
         return result
+
+    @property
+    def under_way(self) -> int:
+        return len(self._under_way)
 
     def rebuild(self) -> None:
         self._under_way.clear()

@@ -164,22 +164,28 @@ class Backend(ABC):
     def submit(self, chunks: Sequence[Chunk]) -> Any:
         """Begin a step and return its ticket, at once where the backend is pipelined.
 
+        All that is needed of the chunks is read before this returns: block tables, and what draws refer to, are those
+        of the sequences, and change with them.
+
         Steps and memory operations take effect in the order in which they are asked for. So memory that is freed while
-        a step is under way may be handed out at once.
+        a step is under way may be handed out, or moved, at once. A step that is begun though an earlier one will turn
+        out to have failed computes something, or nothing; its result is collected and dropped.
+
+        Raises as `step` does; then nothing of it is under way, and it is not collected.
         """
         return chunks
 
     def collect(self, ticket: Any) -> StepResult:
-        """The result of the oldest step that was not collected yet. Raises as `step` does."""
+        """The result of the oldest step that was not collected yet. Raises as `step` does; either way it is over."""
         return StepResult(self.step(ticket))
 
     @abstractmethod
     def abort(self) -> None:
-        """Interrupt the step in progress, if any, from any thread."""
+        """Interrupt the steps in progress, if any, from any thread; where that cannot be done, they are short."""
 
     @abstractmethod
     def rebuild(self) -> None:
-        """Throw the context away and make a new, empty one, as `allocate` did."""
+        """Throw the context away, with what is under way, and make a new, empty one, as `allocate` did."""
 
     @abstractmethod
     def close(self) -> None:

@@ -93,6 +93,8 @@ class Stepper:
         started = self._timer()
         try:
             ticket = self._backend.submit(plan.chunks)
+        except StepAbortedError as error:
+            self._aborted(plan, error)
         except BackendError as error:
             self._failed(plan, error)
             while self._flights:  # those before it are not to blame
@@ -106,11 +108,7 @@ class Stepper:
         try:
             result = self._backend.collect(flight.ticket)
         except StepAbortedError as error:
-            self._aborted_steps += 1
-            if self._aborted_steps > MAX_ABORTED_STEPS:
-                raise
-            log.debug("%s", error)
-            self._scheduler.rewind(plan)
+            self._aborted(plan, error)
             self._drop()
             return
         except BackendError as error:
@@ -133,6 +131,13 @@ class Stepper:
         scheduler.observers.step(self.last_step_s, plan.prompt_tokens, plan.decode_rows)
 
     # -- faults ------------------------------------------------------------------------------------------------
+
+    def _aborted(self, plan: Plan, error: StepAbortedError) -> None:
+        self._aborted_steps += 1
+        if self._aborted_steps > MAX_ABORTED_STEPS:
+            raise error
+        log.debug("%s", error)
+        self._scheduler.rewind(plan)
 
     def _failed(self, plan: Plan, error: BackendError) -> None:
         log.error("a step of %d sequences failed: %s", len(plan.sequences), error)

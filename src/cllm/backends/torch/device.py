@@ -6,8 +6,10 @@ import os
 
 import torch
 
+from cllm.backends.torch.drawing import Chooser
 from cllm.backends.torch.linear import FP8
 from cllm.backends.torch.operations import Operations, PlainOperations
+from cllm.backends.torch.plain_drawing import PlainChooser
 from cllm.errors import ConfigError
 from cllm.machine import Room
 
@@ -57,7 +59,7 @@ def values_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def choose_operations(device: torch.device) -> Operations:
     """Kernels on a GPU, plain torch elsewhere; Triton's interpreter runs the kernels anywhere, for tests."""
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if not uses_kernels(device):
         return PlainOperations()
     try:
         from cllm.backends.torch.triton_operations import TritonOperations
@@ -66,6 +68,18 @@ def choose_operations(device: torch.device) -> Operations:
             f"the GPU's kernels need Triton ({error}); pip install triton, or use --device cpu"
         ) from error
     return TritonOperations()
+
+
+def choose_chooser(device: torch.device) -> Chooser:
+    if not uses_kernels(device):
+        return PlainChooser()
+    from cllm.backends.torch.triton_drawing import TritonChooser
+
+    return TritonChooser()
+
+
+def uses_kernels(device: torch.device) -> bool:
+    return bool(device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def read_gpu_room(device: torch.device) -> Room:
