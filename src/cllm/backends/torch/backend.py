@@ -33,11 +33,13 @@ from cllm.backends.torch.device import (
     dtype_name,
     is_out_of_memory,
 )
-from cllm.backends.torch.drawing import Chooser, Chosen, choose, read_draws
-from cllm.backends.torch.graphs import DecodeGraphs
+from cllm.backends.torch.drawing import Chooser, Chosen, HostDraws, choose, chosen_already, read_draws
+from cllm.backends.torch.graphs import DecodeGraphs, Ran
 from cllm.backends.torch.model import Model, Weights
 from cllm.backends.torch.operations import PlainOperations
+from cllm.backends.torch.padded import PaddedStep
 from cllm.backends.torch.sources import decoder_of, open_source, unsupported
+from cllm.backends.torch.staging import upload
 from cllm.backends.torch.weights import Loader, Progress, weight_bytes
 from cllm.errors import BackendError, CLLMError, ConfigError, ModelError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, Geometry, Move
@@ -176,12 +178,16 @@ class TorchBackend(Backend):
 
     def _try_out(self, tokens: int, rows: int) -> tuple[int, int]:
         """Bytes that the largest step takes at once, and those that graphs keep."""
-        geometry = BlockGeometry(-(-tokens // _TRIED_BLOCK), _TRIED_BLOCK)
-        chunk = Chunk(array("i", bytes(4 * tokens)), 0, True, blocks=list(range(geometry.blocks)))
+        most = min(tokens, self.shape.context_length)
+        blocks = -(-most // _TRIED_BLOCK)
+        chunks = [
+            Chunk(array("i", bytes(4 * min(most, tokens - first))), 0, True, blocks=list(range(blocks)))
+            for first in range(0, tokens, most)
+        ]
         with self._here(), torch.inference_mode():
             torch.cuda.empty_cache()
-            memory = self._reserve(geometry)
-            forward = self._peak(lambda: self._forward(memory, self._read(memory, [chunk])))
+            memory = self._reserve(BlockGeometry(blocks, _TRIED_BLOCK))
+            forward = self._peak(lambda: self._forward(memory, self._read(memory, chunks), None))
             drawing = self._peak(lambda: self._draw_everything(memory, rows))
             before, _ = torch.cuda.mem_get_info(self._device)
             assert memory.graphs is not None
@@ -204,8 +210,9 @@ class TorchBackend(Backend):
         bias, seen = Bias(none, np.zeros(0)), Seen(none, none, 1.0, 0.0, 0.0)
         draw = Draw(1.0, 5, 0.9, 0.1, 0.5, 5, bias, seen, None)
         chunk = Chunk(array("i", [0]), 0, True, draws=(draw,))
+        draws = read_draws([chunk] * rows, self.shape.n_vocab)
         logits = torch.zeros((rows, self.shape.n_vocab), device=self._device)
-        choose(logits, read_draws([chunk] * rows, self.shape.n_vocab), self._chooser, memory.last)
+        choose(logits, draws, upload(draws.parts(), self._device), self._chooser, memory.last)
 
     def allocate(self, geometry: Geometry) -> None:
         if not isinstance(geometry, BlockGeometry):
@@ -252,11 +259,11 @@ class TorchBackend(Backend):
                 "lower resources.kv_cache_max_memory_mb"
             ) from error
         bounds = Bounds(shape.n_vocab, positions, geometry.blocks)
-        return _Memory(geometry, arena, model, graphs, bounds, last, Tables())
+        return _Memory(geometry, arena, model, graphs, bounds, last, Tables(-(-positions // size)))
 
     def _graphs_over(self, model: Model, arena: Arena, last: torch.Tensor, blocks_per_row: int) -> DecodeGraphs:
-        prepare, rows = self._chooser.prepare, self._rows
-        return DecodeGraphs(model, arena, last, prepare, blocks_per_row=blocks_per_row, rows=rows)
+        sizes = {"blocks_per_row": blocks_per_row, "rows": self._rows}
+        return DecodeGraphs(PaddedStep(model, arena, last, self._chooser, **sizes), self._rows)
 
     @property
     def kv_bytes(self) -> int:
@@ -306,7 +313,7 @@ class TorchBackend(Backend):
         if not chunks:
             return np.empty((0, self.shape.n_vocab), np.float32)
         with self._computing(chunks):
-            rows: Logits = self._forward(memory, self._read(memory, chunks)).cpu().numpy()
+            rows: Logits = self._forward(memory, self._read(memory, chunks), None).logits.cpu().numpy()
             return rows
 
     def submit(self, chunks: Sequence[Chunk]) -> _Ticket | Sequence[Chunk]:
@@ -316,7 +323,11 @@ class TorchBackend(Backend):
         try:
             with self._computing(chunks):
                 host, draws = self._read(memory, chunks), read_draws(chunks, self.shape.n_vocab)
-                chosen = choose(self._forward(memory, host), draws, self._chooser, memory.last)
+                ran = self._forward(memory, host, draws)
+                if ran.tokens is not None:
+                    chosen = chosen_already(draws, ran.tokens)
+                else:
+                    chosen = choose(ran.logits, draws, ran.moved, self._chooser, memory.last)
                 return _Ticket(chosen, self._mark())
         except StepAbortedError as error:
             # It is the step's result; those before it are not collected yet.
@@ -350,11 +361,12 @@ class TorchBackend(Backend):
     def _read(self, memory: _Memory, chunks: Sequence[Chunk]) -> HostBatch:
         return read_chunks(chunks, memory.geometry.block_size, memory.bounds, memory.tables)
 
-    def _forward(self, memory: _Memory, batch: HostBatch) -> torch.Tensor:
-        if memory.graphs is not None and memory.graphs.fits(batch):
-            return memory.graphs.run(batch)
-        on_device = batch_on(batch, self._device, memory.last, self._chooser.prepare)
-        return memory.model.forward(on_device, memory.arena, self._raise_if_aborted)
+    def _forward(self, memory: _Memory, host: HostBatch, draws: HostDraws | None) -> Ran:
+        if memory.graphs is not None and memory.graphs.fits(host):
+            return memory.graphs.run(host, draws)
+        beside = [] if draws is None else draws.parts()
+        batch, moved = batch_on(host, self._device, memory.last, self._chooser.prepare, beside)
+        return Ran(memory.model.forward(batch, memory.arena, self._raise_if_aborted), None, moved)
 
     def _mark(self) -> torch.cuda.Event | None:
         """What is there once everything that is queued now is done."""

@@ -331,8 +331,9 @@ def _penalised(value, count, repetition, frequency, presence):
     value = value.to(tl.float64)
     less = tl.where(value > 0.0, value / repetition, value * repetition)
     less -= tl.where(count > 0, frequency * count.to(tl.float64) + presence, 0.0)
-    # As likely as can be is all that a tiny repetition penalty asks for; but what was infinite stays so.
-    return tl.where(value == float("inf"), value, tl.minimum(less, 3.4028234663852886e38)).to(tl.float32)
+    # As likely as can be is all that a tiny repetition penalty asks for; but what is not sound stays so.
+    sound = value < float("inf")
+    return tl.where(sound, tl.minimum(less, 3.4028234663852886e38), value).to(tl.float32)
 
 
 @triton.jit
