@@ -81,6 +81,7 @@ def open_torch(config: Config, model: Model, name: str, threads: int, running: i
             kv_type=resources.kv_type_k,
             invariant=settings.batch_invariant,
             threads=threads,
+            rows=running,
             progress=report,
         )
     if kv_bytes is None:
