@@ -26,11 +26,15 @@ def host_choice(values: Row, temperature: float, top_k: float, top_p: float, min
         return host.draw(values, peak, uniform, **options)
 
 
-def near_choices(values: Row, temperature: float, top_k: float, top_p: float, min_p: float, uniform: float) -> set[int]:
-    """What the host would choose if the numbers were a little different."""
-    found = set()
+def agrees(token: int, values: Row, *params: float) -> bool:
+    """Is it the host's token, or one that it would choose if the numbers were a little different?"""
+    if token == host_choice(values, *params):
+        return True
+    temperature, top_k, top_p, min_p, uniform = params
     for p, least, u in product((-NEAR, 0.0, NEAR), repeat=3):
         moved = min(max(uniform + u, 0.0), 1 - 2**-53)
         limit = top_p if top_p == 1.0 else min(max(top_p + p, 1e-9), 1.0)
-        found.add(host_choice(values, temperature, top_k, limit, min(max(min_p * (1 + least), 0.0), 1.0), moved))
-    return found
+        if token == host_choice(values, temperature, top_k, limit, min(max(min_p * (1 + least), 0.0), 1.0), moved):
+            return True
+    # Before the first token that weighs something there may be some that weigh nothing in float32.
+    return uniform < NEAR and (values.max() - values[token]) / temperature > -np.log(np.finfo(np.float32).tiny)

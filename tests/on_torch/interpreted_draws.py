@@ -17,7 +17,7 @@ from cllm.backends.torch.drawing import choose, read_draws
 from cllm.backends.torch.plain_drawing import PlainChooser
 from cllm.backends.torch.staging import upload
 from cllm.backends.torch.triton_drawing import TritonChooser
-from draw_kit import host_choice, near_choices
+from draw_kit import agrees, host_choice
 
 KERNELS = TritonChooser()
 SPECIAL = ("plain", "equal values", "half forbidden", "not sound", "flat", "steep")
@@ -64,9 +64,8 @@ def draws(chance: np.random.Generator) -> list[str]:
             if last.tolist() != noted:
                 wrong.append(f"{kind} {width}: noted {last.tolist()}, not {noted}")
             for row, (token, numbers) in enumerate(zip(tokens, params.tolist(), strict=True)):
-                expected = host_choice(values[row], *numbers)
-                if token != expected and token not in near_choices(values[row], *numbers):
-                    wrong.append(f"{kind} {width} {numbers}: {token}, not {expected}")
+                if not agrees(token, values[row], *numbers):
+                    wrong.append(f"{kind} {width} {numbers}: {token}, not {host_choice(values[row], *numbers)}")
             best = KERNELS.choose(torch.from_numpy(values), None, owners, last).tolist()
             if best != [host_choice(row, 0.0, 0, 1.0, 0.0, 0.0) for row in values]:
                 wrong.append(f"{kind} {width}: best {best}")
