@@ -68,8 +68,8 @@ class SameAnswers(RuleBasedStateMachine):
             rig.before_step = _takes_time(rig)
 
     @rule(
-        letters=st.text("ab", min_size=1, max_size=50),
-        max_tokens=st.integers(1, 30),
+        letters=st.text("ab", min_size=1, max_size=60),
+        max_tokens=st.integers(1, 36),
         n=st.integers(1, 3),
         temperature=st.sampled_from([0.0, 1.0]),
         ends=st.booleans(),
@@ -77,11 +77,11 @@ class SameAnswers(RuleBasedStateMachine):
         logprobs=st.sampled_from([None, 2]),
         priority=st.integers(-1, 1),
         timeout_s=st.sampled_from([1e9, 1e9, 0.1]),
-        windowed=st.booleans(),
+        kept=st.sampled_from([(0, 1), (1, 8), (4, 12), (9, 33), None, None, None]),
     )
-    def submit(self, letters: str, max_tokens: int, windowed: bool, ends: bool, penalties: Any, **options: Any) -> None:
+    def submit(self, letters: str, max_tokens: int, kept: Any, ends: bool, penalties: Any, **options: Any) -> None:
         for rig in self.rigs:
-            window = Window.fit(4, 12, rig.scheduler.kv.unit_tokens) if windowed else None
+            window = Window.fit(*kept, rig.scheduler.kv.unit_tokens) if kept else None
             rig.submit(letters, max_tokens, seed=3, window=window, ignore_eos=not ends, **penalties, **options)
 
     @rule(count=st.integers(1, 4))

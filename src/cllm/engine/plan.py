@@ -23,24 +23,6 @@ class Plan:
     """Of each sequence how often it had left the running ones, if the step is one of several under way: whoever left
     since then, and perhaps came back, has no use for the result."""
 
-    def add_row(self, sequence: Sequence) -> None:
-        """The one token that is missing, or the one that the step under way will give."""
-        start, dropped = sequence.num_computed + sequence.submitted, sequence.dropped
-        follows = sequence.promised > 0
-        self.chunks.append(
-            Chunk(
-                _PROMISED if follows else sequence.tokens[start:],
-                start - dropped,
-                True,
-                sequence.slot,
-                sequence.blocks,
-                dropped,
-                sequence.kept,
-                sequence.row,
-                follows,
-            )
-        )
-
     def add_prompt(self, sequence: Sequence, count: int) -> None:
         end = sequence.num_computed + sequence.submitted + count
         self.sequences.append(sequence)
@@ -79,4 +61,21 @@ def _chunk(sequence: Sequence, end: int, wants_logits: bool) -> Chunk:
         dropped=dropped,
         kept=sequence.kept,
         row=sequence.row,
+    )
+
+
+def row_of(sequence: Sequence) -> Chunk:
+    """The one token that is missing, or the one that the step under way will give."""
+    start, dropped = sequence.num_computed + sequence.submitted, sequence.dropped
+    follows = sequence.promised > 0
+    return Chunk(
+        _PROMISED if follows else sequence.tokens[start:],
+        start - dropped,
+        True,
+        sequence.slot,
+        sequence.blocks,
+        dropped,
+        sequence.kept,
+        sequence.row,
+        follows,
     )

@@ -23,7 +23,7 @@ from operator import attrgetter, itemgetter
 
 from cllm.engine.budget import StepBudget
 from cllm.engine.faults import MAX_RECOVERIES, Faults
-from cllm.engine.plan import Plan
+from cllm.engine.plan import Plan, row_of
 from cllm.engine.request import FinishReason, Sequence
 from cllm.errors import BackendError, describe
 from cllm.kv.manager import KVManager
@@ -72,8 +72,7 @@ class Planner(Faults):
         most = self.budget.rows_at_once(len(rows))
         if most < len(rows):
             rows[:] = self._whose_turn(rows, most)
-        for sequence in rows:
-            plan.add_row(sequence)
+        plan.chunks = [row_of(sequence) for sequence in rows]
         plan.decode_rows = len(rows)
         if prompts:
             self.plan_prompts(plan, prompts)
