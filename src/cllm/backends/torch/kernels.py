@@ -81,18 +81,19 @@ def rotate_store_kernel(
         plane, kv_head = (head - heads) // kv_heads, (head - heads) % kv_heads
         place = slot // size * block_stride + layer + plane * v_offset + (kv_head * size + slot % size) * dim
         if stored == "int8":
-            low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
-            largest = tl.maximum(tl.max(tl.abs(low_wide), axis=0), tl.max(tl.abs(high_wide), axis=0))
+            low_part, high_part = low.to(tl.float32), high.to(tl.float32)
+            largest = tl.maximum(tl.max(tl.abs(low_part), axis=0), tl.max(tl.abs(high_part), axis=0))
             unit = (largest / 127.0).to(scales.dtype.element_ty)
             tl.store(scales + place // dim, unit)
             inverse = tl.where(unit == 0.0, 0.0, 1.0 / unit.to(tl.float32))
-            low = _to_int8(low_wide, inverse)
-            high = _to_int8(high_wide, inverse)
-        if stored == "fp8":
-            low = tl.clamp(low.to(tl.float32), -448.0, 448.0)
-            high = tl.clamp(high.to(tl.float32), -448.0, 448.0)
-        tl.store(kv + place + columns, low.to(kv.dtype.element_ty), mask=inside)
-        tl.store(kv + place + half + columns, high.to(kv.dtype.element_ty), mask=inside)
+            low_part, high_part = _to_int8(low_part, inverse), _to_int8(high_part, inverse)
+        elif stored == "fp8":
+            low_part = tl.clamp(low.to(tl.float32), -448.0, 448.0)
+            high_part = tl.clamp(high.to(tl.float32), -448.0, 448.0)
+        else:
+            low_part, high_part = low, high
+        tl.store(kv + place + columns, low_part.to(kv.dtype.element_ty), mask=inside)
+        tl.store(kv + place + half + columns, high_part.to(kv.dtype.element_ty), mask=inside)
 
 
 @triton.jit

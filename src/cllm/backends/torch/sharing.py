@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
+Rows = NDArray[np.intp]
 
 TOGETHER = 16
 FEWEST_ROWS = 8
@@ -65,48 +66,52 @@ def find_shared(
     the answer to the sizes of a graph.
     """
     split = shared_split(longest)
-    least = -(-LEAST_TOKENS // split)
-    if split % block_size or len(lengths) < FEWEST_ROWS:
-        return None
     usable = (lengths - 1) // split  # one position of its own is left to every row
-    candidates = np.flatnonzero(usable >= least)
-    found: list[tuple[Ints, int]] = []
-    while len(candidates) >= FEWEST_ROWS:
-        begins, places = np.unique(tables[candidates, 0], return_inverse=True)
-        sizes = np.bincount(places, minlength=len(begins))
-        largest = int(sizes.argmax())
-        if sizes[largest] < FEWEST_ROWS:
+    least, deepest = -(-LEAST_TOKENS // split), int(usable.max(initial=0))
+    if split % block_size or len(lengths) < FEWEST_ROWS or deepest < least:
+        return None
+    marks = _marks(tables, split // block_size, deepest)
+    found: list[tuple[Rows, int]] = []
+    left = np.flatnonzero(usable >= least)
+    while len(left) >= FEWEST_ROWS:
+        depth, groups = _best(marks, usable, left, least, deepest)
+        if not groups:
             break
-        alike = candidates[places == largest]
-        depths = np.minimum(_common_blocks(tables, alike) * block_size // split, usable[alike])
-        chosen, depth = _best(alike, depths, least)
-        if depth:
-            found.append((chosen.astype(np.int32), depth))
-            candidates = np.setdiff1d(candidates, chosen, assume_unique=True)
-        else:  # whoever came first is like nobody else
-            candidates = candidates[candidates != alike[0]]
+        found += [(_equal(tables, rows, depth * split // block_size), depth) for rows in groups]
+        left = np.setdiff1d(left, np.concatenate(groups), assume_unique=True)
     return _tiled(found, rows or len(lengths), tiles, split) if found else None
 
 
-def _common_blocks(tables: Ints, rows: NDArray[np.intp]) -> NDArray[np.intp]:
-    """How many blocks each begins with like the first of them."""
-    differ = tables[rows] != tables[rows[0]]
-    common: NDArray[np.intp] = np.where(differ.any(1), differ.argmax(1), tables.shape[1])
-    return common
+def _marks(tables: Ints, blocks: int, depth: int) -> NDArray[np.uint64]:
+    """[rows, depth]: a number for the blocks up to each split's end, equal where they are."""
+    size = blocks * depth
+    odd = np.random.default_rng(size).integers(1 << 62, size=size, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    marks: NDArray[np.uint64] = np.cumsum((tables[:, :size].astype(np.uint64) + np.uint64(1)) * odd, axis=1)
+    return marks[:, blocks - 1 :: blocks]
 
 
-def _best(rows: NDArray[np.intp], depths: NDArray[np.intp], least: int) -> tuple[NDArray[np.intp], int]:
-    """Those rows, and how many splits of them, that save most reads."""
-    best, saved = 0, 0
-    for depth in np.unique(depths[depths >= least]).tolist():
-        count = int((depths >= depth).sum())
-        saves = depth * (count - -(-count // TOGETHER))
-        if count >= FEWEST_ROWS and saves > saved:
-            best, saved = depth, saves
-    return rows[depths >= best], best
+def _best(marks: NDArray[np.uint64], usable: Ints, left: Rows, least: int, deepest: int) -> tuple[int, list[Rows]]:
+    """The number of splits at which most reads are saved, and the groups of rows that share as many."""
+    best, saved, groups = 0, 0, list[Rows]()
+    for depth in range(least, deepest + 1):
+        rows = left[usable[left] >= depth]
+        _, places, counts = np.unique(marks[rows, depth - 1], return_inverse=True, return_counts=True)
+        large = np.flatnonzero(counts >= FEWEST_ROWS)
+        if not len(large):
+            break
+        saves = depth * int((counts[large] - -(-counts[large] // TOGETHER)).sum())
+        if saves >= saved:
+            best, saved, groups = depth, saves, [rows[places == place] for place in large]
+    return best, groups
 
 
-def _tiled(found: list[tuple[Ints, int]], rows: int, tiles: int | None, split: int) -> Groups:
+def _equal(tables: Ints, rows: Rows, blocks: int) -> Rows:
+    """Marks may be equal by chance: those rows that really begin like the first."""
+    same: Rows = rows[(tables[rows, :blocks] == tables[rows[0], :blocks]).all(axis=1)]
+    return same
+
+
+def _tiled(found: list[tuple[Rows, int]], rows: int, tiles: int | None, split: int) -> Groups:
     firsts = np.zeros(rows, np.int32)
     pieces = [
         (group[first : first + TOGETHER], depth) for group, depth in found for first in range(0, len(group), TOGETHER)

@@ -21,6 +21,8 @@ DECODE_SPLIT = 512
 SHORT_SPLIT = 64
 MANY_PROGRAMS = 128
 DECODE_TILE = 64
+DECODE_WARPS = 4
+DECODE_STAGES = 3
 PROMPT_QUERIES = 128
 PROMPT_TILE = 64
 INVARIANT_SPLIT = 512
@@ -123,8 +125,8 @@ class TritonOperations(Operations):
                 together=TOGETHER,
                 queries=triton.next_power_of_2(TOGETHER * group),
                 tile=DECODE_TILE,
-                num_warps=4,
-                num_stages=3,
+                num_warps=DECODE_WARPS,
+                num_stages=DECODE_STAGES,
             )
         attention_kernels.decode_kernel[(rows, kv_heads, splits)](
             *(q, kv, _scales(arena), batch.tables, batch.lengths, batch.lengths if shared is None else shared.firsts),
@@ -136,8 +138,8 @@ class TritonOperations(Operations):
             group_padded=max(SMALLEST_DOT, triton.next_power_of_2(group)),
             tile=DECODE_TILE,
             shared=shared is not None,
-            num_warps=4,
-            num_stages=3,
+            num_warps=DECODE_WARPS,
+            num_stages=DECODE_STAGES,
         )
 
     def _counters(self, needed: int, device: torch.device) -> torch.Tensor:
