@@ -118,9 +118,22 @@ def test_help_names_every_command(here: Here) -> None:
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("serve", ["MODEL", "--backend", "--host", "--port", "--config", "--set"]),
-        ("chat", ["--model", "--system", "--max-tokens", "--temperature", "--json", "--set"]),
-        ("generate", ["PROMPT", "--model", "--max-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--stop"]),
+        ("serve", ["MODEL", "--backend", "--device", "--host", "--port", "--config", "--set"]),
+        ("chat", ["--model", "--device", "--system", "--max-tokens", "--temperature", "--json", "--set"]),
+        (
+            "generate",
+            [
+                "PROMPT",
+                "--model",
+                "--device",
+                "--max-tokens",
+                "--temperature",
+                "--top-p",
+                "--top-k",
+                "--seed",
+                "--stop",
+            ],
+        ),
         ("pull", ["MODEL"]),
         ("config show", ["--config", "--set", "--json"]),
         ("config check", ["FILE"]),

@@ -112,11 +112,16 @@ def test_a_failing_sequence_does_not_take_the_others_down(running: Running) -> N
 def test_a_lost_context_is_rebuilt_and_requests_resume(running: Running) -> None:
     engine, backend, collector = running
     requests = [make_request(f"resume {n}", LONG) for n in range(3)]
+    left = iter(range(60))
+
+    def lose_the_context(chunks: Sequence[Chunk]) -> None:
+        if next(left, None) is None:
+            backend.faults.before_step = None
+            raise BackendError("the context is lost", fatal=True)
+
+    backend.faults.before_step = lose_the_context
     for request in requests:
         engine.submit(request)
-    collector.wait_tokens(requests[0], 5)
-    backend.faults.fatal = True
-    backend.faults.steps_to_fail = 1
     for request in requests:
         assert collector.wait_end(request).reason is FinishReason.LENGTH
         assert collector.tokens[request.id, 0] == reference(request)

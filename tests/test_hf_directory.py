@@ -68,7 +68,6 @@ def test_rope_as_older_and_newer_files_write_it(key: str, tmp_path: Path) -> Non
         ({"architectures": None}, "architectures is None"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', which is not supported"),
         ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
         ({"sliding_window": 128}, "sliding_window is 128"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn', and only default"),
@@ -89,6 +88,13 @@ def test_rope_as_older_and_newer_files_write_it(key: str, tmp_path: Path) -> Non
 def test_what_is_not_done_or_not_right_is_named(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     message = refusal(write_directory(tmp_path, config=changes))
     assert said in message and message.split("; ")[-1].startswith(("fetch the model again", "give another model"))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes"])
+def test_weights_that_are_stored_quantised_are_refused_by_name(method: str, tmp_path: Path) -> None:
+    message = refusal(write_directory(tmp_path, config={"quantization_config": {"quant_method": method, "bits": 4}}))
+    assert f"its weights are stored as '{method}' (quantization_config), which is not supported" in message
+    assert message.endswith("or a .gguf file")
 
 
 @pytest.mark.parametrize(

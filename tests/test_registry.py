@@ -9,11 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-import types
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -347,45 +345,8 @@ def test_a_hugging_face_directory_is_a_model(tmp_path: Path) -> None:
     assert resolve(str(tmp_path)) == tmp_path
 
 
-def test_hub_names_go_to_the_hub_client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[tuple[str, str]] = []
-
-    def download(repo: str, file: str) -> str:
-        asked.append((repo, file))
-        return str(tmp_path / "fetched.gguf")
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=download))
-    assert resolve("hf:org/repo/sub/file.gguf") == tmp_path / "fetched.gguf"
-    assert asked == [("org/repo", "sub/file.gguf")]
-
-
-def test_repositories_are_fetched_whole_but_for_what_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[tuple[str, list[str]]] = []
-
-    def download(repo: str, allow_patterns: list[str]) -> str:
-        asked.append((repo, allow_patterns))
-        return str(tmp_path)
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
-    assert "hf:org/repo has no config.json; name one of its files" in refusal("hf:org/repo")
-    (tmp_path / "config.json").write_text("{}")
-    assert resolve("hf:org/repo") == tmp_path
-    ((repo, patterns), _) = asked
-    assert repo == "org/repo" and {"config.json", "*.safetensors", "tokenizer.json"} <= set(patterns)
-    assert not any(fnmatch(file, pattern) for file in ("pytorch_model.bin", "run.py") for pattern in patterns)
-
-
-def test_hub_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(repo: str, file: str) -> str:
-        raise OSError("no such repository\nmore about it")
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=fail))
-    assert refusal("hf:org/repo/file.gguf") == "hf:org/repo/file.gguf could not be fetched: no such repository"
-
-
-def test_hub_names_without_the_client_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_without_the_client_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert 'pip install "cllm[hf]"' in refusal("hf:org/repo/file.gguf")
 

@@ -24,7 +24,7 @@ from cllm.machine import offers_large_pages, read_cpus, read_rooms
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from cllm.models.registry import resolve
-from cllm.on_torch import Model, has_gpu, open_torch, torch_refusal
+from cllm.on_torch import Model, asks_for_gpu, has_gpu, open_torch, torch_refusal
 from cllm.resources import Weights, choose_kv_bytes, choose_threads
 from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
 from cllm.text.hf_tokenizer import load_hf_chat_template, load_hf_tokenizer
@@ -32,12 +32,9 @@ from cllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 log = logging.getLogger("cllm")
 
-DEFAULT_CONTEXT_CAP = 8192
 PAGED_MAX_RUNNING = 256
 AHEAD_BYTES = 64 * MIB
 """K/V memory that an idle server has ready for who comes next."""
-LLAMA_CPP_MAX_GAP_MS = 250.0
-"""Steps of this length let llama.cpp compute prompts at nearly full speed."""
 
 
 @dataclass(slots=True)
@@ -89,7 +86,11 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None) -> _O
         from cllm.backends.fake import FakeBackend
 
         fake = config.backend.fake
-        backend: Backend = FakeBackend(vocab_size=fake.vocab_size, latency_s=fake.latency_ms / 1000)
+        backend: Backend = FakeBackend(
+            vocab_size=fake.vocab_size,
+            latency_s=fake.latency_ms / 1000,
+            layout="slots" if fake.layout == "slots" else "blocks",
+        )
         return _Opened("fake", ByteTokenizer(fake.vocab_size), _chat_template(config, None), backend, None)
     path = resolve(config.model.name)
     model = HFModel.open(path) if path.is_dir() else GGUFModel.open(path)
@@ -127,14 +128,15 @@ def _choose_backend(config: Config, model: Model) -> Literal["native", "llama_cp
         raise ModelError(
             f"{asked} cannot run {model.name}: it is a Hugging Face directory; use --backend torch, or a .gguf file"
         )
-    if isinstance(model, HFModel) or asked == "torch" or (asked == "auto" and has_gpu(config)):
+    must = asked == "torch" or (asked == "auto" and asks_for_gpu(config))
+    if isinstance(model, HFModel) or must or (asked == "auto" and has_gpu(config)):
         refusal = torch_refusal(model)
         if refusal is None:
             return "torch"
         if isinstance(model, HFModel):
             raise ModelError(f"torch cannot run {model.name}: {refusal}")
-        if asked == "torch":
-            raise ModelError(f"torch cannot run {model.path.name}: {refusal}; use --backend auto")
+        if must:
+            raise ModelError(f"torch cannot run {model.path.name}: {refusal}; use --backend auto and --device auto")
     assert isinstance(model, GGUFModel)
     return _choose_for_cpu(config, model)
 
@@ -249,7 +251,7 @@ def _build(config: Config, opened: _Opened) -> Parts:
         type_k=resources.kv_type_k,
         type_v=resources.kv_type_v,
     )
-    context = resources.max_context_length or min(shape.context_length, DEFAULT_CONTEXT_CAP)
+    context = resources.max_context_length or min(shape.context_length, backend.context_cap or shape.context_length)
     if context > shape.context_length:
         raise ConfigError(
             f"resources.max_context_length is {context}, but the model was trained for {shape.context_length} tokens; "
@@ -258,8 +260,8 @@ def _build(config: Config, opened: _Opened) -> Parts:
     budget = opened.kv_bytes
     if budget is None:
         budget = _imitated_bytes(config, token_bytes, context)
-    slots = backend.name == "llama_cpp" or (backend.name == "fake" and config.backend.fake.layout == "slots")
-    memory = (_slot_memory if slots else _block_memory)(config, backend, budget, token_bytes, context)
+    take_memory = _slot_memory if backend.layout == "slots" else _block_memory
+    memory = take_memory(config, backend, budget, token_bytes, context)
     scheduler = Scheduler(
         memory.kv,
         _step_budget(config, backend),
@@ -280,13 +282,12 @@ def _build(config: Config, opened: _Opened) -> Parts:
 
 def _step_budget(config: Config, backend: Backend) -> StepBudget:
     settings = config.scheduler
-    least_ms = LLAMA_CPP_MAX_GAP_MS if backend.name == "llama_cpp" else 0.0
-    gap_ms = settings.max_gap_ms or max(settings.inter_token_target_ms, least_ms)
+    gap_ms = settings.max_gap_ms or max(settings.inter_token_target_ms, backend.preferred_gap_ms)
     return StepBudget(
         inter_token_s=settings.inter_token_target_ms / 1000,
         max_gap_s=gap_ms / 1000,
         prompt_only_s=settings.prefill_target_ms / 1000,
-        max_tokens=settings.max_step_tokens,
+        max_tokens=settings.max_step_tokens or backend.preferred_step_tokens,
     )
 
 

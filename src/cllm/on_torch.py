@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from cllm.config import Config
+from cllm.errors import ModelError
 from cllm.kv.memory import bytes_per_token
-from cllm.machine import read_rooms
+from cllm.machine import Room, mib, read_rooms
 from cllm.models.fetch import show_progress
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
@@ -38,6 +40,11 @@ def has_gpu(config: Config) -> bool:
     return bool(torch.cuda.is_available())
 
 
+def asks_for_gpu(config: Config) -> bool:
+    """Whether a GPU was asked for by name, which only torch can use."""
+    return config.backend.torch.device.startswith("cuda")
+
+
 def torch_refusal(model: Model) -> str | None:
     """Why torch cannot run the model, or None."""
     try:
@@ -53,37 +60,56 @@ def open_torch(config: Config, model: Model, name: str, threads: int, running: i
     `running` sequences may be computed at once.
     """
     from cllm.backends.torch.backend import TorchBackend
-    from cllm.backends.torch.device import choose_device, choose_dtype
+    from cllm.backends.torch.device import choose_device, choose_dtype, dtype_name, read_gpu_room
     from cllm.backends.torch.sources import decoder_of
     from cllm.backends.torch.weights import weight_bytes
 
     settings, resources = config.backend.torch, config.resources
     device = choose_device(settings.device)
-    size = weight_bytes(decoder_of(model), choose_dtype(settings.dtype, device))
-    kv_bytes = None if device.type == "cuda" else choose_kv_bytes(resources, Weights(name, size), read_rooms())
+    dtype = choose_dtype(settings.dtype, device)
+    weights = Weights(name, weight_bytes(decoder_of(model), dtype))
+    kv_bytes: int | None = None
+    if device.type == "cuda":
+        check_gpu_room(weights, dtype_name(dtype), read_gpu_room(device))
+    else:
+        kv_bytes = choose_kv_bytes(resources, weights, read_rooms())
     with show_progress(f"Loading {name}", None) as report:
         backend = TorchBackend(
             model,
             device=str(device),
             dtype=settings.dtype,
             kv_type=resources.kv_type_k,
+            invariant=settings.batch_invariant,
             threads=threads,
             progress=report,
         )
     if kv_bytes is None:
         try:
-            kv_bytes = _gpu_kv_bytes(config, backend, running)
+            kv_bytes = _gpu_kv_bytes(config, backend, weights, running)
         except BaseException:
             backend.close()
             raise
     return backend, kv_bytes
 
 
-def _gpu_kv_bytes(config: Config, backend: TorchBackend, running: int) -> int:
+def check_gpu_room(weights: Weights, dtype: str, room: Room) -> None:
+    """Raise before anything is loaded if it cannot end well."""
+    if weights.size >= room.free:
+        raise ModelError(
+            f"the weights of {weights.name} take {mib(weights.size)} as {dtype}, but {mib(room.free)} of {room.name} "
+            f"({mib(room.limit)}) are free; use a smaller model, a smaller backend.torch.dtype, or another "
+            "backend.torch.device"
+        )
+
+
+def _gpu_kv_bytes(config: Config, backend: TorchBackend, weights: Weights, running: int) -> int:
+    """A share of what the weights and the largest step leave, less the blocks that are nobody's."""
     resources = config.resources
     if "kv_memory_fraction" not in resources.model_fields_set:
         resources = resources.model_copy(update={"kv_memory_fraction": GPU_KV_FRACTION})
-    room = backend.room(config.scheduler.max_step_tokens + running, running)
+    largest = (config.scheduler.max_step_tokens or backend.preferred_step_tokens) + running
+    left = backend.room(min(largest, backend.shape.context_length), running)
+    room = replace(left, free=left.free + weights.size)
     shape = backend.shape
     token_bytes = bytes_per_token(
         n_layers=shape.n_layers,
@@ -94,4 +120,4 @@ def _gpu_kv_bytes(config: Config, backend: TorchBackend, running: int) -> int:
         type_v=resources.kv_type_v,
     )
     spare = backend.spare_blocks * resources.block_size * token_bytes
-    return choose_kv_bytes(resources, Weights("the model", 0), [room]) - spare
+    return choose_kv_bytes(resources, weights, [room]) - spare

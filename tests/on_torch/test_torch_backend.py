@@ -16,6 +16,10 @@ import torch
 
 from cllm.backends.base import Chunk, Logits
 from cllm.backends.torch.backend import TorchBackend
+from cllm.backends.torch.device import DTYPES
+from cllm.backends.torch.linear import FP8
+from cllm.backends.torch.sources import decoder_of, open_source
+from cllm.backends.torch.weights import Loader, weight_bytes
 from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError
 from cllm.kv.memory import bytes_per_token
 from cllm.kv.ops import BlockGeometry, BlockOps, Move, SlotGeometry
@@ -165,7 +169,7 @@ def test_blocks_that_are_not_there(backend: TorchBackend, wrong: Any) -> None:
     assert not caught.value.fatal and torch.equal(backend._ready().arena.data, before)
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("kv_type", ["f16", "bf16", "f32", "fp8", "int8"])
 def test_the_arena_takes_the_bytes_that_are_planned(directory: Path, kv_type: str) -> None:
     with open_backend(directory, blocks=10, kv_type=kv_type) as backend:
         shape = backend.shape
@@ -206,14 +210,16 @@ before = memory("VmRSS")
 backend = TorchBackend(model, device="cpu", dtype=sys.argv[2])
 taken = memory("VmHWM") - before
 weights = backend._weights
-held = {t.data_ptr(): t.nbytes for layer in [weights, *weights.layers]
-        for t in (getattr(layer, n) for n in layer.__slots__) if isinstance(t, torch.Tensor)}
+found = [getattr(part, name) for part in [weights, *weights.layers] for name in part.__slots__]
+found += [scale for layer in weights.layers for scale in (layer.scales or {}).values()]
+held = {tensor.data_ptr(): tensor.nbytes for tensor in found if isinstance(tensor, torch.Tensor)}
 print(taken, sum(held.values()))
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="says nothing of its peak")
-@pytest.mark.parametrize(("kind", "dtype"), [("directory", "bf16"), ("gguf", "bf16")])
+@pytest.mark.parametrize("kind", ["directory", "gguf"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_loading_takes_the_weights_and_little_beside_them(kind: str, dtype: str, tmp_path: Path) -> None:
     if kind == "gguf":
         sizes = {"n_embd": 1024, "n_heads": 16, "n_kv_heads": 8, "n_ff": 2048, "n_vocab": 40_000, "n_layers": 1}
@@ -227,6 +233,39 @@ def test_loading_takes_the_weights_and_little_beside_them(kind: str, dtype: str,
     taken, weights = map(int, ran.stdout.split())
     # The embedding alone takes 80 MiB in the files; as float32, 160 or more.
     assert 0.9 * weights < taken < weights + (64 << 20), (taken >> 20, weights >> 20)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["directory", "gguf"])
+def test_loading_says_how_far_it_is(kind: str, dtype: str, tmp_path: Path) -> None:
+    model: Any
+    if kind == "gguf":
+        model = GGUFModel.open(write_model(tmp_path / "model.gguf"))
+    else:
+        model = HFModel.open(write_directory(tmp_path))
+    seen: list[tuple[int, int]] = []
+    with TorchBackend(model, device="cpu", dtype=dtype, progress=lambda *numbers: seen.append(numbers)):
+        pass
+    size = weight_bytes(decoder_of(model), DTYPES[dtype])
+    assert seen == sorted(seen) and len(seen) > 10
+    assert seen[-1] == (size, size) and {total for _, total in seen} == {size}
+
+
+def test_weights_in_fp8_have_a_scale_for_every_row(directory: Path) -> None:
+    model = HFModel.open(directory)
+    with open_source(model) as source:
+        exact = Loader(source, torch.float32, torch.device("cpu"), None).load(decoder_of(model))
+        small = Loader(source, FP8, torch.device("cpu"), None).load(decoder_of(model))
+    pairs = [(small.head, small.head_scales, exact.head)]
+    for layer, wide in zip(small.layers, exact.layers, strict=True):
+        assert layer.scales is not None and layer.scales.keys() == {"qkv", "output", "gate_up", "down"}
+        pairs += [(getattr(layer, name), scales, getattr(wide, name)) for name, scales in layer.scales.items()]
+        assert layer.attention_norm.dtype == torch.bfloat16
+    for matrix, scales, wide in pairs:
+        assert matrix.dtype == FP8 and scales is not None and scales.shape == wide.shape[:1]
+        found = matrix.float() * scales[:, None]
+        assert ((found - wide).abs() <= wide.abs() / 16 + scales[:, None] / 500).all()  # half of the last bit
+    assert small.embedding.dtype == torch.bfloat16 and exact.layers[0].scales is None
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------------

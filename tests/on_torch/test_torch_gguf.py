@@ -13,6 +13,7 @@ from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.batch import make_batch
 from cllm.backends.torch.sources import decoder_of, open_source, unsupported
 from cllm.backends.torch.weights import check_source
+from cllm.bench.kv_types.cli import TEXT
 from cllm.kv.ops import BlockGeometry
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
@@ -21,7 +22,6 @@ from native_kit import write_model
 from step_kit import Rig, random_tokens
 from torch_kit import BLOCK, Floats, chunk, table
 
-DATA = Path(__file__).parent.parent / "data"
 TOKENS = random_tokens(300, 70)
 
 
@@ -83,7 +83,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_smollm2_has_the_perplexity_it_has_on_native() -> None:
     path = resolve("smollm2")
-    tokens = load_tokenizer(GGUFModel.open(path)).encode((DATA / "text.txt").read_text("utf-8"))[:1024]
+    tokens = load_tokenizer(GGUFModel.open(path)).encode(TEXT.read_text("utf-8"))[:1024]
     rig = Rig(path, blocks=len(tokens) // 16)
     native = perplexity(rig.all_logits(tokens, rig.table(len(tokens))), tokens)
     ours = perplexity(logits_of_all(path, tokens), tokens)

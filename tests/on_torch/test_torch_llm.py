@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import threading
@@ -14,14 +13,17 @@ import pytest
 
 from cllm import LLM, SamplingParams
 from cllm.assemble import _choose_backend, assemble
+from cllm.backends.torch.backend import TorchBackend
 from cllm.config import load_config
 from cllm.errors import ConfigError, ModelError
+from cllm.machine import Room
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
+from cllm.on_torch import _gpu_kv_bytes, check_gpu_room
+from cllm.resources import Weights
 from engine_kit import assert_nothing_left
-from hf_kit import byte_tokenizer
 from native_kit import write_model
-from torch_kit import build, random_tokens, save
+from torch_kit import build, random_tokens, save_whole
 
 TOKEN_BYTES = 3 * 2 * 2 * 32 * 4
 SETTINGS: dict[str, Any] = {
@@ -38,12 +40,7 @@ LONG = random_tokens(400, 99)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole model: weights, tokenizer, chat template."""
-    path = save(build("qwen3"), tmp_path_factory.mktemp("models") / "tiny-qwen3")
-    (path / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
-    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}</s>{% endfor %}")
-    return path
+    return save_whole(build("qwen3"), tmp_path_factory.mktemp("models") / "tiny-qwen3")
 
 
 def open_llm(directory: Path, **changes: Any) -> LLM:
@@ -148,6 +145,84 @@ def test_a_lost_context_is_rebuilt_and_nothing_shows(
     monkeypatch.setattr(backend, "_forward", lose)
     assert generated(llm, PROMPTS) == alone
     assert engine_of(llm).snapshot.rebuilds == before + 1
+
+
+@pytest.mark.parametrize(("kv_type", "head_bytes"), [("f16", 64), ("bf16", 64), ("fp8", 32), ("int8", 34)])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "fp8"])
+def test_every_type_answers_and_takes_its_bytes(directory: Path, dtype: str, kv_type: str, head_bytes: int) -> None:
+    changes = {"resources__kv_type_k": kv_type, "resources__kv_type_v": kv_type, "backend__torch__dtype": dtype}
+    with open_llm(directory, **changes) as llm:
+        assert llm.kv()["bytes_per_token"] == 3 * 2 * 2 * head_bytes
+        first, second = (generated(llm, PROMPTS[:3]) for _ in range(2))
+        assert first == second and all(len(answer) == 16 for answer in first)
+
+
+def test_in_the_batch_invariant_mode_every_bit_is_equal(directory: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2)
+    with open_llm(directory, backend__torch__batch_invariant=True, backend__torch__dtype="bf16") as llm:
+        together = [answer.logprobs for answer in llm.generate(PROMPTS, params, progress=False)]
+        for prompt, expected in zip(PROMPTS, together, strict=True):
+            empty_cache(llm)
+            assert llm.generate([prompt], params)[0].logprobs == expected
+
+
+# -- how much of a GPU it takes -----------------------------------------------------------------------------------
+
+
+class Sized:
+    """What sizing asks of a backend."""
+
+    preferred_step_tokens = 8192
+    spare_blocks = 1
+
+    def __init__(self, directory: Path, free: int) -> None:
+        self.shape = HFModel.open(directory).shape
+        self._free = free
+        self.tried: list[tuple[int, int]] = []
+
+    def room(self, tokens: int, rows: int) -> Room:
+        self.tried.append((tokens, rows))
+        return Room("the memory of cuda:0", 24 << 30, self._free, hard=True)
+
+
+def sized(directory: Path, free: int, **changes: Any) -> tuple[int, list[tuple[int, int]]]:
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    backend: Any = Sized(directory, free)
+    settings = load_config(None, keys).config
+    return _gpu_kv_bytes(settings, backend, Weights("tiny", 4 << 30), 256), backend.tried
+
+
+def test_a_gpu_gives_most_of_what_is_left(directory: Path) -> None:
+    block = 16 * TOKEN_BYTES // 2
+    assert sized(directory, 10 << 30) == (int(0.9 * (10 << 30)) - block, [(512, 256)])
+    assert sized(directory, 10 << 30, resources__kv_memory_fraction=0.5)[0] == (5 << 30) - block
+    assert sized(directory, 10 << 30, resources__kv_cache_max_memory_mb=100)[0] == (100 << 20) - block
+    assert sized(directory, 10 << 30, scheduler__max_step_tokens=64)[1] == [(320, 256)]
+
+
+def test_a_gpu_that_has_too_little_is_one_line_with_the_numbers(directory: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_max_memory_mb is 20000, but beside the weights \(4,096 MiB\) the mem"
+    ):
+        sized(directory, 10 << 30, resources__kv_cache_max_memory_mb=20_000)
+    with pytest.raises(ConfigError, match=r"tiny takes 4,096 MiB of .* nothing is left for the KV cache"):
+        sized(directory, 0)
+    room = Room("the memory of cuda:1, A Small GPU", 8 << 30, 3 << 30, hard=True)
+    with pytest.raises(ModelError) as caught:
+        check_gpu_room(Weights("tiny", 4 << 30), "bf16", room)
+    assert str(caught.value).startswith(
+        "the weights of tiny take 4,096 MiB as bf16, but 3,072 MiB of the memory of cuda:1, A Small GPU (8,192 MiB) "
+        "are free; use a smaller model"
+    )
+
+
+def test_a_gpu_has_larger_steps_and_the_models_own_context(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = TorchBackend(HFModel.open(directory), device="cpu")
+    assert (on_cpu.preferred_step_tokens, on_cpu.context_cap) == (512, 8192)
+    monkeypatch.setattr(TorchBackend, "on_gpu", property(lambda self: True))
+    monkeypatch.setattr(TorchBackend, "_load", lambda *_: None)
+    on_gpu = TorchBackend(HFModel.open(directory), device="cpu")
+    assert (on_gpu.preferred_step_tokens, on_gpu.context_cap) == (8192, None)
 
 
 # -- which backend runs --------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from cllm.backends.base import Chunk
 from cllm.backends.torch.backend import TorchBackend
 from cllm.kv.ops import BlockGeometry
 from cllm.models.hf_directory import HFModel
+from hf_kit import byte_tokenizer
 
 Floats = NDArray[np.float32]
 BLOCK = 16
@@ -44,11 +46,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(kind: str, seed: int = 0) -> Any:
+def build(kind: str, seed: int = 0, **others: Any) -> Any:
     """A model of transformers in f32 whose weights are large enough for attention and biases to matter."""
     family, changes = MODELS[kind]
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | changes))
+    config = getattr(transformers, f"{family}Config")(**(SIZES | changes | others))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -63,6 +65,15 @@ def build(kind: str, seed: int = 0) -> Any:
 
 def save(model: Any, path: Path, **options: Any) -> Path:
     model.save_pretrained(path, **options)
+    return path
+
+
+def save_whole(model: Any, path: Path) -> Path:
+    """With a tokenizer and a chat template."""
+    save(model, path)
+    (path / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
+    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}</s>{% endfor %}")
     return path
 
 

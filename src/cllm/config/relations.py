@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 KV_TYPES = {
     "native": ("f16", "q8_0", "q4_0"),
     "llama_cpp": ("f16", "q8_0", "q4_0"),
-    "torch": ("f16", "bf16", "f32"),
+    "torch": ("f16", "bf16", "f32", "fp8", "int8"),
 }
 NATIVE_TILE_TOKENS = 16
 """The native engine stores so many tokens of a block together."""
@@ -99,7 +99,7 @@ def _check_llama_cpp(config: Config, say: Say) -> list[str]:
         )
     if llama.n_ubatch > llama.n_batch:
         problems.append(f"{say('backend.llama_cpp.n_ubatch')} but {batch}: the first may not exceed the second")
-    if scheduler.max_step_tokens > llama.n_batch:
+    if scheduler.max_step_tokens is not None and scheduler.max_step_tokens > llama.n_batch:
         problems.append(
             f"{say('scheduler.max_step_tokens')} but {batch}: a step must fit one batch; "
             "lower the first or raise the second"

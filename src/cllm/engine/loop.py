@@ -262,6 +262,7 @@ class Engine:
             self._accepting = False
         scheduler = self.scheduler
         self._drain_inbox()
+        self._stepper.abandon()
         error: Exception = ShuttingDownError("the server shut down before the request was done")
         reason = FinishReason.CANCELLED
         if self._failure is not None:

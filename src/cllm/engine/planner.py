@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 
-from cllm.backends.base import Chunk
 from cllm.engine.budget import StepBudget
+from cllm.engine.faults import MAX_RECOVERIES, Faults
+from cllm.engine.plan import Plan
 from cllm.engine.request import FinishReason, Sequence
-from cllm.engine.roster import MAX_RECOVERIES, Roster
 from cllm.errors import BackendError, describe
 from cllm.kv.manager import KVManager
 
@@ -41,41 +39,11 @@ WAIT_FOR_PREFIX_TOKENS = 8
 OLDEST_EVERY = 4
 """Every so many steps with prompts the oldest one goes first, however long it is."""
 
-_PROMISED = array("i", [0])
-
 _BY_SLOT = attrgetter("slot")
 _BY_TURN = attrgetter("turn")
 
 
-@dataclass(slots=True)
-class Plan:
-    """One step: `chunks[i]` belongs to `sequences[i]`."""
-
-    sequences: list[Sequence] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    prompt_tokens: int = 0
-    decode_rows: int = 0
-    stays: list[int] | None = None
-    """Of each sequence how often it had left the running ones, if the step is one of several under way: whoever left
-    since then, and perhaps came back, has no use for the result."""
-
-    def add_prompt(self, sequence: Sequence, count: int) -> None:
-        end = sequence.num_computed + sequence.submitted + count
-        self.sequences.append(sequence)
-        self.chunks.append(_chunk(sequence, end, end == len(sequence.tokens)))
-        self.prompt_tokens += count
-
-
-def _chunk(sequence: Sequence, end: int | None, wants_logits: bool) -> Chunk:
-    start, dropped = sequence.num_computed + sequence.submitted, sequence.dropped
-    tokens = sequence.tokens[start:end]
-    chunk = Chunk(tokens, start - dropped, wants_logits, sequence.slot, sequence.blocks, dropped, sequence.kept)
-    if not tokens:
-        chunk.tokens, chunk.follows = _PROMISED, True
-    return chunk
-
-
-class Planner(Roster):
+class Planner(Faults):
     def __init__(
         self,
         kv: KVManager,
@@ -91,45 +59,59 @@ class Planner(Roster):
         self._prompt_steps = 0
         self._turns = 0
 
-    # -- before a step -----------------------------------------------------------------------------------------
-
     def schedule(self) -> Plan:
-        while not self._room_to_decode():
-            self.raise_doubt()  # memory that did not come back is no reason for anyone else to go
-        if len(self.waiting):
+        plan = Plan()
+        rows, prompts = plan.sequences, list[Sequence]()
+        self._sort_out(rows, prompts)
+        if len(self.waiting) and len(self.running) < self._max_running:
             self._admit()
+            self._sort_out(rows, prompts)  # anew: to make more room, memory may have been lost that is computed again
         self.kv.arrange()
         # In slot order, rows come back without a copy; where there are no slots this changes nothing.
-        self.running.sort(key=_BY_SLOT)
-        plan = Plan()
-        prompts: list[Sequence] = []
-        rows = plan.sequences
-        for sequence in self.running:
-            missing = len(sequence.tokens) + sequence.promised - sequence.num_computed - sequence.submitted
-            if sequence.submitted and not self._goes_ahead(sequence):
-                continue
-            if missing == 1:
-                rows.append(sequence)
-            elif missing:
-                prompts.append(sequence)
+        rows.sort(key=_BY_SLOT)
         most = self.budget.rows_at_once(len(rows))
         if most < len(rows):
             rows[:] = self._whose_turn(rows, most)
-        plan.chunks = [_chunk(sequence, None, True) for sequence in rows]
+        for sequence in rows:
+            plan.add_row(sequence)
         plan.decode_rows = len(rows)
         if prompts:
             self.plan_prompts(plan, prompts)
         return plan
 
+    def _sort_out(self, rows: list[Sequence], prompts: list[Sequence]) -> None:
+        """Who can have a row, with room for its token, and who a chunk of its prompt; for which some may have to go."""
+        while not self._sorted_out(rows, prompts):
+            self.raise_doubt()  # memory that did not come back is no reason for anyone else to go
+
+    def _sorted_out(self, rows: list[Sequence], prompts: list[Sequence]) -> bool:
+        """False: one sequence had to go, and the others try again."""
+        rows.clear()
+        prompts.clear()
+        for sequence in self.running:  # a plain loop: this runs for every sequence in every step
+            submitted, promised = sequence.submitted, sequence.promised
+            start = sequence.num_computed + submitted
+            missing = len(sequence.tokens) + promised - start
+            if sequence.window is None:
+                if missing == 1 and (not promised or self._goes_ahead(sequence)):
+                    if start >= sequence.room and not self._make_room(sequence):
+                        return False
+                    rows.append(sequence)
+                elif missing > 1:
+                    prompts.append(sequence)
+            elif not submitted:  # a window moves only when nothing is under way
+                if not self._make_room(sequence):
+                    return False
+                (rows if missing == 1 else prompts).append(sequence)
+        return True
+
     def _goes_ahead(self, sequence: Sequence) -> bool:
-        """May it go on before the steps that it is in are done? A window moves only then; and a row can follow on a
-        token that is not known yet unless that is the last one, or says more than a token."""
-        if sequence.window is not None:
-            return False
-        return not sequence.promised or (
+        """May it go on before the step that it is in is done? A row can follow on a token that is not known yet unless
+        that is the last one, or says more than a token."""
+        return (
             len(sequence.tokens) + sequence.promised < sequence.max_length
             and not sequence.twins
-            and sequence.chooser.foresees
+            and sequence.chooser.foresees(sequence.promised)
         )
 
     def launch(self, plan: Plan) -> None:
@@ -137,18 +119,11 @@ class Planner(Roster):
         plan.stays = [sequence.stay for sequence in plan.sequences]
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
             if chunk.wants_logits:
-                chunk.row = sequence.row
-                twins = (twin.chooser.foresee(0) for twin in sequence.twins)
-                chunk.draws = (sequence.chooser.foresee(sequence.promised), *twins)
+                chunk.draws = (sequence.chooser.foresee(sequence.promised),)
+                if sequence.twins:
+                    chunk.draws += tuple(twin.chooser.foresee(0) for twin in sequence.twins)
                 sequence.promised += 1
             sequence.submitted += len(chunk.tokens)
-
-    def plan_again(self, sequence: Sequence, chunk: Chunk) -> Plan | None:
-        """A step with what one sequence had in another that did not happen; None if it is not there any more."""
-        if not sequence.running or sequence.end != chunk.start:
-            return None
-        end = sequence.num_computed + len(chunk.tokens)
-        return Plan([sequence], [_chunk(sequence, end, chunk.wants_logits)])
 
     def _whose_turn(self, rows: list[Sequence], most: int) -> list[Sequence]:
         """Some of the answers, in the order of `rows`. Of each request the one that has waited longest, then a second
@@ -165,29 +140,24 @@ class Planner(Roster):
             sequence.turn = self._turns
         return [sequence for sequence in rows if sequence.turn == self._turns]
 
-    def _room_to_decode(self) -> bool:
-        """Make room for the next token of every answer, and move windows on. False: one sequence had to go, and the
-        others try again."""
-        grow = self.kv.grow
-        for sequence in self.running:  # a plain loop: this runs for every sequence in every step
-            missing = len(sequence.tokens) + sequence.promised - sequence.num_computed - sequence.submitted
-            if missing == 1 or (sequence.window is not None and not sequence.submitted):
-                try:
-                    if sequence.window is None:
-                        if grow(sequence, sequence.submitted + 1):
-                            continue
-                    elif self.kv.roll(sequence) and grow(sequence, sequence.next_chunk):
-                        continue
-                except BackendError as error:
-                    if error.fatal:
-                        raise
-                    log.error("request %s cannot grow: %s; it is recomputed", sequence.request.id, error)
-                    self._set_back(sequence, error)
-                else:
-                    self.kv.allocation_failures += 1
-                    self._preempt(max(self.running, key=self.waiting.rank))
-                return False
-        return True
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Have memory for a sequence's next token, or move its window on. False: somebody had to go for it."""
+        kv = self.kv
+        try:
+            if sequence.window is None:
+                if kv.grow(sequence, sequence.submitted + 1):
+                    return True
+            elif kv.roll(sequence) and kv.grow(sequence, sequence.next_chunk):
+                return True
+        except BackendError as error:
+            if error.fatal:
+                raise
+            log.error("request %s cannot grow: %s; it is recomputed", sequence.request.id, error)
+            self.set_back(sequence, error)
+        else:
+            kv.allocation_failures += 1
+            self._preempt(max(self.running, key=self.waiting.rank))
+        return False
 
     def plan_prompts(self, plan: Plan, prompts: list[Sequence]) -> None:
         """Prompt chunks within the budget, for whoever is done soonest; every few steps for the oldest instead. A

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.backends.base import Draw, Drawn
+from cllm.backends.base import Bias, Draw, Drawn
 from cllm.engine.draw import Ids, Row, mix64, uniform
 from cllm.engine.params import SamplingParams
 from cllm.engine.penalties import Penalties
@@ -38,6 +38,9 @@ Mask = NDArray[np.bool_]
 """One truth value per token: may it be chosen?"""
 
 _MINUS_INFINITY_BITS = np.int32(np.float32(-np.inf).view(np.int32))
+
+
+_BEST = Draw(0.0, 0, 1.0, 0.0, 0.0, None, None, None, None)
 
 
 class TokenLogprob:
@@ -81,8 +84,12 @@ class TokenChooser:
     """
 
     __slots__ = (
+        "_best",
         "_bias",
         "_bias_ids",
+        "_biases",
+        "_early_best",
+        "_early_biases",
         "_end_ids",
         "_forbidden",
         "_forbidden_ids",
@@ -117,6 +124,11 @@ class TokenChooser:
         self._end_ids: Ids = np.array(sorted(end_ids), np.intp)
         self._forbidden = forbidden
         self._forbidden_ids: Ids = np.array(sorted(forbidden), np.intp)
+        self._biases = _biases(params, forbidden)
+        self._early_biases = _biases(params, forbidden | end_ids) if params.min_tokens else self._biases
+        # Made once: hundreds of rows ask for them in every step.
+        self._best = _BEST._replace(logprobs=params.logprobs, bias=self._biases)
+        self._early_best = self._best._replace(bias=self._early_biases)
         # Then the best token is all there is to know, and no computing waits for anything else between two steps.
         self._plain = params.greedy and params.logprobs is None and not self._adjusts
 
@@ -134,15 +146,17 @@ class TokenChooser:
         if self._penalties.active:
             self._penalties.observe(token_id)
 
-    @property
-    def foresees(self) -> bool:
-        """Whether how the next token is chosen does not depend on the one before."""
-        return not self._penalties.active
+    def foresees(self, ahead: int) -> bool:
+        """Whether `foresee` can tell how to choose after `ahead` tokens that are not known: of those that penalties
+        have to count, whoever chooses elsewhere knows the last one alone."""
+        return ahead <= 1 or not self._penalties.active
 
     def foresee(self, ahead: int) -> Draw:
         """How the token will be chosen that comes after the next `ahead` ones, for who chooses it elsewhere."""
         params, generated = self.params, self.generated + ahead
-        bans = self._forbidden | frozenset(self._end_ids.tolist() if generated < params.min_tokens else ())
+        early = generated < params.min_tokens
+        if params.greedy and not self._penalties.active:
+            return self._early_best if early else self._best
         return Draw(
             temperature=params.temperature,
             top_k=params.top_k,
@@ -150,11 +164,9 @@ class TokenChooser:
             min_p=params.min_p,
             uniform=uniform(self._key, generated),
             logprobs=params.logprobs,
-            bias=(
-                *((token, bias) for token, bias in params.logit_bias.items() if token not in bans),
-                *((token, -math.inf) for token in sorted(bans)),
-            ),
-            seen=self._penalties.seen() if self._penalties.active else (),
+            bias=self._early_biases if early else self._biases,
+            penalties=self._penalties.seen() if self._penalties.active else None,
+            mask=None,
         )
 
     def take(self, drawn: Drawn) -> Choice | None:
@@ -251,6 +263,15 @@ def choose(
         except Exception as error:  # noqa: PERF203 - one answer's parameters are not the others' business
             choices.append(error)
     return choices
+
+
+def _biases(params: SamplingParams, bans: frozenset[int]) -> Bias | None:
+    """`logit_bias`, and the tokens that may not be chosen."""
+    biased = {token: bias for token, bias in params.logit_bias.items() if token not in bans}
+    if not biased and not bans:
+        return None
+    ids, values = [*biased, *sorted(bans)], [*biased.values(), *[-math.inf] * len(bans)]
+    return Bias(np.array(ids, np.int32), np.array(values, np.float64))
 
 
 def _bans(mask: Mask) -> Row:

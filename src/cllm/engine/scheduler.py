@@ -5,40 +5,28 @@ from __future__ import annotations
 import logging
 
 from cllm.backends.base import StepResult
-from cllm.engine.planner import Plan, Planner
+from cllm.engine.plan import Plan
+from cllm.engine.planner import Planner
 from cllm.engine.request import FinishReason, Output, Sequence
 from cllm.engine.sampling import Choice, TokenLogprob, choose
 from cllm.errors import BackendError, describe
-from cllm.kv.manager import PositionMismatchError
 
 log = logging.getLogger("cllm.engine")
 
 
+Wanted = tuple[int, int, Sequence]
+"""The row of the result, the number of the draw, who takes it."""
+
+
 class Scheduler(Planner):
-    """Plans steps and takes their results in; what it stands on knows who is here."""
-
-    position_mismatches = 0
-
-    # -- after a step ------------------------------------------------------------------------------------------
+    """Plans steps and takes their results in; what it stands on knows who is here, and what to do about faults."""
 
     def apply(self, plan: Plan, result: StepResult) -> None:
         """Take the step's result in. Sequences that ended while it ran are passed over.
 
         What is raised is raised before any token is chosen, so that the same ones can be computed again.
         """
-        kv = self.kv
-        wanted: list[tuple[int, int, Sequence]] = []  # row, number of the draw, who takes it
-        row = 0
-        for index, (sequence, chunk) in enumerate(zip(plan.sequences, plan.chunks, strict=True)):
-            if sequence.running and (plan.stays is None or self._land(plan, index)):
-                sequence.num_computed += len(chunk.tokens)
-                if self._verified(sequence):
-                    kv.commit(sequence)
-                    if chunk.wants_logits:
-                        wanted.append((row, 0, sequence))
-                        if sequence.twins:
-                            wanted += [(row, place, twin) for place, twin in self._fork_twins(sequence)]
-            row += chunk.wants_logits
+        wanted = self._computed(plan)
         now = self._clock()
         for (_, _, sequence), choice in zip(wanted, _choices(result, wanted), strict=True):
             if choice is None:
@@ -50,34 +38,27 @@ class Scheduler(Planner):
             else:
                 self._take_token(sequence, choice.token_id, choice.logprob, now)
 
-    def _land(self, plan: Plan, index: int) -> bool:
-        """A chunk is no longer under way. False: its sequence has no use for it any more."""
-        sequence, chunk = plan.sequences[index], plan.chunks[index]
-        assert plan.stays is not None
-        if sequence.stay != plan.stays[index]:
-            return False
-        sequence.submitted -= len(chunk.tokens)
-        sequence.promised -= chunk.wants_logits
-        return True
-
-    def _verified(self, sequence: Sequence) -> bool:
-        """Does the backend hold what it should for this sequence? If not, the sequence is recomputed."""
-        try:
-            self.kv.verify(sequence)
-        except PositionMismatchError as mismatch:
-            self.position_mismatches += 1
-            error = BackendError(str(mismatch))
-        except BackendError as failure:
-            if failure.fatal:
-                raise
-            error = failure
-        else:
-            return True
-        log.error("request %s: %s; its KV is dropped and recomputed", sequence.request.id, error)
-        self._set_back(sequence, error)
-        if sequence.recoveries > 1:
-            self.distrust(BackendError(f"positions were wrong twice for one request: {error}"))
-        return False
+    def _computed(self, plan: Plan) -> list[Wanted]:
+        """All tokens of the step are in memory. Who takes a token now."""
+        kv = self.kv
+        verifies, unit = kv.verifies, kv.unit_tokens
+        wanted: list[Wanted] = []
+        row = 0
+        for index, (sequence, chunk) in enumerate(zip(plan.sequences, plan.chunks, strict=True)):
+            wants = chunk.wants_logits
+            if plan.lands(index):
+                count = len(chunk.tokens)
+                sequence.num_computed += count
+                if not verifies or self.verified(sequence):
+                    # One token completes something to share only where a unit ends.
+                    if count > 1 or sequence.num_computed % unit == 0:
+                        kv.commit(sequence)
+                    if wants:
+                        wanted.append((row, 0, sequence))
+                        if sequence.twins:
+                            wanted += [(row, place, twin) for place, twin in self._fork_twins(sequence)]
+            row += wants
+        return wanted
 
     def _take_token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:
         request = sequence.request
@@ -124,22 +105,8 @@ class Scheduler(Planner):
             log.error("request %s: an answer cannot begin where another one is: %s", sequence.request.id, error)
             return False
 
-    # -- faults ------------------------------------------------------------------------------------------------
 
-    def rewind(self, plan: Plan) -> None:
-        """The step did not happen: forget what it may have written."""
-        for index, sequence in enumerate(plan.sequences):
-            if sequence.running and (plan.stays is None or self._land(plan, index)):
-                self.kv.rewind(sequence)
-        plan.stays = None
-
-    def blame(self, sequence: Sequence, error: BackendError) -> None:
-        """A sequence could not be computed, not even alone: it fails, unless its memory was wrong and can be redone."""
-        if self._verified(sequence):
-            self._end(sequence, FinishReason.ERROR, error=error)
-
-
-def _choices(result: StepResult, wanted: list[tuple[int, int, Sequence]]) -> list[Choice | Exception | None]:
+def _choices(result: StepResult, wanted: list[Wanted]) -> list[Choice | Exception | None]:
     """The tokens that the backend chose, or those that the host chooses now."""
     if result.drawn is None:
         assert result.logits is not None

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cllm.backends.base import Backend, StepResult
-from cllm.engine.planner import Plan
+from cllm.engine.plan import Plan
 from cllm.engine.scheduler import Scheduler
-from cllm.errors import BackendError, StepAbortedError
+from cllm.errors import BackendError, StepAbortedError, describe
 
 log = logging.getLogger("cllm.engine")
 
@@ -67,10 +67,6 @@ class Stepper:
     def under_way(self) -> bool:
         return bool(self._flights)
 
-    def forget(self) -> None:
-        """The backend's context is lost, and with it what was under way."""
-        self._flights.clear()
-
     def advance(self) -> None:
         """Plan and submit a step, if there is anything to compute; take in the oldest one's result, if it is time."""
         scheduler = self._scheduler
@@ -86,8 +82,9 @@ class Stepper:
     def _submit(self, plan: Plan) -> None:
         if self._backend.depth > 1:
             self._scheduler.launch(plan)
-        # No two steps in a row are interrupted, so that others advance however many cancel.
-        if self._aborted_steps == 0:
+        # No two steps in a row are interrupted, so that others advance however many cancel. Nor is one that another
+        # one was planned on top of.
+        elif self._aborted_steps == 0 and plan.prompt_tokens >= ABORT_CHUNK_TOKENS:
             self.in_step = frozenset(
                 sequence.request.id
                 for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True)
@@ -96,10 +93,13 @@ class Stepper:
         started = self._timer()
         try:
             ticket = self._backend.submit(plan.chunks)
+        except StepAbortedError as error:
+            self._aborted(plan, error)
         except BackendError as error:
+            self._failed(plan, error)
             while self._flights:  # those before it are not to blame
                 self._land(self._flights.popleft())
-            self._recover(plan, error)
+            self._scheduler.try_alone(plan, self._compute)
         else:
             self._flights.append(Flight(plan, ticket, started))
 
@@ -108,14 +108,13 @@ class Stepper:
         try:
             result = self._backend.collect(flight.ticket)
         except StepAbortedError as error:
-            self._aborted_steps += 1
-            if self._aborted_steps > MAX_ABORTED_STEPS:
-                raise
-            log.debug("%s", error)
-            self._rewind(plan)
+            self._aborted(plan, error)
+            self._drop()
             return
         except BackendError as error:
-            self._recover(plan, error)
+            self._failed(plan, error)
+            self._drop()
+            self._scheduler.try_alone(plan, self._compute)
             return
         finally:
             self.in_step = frozenset()
@@ -133,43 +132,45 @@ class Stepper:
 
     # -- faults ------------------------------------------------------------------------------------------------
 
-    def _rewind(self, plan: Plan) -> None:
-        """A step did not happen, nor do those that were planned on top of it."""
+    def _aborted(self, plan: Plan, error: StepAbortedError) -> None:
+        self._aborted_steps += 1
+        if self._aborted_steps > MAX_ABORTED_STEPS:
+            raise error
+        log.debug("%s", error)
         self._scheduler.rewind(plan)
-        while self._flights:
-            later = self._flights.popleft()
-            try:
-                self._backend.collect(later.ticket)
-            except BackendError as error:
-                if error.fatal:
-                    raise
-            self._scheduler.rewind(later.plan)
 
-    def _recover(self, plan: Plan, error: BackendError) -> None:
-        """A step failed: find the sequence that cannot be computed, so that the others finish."""
+    def _failed(self, plan: Plan, error: BackendError) -> None:
         log.error("a step of %d sequences failed: %s", len(plan.sequences), error)
         if error.fatal:
             raise error
-        self._rewind(plan)
-        for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
-            alone = self._scheduler.plan_again(sequence, chunk)
-            if alone is None:
-                continue
+        self._scheduler.rewind(plan)
+
+    def _drop(self) -> None:
+        """What was planned on top of a step that did not happen does not happen either."""
+        while self._flights:
+            flight = self._flights.popleft()
             try:
-                result = self._compute(alone)
-            except StepAbortedError:
-                # Somebody was cancelled; whoever was computed just then is not to blame.
-                self._scheduler.rewind(alone)
-            except BackendError as own_error:
-                if own_error.fatal:
+                self._backend.collect(flight.ticket)
+            except BackendError as error:
+                if error.fatal:
                     raise
-                self._scheduler.rewind(alone)
-                self._scheduler.blame(sequence, own_error)
-            else:
-                self._scheduler.apply(alone, result)
+            self._scheduler.rewind(flight.plan)
 
     def _compute(self, plan: Plan) -> StepResult:
         """A step by itself."""
         if self._backend.depth > 1:
             self._scheduler.launch(plan)
         return self._backend.collect(self._backend.submit(plan.chunks))
+
+    def abandon(self) -> None:
+        """Nobody waits for what is under way: have the backend done with it."""
+        while self._flights:
+            flight = self._flights.popleft()
+            try:
+                self._backend.collect(flight.ticket)
+            except Exception as error:
+                log.debug("a step that nobody waited for failed: %s", describe(error))
+
+    def forget(self) -> None:
+        """The backend's context is lost, and with it what was under way."""
+        self._flights.clear()

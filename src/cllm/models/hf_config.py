@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cllm.errors import ModelError
+from cllm.models.gguf_header import short
 from cllm.models.json_file import Fields
 from cllm.models.shape import ModelShape
 
@@ -22,7 +24,6 @@ _FOREIGN: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1, 1.0),
-    "quantization_config": (),
 }
 
 
@@ -55,6 +56,7 @@ class HFNumbers:
 
 def read_config(fields: Fields) -> tuple[ModelShape, HFNumbers]:
     architecture = _architecture(fields)
+    _check_quantised(fields)
     for key, harmless in _FOREIGN.items():
         if key in fields and fields.values[key] not in harmless:
             raise fields.refusal(key, "which is not supported")
@@ -97,6 +99,17 @@ def _architecture(fields: Fields) -> str:
     if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str) and found[0] in ARCHITECTURES:
         return ARCHITECTURES[found[0]]
     raise fields.refusal("architectures", f"not one of {', '.join(ARCHITECTURES)}")
+
+
+def _check_quantised(fields: Fields) -> None:
+    quantised = fields.part("quantization_config")
+    if quantised is None:
+        return
+    method = short(quantised.values.get("quant_method", "a quantised type"))
+    raise ModelError(
+        f"{fields.path}: its weights are stored as {method} (quantization_config), which is not supported; give the "
+        "model in bf16 (backend.torch.dtype=fp8 makes fp8 of it), or a .gguf file"
+    )
 
 
 def _check_window(fields: Fields, shape: ModelShape) -> None:

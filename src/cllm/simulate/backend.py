@@ -34,6 +34,7 @@ class SimulatedBackend(Backend):
     def allocate(self, geometry: Geometry) -> None:
         self._geometry = geometry
         if isinstance(geometry, SlotGeometry):
+            self.layout = "slots"
             self._ops = SimulatedSlots(geometry.first, self.cost.kv_bytes_per_token)
 
     @property
@@ -161,9 +162,6 @@ class SimulatedSlots(SlotOps):
 
     def load(self, slot: int, saved: SavedKV) -> None:
         self._lengths[slot] = saved.size // self._bytes_per_token
-
-    def keep(self, slot: int) -> None:
-        self._lengths = [length if number == slot else 0 for number, length in enumerate(self._lengths)]
 
     def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
         raise BackendError("simulated slots do not shift")

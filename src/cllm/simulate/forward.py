@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cllm.engine.planner import Plan
+from cllm.engine.plan import Plan
 from cllm.engine.request import Sequence
 from cllm.simulate.backend import TracedAnswer, work_of
 from cllm.simulate.cost import StepWork

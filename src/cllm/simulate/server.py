@@ -10,7 +10,7 @@ from collections.abc import Callable
 from cllm.engine.budget import StepBudget
 from cllm.engine.observer import RequestRecord
 from cllm.engine.params import SamplingParams
-from cllm.engine.planner import Plan
+from cllm.engine.plan import Plan
 from cllm.engine.request import Request, Sequence
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper

@@ -31,6 +31,8 @@ log = logging.getLogger("cllm.llama_cpp")
 
 class LlamaCppBackend(Backend):
     name = "llama_cpp"
+    layout = "slots"
+    preferred_gap_ms = 250.0
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class LlamaCppBackend(Backend):
         _check_types(kv_type_k, kv_type_v, flash_attention)
         self._threads = threads
         self._n_batch, self._n_ubatch = n_batch, n_ubatch
+        self.preferred_step_tokens = min(self.preferred_step_tokens, n_batch)
         self._kv_type_k, self._kv_type_v = kv_type_k, kv_type_v
         self._flash_attention = flash_attention
         self._library = load_library()
@@ -74,6 +77,10 @@ class LlamaCppBackend(Backend):
             portable=geometry.at_start is not None,
             slot_bytes=self._context.slot_tokens * self._token_bytes(),
         )
+
+    @property
+    def no_window(self) -> str | None:
+        return self._ops.no_shift
 
     @cached_property
     def resizes_slots(self) -> bool:

@@ -1,4 +1,8 @@
-"""The backend over torch: chunks become tensors, the model runs over them, and the rows that are wanted come back.
+"""The backend over torch: chunks become tensors, the model runs over them, and tokens are chosen on the device.
+
+On a GPU a step is queued, and its result fetched later: while one runs, the next is planned and queued behind it
+(`depth` 2). Everything is on one stream, so steps and memory operations take effect in the order they are asked for.
+On a CPU nothing would run meanwhile: there a step is computed at once, and the host chooses (`depth` 1).
 
 K and V lie in one tensor of blocks on the device. It is taken whole when it is allocated, and torch gives no part of it
 back: `release_pages` and `prepare_pages` have nothing to do here.
@@ -6,19 +10,22 @@ back: `release_pages` and `prepare_pages` have nothing to do here.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from array import array
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from cllm.backends.base import Backend, Chunk, Logits
+from cllm.backends.base import Backend, Bias, Chunk, Draw, Logits, Seen, StepResult
 from cllm.backends.torch.arena import Arena
-from cllm.backends.torch.batch import Bounds, StepBatch, make_batch
+from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, HostBatch, Tables, batch_on, read_chunks
 from cllm.backends.torch.device import (
+    choose_chooser,
     choose_device,
     choose_dtype,
     choose_operations,
@@ -26,6 +33,7 @@ from cllm.backends.torch.device import (
     dtype_name,
     is_out_of_memory,
 )
+from cllm.backends.torch.drawing import Chooser, Chosen, choose, read_draws
 from cllm.backends.torch.graphs import DecodeGraphs
 from cllm.backends.torch.model import Model, Weights
 from cllm.backends.torch.operations import PlainOperations
@@ -37,10 +45,15 @@ from cllm.machine import Room
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 
+log = logging.getLogger("cllm.torch")
+
+GPU_STEP_TOKENS = 8192
+"""A GPU is fast only with many tokens at a time, and computes so many in a fraction of a second."""
 _SPARE = 1.2
 """What a profiled step took, times this, is kept free for the largest one."""
 _GRAPHS_BYTES = 512 << 20
-"""Kept free on a GPU for what graphs and libraries take later."""
+"""Kept free on a GPU for what libraries, and graphs beside their tensors, take later."""
+_TRIED_BLOCK = 16
 
 
 @dataclass(slots=True)
@@ -51,10 +64,23 @@ class _Memory:
     model: Model
     graphs: DecodeGraphs | None
     bounds: Bounds
+    last: torch.Tensor
+    """The token that each row number drew last, int32."""
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """A step under way, or why it is not."""
+
+    chosen: Chosen | None = None
+    done: torch.cuda.Event | None = None
+    error: BackendError | None = None
 
 
 class TorchBackend(Backend):
     name = "torch"
+    depth = 2
 
     def __init__(
         self,
@@ -63,16 +89,25 @@ class TorchBackend(Backend):
         device: str = "auto",
         dtype: str = "auto",
         kv_type: str = "f16",
+        invariant: bool = False,
         threads: int = 1,
+        rows: int = 256,
         progress: Progress | None = None,
     ) -> None:
+        """`rows`: the most sequences that will be computed at once."""
         self.shape = model.shape
         self._label = str(model.path)
         self._device = choose_device(device)
         self._dtype = choose_dtype(dtype, self._device)
         self._kv_type = kv_type
+        self._invariant = invariant
+        if self.on_gpu:
+            self.preferred_step_tokens, self.context_cap = GPU_STEP_TOKENS, None
         self._operations = choose_operations(self._device)
+        self._chooser: Chooser = choose_chooser(self._device)
         self._threads = threads
+        self._rows = rows
+        self.depth = 2 if self.on_gpu else 1
         self._aborted = threading.Event()
         self._geometry: BlockGeometry | None = None
         self._memory: _Memory | None = None
@@ -118,42 +153,86 @@ class TorchBackend(Backend):
         return torch.cuda.device(self._device) if self.on_gpu else nullcontext()
 
     @property
+    def no_window(self) -> str:
+        return "torch cannot drop tokens from the middle of a sequence; use --backend native or llama_cpp"
+
+    @property
     def spare_blocks(self) -> int:
         """Blocks that are taken beside those of the pool: padded rows of graphs write there."""
         return int(self.on_gpu)
 
     def room(self, step_tokens: int, rows: int) -> Room:
         """What the GPU leaves for K and V beside the weights and what a step of that size takes."""
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
         try:
-            self._try_out(step_tokens)
+            step, graphs = self._try_out(step_tokens, rows)
         except CLLMError:
             raise
         except Exception as error:
             raise self._failure(error, f"a first step of {step_tokens} tokens") from error
-        step = torch.cuda.max_memory_allocated(self._device) - before + rows * self.shape.n_vocab * 4
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
-        left = free - int(step * _SPARE) - _GRAPHS_BYTES
+        left = free - int((step + graphs) * _SPARE) - _GRAPHS_BYTES
         return Room(f"the memory of {self._device}", total, max(0, left), hard=True)
 
-    def _try_out(self, tokens: int) -> None:
-        geometry = BlockGeometry(-(-tokens // 16), 16)
-        memory = self._reserve(geometry)
+    def _try_out(self, tokens: int, rows: int) -> tuple[int, int]:
+        """Bytes that the largest step takes at once, and those that graphs keep."""
+        geometry = BlockGeometry(-(-tokens // _TRIED_BLOCK), _TRIED_BLOCK)
         chunk = Chunk(array("i", bytes(4 * tokens)), 0, True, blocks=list(range(geometry.blocks)))
         with self._here(), torch.inference_mode():
-            memory.model.forward(make_batch([chunk], geometry.block_size, self._device), memory.arena)
+            torch.cuda.empty_cache()
+            memory = self._reserve(geometry)
+            forward = self._peak(lambda: self._forward(memory, self._read(memory, [chunk])))
+            drawing = self._peak(lambda: self._draw_everything(memory, rows))
+            before, _ = torch.cuda.mem_get_info(self._device)
+            assert memory.graphs is not None
+            memory.graphs.make_largest()
+            after, _ = torch.cuda.mem_get_info(self._device)
+        # Logits of all rows come as the weights' type and as float32.
+        return max(forward + rows * self.shape.n_vocab * 6, drawing), max(0, before - after)
+
+    def _peak(self, compute: Callable[[], object]) -> int:
         torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        compute()
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.max_memory_allocated(self._device) - before)
+
+    def _draw_everything(self, memory: _Memory, rows: int) -> None:
+        """Choose with all parameters at once, from nothing: what that takes, and its kernels compiled."""
+        none = np.zeros(0, np.int32)
+        bias, seen = Bias(none, np.zeros(0)), Seen(none, none, 1.0, 0.0, 0.0)
+        draw = Draw(1.0, 5, 0.9, 0.1, 0.5, 5, bias, seen, None)
+        chunk = Chunk(array("i", [0]), 0, True, draws=(draw,))
+        logits = torch.zeros((rows, self.shape.n_vocab), device=self._device)
+        choose(logits, read_draws([chunk] * rows, self.shape.n_vocab), self._chooser, memory.last)
 
     def allocate(self, geometry: Geometry) -> None:
         if not isinstance(geometry, BlockGeometry):
             raise BackendError("the torch backend keeps its K/V in blocks, not in slots")
         self._open()
         self._memory = None
-        self._memory = self._reserve(geometry)
+        self._memory = memory = self._reserve(geometry)
         self._geometry = geometry
+        if memory.graphs is not None:
+            self._make_graphs(memory, memory.graphs)
+
+    def _make_graphs(self, memory: _Memory, graphs: DecodeGraphs) -> None:
+        """Now, not while somebody waits for the first step of a size."""
+        started = time.monotonic()
+        try:
+            with self._here(), torch.inference_mode():
+                self._draw_everything(memory, 1)
+                graphs.make_all()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise self._failure(error, "making CUDA graphs") from error
+            raise ConfigError(
+                f"{self._device} has no room for CUDA graphs beside {memory.geometry.tokens} tokens of K/V; "
+                "lower resources.kv_cache_max_memory_mb"
+            ) from error
+        seconds = time.monotonic() - started
+        log.info("%d CUDA graphs for decode steps of up to %d rows made in %.1f s", len(graphs), self._rows, seconds)
 
     def _reserve(self, geometry: BlockGeometry) -> _Memory:
         decoder, shape = self._decoder, self.shape
@@ -162,8 +241,9 @@ class TorchBackend(Backend):
         try:
             with self._here():
                 arena = Arena(decoder, geometry, self._kv_type, self._device, self.spare_blocks)
-                model = Model(decoder, self._open(), self._operations, positions)
-                graphs = DecodeGraphs(model, arena, -(-positions // size)) if self.on_gpu else None
+                model = Model(decoder, self._open(), self._operations, positions, invariant=self._invariant)
+                last = torch.zeros(ROW_NUMBERS, dtype=torch.int32, device=self._device)
+                graphs = self._graphs_over(model, arena, last, -(-positions // size)) if self.on_gpu else None
         except Exception as error:
             if isinstance(error, CLLMError) or not is_out_of_memory(error):
                 raise
@@ -171,7 +251,12 @@ class TorchBackend(Backend):
                 f"{self._device} has no room for {geometry.tokens} tokens of K/V beside the weights; "
                 "lower resources.kv_cache_max_memory_mb"
             ) from error
-        return _Memory(geometry, arena, model, graphs, Bounds(shape.n_vocab, positions, geometry.blocks))
+        bounds = Bounds(shape.n_vocab, positions, geometry.blocks)
+        return _Memory(geometry, arena, model, graphs, bounds, last, Tables())
+
+    def _graphs_over(self, model: Model, arena: Arena, last: torch.Tensor, blocks_per_row: int) -> DecodeGraphs:
+        prepare, rows = self._chooser.prepare, self._rows
+        return DecodeGraphs(model, arena, last, prepare, blocks_per_row=blocks_per_row, rows=rows)
 
     @property
     def kv_bytes(self) -> int:
@@ -220,22 +305,64 @@ class TorchBackend(Backend):
         memory = self._ready()
         if not chunks:
             return np.empty((0, self.shape.n_vocab), np.float32)
+        with self._computing(chunks):
+            rows: Logits = self._forward(memory, self._read(memory, chunks)).cpu().numpy()
+            return rows
+
+    def submit(self, chunks: Sequence[Chunk]) -> _Ticket | Sequence[Chunk]:
+        if self.depth == 1:
+            return chunks
+        memory = self._ready()
+        try:
+            with self._computing(chunks):
+                host, draws = self._read(memory, chunks), read_draws(chunks, self.shape.n_vocab)
+                chosen = choose(self._forward(memory, host), draws, self._chooser, memory.last)
+                return _Ticket(chosen, self._mark())
+        except StepAbortedError as error:
+            # It is the step's result; those before it are not collected yet.
+            return _Ticket(error=error)
+
+    def collect(self, ticket: _Ticket | Sequence[Chunk]) -> StepResult:
+        if not isinstance(ticket, _Ticket):
+            return StepResult(self.step(ticket))
+        if ticket.chosen is None:
+            assert ticket.error is not None
+            raise ticket.error
+        try:
+            if ticket.done is not None:
+                ticket.done.synchronize()
+            return StepResult(None, ticket.chosen.read())
+        except Exception as error:
+            raise self._failure(error, f"a step of {len(ticket.chosen.counts)} rows") from error
+
+    @contextmanager
+    def _computing(self, chunks: Sequence[Chunk]) -> Iterator[None]:
         self._aborted.clear()
         try:
-            batch = make_batch(chunks, memory.geometry.block_size, self._device, memory.bounds)
             with self._here(), torch.inference_mode():
-                rows: Logits = self._forward(memory, batch).cpu().numpy()
-                return rows
+                yield
         except BackendError:
             raise
         except Exception as error:
             tokens = sum(len(chunk.tokens) for chunk in chunks)
             raise self._failure(error, f"a step of {tokens} tokens") from error
 
-    def _forward(self, memory: _Memory, batch: StepBatch) -> torch.Tensor:
+    def _read(self, memory: _Memory, chunks: Sequence[Chunk]) -> HostBatch:
+        return read_chunks(chunks, memory.geometry.block_size, memory.bounds, memory.tables)
+
+    def _forward(self, memory: _Memory, batch: HostBatch) -> torch.Tensor:
         if memory.graphs is not None and memory.graphs.fits(batch):
             return memory.graphs.run(batch)
-        return memory.model.forward(batch, memory.arena, self._raise_if_aborted)
+        on_device = batch_on(batch, self._device, memory.last, self._chooser.prepare)
+        return memory.model.forward(on_device, memory.arena, self._raise_if_aborted)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """What is there once everything that is queued now is done."""
+        if not self.on_gpu:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _raise_if_aborted(self) -> None:
         if self._aborted.is_set():

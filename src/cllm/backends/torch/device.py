@@ -6,10 +6,15 @@ import os
 
 import torch
 
+from cllm.backends.torch.drawing import Chooser
+from cllm.backends.torch.linear import FP8
 from cllm.backends.torch.operations import Operations, PlainOperations
+from cllm.backends.torch.plain_drawing import PlainChooser
 from cllm.errors import ConfigError
+from cllm.machine import Room
 
-DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "fp8": FP8}
+FP8_CAPABILITY = (8, 9)
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
@@ -32,12 +37,29 @@ def choose_device(asked: str) -> torch.device:
 def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
     if asked == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if asked == "fp8" and device.type == "cuda":
+        _check_fp8(device)
     return DTYPES[asked]
+
+
+def _check_fp8(device: torch.device) -> None:
+    found = torch.cuda.get_device_capability(device)
+    if found < FP8_CAPABILITY:
+        has, needs = (".".join(map(str, each)) for each in (found, FP8_CAPABILITY))
+        raise ConfigError(
+            f"backend.torch.dtype is fp8, but {device_name(device)} has compute capability {has}, and it needs {needs} "
+            "for that; use bf16"
+        )
+
+
+def values_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of what is computed with such weights, and of those that are no matrices."""
+    return torch.bfloat16 if dtype == FP8 else dtype
 
 
 def choose_operations(device: torch.device) -> Operations:
     """Kernels on a GPU, plain torch elsewhere; Triton's interpreter runs the kernels anywhere, for tests."""
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if not uses_kernels(device):
         return PlainOperations()
     try:
         from cllm.backends.torch.triton_operations import TritonOperations
@@ -46,6 +68,24 @@ def choose_operations(device: torch.device) -> Operations:
             f"the GPU's kernels need Triton ({error}); pip install triton, or use --device cpu"
         ) from error
     return TritonOperations()
+
+
+def choose_chooser(device: torch.device) -> Chooser:
+    if not uses_kernels(device):
+        return PlainChooser()
+    from cllm.backends.torch.triton_drawing import TritonChooser
+
+    return TritonChooser()
+
+
+def uses_kernels(device: torch.device) -> bool:
+    return bool(device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def read_gpu_room(device: torch.device) -> Room:
+    """What of the GPU's memory nobody has taken."""
+    free, total = torch.cuda.mem_get_info(device)
+    return Room(f"the memory of {device_name(device)}", total, free, hard=True)
 
 
 def device_name(device: torch.device) -> str:

@@ -1,84 +1,140 @@
-"""Decode steps as CUDA graphs: one launch instead of some hundred, for each padded number of rows and each context."""
+"""Decode steps as CUDA graphs: one launch instead of some hundred, for each padded number of rows and each context.
+
+A step's inputs go to the device in one copy, to a place that all graphs know:
+
+ R of each   tokens, follows, positions, slots, lengths
+ R + 1       where each row's blocks begin in the list
+ the list    blocks of all rows
+
+A graph begins with taking that apart: rows that follow get the tokens that the step before chose, and blocks come into
+the table that attention reads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from cllm.backends.torch.arena import Arena
-from cllm.backends.torch.batch import StepBatch
+from cllm.backends.torch.batch import HostBatch, Ints, Prepare, StepBatch
 from cllm.backends.torch.model import Model
+from cllm.backends.torch.staging import upload
 
-ROWS = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32))
 LENGTHS = (1024, 4096, 1 << 30)
 """Graphs are made for contexts up to these: what is launched for positions that nobody has still costs a little."""
+_SECTIONS = 5
+
+Key = tuple[int, int]
+
+
+def row_counts(most: int) -> list[int]:
+    """Numbers of rows that graphs are made for: few at the beginning, then about a tenth apart."""
+    counts = [1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, max(most, 320) + 64, 64)]
+    return [count for count in counts if count < most] + [most]
 
 
 class DecodeGraphs:
-    """Graphs are made when they are first needed; all share one memory pool and one set of inputs."""
+    """All graphs share one memory pool and one set of inputs."""
 
-    def __init__(self, model: Model, arena: Arena, blocks_per_row: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        arena: Arena,
+        last: torch.Tensor,
+        prepare: Prepare,
+        *,
+        blocks_per_row: int,
+        rows: int,
+    ) -> None:
+        """`last` has the last token of every row number. Unused rows write to the arena's spare block."""
         self._model = model
         self._arena = arena
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._last = last
+        self._prepare = prepare
+        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._longest = blocks_per_row * arena.block_size
-        most, device = ROWS[-1], arena.device
-        ints = {"dtype": torch.int32, "device": device}
-        self._tokens = torch.zeros(most, **ints)
-        self._positions = torch.zeros(most, **ints)
-        # Rows that are not used write into a block that belongs to nobody.
+        self._counts = row_counts(rows)
         self._unused_slot = arena.spare_block * arena.block_size
-        self._slots = torch.full((most,), self._unused_slot, **ints)
-        self._lengths = torch.zeros(most, **ints)
-        self._tables = torch.zeros((most, blocks_per_row), **ints)
-        self._rows = torch.arange(most + 1, **ints)
+        ints = {"dtype": torch.int32, "device": arena.device}
+        self._inputs = torch.zeros((_SECTIONS + 1) * rows + 1 + rows * blocks_per_row, **ints)
+        self._tables = torch.zeros((rows, blocks_per_row), **ints)
+        self._rows = torch.arange(rows + 1, **ints)
 
-    def fits(self, batch: StepBatch) -> bool:
-        rows = batch.decode_rows
-        return (
-            rows == len(batch.tokens) == len(batch.wanted) and 0 < rows <= ROWS[-1] and batch.longest <= self._longest
-        )
+    def __len__(self) -> int:
+        return len(self._graphs)
 
-    def run(self, batch: StepBatch) -> torch.Tensor:
-        rows = batch.decode_rows
-        self._take(batch)
-        key = _at_least(ROWS, rows), _at_least(LENGTHS, batch.longest)
+    def fits(self, batch: HostBatch) -> bool:
+        return batch.decodes and batch.decode_rows <= self._counts[-1] and batch.longest <= self._longest
+
+    def run(self, batch: HostBatch) -> torch.Tensor:
+        """Logits of each row, valid until the next step."""
+        key = _at_least(self._counts, batch.decode_rows), _at_least(LENGTHS, batch.longest)
+        graph, logits = self._make(key)
+        upload([self._padded(batch, key[0]), batch.table], self._inputs.device, self._inputs)
+        graph.replay()
+        return logits[: batch.decode_rows]
+
+    def make_all(self) -> None:
+        """Make every graph that a step may need."""
+        for key in self._keys():
+            self._make(key)
+
+    def make_largest(self) -> None:
+        """Make the one that takes the most memory, which the others share with it."""
+        self._make(self._keys()[0])
+
+    def _keys(self) -> list[Key]:
+        lengths = [length for length in LENGTHS if length <= _at_least(LENGTHS, self._longest)]
+        return [(rows, length) for length in reversed(lengths) for rows in reversed(self._counts)]
+
+    def _padded(self, batch: HostBatch, rows: int) -> Ints:
+        used = batch.decode_rows
+        inputs = np.empty((_SECTIONS + 1) * rows + 1, np.int32)
+        sections = inputs[: _SECTIONS * rows].reshape(_SECTIONS, rows)
+        parts = (batch.tokens, batch.follows, batch.positions, batch.slots, batch.lengths)
+        for section, part, unused in zip(sections, parts, (0, -1, 0, self._unused_slot, 0), strict=True):
+            section[:used] = part
+            section[used:] = unused
+        firsts = inputs[_SECTIONS * rows :]
+        firsts[: used + 1] = batch.firsts
+        firsts[used + 1 :] = batch.firsts[-1]
+        return inputs
+
+    def _make(self, key: Key) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         made = self._graphs.get(key)
         if made is None:
             made = self._graphs[key] = self._capture(*key)
-        graph, logits = made
-        graph.replay()
-        return logits[:rows]
-
-    def _take(self, batch: StepBatch) -> None:
-        rows = batch.decode_rows
-        self._tokens[:rows] = batch.tokens
-        self._positions[:rows] = batch.positions
-        self._slots[:rows] = batch.slots
-        self._slots[rows:] = self._unused_slot
-        self._lengths[:rows] = batch.lengths
-        self._lengths[rows:] = 0
-        self._tables[:rows, : batch.tables.shape[1]] = batch.tables
+        return made
 
     def _capture(self, rows: int, longest: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        # Nobody's rows: the step that is tried out below writes nothing that matters.
+        unused = np.array([0, -1, 0, self._unused_slot, 1], np.int32).repeat(rows)
+        upload([unused, np.zeros(rows + 1, np.int32)], self._inputs.device, self._inputs)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # kernels are compiled and libraries set up outside the capture
+            self._forward(rows, longest)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._forward(rows, longest)
+        return graph, logits
+
+    def _forward(self, rows: int, longest: int) -> torch.Tensor:
+        tokens, follows, positions, slots, lengths = self._inputs[: _SECTIONS * rows].view(_SECTIONS, rows)
+        firsts = self._inputs[_SECTIONS * rows : (_SECTIONS + 1) * rows + 1]
+        tables = self._tables[:rows]
+        self._prepare(tokens, follows, self._last, self._inputs[(_SECTIONS + 1) * rows + 1 :], firsts, tables)
         batch = StepBatch(
-            *(self._tokens[:rows], self._positions[:rows], self._slots[:rows], self._rows[: rows + 1]),
-            *(self._lengths[:rows], self._tables[:rows], self._rows[:rows]),
+            *(tokens, positions, slots, self._rows[: rows + 1], lengths, tables, self._rows[:rows]),
             decode_rows=rows,
             longest_chunk=0,
             longest=min(longest, self._longest),
         )
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # kernels are compiled and libraries set up outside the capture
-            self._model.forward(batch, self._arena)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._model.forward(batch, self._arena)
-        return graph, logits
+        return self._model.forward(batch, self._arena)
 
 
 def _at_least(sizes: Sequence[int], needed: int) -> int:

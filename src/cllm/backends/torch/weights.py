@@ -2,6 +2,9 @@
 
 A source hands a tensor out in pieces, and each is converted and copied into its place before the next is read. So the
 host holds one piece beside the weights, and nothing but that where they are on a GPU.
+
+In fp8 are the matrices that rows are multiplied with, each of their rows with a scale of its own: eight bits have four
+for the exponent and three for the fraction. The embedding, norms and biases are bf16 then.
 """
 
 from __future__ import annotations
@@ -13,12 +16,17 @@ from typing import Protocol
 import torch
 
 from cllm.backends.torch.decoder import Decoder
+from cllm.backends.torch.device import values_dtype
+from cllm.backends.torch.linear import FP8, quantise_rows
 from cllm.backends.torch.model import Layer, Weights
 from cllm.errors import ModelError
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _UNUSED = ".rotary_emb.inv_freq"
 _AGAIN = "fetch the model again"
+SCALE = torch.float32
+_QUANTISED_TOGETHER = 1 << 19
+"""Values; they are float32 meanwhile, several times."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of weights that there are and that there will be."""
@@ -42,7 +50,17 @@ class Source(Protocol):
 
 
 def weight_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
-    return sum(math.prod(shape) for _, shape in _wanted(decoder)) * int(dtype.itemsize)
+    return sum(_stored_bytes(name, shape, dtype) for name, shape in _wanted(decoder))
+
+
+def _stored_bytes(name: str, shape: Shape, dtype: torch.dtype) -> int:
+    if dtype == FP8 and _is_multiplied(name, shape):
+        return math.prod(shape) + shape[0] * int(SCALE.itemsize)
+    return math.prod(shape) * int(values_dtype(dtype).itemsize)
+
+
+def _is_multiplied(name: str, shape: Shape) -> bool:
+    return len(shape) == 2 and name != EMBEDDING
 
 
 def check_source(source: Source, decoder: Decoder) -> None:
@@ -65,49 +83,78 @@ def check_source(source: Source, decoder: Decoder) -> None:
 class Loader:
     def __init__(self, source: Source, dtype: torch.dtype, device: torch.device, progress: Progress | None) -> None:
         self._source = source
-        self._to = {"dtype": dtype, "device": device}
+        self._dtype, self._values = dtype, values_dtype(dtype)
+        self._device = device
         self._progress = progress
         self._loaded = self._expected = 0
 
     def load(self, decoder: Decoder) -> Weights:
         check_source(self._source, decoder)
-        self._expected = weight_bytes(decoder, self._to["dtype"])
+        self._expected = weight_bytes(decoder, self._dtype)
         embedding = self._joined([EMBEDDING], decoder.n_vocab, decoder.n_embd)
         layers = [self._layer(decoder, f"model.layers.{index}.") for index in range(decoder.n_layers)]
         norm = self._joined([NORM], decoder.n_embd)
-        head = embedding if decoder.tied else self._joined([HEAD], decoder.n_vocab, decoder.n_embd)
-        return Weights(embedding, layers, norm, head)
+        if decoder.tied:
+            return Weights(embedding, layers, norm, embedding)
+        head, scales = self._matrix([HEAD], decoder.n_vocab, decoder.n_embd)
+        return Weights(embedding, layers, norm, head, scales)
 
     def _layer(self, decoder: Decoder, prefix: str) -> Layer:
         attention, ffn = prefix + "self_attn.", prefix + "mlp."
         n_embd, head_dim, q_size = decoder.n_embd, decoder.head_dim, decoder.q_size
         qkv = [f"{attention}{part}_proj." for part in "qkv"]
         norms = decoder.head_norm
+        matrices = {
+            "qkv": self._matrix([f"{each}weight" for each in qkv], decoder.qkv_size, n_embd),
+            "output": self._matrix([attention + "o_proj.weight"], n_embd, q_size),
+            "gate_up": self._matrix([ffn + "gate_proj.weight", ffn + "up_proj.weight"], 2 * decoder.n_ff, n_embd),
+            "down": self._matrix([ffn + "down_proj.weight"], n_embd, decoder.n_ff),
+        }
         return Layer(
             attention_norm=self._joined([prefix + "input_layernorm.weight"], n_embd),
-            qkv=self._joined([f"{each}weight" for each in qkv], decoder.qkv_size, n_embd),
             qkv_bias=self._joined([f"{each}bias" for each in qkv], decoder.qkv_size) if decoder.qkv_bias else None,
             q_norm=self._joined([attention + "q_norm.weight"], head_dim) if norms else None,
             k_norm=self._joined([attention + "k_norm.weight"], head_dim) if norms else None,
-            output=self._joined([attention + "o_proj.weight"], n_embd, q_size),
             output_bias=self._joined([attention + "o_proj.bias"], n_embd) if decoder.output_bias else None,
             ffn_norm=self._joined([prefix + "post_attention_layernorm.weight"], n_embd),
-            gate_up=self._joined([ffn + "gate_proj.weight", ffn + "up_proj.weight"], 2 * decoder.n_ff, n_embd),
-            down=self._joined([ffn + "down_proj.weight"], n_embd, decoder.n_ff),
+            **{name: matrix for name, (matrix, _) in matrices.items()},
+            scales={name: scales for name, (_, scales) in matrices.items() if scales is not None} or None,
         )
+
+    def _matrix(self, names: Sequence[str], rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Matrices one below the other, and in fp8 the scales of their rows."""
+        if self._dtype != FP8:
+            return self._joined(names, rows, columns), None
+        together = torch.empty((rows, columns), dtype=FP8, device=self._device)
+        scales = torch.empty(rows, dtype=SCALE, device=self._device)
+        for first, piece in self._pieces(names):
+            for some in piece.to(self._device).split(max(1, _QUANTISED_TOGETHER // columns)):
+                end = first + len(some)
+                together[first:end], scales[first:end] = quantise_rows(some)
+                first = end
+            self._report(piece.numel() + len(piece) * SCALE.itemsize)
+        return together, scales
 
     def _joined(self, names: Sequence[str], *shape: int) -> torch.Tensor:
         """Tensors one below the other, which are of this shape together."""
-        together = torch.empty(shape, **self._to)
+        together = torch.empty(shape, dtype=self._values, device=self._device)
+        for first, piece in self._pieces(names):
+            together[first : first + len(piece)].copy_(piece)
+            self._report(piece.numel() * together.itemsize)
+        return together
+
+    def _pieces(self, names: Sequence[str]) -> Iterator[tuple[int, torch.Tensor]]:
+        """With the number of the first row of each."""
         first = 0
         for name in names:
             for piece in self._source.pieces(name):
-                together[first : first + len(piece)].copy_(piece)
+                yield first, piece
                 first += len(piece)
-                self._loaded += piece.numel() * together.itemsize
-                if self._progress is not None:
-                    self._progress(self._loaded, self._expected)
-        return together
+
+    def _report(self, count: int) -> None:
+        self._loaded += count
+        if self._progress is not None:
+            self._progress(self._loaded, self._expected)
 
 
 def _wanted(decoder: Decoder) -> Iterator[tuple[str, Shape]]:
