@@ -66,6 +66,11 @@ class Model:
         if largest:
             self._ops.reserve(largest, weights.embedding.dtype, device)
 
+    @property
+    def shares(self) -> bool:
+        """Whether decode steps gain by knowing what rows share."""
+        return self._ops.shares
+
     def forward(self, batch: StepBatch, arena: Arena, before_layer: Callable[[], None] | None = None) -> torch.Tensor:
         """Logits, [wanted, vocabulary]. K and V of all tokens are in the arena afterwards.
 

@@ -34,6 +34,8 @@ class FusedProduct(Protocol):
 class Operations(ABC):
     one_row: FusedProduct | None = None
     """For steps of a single token, where there is such a thing."""
+    shares = False
+    """Whether what decode rows share is read once, if the batch says what that is."""
 
     @abstractmethod
     def invariant(self) -> Operations:

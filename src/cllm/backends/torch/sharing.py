@@ -8,6 +8,7 @@ that name them: groups stay right as long as the rows of a step are the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -82,11 +83,39 @@ def find_shared(
     return _tiled(found, rows or len(lengths), tiles, split) if found else None
 
 
+def find_shared_in(
+    table: Ints,
+    begins: Ints,
+    lengths: Ints,
+    block_size: int,
+    longest: int,
+    *,
+    rows: int | None = None,
+    tiles: int | None = None,
+) -> Groups | None:
+    """The same of rows whose blocks are in one list, each beginning where `begins` says."""
+    if len(lengths) < FEWEST_ROWS or int(lengths.max()) <= LEAST_TOKENS:
+        return None
+    _, counts = np.unique(table[begins[:-1]], return_counts=True)
+    if int(counts.max()) < FEWEST_ROWS:
+        return None
+    places = begins[:-1, None] + np.arange(int(np.diff(begins).max()))
+    tables = table[np.minimum(places, len(table) - 1)]
+    return find_shared(tables, lengths, block_size, longest, rows=rows, tiles=tiles)
+
+
+@lru_cache(maxsize=64)
+def _odd_numbers(size: int) -> NDArray[np.uint64]:
+    halves: NDArray[np.uint64] = np.random.default_rng(size).integers(1 << 62, size=size, dtype=np.uint64)
+    return halves * np.uint64(2) + np.uint64(1)
+
+
 def _marks(tables: Ints, blocks: int, depth: int) -> NDArray[np.uint64]:
     """[rows, depth]: a number for the blocks up to each split's end, equal where they are."""
     size = blocks * depth
-    odd = np.random.default_rng(size).integers(1 << 62, size=size, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-    marks: NDArray[np.uint64] = np.cumsum((tables[:, :size].astype(np.uint64) + np.uint64(1)) * odd, axis=1)
+    marks: NDArray[np.uint64] = np.cumsum(
+        (tables[:, :size].astype(np.uint64) + np.uint64(1)) * _odd_numbers(size), axis=1
+    )
     return marks[:, blocks - 1 :: blocks]
 
 

@@ -36,6 +36,8 @@ STATE_BYTES = 128 << 20
 
 
 class TritonOperations(Operations):
+    shares = True
+
     def __init__(self) -> None:
         self.one_row = gemv
         self._linear = FastLinear()
@@ -152,6 +154,8 @@ class TritonOperations(Operations):
 
 class InvariantOperations(TritonOperations):
     """Tiles and splits are fixed, whatever the number of rows and whether they are tokens of a prompt or not."""
+
+    shares = False
 
     def __init__(self) -> None:
         super().__init__()
