@@ -72,14 +72,9 @@ def find_shared(
     if split % block_size or len(lengths) < FEWEST_ROWS or deepest < least:
         return None
     marks = _marks(tables, split // block_size, deepest)
-    found: list[tuple[Rows, int]] = []
-    left = np.flatnonzero(usable >= least)
-    while len(left) >= FEWEST_ROWS:
-        depth, groups = _best(marks, usable, left, least, deepest)
-        if not groups:
-            break
-        found += [(_equal(tables, rows, depth * split // block_size), depth) for rows in groups]
-        left = np.setdiff1d(left, np.concatenate(groups), assume_unique=True)
+    groups = _alike(np.flatnonzero(usable >= least), marks[:, least - 1])
+    found = [part for group in groups for part in _best(marks, usable, group, least)[1]]
+    found = [(_equal(tables, part, depth * split // block_size), depth) for part, depth in found]
     return _tiled(found, rows or len(lengths), tiles, split) if found else None
 
 
@@ -106,8 +101,10 @@ def find_shared_in(
 
 @lru_cache(maxsize=64)
 def _odd_numbers(size: int) -> NDArray[np.uint64]:
-    halves: NDArray[np.uint64] = np.random.default_rng(size).integers(1 << 62, size=size, dtype=np.uint64)
-    return halves * np.uint64(2) + np.uint64(1)
+    odd: NDArray[np.uint64] = np.random.default_rng(size).integers(1 << 62, size=size, dtype=np.uint64)
+    odd *= np.uint64(2)
+    odd += np.uint64(1)
+    return odd
 
 
 def _marks(tables: Ints, blocks: int, depth: int) -> NDArray[np.uint64]:
@@ -119,19 +116,32 @@ def _marks(tables: Ints, blocks: int, depth: int) -> NDArray[np.uint64]:
     return marks[:, blocks - 1 :: blocks]
 
 
-def _best(marks: NDArray[np.uint64], usable: Ints, left: Rows, least: int, deepest: int) -> tuple[int, list[Rows]]:
-    """The number of splits at which most reads are saved, and the groups of rows that share as many."""
-    best, saved, groups = 0, 0, list[Rows]()
-    for depth in range(least, deepest + 1):
-        rows = left[usable[left] >= depth]
-        _, places, counts = np.unique(marks[rows, depth - 1], return_inverse=True, return_counts=True)
-        large = np.flatnonzero(counts >= FEWEST_ROWS)
-        if not len(large):
-            break
-        saves = depth * int((counts[large] - -(-counts[large] // TOGETHER)).sum())
-        if saves >= saved:
-            best, saved, groups = depth, saves, [rows[places == place] for place in large]
-    return best, groups
+def _alike(rows: Rows, marks: NDArray[np.uint64]) -> list[Rows]:
+    """Those of the rows that have the same mark, if they are enough."""
+    _, places, counts = np.unique(marks[rows], return_inverse=True, return_counts=True)
+    return [rows[places == place] for place in np.flatnonzero(counts >= FEWEST_ROWS)]
+
+
+def _best(marks: NDArray[np.uint64], usable: Ints, rows: Rows, depth: int) -> tuple[int, list[tuple[Rows, int]]]:
+    """How to divide rows that share `depth` splits so that most reads are saved: (reads saved, rows and their depth)."""
+    same = (marks[rows] == marks[rows[0]]).all(axis=0)
+    common = len(same) if same.all() else int(same.argmin())
+    depth = max(depth, min(common, int(usable[rows].min())))
+    here = _saved(len(rows), depth)
+    if depth == marks.shape[1]:
+        return here, [(rows, depth)]
+    below = [_best(marks, usable, part, depth + 1) for part in _alike(rows[usable[rows] > depth], marks[:, depth])]
+    found = [part for _, parts in below for part in parts]
+    rest = np.setdiff1d(rows, np.concatenate([rows[:0], *(part for part, _ in found)]), assume_unique=True)
+    if len(rest) >= FEWEST_ROWS:
+        below.append((_saved(len(rest), depth), [(rest, depth)]))
+        found.append((rest, depth))
+    deeper = sum(saved for saved, _ in below)
+    return (deeper, found) if deeper > here else (here, [(rows, depth)])
+
+
+def _saved(rows: int, depth: int) -> int:
+    return depth * (rows - -(-rows // TOGETHER))
 
 
 def _equal(tables: Ints, rows: Rows, blocks: int) -> Rows:
