@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -47,9 +48,12 @@ def silu_kernel(gate_up, out, width, tile: tl.constexpr):
 def rotate_store_kernel(
     qkv, queries, kv, scales, q_norm, k_norm, rotations, positions, slots, eps, layer, block_stride, v_offset,
     heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, half: tl.constexpr, padded: tl.constexpr,
-    size: tl.constexpr, norms: tl.constexpr, stored: tl.constexpr,
+    size: tl.constexpr, norms: tl.constexpr, stored: tl.constexpr, chained: tl.constexpr,
 ):  # fmt: skip
     """A program is a token and a head, of queries, keys or values."""
+    if chained:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = tl.arange(0, padded)

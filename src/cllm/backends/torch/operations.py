@@ -41,10 +41,6 @@ class Operations(ABC):
     def invariant(self) -> Operations:
         """Operations that give a token the same result, to the bit, whatever else is computed with it."""
 
-    def reserve(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Room for the largest matrix of fp8, if products need it; graphs use it, so it is taken before them."""
-        return
-
     @abstractmethod
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None = None

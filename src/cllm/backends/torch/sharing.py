@@ -123,7 +123,7 @@ def _alike(rows: Rows, marks: NDArray[np.uint64]) -> list[Rows]:
 
 
 def _best(marks: NDArray[np.uint64], usable: Ints, rows: Rows, depth: int) -> tuple[int, list[tuple[Rows, int]]]:
-    """How to divide rows that share `depth` splits so that most reads are saved: (reads saved, rows and their depth)."""
+    """How to divide rows that share `depth` splits to save most reads: how many, and parts with their depth."""
     same = (marks[rows] == marks[rows[0]]).all(axis=0)
     common = len(same) if same.all() else int(same.argmin())
     depth = max(depth, min(common, int(usable[rows].min())))
