@@ -52,7 +52,7 @@ $(VENV)/.ready-test: $(VENV)/.ready-dev
 	$(BIN)/python scripts/install.py browser llama-cpp
 	@touch $@
 
-$(VENV)/.ready-torch: $(VENV)/.ready-test
+$(VENV)/.ready-torch: $(VENV)/.ready-dev
 	$(BIN)/python scripts/install.py test-torch
 	@touch $@
 

@@ -55,6 +55,9 @@ WITHOUT_EFFECT = {f"kv.{name}" for name in ("peek", "verify", "usage", "details"
     "ops.resident_bytes",
     "ops.no_room",
 }
+TOLD = ("deliver", "observer.")
+"""Who is told something and fails was not told."""
+
 HARMLESS = (
     *("observer.", "deliver", "kv.usage", "kv.details", "backend.abort"),
     *("ops.release_pages", "ops.prepare_pages", "ops.resident_bytes"),
@@ -96,7 +99,7 @@ class Calls:
             self.names.append(name)
             fault = self._fault
             if len(self.names) == fault.number or (fault.lasting and name == self.failed):
-                if fault.after:
+                if fault.after and not name.startswith(TOLD):
                     call(*args, **options)
                 raise WAYS[fault.way]()
             return call(*args, **options)
@@ -301,8 +304,8 @@ def all_faults(calls: Sequence[str], ways: Sequence[str]) -> Iterator[Fault]:
         seen[name] += 1
         if seen[name] <= 2 and name != "deliver":  # nobody can be told anything if that fails for good
             yield from (Fault(number, way, lasting=True) for way in LASTING_WAYS if way in ways)
-        # A delivery that fails has not delivered; what only looks has no effect.
-        if name not in WITHOUT_EFFECT and not name.startswith(("deliver", "observer.")):
+        # What only looks has no effect.
+        if name not in WITHOUT_EFFECT and not name.startswith(TOLD):
             yield from (Fault(number, way, after=True) for way in AFTER_WAYS if way in ways)
 
 

@@ -31,6 +31,7 @@ from .work import Keep, Measures, Place
 Section = Callable[[Place, Keep], Coroutine[Any, Any, None]]
 SECTIONS = {
     "kernels": "kernels.kernels",
+    "attention": "bandwidth.attention",
     "8B": "speed.speed_8b",
     "1B": "speed.speed_1b",
     "fp8": "speed.speed_fp8",

@@ -16,9 +16,14 @@ from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.device import choose_operations
 from cllm.kv.ops import BlockGeometry
 
-from .work import Measures, Place
+from .work import Keep, Measures, Place
 
 BLOCK = 16
+
+
+async def attention(place: Place, keep: Keep) -> None:
+    with torch.inference_mode():
+        keep("attention", attention_alone(place, torch.device(place.device)))
 
 
 def attention_alone(place: Place, device: torch.device) -> Measures:

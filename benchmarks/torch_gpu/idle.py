@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from .work import Bench, Measures, Place
 
-STEPS = 50
+STEPS = 80
+ENDS = 0.2
+"""Of a trace, what is left out at either end: to begin and to end it holds everybody up."""
 IN_STEP_US = 5.0
 """Gaps up to this are those between two kernels of a step, of which there are hundreds; longer ones are waiting."""
+Span = tuple[float, float]
+"""Start and end in microseconds."""
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -36,31 +40,36 @@ async def idle_share(bench: Bench, place: Place) -> Measures:
         await answers
     path = place.directory / "trace.json"
     trace.export_chrome_trace(str(path))
-    return {"step_s": usual_s, "traced_step_s": traced_s} | gaps_of(read_spans(path), traced_s)
+    return {"step_s": usual_s, "traced_step_s": traced_s} | gaps_of(without_ends(read_spans(path)), traced_s)
 
 
 async def _mean_step(bench: Bench, rows: int) -> float:
     """Of the next steps, in which all decode."""
     log, begin = bench.log, time.perf_counter()
-    deadline = begin + 60
+    deadline = begin + 20
     while time.perf_counter() < deadline:
         await asyncio.sleep(0.005)
         seen = [s.seconds for s in list(log.steps) if s.ended > begin and s.rows == rows and not s.prompt_tokens]
         if len(seen) >= STEPS:
             return sum(seen) / len(seen)
-    raise RuntimeError(f"there were no {STEPS} steps of {rows} rows within a minute")
+    raise RuntimeError(f"there were no {STEPS} steps of {rows} rows within 20 s")
 
 
-def read_spans(path: Path) -> list[tuple[float, float]]:
-    """(start, end) in microseconds of whatever ran on the GPU."""
+def read_spans(path: Path) -> list[Span]:
+    """Of whatever ran on the GPU, in order."""
     events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     return sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in _ON_DEVICE and "dur" in e)
 
 
-def gaps_of(spans: Iterable[tuple[float, float]], step_s: float) -> Measures:
-    spans = list(spans)
+def without_ends(spans: Sequence[Span]) -> list[Span]:
     if not spans:
         raise RuntimeError("the trace holds nothing that ran on the GPU")
+    begin, end = spans[0][0], spans[-1][0]
+    cut = ENDS * (end - begin)
+    return [span for span in spans if begin + cut <= span[0] <= end - cut]
+
+
+def gaps_of(spans: Sequence[Span], step_s: float) -> Measures:
     begin = end = spans[0][0]
     gaps: list[float] = []
     for start, stop in spans:

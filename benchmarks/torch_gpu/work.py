@@ -33,7 +33,7 @@ class Sizes:
     long_prompt: int = 2048
     shared_prompt: int = 2000
     attended: int = 4096
-    idle_out: int = 1200
+    idle_out: int = 800
     client_processes: int = 4
     repeats: int = 3
 

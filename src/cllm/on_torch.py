@@ -81,6 +81,7 @@ def open_torch(config: Config, model: Model, name: str, threads: int, running: i
             kv_type=resources.kv_type_k,
             invariant=settings.batch_invariant,
             threads=threads,
+            rows=running,
             progress=report,
         )
     if kv_bytes is None:
@@ -107,8 +108,7 @@ def _gpu_kv_bytes(config: Config, backend: TorchBackend, weights: Weights, runni
     resources = config.resources
     if "kv_memory_fraction" not in resources.model_fields_set:
         resources = resources.model_copy(update={"kv_memory_fraction": GPU_KV_FRACTION})
-    largest = (config.scheduler.max_step_tokens or backend.preferred_step_tokens) + running
-    left = backend.room(min(largest, backend.shape.context_length), running)
+    left = backend.room((config.scheduler.max_step_tokens or backend.preferred_step_tokens) + running, running)
     room = replace(left, free=left.free + weights.size)
     shape = backend.shape
     token_bytes = bytes_per_token(

@@ -29,7 +29,7 @@ def run_benchmark(path: Path, only: str, *more: str) -> tuple[int, str, dict[str
 
 
 def test_every_section_measures(tmp_path: Path) -> None:
-    code, said, report = run_benchmark(tmp_path / "all.json", "kernels,8B,invariance,http")
+    code, said, report = run_benchmark(tmp_path / "all.json", "kernels,attention,8B,http,invariance")
     assert report["errors"] == {}, said
     assert code == 0
     found = report["measures"]
@@ -47,20 +47,25 @@ def test_every_section_measures(tmp_path: Path) -> None:
 
 
 def test_a_section_that_fails_takes_nothing_from_the_others(tmp_path: Path) -> None:
-    code, said, report = run_benchmark(tmp_path / "some.json", "1B,kernels", "--set", "scheduler.max_running=0")
+    code, said, report = run_benchmark(tmp_path / "some.json", "1B,attention", "--set", "scheduler.max_running=0")
     assert code == 1
     assert list(report["errors"]) == ["1B"]
     assert "scheduler.max_running" in report["errors"]["1B"]
     assert "1B: FAILED" in said
-    assert report["measures"]["kernels"]["compared"] > 0
+    assert report["measures"]["attention"]["tb_per_s"] > 0
 
 
-def test_waiting_is_what_is_longer_than_a_gap_between_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_is_what_is_longer_than_a_gap_between_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks.torch_gpu.idle import gaps_of
+    from benchmarks.torch_gpu.idle import gaps_of, read_spans, without_ends
 
     # Two steps of 100 us with a gap of 1 us inside, one kernel beside others, and 25 us of waiting between them.
     spans = [(0.0, 50.0), (10.0, 20.0), (51.0, 100.0), (125.0, 175.0), (176.0, 225.0)]
+    events = [{"cat": "kernel", "ts": start, "dur": end - start} for start, end in reversed(spans)]
+    others: list[dict[str, Any]] = [{"cat": "cpu_op", "ts": 100.0, "dur": 25.0}, {"ph": "M"}]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events + others}))
+    assert read_spans(tmp_path / "trace.json") == spans
+    assert without_ends([(float(at), at + 0.5) for at in range(11)]) == [(float(at), at + 0.5) for at in range(2, 9)]
     found = gaps_of(spans, step_s=112.5e-6)
     assert found["idle_percent"] == pytest.approx(100 * 25 / 225)
     assert found["idle_percent_with_gaps_in_steps"] == pytest.approx(100 * 27 / 225)

@@ -194,7 +194,7 @@ def sized(directory: Path, free: int, **changes: Any) -> tuple[int, list[tuple[i
 
 def test_a_gpu_gives_most_of_what_is_left(directory: Path) -> None:
     block = 16 * TOKEN_BYTES // 2
-    assert sized(directory, 10 << 30) == (int(0.9 * (10 << 30)) - block, [(512, 256)])
+    assert sized(directory, 10 << 30) == (int(0.9 * (10 << 30)) - block, [(8448, 256)])
     assert sized(directory, 10 << 30, resources__kv_memory_fraction=0.5)[0] == (5 << 30) - block
     assert sized(directory, 10 << 30, resources__kv_cache_max_memory_mb=100)[0] == (100 << 20) - block
     assert sized(directory, 10 << 30, scheduler__max_step_tokens=64)[1] == [(320, 256)]
@@ -276,6 +276,7 @@ def test_a_gpu_is_taken_by_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("cllm.assemble.has_gpu", lambda config: True)
     with opened(write_model(tmp_path / "tiny.gguf")).backend as backend:
         assert backend.name == "torch"
+    monkeypatch.setattr("cllm.assemble._check_llama_cpp_installed", lambda otherwise: None)
     foreign = write_model(tmp_path / "yarn.gguf", rope_scaling="yarn")
     assert _choose_backend(load_config(None, {}).config, GGUFModel.open(foreign)) == "llama_cpp"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,15 @@ from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.linear import dequantise, quantise_rows
 from cllm.backends.torch.model import Layer, Model, Weights
 from cllm.backends.torch.operations import PlainOperations
-from cllm.backends.torch.sharing import FEWEST_ROWS, LEAST_TOKENS, find_shared, find_shared_in, most_tiles
+from cllm.backends.torch.sharing import (
+    FEWEST_ROWS,
+    LEAST_TOKENS,
+    Groups,
+    find_shared,
+    find_shared_in,
+    packed_size,
+    unpacked,
+)
 from cllm.kv.memory import bytes_per_token
 from cllm.kv.ops import BlockGeometry, Move
 from torch_kit import BLOCK, chunk, random_tokens
@@ -228,9 +237,15 @@ def test_rows_that_share_enough_are_found(groups: list[tuple[int, int]], saved: 
     tables, lengths = rows_of(*groups)
     found = find_shared(tables, lengths, BLOCK, 4096)
     assert found is not None and check_groups(tables, lengths, found) == saved
-    padded = find_shared(tables, lengths, BLOCK, 4096, rows=128, tiles=most_tiles(128))
-    assert padded is not None and check_groups(tables, lengths, padded) == saved
-    assert padded.members.shape == (16, 16) and padded.firsts.shape == (128,)
+    padded = find_shared(tables, lengths, BLOCK, 4096, rows=128)
+    assert padded is not None and len(padded.firsts) == 128
+    words = np.zeros(packed_size(128), np.int32)
+    padded.pack(words)
+    members, extents, firsts, split = astuple(unpacked(torch.from_numpy(words), 128, 4096))
+    used = len(padded.extents)
+    assert not extents[used:].any() and split == padded.split
+    parts = Groups(members[:used].numpy(), extents[:used].numpy(), firsts.numpy(), split)
+    assert check_groups(tables, lengths, parts) == saved
 
 
 def test_deeper_groups_are_found_within_wider_ones() -> None:

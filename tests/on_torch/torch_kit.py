@@ -38,6 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama llama3": ("Llama", {"rope_parameters": LLAMA3, "head_dim": 32}),
     "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "llama biases": ("Llama", {"attention_bias": True}),
+    "llama one KV head": ("Llama", {"num_key_value_heads": 1}),
     "qwen2": ("Qwen2", {}),
     "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),

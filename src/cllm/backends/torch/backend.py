@@ -13,15 +13,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from cllm.backends.base import Backend, Bias, Chunk, Draw, Logits, Seen, StepResult
+from cllm.backends.base import Backend, Chunk, Logits, StepResult
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, HostBatch, Tables, batch_on, read_chunks
 from cllm.backends.torch.device import (
@@ -33,11 +32,15 @@ from cllm.backends.torch.device import (
     dtype_name,
     is_out_of_memory,
 )
-from cllm.backends.torch.drawing import Chooser, Chosen, choose, read_draws
-from cllm.backends.torch.graphs import DecodeGraphs
+from cllm.backends.torch.drawing import Chooser, Chosen, HostDraws, choose, chosen_already, read_draws
+from cllm.backends.torch.graphs import DecodeGraphs, Ran
+from cllm.backends.torch.memory import Memory
 from cllm.backends.torch.model import Model, Weights
 from cllm.backends.torch.operations import PlainOperations
+from cllm.backends.torch.padded import PaddedStep
+from cllm.backends.torch.profiling import draws_of_all_kinds, kept_bytes, peak_bytes, whole_prompts
 from cllm.backends.torch.sources import decoder_of, open_source, unsupported
+from cllm.backends.torch.staging import upload
 from cllm.backends.torch.weights import Loader, Progress, weight_bytes
 from cllm.errors import BackendError, CLLMError, ConfigError, ModelError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, Geometry, Move
@@ -54,19 +57,6 @@ _SPARE = 1.2
 _GRAPHS_BYTES = 512 << 20
 """Kept free on a GPU for what libraries, and graphs beside their tensors, take later."""
 _TRIED_BLOCK = 16
-
-
-@dataclass(slots=True)
-class _Memory:
-    geometry: BlockGeometry
-    arena: Arena
-    """Where there are graphs, with one block more than the pool."""
-    model: Model
-    graphs: DecodeGraphs | None
-    bounds: Bounds
-    last: torch.Tensor
-    """The token that each row number drew last, int32."""
-    tables: Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +100,7 @@ class TorchBackend(Backend):
         self.depth = 2 if self.on_gpu else 1
         self._aborted = threading.Event()
         self._geometry: BlockGeometry | None = None
-        self._memory: _Memory | None = None
+        self._memory: Memory | None = None
         reason = unsupported(model) or self._unsupported_heads()
         if reason is not None:
             raise ModelError(f"{self._label}: torch cannot run it: {reason}")
@@ -164,7 +154,9 @@ class TorchBackend(Backend):
     def room(self, step_tokens: int, rows: int) -> Room:
         """What the GPU leaves for K and V beside the weights and what a step of that size takes."""
         try:
-            step, graphs = self._try_out(step_tokens, rows)
+            with self._here(), torch.inference_mode():
+                torch.cuda.empty_cache()
+                step, graphs = self._try_out(step_tokens, rows)
         except CLLMError:
             raise
         except Exception as error:
@@ -176,36 +168,20 @@ class TorchBackend(Backend):
 
     def _try_out(self, tokens: int, rows: int) -> tuple[int, int]:
         """Bytes that the largest step takes at once, and those that graphs keep."""
-        geometry = BlockGeometry(-(-tokens // _TRIED_BLOCK), _TRIED_BLOCK)
-        chunk = Chunk(array("i", bytes(4 * tokens)), 0, True, blocks=list(range(geometry.blocks)))
-        with self._here(), torch.inference_mode():
-            torch.cuda.empty_cache()
-            memory = self._reserve(geometry)
-            forward = self._peak(lambda: self._forward(memory, self._read(memory, [chunk])))
-            drawing = self._peak(lambda: self._draw_everything(memory, rows))
-            before, _ = torch.cuda.mem_get_info(self._device)
-            assert memory.graphs is not None
-            memory.graphs.make_largest()
-            after, _ = torch.cuda.mem_get_info(self._device)
+        chunks = whole_prompts(tokens, self.shape.context_length, _TRIED_BLOCK)
+        memory = self._reserve(BlockGeometry(len(chunks[0].blocks), _TRIED_BLOCK))
+        assert memory.graphs is not None
+        forward = peak_bytes(self._device, lambda: self._forward(memory, self._read(memory, chunks), None))
+        drawing = peak_bytes(self._device, lambda: self._draw_everything(memory, rows))
+        graphs = kept_bytes(self._device, memory.graphs.make_largest)
         # Logits of all rows come as the weights' type and as float32.
-        return max(forward + rows * self.shape.n_vocab * 6, drawing), max(0, before - after)
+        return max(forward + rows * self.shape.n_vocab * 6, drawing), graphs
 
-    def _peak(self, compute: Callable[[], object]) -> int:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        compute()
-        torch.cuda.synchronize(self._device)
-        return int(torch.cuda.max_memory_allocated(self._device) - before)
-
-    def _draw_everything(self, memory: _Memory, rows: int) -> None:
+    def _draw_everything(self, memory: Memory, rows: int) -> None:
         """Choose with all parameters at once, from nothing: what that takes, and its kernels compiled."""
-        none = np.zeros(0, np.int32)
-        bias, seen = Bias(none, np.zeros(0)), Seen(none, none, 1.0, 0.0, 0.0)
-        draw = Draw(1.0, 5, 0.9, 0.1, 0.5, 5, bias, seen, None)
-        chunk = Chunk(array("i", [0]), 0, True, draws=(draw,))
+        draws = draws_of_all_kinds(rows, self.shape.n_vocab)
         logits = torch.zeros((rows, self.shape.n_vocab), device=self._device)
-        choose(logits, read_draws([chunk] * rows, self.shape.n_vocab), self._chooser, memory.last)
+        choose(logits, draws, upload(draws.parts(), self._device), self._chooser, memory.last)
 
     def allocate(self, geometry: Geometry) -> None:
         if not isinstance(geometry, BlockGeometry):
@@ -217,7 +193,7 @@ class TorchBackend(Backend):
         if memory.graphs is not None:
             self._make_graphs(memory, memory.graphs)
 
-    def _make_graphs(self, memory: _Memory, graphs: DecodeGraphs) -> None:
+    def _make_graphs(self, memory: Memory, graphs: DecodeGraphs) -> None:
         """Now, not while somebody waits for the first step of a size."""
         started = time.monotonic()
         try:
@@ -234,7 +210,7 @@ class TorchBackend(Backend):
         seconds = time.monotonic() - started
         log.info("%d CUDA graphs for decode steps of up to %d rows made in %.1f s", len(graphs), self._rows, seconds)
 
-    def _reserve(self, geometry: BlockGeometry) -> _Memory:
+    def _reserve(self, geometry: BlockGeometry) -> Memory:
         decoder, shape = self._decoder, self.shape
         size = geometry.block_size
         positions = min(shape.context_length, geometry.tokens)
@@ -252,11 +228,11 @@ class TorchBackend(Backend):
                 "lower resources.kv_cache_max_memory_mb"
             ) from error
         bounds = Bounds(shape.n_vocab, positions, geometry.blocks)
-        return _Memory(geometry, arena, model, graphs, bounds, last, Tables())
+        return Memory(geometry, arena, model, graphs, bounds, last, Tables(-(-positions // size)))
 
     def _graphs_over(self, model: Model, arena: Arena, last: torch.Tensor, blocks_per_row: int) -> DecodeGraphs:
-        prepare, rows = self._chooser.prepare, self._rows
-        return DecodeGraphs(model, arena, last, prepare, blocks_per_row=blocks_per_row, rows=rows)
+        sizes = {"blocks_per_row": blocks_per_row, "rows": self._rows}
+        return DecodeGraphs(PaddedStep(model, arena, last, self._chooser, **sizes), self._rows)
 
     @property
     def kv_bytes(self) -> int:
@@ -306,7 +282,7 @@ class TorchBackend(Backend):
         if not chunks:
             return np.empty((0, self.shape.n_vocab), np.float32)
         with self._computing(chunks):
-            rows: Logits = self._forward(memory, self._read(memory, chunks)).cpu().numpy()
+            rows: Logits = self._forward(memory, self._read(memory, chunks), None).logits.cpu().numpy()
             return rows
 
     def submit(self, chunks: Sequence[Chunk]) -> _Ticket | Sequence[Chunk]:
@@ -316,7 +292,11 @@ class TorchBackend(Backend):
         try:
             with self._computing(chunks):
                 host, draws = self._read(memory, chunks), read_draws(chunks, self.shape.n_vocab)
-                chosen = choose(self._forward(memory, host), draws, self._chooser, memory.last)
+                ran = self._forward(memory, host, draws)
+                if ran.tokens is not None:
+                    chosen = chosen_already(draws, ran.tokens)
+                else:
+                    chosen = choose(ran.logits, draws, ran.moved, self._chooser, memory.last)
                 return _Ticket(chosen, self._mark())
         except StepAbortedError as error:
             # It is the step's result; those before it are not collected yet.
@@ -347,14 +327,15 @@ class TorchBackend(Backend):
             tokens = sum(len(chunk.tokens) for chunk in chunks)
             raise self._failure(error, f"a step of {tokens} tokens") from error
 
-    def _read(self, memory: _Memory, chunks: Sequence[Chunk]) -> HostBatch:
+    def _read(self, memory: Memory, chunks: Sequence[Chunk]) -> HostBatch:
         return read_chunks(chunks, memory.geometry.block_size, memory.bounds, memory.tables)
 
-    def _forward(self, memory: _Memory, batch: HostBatch) -> torch.Tensor:
-        if memory.graphs is not None and memory.graphs.fits(batch):
-            return memory.graphs.run(batch)
-        on_device = batch_on(batch, self._device, memory.last, self._chooser.prepare)
-        return memory.model.forward(on_device, memory.arena, self._raise_if_aborted)
+    def _forward(self, memory: Memory, host: HostBatch, draws: HostDraws | None) -> Ran:
+        if memory.graphs is not None and memory.graphs.fits(host):
+            return memory.graphs.run(host, draws)
+        beside = [] if draws is None else draws.parts()
+        batch, moved = batch_on(host, self._device, memory.last, self._chooser.prepare, beside)
+        return Ran(memory.model.forward(batch, memory.arena, self._raise_if_aborted), None, moved)
 
     def _mark(self) -> torch.cuda.Event | None:
         """What is there once everything that is queued now is done."""
@@ -411,7 +392,7 @@ class TorchBackend(Backend):
             raise BackendError("the torch backend is closed", fatal=True)
         return self._weights
 
-    def _ready(self) -> _Memory:
+    def _ready(self) -> Memory:
         if self._memory is None:
             raise _no_memory()
         return self._memory

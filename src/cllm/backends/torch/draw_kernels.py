@@ -245,16 +245,17 @@ def _search(
     for _ in range(8):
         shift -= 4
         borders = found + (border.to(tl.int64) << shift)
+        limits = tl.minimum(borders, 0x7FFFFFFF).to(tl.int32)  # which no number has
         reached = tl.zeros([ways], tl.float64)
         for start in range(0, width, tile):
             at = start + tl.arange(0, tile)
             value = tl.load(values + at, mask=at < width, other=float("-inf"))
-            key = _key(value).to(tl.int64)
+            key = _key(value)
             amount = (value > float("-inf")).to(tl.float32)
             if by_mass:
                 amount = tl.exp((value - peak) / temperature)
             amount = tl.where(key > floor, amount, 0.0)
-            hits = tl.where(key[None, :] >= borders[:, None], amount[None, :], 0.0)
+            hits = tl.where(key[None, :] >= limits[:, None], amount[None, :], 0.0)
             reached += tl.sum(hits, axis=1).to(tl.float64)
         reached += tl.where(borders <= floor, at_least, 0.0)
         # The highest border that still reaches; the first one always does.
@@ -331,8 +332,9 @@ def _penalised(value, count, repetition, frequency, presence):
     value = value.to(tl.float64)
     less = tl.where(value > 0.0, value / repetition, value * repetition)
     less -= tl.where(count > 0, frequency * count.to(tl.float64) + presence, 0.0)
-    # As likely as can be is all that a tiny repetition penalty asks for; but what was infinite stays so.
-    return tl.where(value == float("inf"), value, tl.minimum(less, 3.4028234663852886e38)).to(tl.float32)
+    # As likely as can be is all that a tiny repetition penalty asks for; but what is not sound stays so.
+    sound = value < float("inf")
+    return tl.where(sound, tl.minimum(less, 3.4028234663852886e38), value).to(tl.float32)
 
 
 @triton.jit

@@ -1,22 +1,23 @@
 """Choosing tokens on the device: for the same logits, parameters and random number the token the host would choose.
 
-`read_draws` gathers on the host what the chunks say; `Drawing` takes it to the device and chooses. A `Chooser` is the
-arithmetic: kernels on a GPU, plain torch elsewhere.
+`read_draws` gathers on the host what the chunks say, and its parts go to the device with the rest of the step; `choose`
+queues the choice. A `Chooser` is the arithmetic: kernels on a GPU, plain torch elsewhere.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cllm.backends.base import Bias, Chunk, Drawn, Seen
+from cllm.backends.base import Bias, Chunk, Draw, Drawn, Seen
 from cllm.backends.torch.batch import Ints
-from cllm.backends.torch.staging import Numbers, download, upload
+from cllm.backends.torch.staging import Numbers, download
 from cllm.errors import BackendError
 
 Floats = NDArray[np.float64]
@@ -86,57 +87,89 @@ class HostDraws:
     counts: list[int]
     """How many each chunk has."""
     owners: Ints
-    rows: Ints | None
+    """Of each whose last token it becomes; -1: nobody's."""
+    rows: Ints | None = None
     """Which row of the logits each takes; None: its own."""
-    params: Floats | None
-    bias: tuple[Ints, Floats, Ints] | None
-    penalties: tuple[Ints, Ints, Ints, Floats, Ints] | None
-    masked: list[int]
-    masks: list[Mask]
-    told: list[int]
+    params: Floats | None = None
+    bias: tuple[Ints, Floats, Ints] | None = None
+    penalties: tuple[Ints, Ints, Ints, Floats, Ints] | None = None
+    masked: list[int] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
+    told: list[int] = field(default_factory=list)
     """Draws that ask for log probabilities."""
-    most: int
+    most: int = 0
     """Most likely tokens that any of them asks for."""
 
     @property
-    def adjusts(self) -> bool:
-        return self.bias is not None or self.penalties is not None or bool(self.masked)
+    def simple(self) -> bool:
+        """Whether each takes the best of its own row, with biases at most."""
+        return self.rows is None and self.params is None and self.penalties is None and not self.told + self.masked
+
+    def parts(self) -> list[Numbers]:
+        """What the device has to know of them, in the order in which `choose` takes it."""
+        parts: list[Numbers] = [self.owners]
+        if self.rows is not None:
+            parts.append(self.rows)
+        parts += [np.array(places, np.int32) for places in (self.told, self.masked) if places]
+        for group in (self.bias, self.penalties):
+            parts.extend(group or ())
+        if self.params is not None:
+            parts.append(self.params)
+        return parts
 
 
 def read_draws(chunks: Sequence[Chunk], vocab_size: int) -> HostDraws:
     """Everything is copied. Raises `BackendError` for token ids that there are not."""
     wanting = [chunk for chunk in chunks if chunk.wants_logits]
     counts = [len(chunk.draws) for chunk in wanting]
-    draws = [draw for chunk in wanting for draw in chunk.draws]
-    single = len(draws) == len(wanting) and 0 not in counts
-    if single:
+    if counts.count(1) == len(counts):
+        draws, rows = [chunk.draws[0] for chunk in wanting], None
         owners = np.array([chunk.row for chunk in wanting], np.int32)
-        follows = [chunk.row if chunk.follows else -1 for chunk in wanting]
     else:
+        draws = [draw for chunk in wanting for draw in chunk.draws]
+        rows = np.repeat(np.arange(len(wanting), dtype=np.int32), counts)
         owners = np.full(len(draws), -1, np.int32)
-        first = np.cumsum([0, *counts[:-1]], dtype=np.intp)
-        owners[first[np.array(counts) > 0]] = [chunk.row for chunk in wanting if chunk.draws]
-        follows = [chunk.row if chunk.follows else -1 for chunk in wanting for _ in chunk.draws]
-    told = [place for place, draw in enumerate(draws) if draw.logprobs is not None]
-    masked = [place for place, draw in enumerate(draws) if draw.mask is not None]
-    return HostDraws(
-        counts=counts,
-        owners=owners,
-        rows=None if single else np.repeat(np.arange(len(wanting), dtype=np.int32), counts),
-        params=np.array([draw[:5] for draw in draws]) if any(draw.temperature for draw in draws) else None,
-        bias=_biases([draw.bias for draw in draws], vocab_size),
-        penalties=_penalties([draw.penalties for draw in draws], follows, vocab_size),
-        masked=masked,
-        masks=[_checked(draw.mask, vocab_size) for draw in draws if draw.mask is not None],
+        owners[np.flatnonzero(np.diff(rows, prepend=-1))] = [chunk.row for chunk in wanting if chunk.draws]
+    if draws and _is_best(draws[0]) and all(draw is draws[0] for draw in draws):  # most are
+        return HostDraws(counts, owners, rows, bias=_biases_alike(draws[0].bias, len(draws), vocab_size))
+    return _of_many_kinds(wanting, HostDraws(counts, owners, rows), draws, vocab_size)
+
+
+def _is_best(draw: Draw) -> bool:
+    """Whether it is the best token, with biases at most."""
+    return draw.temperature == 0.0 and draw.logprobs is None and draw.penalties is None and draw.mask is None
+
+
+def _of_many_kinds(wanting: Sequence[Chunk], drawn: HostDraws, draws: list[Draw], vocab_size: int) -> HostDraws:
+    if not draws:
+        return drawn
+    *numbers, logprobs, biases, penalties, masks = zip(*draws, strict=True)
+    follows = [chunk.row if chunk.follows else -1 for chunk in wanting for _ in chunk.draws]
+    told = [place for place, count in enumerate(logprobs) if count is not None]
+    return replace(
+        drawn,
+        params=np.array(numbers, np.float64).T.copy() if any(numbers[0]) else None,
+        bias=_biases(biases, vocab_size),
+        penalties=_penalties(penalties, follows, vocab_size),
+        masked=[place for place, mask in enumerate(masks) if mask is not None],
+        masks=[_checked(mask, vocab_size) for mask in masks if mask is not None],
         told=told,
-        most=max((draws[place].logprobs or 0 for place in told), default=0),
+        most=max((logprobs[place] for place in told), default=0),
     )
+
+
+def _biases_alike(bias: Bias | None, count: int, vocab_size: int) -> tuple[Ints, Floats, Ints] | None:
+    if bias is None:
+        return None
+    ids = _ids([bias.ids], vocab_size)
+    starts = np.arange(count + 1, dtype=np.int32) * np.int32(len(ids))
+    return np.tile(ids, count), np.tile(bias.values, count), starts
 
 
 def _checked(mask: Mask, vocab_size: int) -> Mask:
     if mask.shape != (vocab_size,):
         raise BackendError(f"a mask has the shape {mask.shape}, of {vocab_size} tokens there are")
-    return mask.copy()
+    return np.array(mask)
 
 
 def _biases(biases: Sequence[Bias | None], vocab_size: int) -> tuple[Ints, Floats, Ints] | None:
@@ -185,7 +218,7 @@ class Chosen:
 
     def read(self) -> list[list[Drawn]]:
         """Once the copies are there."""
-        drawn = [Drawn(token) for token in self.tokens.tolist()]
+        drawn = list(map(_plain, self.tokens.tolist()))
         if self.logprobs is not None:
             for place, (logprob, *top) in zip(self.told, self.logprobs.tolist(), strict=True):
                 most = len(top) // 2
@@ -197,43 +230,42 @@ class Chosen:
         return [[next(rest) for _ in range(count)] for count in self.counts]
 
 
-def choose(logits: torch.Tensor, draws: HostDraws, chooser: Chooser, last: torch.Tensor) -> Chosen:
-    """Queue the choice from `logits`, which may be changed. `last` has the last token of every row number."""
-    device = logits.device
-    parts: list[Numbers] = [draws.owners]
+def chosen_already(draws: HostDraws, tokens: torch.Tensor) -> Chosen:
+    return Chosen(draws.counts, download(tokens), [], None)
+
+
+@lru_cache(maxsize=1 << 14)
+def _plain(token: int) -> Drawn:
+    return Drawn(token)
+
+
+def choose(
+    logits: torch.Tensor, draws: HostDraws, moved: Sequence[torch.Tensor], chooser: Chooser, last: torch.Tensor
+) -> Chosen:
+    """Queue the choice from `logits`, which may be changed.
+
+    `moved` are the draws' parts on the device; `last` has the last token of every row number.
+    """
+    part = iter(moved)
+    owners = next(part)
     if draws.rows is not None:
-        parts.append(draws.rows)
-    for group in (draws.bias, draws.penalties):
-        parts.extend(group or ())
-    if draws.params is not None:
-        parts.append(draws.params)
-    moved = iter(upload(parts, device))
-    owners = next(moved)
-    if draws.rows is not None:
-        logits = logits[next(moved).long()]
-    told = draws.told
-    kept = logits
-    if told and draws.adjusts:
-        kept = logits[_indices(told, device)]
-    elif len(told) < len(logits):
-        kept = logits[_indices(told, device)] if told else logits[:0]
+        logits = logits[next(part).long()]
+    kept, told = logits, None
+    if draws.told:
+        told = next(part).long()
+        kept = logits[told]  # a copy, so it stays as the model gave it
     if draws.masked:
-        allowed = torch.from_numpy(np.stack(draws.masks)).to(device, non_blocking=True)
-        places = _indices(draws.masked, device)
+        places = next(part).long()
+        allowed = torch.from_numpy(np.stack(draws.masks)).to(logits.device, non_blocking=True)
         logits[places] = logits[places] + torch.where(allowed, 0.0, -torch.inf)
     if draws.bias is not None:
-        ids, values, starts = (next(moved) for _ in range(3))
-        chooser.bias(logits, Listed(ids, values, starts))
+        chooser.bias(logits, Listed(*(next(part) for _ in range(3))))
     if draws.penalties is not None:
-        chooser.penalise(logits, Penalised(*(next(moved) for _ in range(5))), last)
-    params = None if draws.params is None else next(moved)
+        chooser.penalise(logits, Penalised(*(next(part) for _ in range(5))), last)
+    params = None if draws.params is None else next(part)
     tokens = chooser.choose(logits, params, owners, last)
-    logprobs = download(_logprobs(kept, tokens[_indices(told, device)], draws.most)) if told else None
-    return Chosen(draws.counts, download(tokens), told, logprobs)
-
-
-def _indices(places: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(places, dtype=torch.long).to(device, non_blocking=True)
+    logprobs = None if told is None else download(_logprobs(kept, tokens[told], draws.most))
+    return Chosen(draws.counts, download(tokens), draws.told, logprobs)
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:

@@ -58,7 +58,7 @@ def _penalised(
     values: torch.Tensor, counts: torch.Tensor, repetition: float, frequency: float, presence: float
 ) -> torch.Tensor:
     less = torch.where(values > 0, values / repetition, values * repetition)
-    less = less - torch.where(counts > 0, frequency * counts + presence, 0.0)
+    less = less - torch.where(counts > 0, frequency * counts.double() + presence, 0.0)
     return torch.where(values == torch.inf, values, less.clamp(max=_FLOAT32_MAX)).float()
 
 

@@ -45,6 +45,25 @@ class Groups(NamedTuple):
     firsts: Ints
     split: int
 
+    def pack(self, words: Ints) -> None:
+        """Into `packed_size` numbers, as `unpacked` expects them."""
+        tiles, rows = most_tiles(len(self.firsts)), len(self.firsts)
+        members, extents, firsts = np.split(words, [tiles * TOGETHER, tiles * (TOGETHER + 1)])
+        members[: self.members.size] = self.members.ravel()
+        extents[: len(self.extents)] = self.extents
+        firsts[:rows] = self.firsts
+
+
+def packed_size(rows: int) -> int:
+    return most_tiles(rows) * (TOGETHER + 1) + rows
+
+
+def unpacked(words: torch.Tensor, rows: int, longest: int) -> SharedPrefixes:
+    """Tiles that nobody is in have an extent of 0."""
+    tiles = most_tiles(rows)
+    members, extents, firsts = words.split([tiles * TOGETHER, tiles, rows])
+    return SharedPrefixes(members.view(tiles, TOGETHER), extents, firsts, shared_split(longest))
+
 
 def most_tiles(rows: int) -> int:
     """Tiles that groups of so many rows can have, for graphs: theirs have a fixed number."""
@@ -59,12 +78,12 @@ def shared_split(longest: int) -> int:
 
 
 def find_shared(
-    tables: Ints, lengths: Ints, block_size: int, longest: int, *, rows: int | None = None, tiles: int | None = None
+    tables: Ints, lengths: Ints, block_size: int, longest: int, *, rows: int | None = None
 ) -> Groups | None:
     """Groups of decode rows, or None where nothing is worth it.
 
-    `tables` is [rows, blocks], `longest` the number of positions that kernels are launched for. `rows` and `tiles` pad
-    the answer to the sizes of a graph.
+    `tables` is [rows, blocks], `longest` the number of positions that kernels are launched for. `rows` is how many
+    there are with those that nobody uses.
     """
     split = shared_split(longest)
     usable = (lengths - 1) // split  # one position of its own is left to every row
@@ -75,7 +94,7 @@ def find_shared(
     groups = _alike(np.flatnonzero(usable >= least), marks[:, least - 1])
     found = [part for group in groups for part in _best(marks, usable, group, least)[1]]
     found = [(_equal(tables, part, depth * split // block_size), depth) for part, depth in found]
-    return _tiled(found, rows or len(lengths), tiles, split) if found else None
+    return _tiled(found, rows or len(lengths), split) if found else None
 
 
 def find_shared_in(
@@ -86,7 +105,6 @@ def find_shared_in(
     longest: int,
     *,
     rows: int | None = None,
-    tiles: int | None = None,
 ) -> Groups | None:
     """The same of rows whose blocks are in one list, each beginning where `begins` says."""
     if len(lengths) < FEWEST_ROWS or int(lengths.max()) <= LEAST_TOKENS:
@@ -96,7 +114,7 @@ def find_shared_in(
         return None
     places = begins[:-1, None] + np.arange(int(np.diff(begins).max()))
     tables = table[np.minimum(places, len(table) - 1)]
-    return find_shared(tables, lengths, block_size, longest, rows=rows, tiles=tiles)
+    return find_shared(tables, lengths, block_size, longest, rows=rows)
 
 
 @lru_cache(maxsize=64)
@@ -150,12 +168,12 @@ def _equal(tables: Ints, rows: Rows, blocks: int) -> Rows:
     return same
 
 
-def _tiled(found: list[tuple[Rows, int]], rows: int, tiles: int | None, split: int) -> Groups:
+def _tiled(found: list[tuple[Rows, int]], rows: int, split: int) -> Groups:
     firsts = np.zeros(rows, np.int32)
     pieces = [
         (group[first : first + TOGETHER], depth) for group, depth in found for first in range(0, len(group), TOGETHER)
     ]
-    members = np.full((tiles or len(pieces), TOGETHER), -1, np.int32)
+    members = np.full((len(pieces), TOGETHER), -1, np.int32)
     extents = np.zeros(len(members), np.int32)
     for tile, (piece, depth) in enumerate(pieces):
         members[tile, : len(piece)] = piece

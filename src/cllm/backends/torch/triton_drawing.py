@@ -96,5 +96,5 @@ class TritonChooser(Chooser):
             kernels.choose_kernel[(rows,)](
                 *(logits, draws, row_peaks, totals, counts, found, *ends), tile=TILE, few=FEW, num_warps=8
             )
-            kernels.wide_kernel[(rows,)](*(logits, draws, row_peaks, totals, *ends), tile=TILE, ways=WAYS, num_warps=8)
+            kernels.wide_kernel[(rows,)](*(logits, draws, row_peaks, totals, *ends), tile=TILE, ways=WAYS, num_warps=16)
         return tokens
