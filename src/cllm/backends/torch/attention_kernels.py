@@ -12,6 +12,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _queries(q, kv, at, present):
+    """In the type that keys and values are widened to: of fp8 that is f16, which GPUs have an instruction for."""
+    query = tl.load(q + at, mask=present[:, None], other=0.0)
+    if kv.dtype.element_ty == tl.float8e4nv and q.dtype.element_ty == tl.bfloat16:
+        query = query.to(tl.float16)
+    return query
 
 
 @triton.jit
@@ -94,8 +104,12 @@ def decode_kernel(
     table_stride, layer, block_stride, v_offset, splits,
     heads: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr, group_padded: tl.constexpr, dim: tl.constexpr,
     size: tl.constexpr, split: tl.constexpr, tile: tl.constexpr, scaled: tl.constexpr, shared: tl.constexpr,
+    chained: tl.constexpr,
 ):  # fmt: skip
     """The queries of one KV head of one row, over one split of its positions."""
+    if chained:
+        gdc_launch_dependents()
+        gdc_wait()
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths + row)
     before = tl.full((), 0, tl.int32)
@@ -111,7 +125,7 @@ def decode_kernel(
     head = kv_head * group + index
     present = index < group
     target = (row * heads + head) * dim
-    query = tl.load(q + target[:, None] + columns[None, :], mask=present[:, None], other=0.0)
+    query = _queries(q, kv, target[:, None] + columns[None, :], present)
     peak = tl.full([group_padded], float("-inf"), tl.float32)
     total = tl.zeros([group_padded], tl.float32)
     sum_ = tl.zeros([group_padded, dim], tl.float32)
@@ -149,7 +163,7 @@ def shared_kernel(
     anyone = tl.load(members + number * together).to(tl.int64)
     columns = tl.arange(0, dim)
     head = row * heads + kv_head * group + index % group
-    query = tl.load(q + head[:, None] * dim + columns[None, :], mask=present[:, None], other=0.0)
+    query = _queries(q, kv, head[:, None] * dim + columns[None, :], present)
     peak = tl.full([queries], float("-inf"), tl.float32)
     total = tl.zeros([queries], tl.float32)
     sum_ = tl.zeros([queries, dim], tl.float32)
@@ -186,7 +200,7 @@ def prompt_kernel(
     columns = tl.arange(0, dim)
     present = index < tokens
     target = ((begin + index)[:, None] * heads + head) * dim + columns[None, :]
-    query = tl.load(q + target, mask=present[:, None], other=0.0)
+    query = _queries(q, kv, target, present)
     peak = tl.full([q_tile], float("-inf"), tl.float32)
     total = tl.zeros([q_tile], tl.float32)
     sum_ = tl.zeros([q_tile, dim], tl.float32)
@@ -257,7 +271,7 @@ def invariant_kernel(
     present = token < tokens
     columns = tl.arange(0, dim)
     target = ((begin + token) * heads + kv_head * group + index % group) * dim
-    query = tl.load(q + target[:, None] + columns[None, :], mask=present[:, None], other=0.0)
+    query = _queries(q, kv, target[:, None] + columns[None, :], present)
     end = tl.minimum(length, length - tokens + (number * height + height - 1) // group + 1)
     table = tables + row * table_stride
     base = layer + kv_head * size * dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -11,11 +12,13 @@ import torch
 from cllm.backends.torch.batch import HostBatch
 from cllm.backends.torch.drawing import HostDraws
 from cllm.backends.torch.padded import PaddedStep
+from cllm.backends.torch.sharing import FEWEST_ROWS
 
 LENGTHS = (1024, 4096, 1 << 30)
 """Graphs are made for contexts up to these: what is launched for positions that nobody has still costs a little."""
 
-Key = tuple[int, int]
+Key = tuple[int, int, bool]
+"""Rows, context, and whether rows share their beginnings."""
 
 
 class Graph(NamedTuple):
@@ -57,9 +60,10 @@ class DecodeGraphs:
         return batch.decodes and batch.decode_rows <= self._counts[-1] and batch.longest <= self._step.longest
 
     def run(self, batch: HostBatch, draws: HostDraws | None) -> Ran:
-        key = _at_least(self._counts, batch.decode_rows), _at_least(LENGTHS, batch.longest)
-        made = self._make(key)
-        loaded = self._step.load(batch, draws, key[0])
+        rows, longest = _at_least(self._counts, batch.decode_rows), _at_least(LENGTHS, batch.longest)
+        groups = self._step.groups(batch, rows, longest)
+        made = self._make((rows, longest, groups is not None))
+        loaded = self._step.load(batch, draws, rows, groups)
         made.graph.replay()
         used = batch.decode_rows
         return Ran(made.logits[:used], made.tokens[:used] if loaded.chooses else None, loaded.moved)
@@ -75,7 +79,9 @@ class DecodeGraphs:
 
     def _keys(self) -> list[Key]:
         lengths = [length for length in LENGTHS if length <= _at_least(LENGTHS, self._step.longest)]
-        return [(rows, length) for length in reversed(lengths) for rows in reversed(self._counts)]
+        kinds = (True, False) if self._step.shares else (False,)
+        keys = itertools.product(reversed(lengths), reversed(self._counts), kinds)
+        return [(rows, length, shared) for length, rows, shared in keys if rows >= FEWEST_ROWS or not shared]
 
     def _make(self, key: Key) -> Graph:
         made = self._graphs.get(key)
@@ -83,16 +89,16 @@ class DecodeGraphs:
             made = self._graphs[key] = self._capture(*key)
         return made
 
-    def _capture(self, rows: int, longest: int) -> Graph:
+    def _capture(self, rows: int, longest: int, shared: bool) -> Graph:
         step, graph = self._step, torch.cuda.CUDAGraph()
         step.load_nothing(rows)
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
-            step.compute(rows, longest)  # kernels are compiled and libraries set up outside the capture
+            step.compute(rows, longest, shared)  # kernels are compiled and libraries set up outside the capture
             torch.cuda.synchronize()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                logits, tokens = step.compute(rows, longest)
+                logits, tokens = step.compute(rows, longest, shared)
             except BaseException:
                 with suppress(RuntimeError):
                     graph.capture_end()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -47,9 +48,12 @@ def silu_kernel(gate_up, out, width, tile: tl.constexpr):
 def rotate_store_kernel(
     qkv, queries, kv, scales, q_norm, k_norm, rotations, positions, slots, eps, layer, block_stride, v_offset,
     heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, half: tl.constexpr, padded: tl.constexpr,
-    size: tl.constexpr, norms: tl.constexpr, stored: tl.constexpr,
+    size: tl.constexpr, norms: tl.constexpr, stored: tl.constexpr, chained: tl.constexpr,
 ):  # fmt: skip
     """A program is a token and a head, of queries, keys or values."""
+    if chained:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = tl.arange(0, padded)
@@ -81,18 +85,19 @@ def rotate_store_kernel(
         plane, kv_head = (head - heads) // kv_heads, (head - heads) % kv_heads
         place = slot // size * block_stride + layer + plane * v_offset + (kv_head * size + slot % size) * dim
         if stored == "int8":
-            low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
-            largest = tl.maximum(tl.max(tl.abs(low_wide), axis=0), tl.max(tl.abs(high_wide), axis=0))
+            low_part, high_part = low.to(tl.float32), high.to(tl.float32)
+            largest = tl.maximum(tl.max(tl.abs(low_part), axis=0), tl.max(tl.abs(high_part), axis=0))
             unit = (largest / 127.0).to(scales.dtype.element_ty)
             tl.store(scales + place // dim, unit)
             inverse = tl.where(unit == 0.0, 0.0, 1.0 / unit.to(tl.float32))
-            low = _to_int8(low_wide, inverse)
-            high = _to_int8(high_wide, inverse)
-        if stored == "fp8":
-            low = tl.clamp(low.to(tl.float32), -448.0, 448.0)
-            high = tl.clamp(high.to(tl.float32), -448.0, 448.0)
-        tl.store(kv + place + columns, low.to(kv.dtype.element_ty), mask=inside)
-        tl.store(kv + place + half + columns, high.to(kv.dtype.element_ty), mask=inside)
+            low_part, high_part = _to_int8(low_part, inverse), _to_int8(high_part, inverse)
+        elif stored == "fp8":
+            low_part = tl.clamp(low.to(tl.float32), -448.0, 448.0)
+            high_part = tl.clamp(high.to(tl.float32), -448.0, 448.0)
+        else:
+            low_part, high_part = low, high
+        tl.store(kv + place + columns, low_part.to(kv.dtype.element_ty), mask=inside)
+        tl.store(kv + place + half + columns, high_part.to(kv.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -117,9 +117,13 @@ def product_kernel(
 
 
 @triton.jit
-def dequantise_kernel(weight, scales, out, width, tile: tl.constexpr):
+def quantise_kernel(x, out, scales, width: tl.constexpr, padded: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * tile + tl.arange(0, tile)
+    columns = tl.arange(0, padded)
     inside = columns < width
-    value = tl.load(weight + row * width + columns, mask=inside, other=0.0).to(tl.float32) * tl.load(scales + row)
+    value = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(value), axis=0)
+    scale = tl.where(largest == 0.0, 1.0, largest / 448.0)
+    tl.store(scales + row, scale)
+    value = tl.clamp(value / scale, -448.0, 448.0)
     tl.store(out + row * width + columns, value.to(out.dtype.element_ty), mask=inside)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,13 +43,6 @@ class Weights:
     """The embedding itself where the model ties them, unless the head is in fp8."""
     head_scales: torch.Tensor | None = None
 
-    def quantised(self) -> Iterator[torch.Tensor]:
-        for layer in self.layers:
-            for name in layer.scales or ():
-                yield getattr(layer, name)
-        if self.head_scales is not None:
-            yield self.head
-
 
 class Model:
     """With `invariant`, a token's logits are the same to the bit whatever else is in the step, whatever its chunk."""
@@ -60,11 +53,12 @@ class Model:
         self.decoder = decoder
         self.weights = weights
         self._ops = operations.invariant() if invariant else operations
-        device = weights.embedding.device
-        self._rotations = decoder.rotations(positions).to(device)
-        largest = max((matrix.numel() for matrix in weights.quantised()), default=0)
-        if largest:
-            self._ops.reserve(largest, weights.embedding.dtype, device)
+        self._rotations = decoder.rotations(positions).to(weights.embedding.device)
+
+    @property
+    def shares(self) -> bool:
+        """Whether decode steps gain by knowing what rows share."""
+        return self._ops.shares
 
     def forward(self, batch: StepBatch, arena: Arena, before_layer: Callable[[], None] | None = None) -> torch.Tensor:
         """Logits, [wanted, vocabulary]. K and V of all tokens are in the arena afterwards.

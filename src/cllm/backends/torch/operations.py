@@ -34,14 +34,12 @@ class FusedProduct(Protocol):
 class Operations(ABC):
     one_row: FusedProduct | None = None
     """For steps of a single token, where there is such a thing."""
+    shares = False
+    """Whether what decode rows share is read once, if the batch says what that is."""
 
     @abstractmethod
     def invariant(self) -> Operations:
         """Operations that give a token the same result, to the bit, whatever else is computed with it."""
-
-    def reserve(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Room for the largest matrix of fp8, if products need it; graphs use it, so it is taken before them."""
-        return
 
     @abstractmethod
     def linear(

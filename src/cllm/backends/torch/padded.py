@@ -5,6 +5,7 @@ Its inputs go to the device in one copy, to a place that stays the same. For R r
  4 R of each   what is added to logits, as float64; and to which tokens'
  R of each     tokens, follows, positions, slots, lengths, owners
  R + 1 of each where each row's blocks begin in the list; where its biases begin
+ groups        which rows share their beginnings, if any do (`sharing.py`)
  the list      blocks of all rows
 
 The step begins with taking that apart: rows that follow get the tokens that the step before chose, and blocks come into
@@ -23,6 +24,7 @@ from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import HostBatch, Ints, StepBatch
 from cllm.backends.torch.drawing import Chooser, HostDraws, Listed
 from cllm.backends.torch.model import Model
+from cllm.backends.torch.sharing import Groups, find_shared_in, packed_size, unpacked
 from cllm.backends.torch.staging import upload
 
 BIASES = 4
@@ -57,10 +59,24 @@ class PaddedStep:
         self._tables = torch.zeros((rows, blocks_per_row), **ints)
         self._rows = torch.arange(rows + 1, **ints)
 
-    def load(self, batch: HostBatch, draws: HostDraws | None, rows: int) -> Loaded:
+    @property
+    def shares(self) -> bool:
+        """Whether it matters which rows share their beginnings."""
+        return self._model.shares
+
+    def groups(self, batch: HostBatch, rows: int, longest: int) -> Groups | None:
+        """Rows that share enough of their beginnings, for a step that is padded to `rows` and `longest`."""
+        if not self._model.shares:
+            return None
+        size, longest = self._arena.block_size, min(longest, self.longest)
+        return find_shared_in(batch.table, batch.firsts, batch.lengths, size, longest, rows=rows)
+
+    def load(self, batch: HostBatch, draws: HostDraws | None, rows: int, groups: Groups | None = None) -> Loaded:
         """Fill the inputs. Rows choose their tokens themselves if `draws` ask for no more than they can do."""
         chooses = draws is not None and draws.simple and (draws.bias is None or len(draws.bias[0]) <= BIASES * rows)
         words = self._padded(batch, draws if chooses else None, rows)
+        if groups is not None:
+            groups.pack(words[_groups_at(rows) : _table_at(rows)])
         beside = [] if draws is None or chooses else draws.parts()
         device = self._inputs.device
         needed = len(words) + len(batch.table) + sum(2 * part.size + 1 for part in beside)
@@ -76,21 +92,23 @@ class PaddedStep:
         batch = HostBatch(nobody, nobody, nobody, one, nobody, nobody, one, nobody, nobody, 0, 0, 0)
         upload([self._padded(batch, None, rows)], self._inputs.device, self._inputs)
 
-    def compute(self, rows: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits, and the best token of each, for contexts up to `longest`."""
+    def compute(self, rows: int, longest: int, shared: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, and the best token of each, for contexts up to `longest`; with groups, if there are any."""
         inputs = self._inputs
         values = inputs[: 2 * BIASES * rows].view(torch.float64)
         ids = inputs[2 * BIASES * rows : _sections_at(rows)]
         sections = inputs[_sections_at(rows) : _sections_at(rows) + _SECTIONS * rows].view(_SECTIONS, rows)
         tokens, follows, positions, slots, lengths, owners = sections
-        firsts, starts = inputs[_table_at(rows) - 2 * rows - 2 : _table_at(rows)].view(2, rows + 1)
-        tables = self._tables[:rows]
+        firsts, starts = inputs[_groups_at(rows) - 2 * rows - 2 : _groups_at(rows)].view(2, rows + 1)
+        groups = inputs[_groups_at(rows) : _table_at(rows)]
+        tables, longest = self._tables[:rows], min(longest, self.longest)
         self._chooser.prepare(tokens, follows, self._last, inputs[_table_at(rows) :], firsts, tables)
         batch = StepBatch(
             *(tokens, positions, slots, self._rows[: rows + 1], lengths, tables, self._rows[:rows]),
             decode_rows=rows,
             longest_chunk=0,
-            longest=min(longest, self.longest),
+            longest=longest,
+            shared=unpacked(groups, rows, longest) if shared else None,
         )
         logits = self._model.forward(batch, self._arena)
         self._chooser.bias(logits, Listed(ids, values, starts))
@@ -106,7 +124,7 @@ class PaddedStep:
         for section, part, unused in zip(sections, parts, (0, -1, 0, self._unused_slot, 1, -1), strict=True):
             section[:used] = part
             section[used:] = unused
-        firsts, starts = words[at + _SECTIONS * rows :].reshape(2, rows + 1)
+        firsts, starts = words[at + _SECTIONS * rows : _groups_at(rows)].reshape(2, rows + 1)
         _fill(firsts, batch.firsts)
         if draws is not None and draws.bias is not None:
             ids, values, begins = draws.bias
@@ -120,8 +138,12 @@ def _sections_at(rows: int) -> int:
     return 3 * BIASES * rows
 
 
-def _table_at(rows: int) -> int:
+def _groups_at(rows: int) -> int:
     return _sections_at(rows) + _SECTIONS * rows + 2 * (rows + 1)
+
+
+def _table_at(rows: int) -> int:
+    return _groups_at(rows) + packed_size(rows)
 
 
 def _fill(places: Ints, begins: Sequence[int] | Ints) -> None:

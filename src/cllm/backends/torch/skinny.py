@@ -6,6 +6,7 @@ that a layer of one row is six launches instead of ten.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -20,9 +21,15 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile_of(rows: int, width: int, bytes_each: int) -> Tile:
+def tile_of(bytes_each: int) -> Tile:
     """What is fastest was measured on an H200."""
-    return Tile(8, 1024, 8) if bytes_each > 1 else Tile(8, 2048, 8)
+    return Tile(2, 2048, 8) if bytes_each > 1 else Tile(8, 2048, 8)
+
+
+@lru_cache
+def chains(device: torch.device) -> bool:
+    """Whether a kernel can begin while the one before it ends."""
+    return bool(device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def gemv(
@@ -35,12 +42,14 @@ def gemv(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
-    chained: bool = False,
+    chained: bool | None = None,
     tile: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The product with one row, [1, width], and x + residual if there is one."""
     rows, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    tile = tile or tile_of(rows, width, weight.itemsize)
+    tile = tile or tile_of(weight.itemsize)
+    if chained is None:
+        chained = chains(x.device)
     out = x.new_empty(1, rows)
     sums = torch.empty_like(x) if residual is not None else None
     options = {"launch_pdl": True} if chained else {}

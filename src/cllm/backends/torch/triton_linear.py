@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 from torch.nn import functional
 
-from cllm.backends.torch.matrix_kernels import dequantise_kernel, product_kernel
+from cllm.backends.torch.linear import FP8
+from cllm.backends.torch.matrix_kernels import product_kernel, quantise_kernel
 
 FEW_ROWS = 64
-"""Up to here fp8 is widened within the product; of more rows, once for all, before it."""
-DEQUANTISE_TILE = 4096
 SMALLEST_DOT = 16
+FP8_MULTIPLE = 16
 
 
 class ProductTile(NamedTuple):
@@ -24,56 +25,61 @@ class ProductTile(NamedTuple):
     stages: int
 
 
-def few_rows_tile(rows: int, weight: torch.Tensor) -> ProductTile:
-    """What is fastest was measured on an H200."""
-    return ProductTile(max(SMALLEST_DOT, triton.next_power_of_2(rows)), 64, 256 if weight.itemsize == 1 else 128, 4, 4)
+def fast_tile(rows: int) -> ProductTile:
+    if rows > FEW_ROWS:
+        return ProductTile(128, 128, 64, 8, 4)
+    return ProductTile(max(SMALLEST_DOT, triton.next_power_of_2(rows)), 64, 128, 4, 4)
 
 
-def invariant_tile(weight: torch.Tensor) -> ProductTile:
-    """By the weight's shape alone, never by the number of rows."""
-    if weight.itemsize == 4:
-        return ProductTile(32, 32, 32, 4, 3)
-    return ProductTile(64, 64, 64, 4, 4)
+def invariant_tile(bytes_each: int) -> ProductTile:
+    """By the weight's type alone, never by the number of rows."""
+    return ProductTile(32, 32, 32, 4, 3) if bytes_each == 4 else ProductTile(64, 64, 64, 4, 4)
 
 
-class FastLinear:
-    """`reserve` before graphs are made: what they use must stay where it is."""
-
-    def __init__(self) -> None:
-        self._scratch: torch.Tensor | None = None
-
-    def reserve(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Room for a matrix of fp8, widened."""
-        if self._scratch is None or self._scratch.numel() < elements or self._scratch.dtype != dtype:
-            self._scratch = torch.empty(elements, dtype=dtype, device=device)
-
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        if scales is None:
-            return functional.linear(x, weight, bias)
-        if len(x) <= FEW_ROWS:
-            return product(x, weight, scales, bias, few_rows_tile(len(x), weight))
-        return functional.linear(x, self._widened(weight, scales), bias)
-
-    def _widened(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        assert self._scratch is not None, "no room was reserved for a matrix of fp8"
-        wide = self._scratch[: weight.numel()].view(weight.shape)
-        rows, width = weight.shape
-        grid = rows, triton.cdiv(width, DEQUANTISE_TILE)
-        dequantise_kernel[grid](weight, scales, wide, width, tile=DEQUANTISE_TILE, num_warps=8)
-        return wide
+def fast_linear(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Weights in fp8 meet rows in fp8, each with its own scale, where the GPU multiplies such."""
+    if scales is None:
+        return functional.linear(x, weight, bias)
+    if (
+        x.dtype == torch.bfloat16
+        and _multiplies_fp8(x.device)
+        and not any(size % FP8_MULTIPLE for size in weight.shape)
+    ):
+        rows, row_scales = quantise(x)
+        out: torch.Tensor = torch._scaled_mm(
+            rows, weight.t(), row_scales, scales[None], out_dtype=x.dtype, use_fast_accum=True
+        )
+        return out if bias is None else out.add_(bias)
+    return product(x, weight, scales, bias, fast_tile(len(x)))
 
 
 def invariant_linear(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    return product(x, weight, scales, bias, invariant_tile(weight))
+    return product(x, weight, scales, bias, invariant_tile(weight.itemsize))
+
+
+@lru_cache
+def _multiplies_fp8(device: torch.device) -> bool:
+    return bool(device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in fp8, and their scales, [rows, 1]."""
+    rows, width = x.shape
+    out = torch.empty(x.shape, dtype=FP8, device=x.device)
+    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    if rows:
+        quantise_kernel[(rows,)](x, out, scales, width=width, padded=triton.next_power_of_2(width), num_warps=8)
+    return out, scales
 
 
 def product(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, tile: ProductTile
 ) -> torch.Tensor:
+    """Weights in fp8 are widened within."""
     rows, (columns, width) = len(x), weight.shape
     out = x.new_empty(rows, columns)
     if not rows:

@@ -13,14 +13,19 @@ from cllm.backends.torch.batch import StepBatch
 from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.operations import Operations
 from cllm.backends.torch.sharing import MOST_SPLITS, TOGETHER
-from cllm.backends.torch.skinny import gemv
-from cllm.backends.torch.triton_linear import FastLinear, invariant_linear
+from cllm.backends.torch.skinny import chains, gemv
+from cllm.backends.torch.triton_linear import fast_linear, invariant_linear
 
 LOG2_E = math.log2(math.e)
-DECODE_SPLIT = 512
-SHORT_SPLIT = 64
-MANY_PROGRAMS = 128
+SHORTEST_SPLIT = 64
+LONGEST_SPLIT = 2048
+PROGRAMS = 1024
+FEW_SPLITS = 16
+"""So many programs keep the GPU busy. Where rows times KV heads are fewer, the context is cut, but not into more than
+these, unless splits would become too long."""
 DECODE_TILE = 64
+DECODE_WARPS = 4
+DECODE_STAGES = 3
 PROMPT_QUERIES = 128
 PROMPT_TILE = 64
 INVARIANT_SPLIT = 512
@@ -34,21 +39,19 @@ STATE_BYTES = 128 << 20
 
 
 class TritonOperations(Operations):
+    shares = True
+
     def __init__(self) -> None:
         self.one_row = gemv
-        self._linear = FastLinear()
         self._arrivals: torch.Tensor | None = None
 
     def invariant(self) -> Operations:
         return InvariantOperations()
 
-    def reserve(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._linear.reserve(elements, dtype, device)
-
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self._linear(x, weight, scales, bias)
+        return fast_linear(x, weight, scales, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return _norm(x, x, weight, eps, adds=False)
@@ -87,6 +90,7 @@ class TritonOperations(Operations):
             size=arena.block_size,
             norms=q_norm is not None,
             stored=arena.kv_type,
+            **_chaining(tokens == 1 and chains(qkv.device)),
             num_warps=1,
         )
         return queries
@@ -123,8 +127,8 @@ class TritonOperations(Operations):
                 together=TOGETHER,
                 queries=triton.next_power_of_2(TOGETHER * group),
                 tile=DECODE_TILE,
-                num_warps=4,
-                num_stages=3,
+                num_warps=DECODE_WARPS,
+                num_stages=DECODE_STAGES,
             )
         attention_kernels.decode_kernel[(rows, kv_heads, splits)](
             *(q, kv, _scales(arena), batch.tables, batch.lengths, batch.lengths if shared is None else shared.firsts),
@@ -136,8 +140,9 @@ class TritonOperations(Operations):
             group_padded=max(SMALLEST_DOT, triton.next_power_of_2(group)),
             tile=DECODE_TILE,
             shared=shared is not None,
-            num_warps=4,
-            num_stages=3,
+            **_chaining(rows == 1 and chains(q.device)),
+            num_warps=DECODE_WARPS,
+            num_stages=DECODE_STAGES,
         )
 
     def _counters(self, needed: int, device: torch.device) -> torch.Tensor:
@@ -151,15 +156,14 @@ class TritonOperations(Operations):
 class InvariantOperations(TritonOperations):
     """Tiles and splits are fixed, whatever the number of rows and whether they are tokens of a prompt or not."""
 
+    shares = False
+
     def __init__(self) -> None:
         super().__init__()
         self.one_row = None
 
     def invariant(self) -> Operations:
         return self
-
-    def reserve(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Nothing is widened here."""
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None = None
@@ -218,11 +222,16 @@ class InvariantOperations(TritonOperations):
 
 
 def decode_split(programs: int, longest: int) -> int:
-    """Positions of a split: short ones where there are few rows, and no more of them than can be merged quickly."""
-    split = DECODE_SPLIT if programs >= MANY_PROGRAMS else SHORT_SPLIT
+    """Positions of a split, a power of two, for so many rows times KV heads."""
+    wanted = min(FEW_SPLITS, triton.cdiv(PROGRAMS, programs))
+    split = int(min(LONGEST_SPLIT, max(SHORTEST_SPLIT, triton.next_power_of_2(triton.cdiv(longest, wanted)))))
     while split * MOST_SPLITS < longest:
         split *= 2
     return split
+
+
+def _chaining(chained: bool) -> dict[str, bool]:
+    return {"chained": True, "launch_pdl": True} if chained else {"chained": False}
 
 
 def _scales(arena: Arena) -> torch.Tensor:
