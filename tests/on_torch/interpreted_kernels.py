@@ -38,7 +38,8 @@ Errors = dict[str, float]
 
 def small_tiles() -> None:
     """So that small shapes have several of them."""
-    triton_operations.SHORTEST_SPLIT, triton_operations.LONGEST_SPLIT, triton_operations.DECODE_TILE = 32, 32, 16
+    triton_operations.SHORTEST_SPLIT, triton_operations.LONGEST_SPLIT = 32, 32
+    triton_operations.DECODE_TILE, triton_operations.WIDE_DECODE_TILE = 16, 16
     triton_operations.PROMPT_QUERIES, triton_operations.PROMPT_TILE = 16, 16
     triton_operations.INVARIANT_SPLIT, triton_operations.INVARIANT_QUERIES = 16, 16
     triton_operations.INVARIANT_TILE = 16

@@ -98,12 +98,12 @@ def _finish(
             tl.store(at, (sum_ / total[:, None]).to(out.dtype.element_ty), mask=present[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "splits", "split"])
 def decode_kernel(
     q, kv, scales, tables, lengths, firsts, sums, totals, peaks, arrivals, out, factor,
-    table_stride, layer, block_stride, v_offset, splits,
+    table_stride, layer, block_stride, v_offset, splits, split,
     heads: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr, group_padded: tl.constexpr, dim: tl.constexpr,
-    size: tl.constexpr, split: tl.constexpr, tile: tl.constexpr, scaled: tl.constexpr, shared: tl.constexpr,
+    size: tl.constexpr, tile: tl.constexpr, scaled: tl.constexpr, shared: tl.constexpr,
     chained: tl.constexpr,
 ):  # fmt: skip
     """The queries of one KV head of one row, over one split of its positions."""
@@ -145,12 +145,12 @@ def decode_kernel(
     _finish(sums, totals, peaks, arrival, out, target, states, part, before, count, present, sum_, total, peak, dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "splits", "split"])
 def shared_kernel(
     q, kv, scales, tables, members, extents, sums, totals, peaks, factor,
-    table_stride, layer, block_stride, v_offset, splits,
+    table_stride, layer, block_stride, v_offset, splits, split,
     heads: tl.constexpr, group: tl.constexpr, together: tl.constexpr, queries: tl.constexpr, dim: tl.constexpr,
-    size: tl.constexpr, split: tl.constexpr, tile: tl.constexpr, scaled: tl.constexpr,
+    size: tl.constexpr, tile: tl.constexpr, scaled: tl.constexpr,
 ):  # fmt: skip
     """The queries of one KV head of some rows, over one split of what begins all of them."""
     number, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -180,7 +180,7 @@ def shared_kernel(
     _save(sums, totals, peaks, head * splits + part, present, sum_, total, peak, dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "table_stride"])
 def prompt_kernel(
     q, kv, scales, tables, starts, lengths, out, first_row, factor, table_stride, layer, block_stride, v_offset,
     heads: tl.constexpr, group: tl.constexpr, dim: tl.constexpr, size: tl.constexpr,
@@ -239,7 +239,7 @@ def _split(
     return sum_, total, peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "table_stride", "splits"])
 def invariant_kernel(
     q, kv, scales, tables, starts, lengths, sums, totals, peaks, arrivals, out, first_row, factor,
     table_stride, layer, block_stride, v_offset, splits,

@@ -364,7 +364,7 @@ def penalty_kernel(logits, ids, counts, starts, rates, follows, last, stride, ti
         tl.store(place, _penalised(tl.load(place), times + 1, repetition, frequency, presence))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def prepare_kernel(tokens, follows, last, table, firsts, tables, table_stride, tile: tl.constexpr):
     """A row: its token, if it follows on one that was drawn; its blocks, out of the list of all into the table."""
     row = tl.program_id(0)

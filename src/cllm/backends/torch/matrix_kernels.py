@@ -83,7 +83,7 @@ def gemv_kernel(
     tl.store(out + row, result.to(out.dtype.element_ty), mask=present)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def product_kernel(
     x, weight, scales, bias, out, rows, columns,
     width: tl.constexpr, row_tile: tl.constexpr, column_tile: tl.constexpr, tile: tl.constexpr,

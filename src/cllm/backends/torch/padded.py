@@ -25,7 +25,7 @@ from cllm.backends.torch.batch import HostBatch, Ints, StepBatch
 from cllm.backends.torch.drawing import Chooser, HostDraws, Listed
 from cllm.backends.torch.model import Model
 from cllm.backends.torch.sharing import Groups, find_shared_in, packed_size, unpacked
-from cllm.backends.torch.staging import upload
+from cllm.backends.torch.staging import ALIGNED_WORDS, aligned, upload
 
 BIASES = 4
 """Biases that there is room for, for each row."""
@@ -79,7 +79,7 @@ class PaddedStep:
             groups.pack(words[_groups_at(rows) : _table_at(rows)])
         beside = [] if draws is None or chooses else draws.parts()
         device = self._inputs.device
-        needed = len(words) + len(batch.table) + sum(2 * part.size + 1 for part in beside)
+        needed = len(words) + sum(2 * part.size + ALIGNED_WORDS for part in (batch.table, *beside))
         if needed <= len(self._inputs):
             return Loaded(upload([words, batch.table, *beside], device, self._inputs)[2:], chooses)
         upload([words, batch.table], device, self._inputs)
@@ -100,7 +100,7 @@ class PaddedStep:
         sections = inputs[_sections_at(rows) : _sections_at(rows) + _SECTIONS * rows].view(_SECTIONS, rows)
         tokens, follows, positions, slots, lengths, owners = sections
         firsts, starts = inputs[_groups_at(rows) - 2 * rows - 2 : _groups_at(rows)].view(2, rows + 1)
-        groups = inputs[_groups_at(rows) : _table_at(rows)]
+        groups = inputs[_groups_at(rows) :][: packed_size(rows)]
         tables, longest = self._tables[:rows], min(longest, self.longest)
         self._chooser.prepare(tokens, follows, self._last, inputs[_table_at(rows) :], firsts, tables)
         batch = StepBatch(
@@ -143,7 +143,7 @@ def _groups_at(rows: int) -> int:
 
 
 def _table_at(rows: int) -> int:
-    return _groups_at(rows) + packed_size(rows)
+    return aligned(_groups_at(rows) + packed_size(rows))
 
 
 def _fill(places: Ints, begins: Sequence[int] | Ints) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[Any]
 """int32 or float64."""
+ALIGNED_WORDS = 4
 
 
 def upload(parts: Sequence[Numbers], device: torch.device, into: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -42,14 +43,17 @@ def download(values: torch.Tensor) -> torch.Tensor:
 
 
 def _places(parts: Sequence[Numbers]) -> tuple[list[int], int]:
-    """Where each begins, in words of 32 bits; wide numbers at even ones."""
+    """Where each begins, in words of 32 bits. All at multiples of 16 bytes: a kernel is compiled anew for pointers that
+    are not."""
     places, total = [], 0
     for part in parts:
-        wide = part.dtype == np.float64
-        total += total & wide
         places.append(total)
-        total += part.size * (1 + wide)
+        total += aligned(part.size * (2 if part.dtype == np.float64 else 1))
     return places, total
+
+
+def aligned(words: int) -> int:
+    return -(-words // ALIGNED_WORDS) * ALIGNED_WORDS
 
 
 def _part(moved: torch.Tensor, part: Numbers, place: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import triton
 
 from cllm.backends.torch import draw_kernels as kernels
 from cllm.backends.torch.drawing import Chooser, Listed, Penalised
+from cllm.backends.torch.staging import aligned
 
 PART = 4096
 """Values that one program looks at for the best one."""
@@ -67,11 +68,11 @@ class TritonChooser(Chooser):
         self, logits: torch.Tensor, params: torch.Tensor | None, owners: torch.Tensor, last: torch.Tensor
     ) -> torch.Tensor:
         rows, width, device = len(logits), logits.shape[1], logits.device
-        sizes = _sizes(width)
-        ints = torch.empty(rows * (sizes.parts + 2), dtype=torch.int32, device=device)
-        bests, counts, tokens = ints.split([rows * sizes.parts, rows, rows])
-        floats = torch.empty(rows * (sizes.parts + sizes.groups + 1), dtype=torch.float32, device=device)
-        peaks, maxima, row_peaks = floats.split([rows * sizes.parts, rows * sizes.groups, rows])
+        sizes, room = _sizes(width), aligned(rows)
+        ints = torch.empty(room * (sizes.parts + 2), dtype=torch.int32, device=device)
+        bests, counts, tokens = ints.split([room * sizes.parts, room, room])
+        floats = torch.empty(room * (sizes.parts + sizes.groups + 1), dtype=torch.float32, device=device)
+        peaks, maxima, row_peaks = floats.split([room * sizes.parts, room * sizes.groups, room])
         kernels.peak_kernel[(rows, sizes.parts)](
             *(logits, peaks, bests, maxima, width, logits.stride(0), sizes.parts, sizes.groups),
             tile=PART,
@@ -97,4 +98,4 @@ class TritonChooser(Chooser):
                 *(logits, draws, row_peaks, totals, counts, found, *ends), tile=TILE, few=FEW, num_warps=8
             )
             kernels.wide_kernel[(rows,)](*(logits, draws, row_peaks, totals, *ends), tile=TILE, ways=WAYS, num_warps=16)
-        return tokens
+        return tokens[:rows]

@@ -24,6 +24,9 @@ FEW_SPLITS = 16
 """So many programs keep the GPU busy. Where rows times KV heads are fewer, the context is cut, but not into more than
 these, unless splits would become too long."""
 DECODE_TILE = 64
+WIDE_DECODE_TILE = 128
+NARROW_ROW = 128
+"""Where a key has no more bytes than this, the wide tile is faster."""
 DECODE_WARPS = 4
 DECODE_STAGES = 3
 PROMPT_QUERIES = 128
@@ -110,35 +113,35 @@ class TritonOperations(Operations):
         split = decode_split(rows * kv_heads, batch.longest) if shared is None else shared.split
         splits = triton.cdiv(batch.longest, split)
         states = _states(rows, heads, splits, dim, q.device)
+        tile = DECODE_TILE if dim * arena.data.itemsize > NARROW_ROW else WIDE_DECODE_TILE
         factor, strides = dim**-0.5 * LOG2_E, (layer * kv.stride(1), kv.stride(0), kv.stride(2))
         sizes = {
             "group": group,
             "dim": dim,
             "size": arena.block_size,
-            "split": split,
             "scaled": arena.scales is not None,
         }
         if shared is not None:
             attention_kernels.shared_kernel[(len(shared.members), kv_heads, splits)](
                 *(q, kv, _scales(arena), batch.tables, shared.members, shared.extents, *states, factor),
-                *(batch.tables.stride(0), *strides, splits),
+                *(batch.tables.stride(0), *strides, splits, split),
                 **sizes,
                 heads=heads,
                 together=TOGETHER,
                 queries=triton.next_power_of_2(TOGETHER * group),
-                tile=DECODE_TILE,
+                tile=tile,
                 num_warps=DECODE_WARPS,
                 num_stages=DECODE_STAGES,
             )
         attention_kernels.decode_kernel[(rows, kv_heads, splits)](
             *(q, kv, _scales(arena), batch.tables, batch.lengths, batch.lengths if shared is None else shared.firsts),
             *(*states, self._counters(rows * kv_heads, q.device), out, factor),
-            *(batch.tables.stride(0), *strides, splits),
+            *(batch.tables.stride(0), *strides, splits, split),
             **sizes,
             heads=heads,
             kv_heads=kv_heads,
             group_padded=max(SMALLEST_DOT, triton.next_power_of_2(group)),
-            tile=DECODE_TILE,
+            tile=tile,
             shared=shared is not None,
             **_chaining(rows == 1 and chains(q.device)),
             num_warps=DECODE_WARPS,
