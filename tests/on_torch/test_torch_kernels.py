@@ -31,3 +31,13 @@ def test_kernels_compute_what_their_twin_computes(where: str) -> None:
     assert len(errors) > 90
     wrong = {name: error for name, error in errors.items() if not error < LIMITS[name.split()[0]]}
     assert not wrong
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, str(HERE / "compiled_kernels.py")], env=environment, capture_output=True, text=True
+    )
+    assert ran.stdout.strip() == "all", ran.stderr
