@@ -55,7 +55,7 @@ def products() -> None:
                 "gated": gated,
                 "chained": True,
             }
-            compiled(matrix_kernels.gemv_kernel, kinds, shape | flags, tile.warps)
+            compiled(matrix_kernels.gemv_kernel, kinds, shape | flags | {"chained": True}, tile.warps)
         tiles = {"width": 4096, "row_tile": 64, "column_tile": 64, "tile": 64}
         compiled(matrix_kernels.product_kernel, kinds, tiles | {"scaled": scaled, "biased": False})
 
