@@ -23,6 +23,7 @@ from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Output, build_request
 from cllm.engine.rows import RowSampler, fastest
 from cllm.engine.stats import EngineSnapshot
+from cllm.engine.tenant import NOBODY, Tenant
 from cllm.engine.watch import Picture
 from cllm.errors import ConfigError, InvalidRequestError, ShuttingDownError
 from cllm.generation import Generation
@@ -222,10 +223,12 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
+        tenant: Tenant = NOBODY,
     ) -> Generation:
         """Queue a prompt. Raises at once what can be known at once: see `cllm.errors`.
 
-        `timeout_s` may shorten scheduler.request_timeout_s, never lengthen it.
+        `timeout_s` may shorten scheduler.request_timeout_s, never lengthen it. Prefixes are shared with requests whose
+        `tenant` has the same space.
         """
         engine = self._running
         params = params or SamplingParams()
@@ -248,6 +251,7 @@ class AsyncLLM:
             vocab_size=self.shape.n_vocab,
             window=self._window_of(params),
             rows=self._rows,
+            tenant=tenant,
         )
         generation = Generation(request_id, ids, params, self.tokenizer, self._cancel)
         self._live[request_id] = generation

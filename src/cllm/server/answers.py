@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
 
+from cllm.engine.tenant import NOBODY, Tenant
 from cllm.server.errors import ClientGoneError
 
 if TYPE_CHECKING:
@@ -69,8 +70,10 @@ class Answers:
         priority: int | None = None,
         timeout_s: float | None = None,
         batch: int = BATCH,
+        tenant: Tenant = NOBODY,
     ) -> None:
         self.request_id = request_id
+        self._tenant = tenant
         self.generations: list[Generation] = []
         self._llm = llm
         self._prompts = prompts
@@ -146,6 +149,7 @@ class Answers:
             request_id=self.request_id if alone else f"{self.request_id}-{number}",
             priority=self._priority,
             timeout_s=self._timeout_s,
+            tenant=self._tenant,
         )
 
     async def _pump(self, number: int, generation: Generation) -> None:
