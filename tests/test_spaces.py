@@ -5,16 +5,13 @@ from __future__ import annotations
 import gc
 from array import array
 from collections.abc import Iterable, Sequence
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 import pytest
-from engine_kit import make_request, make_scheduler, reference
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from test_kv_managers import ManagerMachine, Prompt, compute, on_demand, paged, run_to_end, slots, state_of
-from test_scheduler import LAYOUTS, SchedulerMachine, answer, run, step
 
 from cllm.backends.fake import FakeBackend
 from cllm.engine.params import SamplingParams
@@ -23,12 +20,16 @@ from cllm.engine.tenant import Tenant
 from cllm.kv.manager import KVManager
 from cllm.kv.radix import RadixTree
 from cllm.kv.sequence import KVSequence
+from engine_kit import make_request, make_scheduler, reference
+from test_kv_managers import ManagerMachine, Prompt, compute, on_demand, paged, run_to_end, slots, state_of
+from test_scheduler import LAYOUTS, SchedulerMachine, answer, run, step
 
 Space = st.sampled_from([b"", b"ann", b"bob"])
 
 
 def most_in_common(tokens: Sequence[int], others: Iterable[Sequence[int]]) -> int:
-    return max((len(commonprefix([list(tokens), list(other)])) for other in others), default=0)
+    pairs = (takewhile(lambda pair: pair[0] == pair[1], zip(tokens, other, strict=False)) for other in others)
+    return max((sum(1 for _ in pair) for pair in pairs), default=0)
 
 
 class SpacesMachine(ManagerMachine):

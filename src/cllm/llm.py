@@ -32,6 +32,7 @@ from cllm.models.shape import ModelShape
 from cllm.text.bounded import TokenLimit
 from cllm.text.chat import ChatTemplate
 from cllm.text.tokenizer import Tokenizer
+from cllm.text.volatile import VolatileHeads
 from cllm.windows import Windows
 
 GIL_SWITCH_S = 5e-4
@@ -54,6 +55,7 @@ class AsyncLLM:
         self.deaf = False
         """Whether what the engine says is no longer passed on."""
         self._rows: RowSampler | None = None
+        self._volatile = VolatileHeads(config.prompt.volatile_patterns)
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -213,7 +215,8 @@ class AsyncLLM:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> list[int]:
         """The prompt for the next message, which may be as long as requests with these parameters allow."""
-        return self.chat_template.encode(self.tokenizer, messages, self.prompt_limit(params))
+        stable = self._volatile.strip(messages)
+        return self.chat_template.encode(self.tokenizer, stable, self.prompt_limit(params))
 
     def submit(
         self,

@@ -109,7 +109,7 @@ class HolderIndex:
                 raise AssertionError("an entry is missing from its own path")
             if entry.owner is not None and not entry.owner.tokens.tobytes().startswith(spelled):
                 raise AssertionError("an entry stands on a path that spells other tokens")
-            if entry.owner is not None and entry.node is not None:
-                if entry.node.root() is not self._tree.root_of(entry.owner.space):
-                    raise AssertionError("an entry stands in another space than its own")
+            end, owner = entry.node, entry.owner
+            if owner is not None and (end is None or end.root() is not self._tree.root_of(owner.space)):
+                raise AssertionError("an entry stands in another space than its own")
             yield entry, entry.length

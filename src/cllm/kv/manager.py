@@ -89,7 +89,7 @@ class KVManager(ABC):
 
     @abstractmethod
     def fork(self, parent: KVSequence, child: KVSequence) -> bool:
-        """Let `child`, which has the same tokens and space, start from all that `parent` has computed, without computing it.
+        """Let `child`, which has the same tokens and the same space, start from all that `parent` has computed.
 
         False means that it cannot, now: nothing changed for either of them.
         """
