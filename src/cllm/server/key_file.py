@@ -100,7 +100,7 @@ def read_keys(path: Path) -> KeyFile:
 
 def add_key(path: Path, name: str, max_concurrent: int | None) -> str:
     """Make a key and keep its digest; the key itself is returned and never seen again."""
-    if not re.match(_NAME, name):
+    if not re.fullmatch(_NAME, name):
         raise ConfigError(
             f"{name!r} cannot be a key's name: use up to 64 letters, digits and _ . @ -, with a letter or digit first"
         )

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+HEAD_MESSAGES = 8
 HEAD_CHARACTERS = 4096
-"""Lines that begin later in a message are left alone."""
+"""Messages that come later, and lines that begin later in one, are left alone."""
 LINE_CHARACTERS = 1024
 """So much of a line a pattern sees: what it costs does not grow with the prompt. Patterns are the operator's own, who
 has to see to it that they do not repeat repetitions: Python's expressions cannot be interrupted."""
@@ -23,7 +24,7 @@ class VolatileHeads:
         """The messages without it; the same ones if there is none. What is wrong with them is for others to say."""
         if not self._patterns:
             return messages
-        return [self._strip_message(message) for message in messages]
+        return [*map(self._strip_message, messages[:HEAD_MESSAGES]), *messages[HEAD_MESSAGES:]]
 
     def _strip_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
