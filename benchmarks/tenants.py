@@ -61,9 +61,9 @@ class Side:
 
 
 @contextmanager
-def serving(backend: str, keys: list[str], settings: list[str]) -> Iterator[Side]:
-    command = [sys.executable, "-m", "cllm", "serve", "--backend", backend, "--port", "0"]
-    for setting in ("log.level=warning", "resources.kv_cache_max_memory_mb=512", *settings):
+def serving(args: argparse.Namespace, keys: list[str], settings: list[str]) -> Iterator[Side]:
+    command = [sys.executable, "-m", "cllm", "serve", "--backend", args.backend, "--port", "0"]
+    for setting in ("log.level=warning", f"resources.kv_cache_max_memory_mb={args.kv_mb}", *settings):
         command += ["--set", setting]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -118,6 +118,7 @@ def measure(sides: list[Side], args: argparse.Namespace) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="fake")
+    parser.add_argument("--kv-mb", type=float, default=8, help="a token of the fake backend takes 8 bytes")
     parser.add_argument("--keys", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--prompt", type=int, default=512, help="characters of a user's own prompt")
@@ -128,7 +129,7 @@ def main() -> None:
         file = Path(folder) / "keys.json"
         many = write_keys(file, args.keys)
         ways = (["one"], ["server.api_key=one"]), (many, [f"server.api_keys={file}"]), (["one"], ["server.api_key=one"])
-        sides = [stack.enter_context(serving(args.backend, keys, settings)) for keys, settings in ways]
+        sides = [stack.enter_context(serving(args, keys, settings)) for keys, settings in ways]
         result = measure(sides, args)
     print(f"{'':16}{'median ms':>11}{'of pairs':>10}{'CPU ms':>9}{'ratio':>8}{'cached':>10}")
     for role, row in result.items():

@@ -32,6 +32,7 @@ def stripped(content: Any, role: str = "system", patterns: tuple[str, ...] = (BI
         f"{HEADER}  \n{RULES}",
         f"{HEADER}\r\n{RULES}",
         f"{HEADER[:-1]}\n{RULES}",  # the last value without its semicolon
+        f"{HEADER[:-1]} {RULES}",
         f"{HEADER} other={{}}; more=x.y-z;\n{RULES}",
         f"{HEADER}\n{HEADER}\n{RULES}",
     ],

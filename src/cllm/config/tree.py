@@ -254,9 +254,9 @@ class ServerConfig(Section):
         return key
 
 
-BILLING_HEADER = r"x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*(?:;|$))+[ \t]*"
-"""What coding agents put before their system prompt, another one with every request. Its values end with semicolons;
-the prompt itself may begin behind the last one, on the same line."""
+BILLING_HEADER = r"x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*;?)+[ \t]*"
+"""What coding agents put before their system prompt, another one with every request: names and values, with semicolons
+between them. The prompt itself may begin behind the last one, on the same line."""
 
 
 class PromptConfig(Section):
