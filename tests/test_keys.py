@@ -14,9 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from cllm.cli import app
+from cllm.config import ServerConfig
 from cllm.errors import ConfigError
 from cllm.server import key_file
-from cllm.server.key_file import KeyFile, add_key, digest, read_keys, remove_key
+from cllm.server.key_file import KeyFile, NamedKey, add_key, digest, new_salt, read_keys, remove_key
+from cllm.server.tenants import Tenants
 
 KEY = re.compile(r"sk-cllm-[\w-]{43}")
 
@@ -225,3 +227,33 @@ def test_without_a_file_the_command_asks_for_one(monkeypatch: pytest.MonkeyPatch
 
 def test_an_empty_file_of_keys_is_one() -> None:
     assert KeyFile.model_validate_json(KeyFile(salt="b" * 64).model_dump_json()).keys == ()
+
+
+# -- finding a key ---------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_looked_at_now_and_then(path: Path) -> None:
+    add_key(path, "ann", None)
+    now = 0.0
+    found = Tenants(ServerConfig(api_keys=path), clock=lambda: now)
+    cyd = add_key(path, "cyd", None).encode()
+    assert found.find(cyd) is None
+    now = 1.0
+    caller = found.find(cyd)
+    assert caller is not None and caller.tenant.name == "cyd"
+
+
+def test_a_thousand_keys_are_told_apart(path: Path) -> None:
+    salt = new_salt()
+    stored = tuple(
+        NamedKey(name=f"user-{n}", digest=digest(f"key-{n}".encode(), salt).hex(), max_concurrent=n + 1)
+        for n in range(1000)
+    )
+    path.write_text(KeyFile(salt=salt, keys=stored).model_dump_json())
+    found = Tenants(ServerConfig(api_keys=path))
+    callers = [found.find(f"key-{n}".encode()) for n in range(1000)]
+    assert [caller and (caller.tenant.name, caller.limit) for caller in callers] == [
+        (f"user-{n}", n + 1) for n in range(1000)
+    ]
+    assert len({caller.tenant.space for caller in callers if caller}) == 1000
+    assert found.find(b"key-1000") is None

@@ -21,7 +21,7 @@ from cllm.llm import AsyncLLM
 from cllm.observe.log import RequestLog
 from cllm.server import tenants
 from cllm.server.app import create_app
-from cllm.server.key_file import KeyFile, NamedKey, add_key, digest, new_salt, remove_key
+from cllm.server.key_file import add_key, remove_key
 from cllm.server.tenants import Tenants
 from http_fakes import FakeLLM, app_for, client_for, config_with, served
 from test_metrics import record
@@ -128,16 +128,6 @@ async def test_a_file_that_breaks_leaves_the_keys_as_they_were(
         path.write_text(whole)
         remove_key(path, "ann")
         assert (await client.get("/v1/models", headers=bearer(keys["ann"]))).status_code == 401
-
-
-def test_the_file_is_looked_at_now_and_then(path: Path, keys: dict[str, str]) -> None:
-    now = 0.0
-    found = Tenants(ServerConfig(api_keys=path), clock=lambda: now)
-    cyd = add_key(path, "cyd", None).encode()
-    assert found.find(cyd) is None
-    now = 1.0
-    caller = found.find(cyd)
-    assert caller is not None and caller.tenant.name == "cyd"
 
 
 # -- spaces --------------------------------------------------------------------------------------------------------
@@ -390,19 +380,3 @@ async def test_the_engines_counts_arrive_and_the_log_has_the_name(
     assert len(lines) == 2
     assert all("key bob" in line.getMessage() and line.fields["key"] == "bob" for line in lines)  # type: ignore[attr-defined]
     assert keys["bob"] not in caplog.text
-
-
-def test_a_thousand_keys_are_told_apart(path: Path) -> None:
-    salt = new_salt()
-    stored = tuple(
-        NamedKey(name=f"user-{n}", digest=digest(f"key-{n}".encode(), salt).hex(), max_concurrent=n + 1)
-        for n in range(1000)
-    )
-    path.write_text(KeyFile(salt=salt, keys=stored).model_dump_json())
-    found = Tenants(ServerConfig(api_keys=path))
-    callers = [found.find(f"key-{n}".encode()) for n in range(1000)]
-    assert [caller and (caller.tenant.name, caller.limit) for caller in callers] == [
-        (f"user-{n}", n + 1) for n in range(1000)
-    ]
-    assert len({caller.tenant.space for caller in callers if caller}) == 1000
-    assert found.find(b"key-1000") is None
