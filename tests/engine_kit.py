@@ -15,6 +15,7 @@ from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Output, Request, build_request
 from cllm.engine.scheduler import Scheduler
+from cllm.engine.tenant import NOBODY, Tenant
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged import PagedKVManager
@@ -58,6 +59,7 @@ def make_request(
     max_context: int = CONTEXT,
     request_id: str | None = None,
     window: Window | None = None,
+    tenant: Tenant = NOBODY,
 ) -> Request:
     ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
     return build_request(
@@ -72,6 +74,7 @@ def make_request(
         max_context=max_context,
         vocab_size=320,
         window=window,
+        tenant=tenant,
     )
 
 

@@ -17,6 +17,7 @@ from starlette.types import Message
 import loop_kit
 from cllm.config import Config
 from cllm.engine.params import ContextWindow
+from cllm.engine.tenant import NOBODY
 from cllm.errors import BackendError, OverloadedError
 from cllm.server.openai_replies import ChatReply, CompletionReply
 from http_fakes import FakeLLM, TrackedApp, app_for, client_for, config_with, served
@@ -114,7 +115,7 @@ async def test_every_parameter_arrives_in_the_engine(llm: FakeLLM) -> None:
     assert (params.seed, params.logprobs, params.stop, params.stop_token_ids) == (11, 3, ("x", "y"), [5])
     assert (params.ignore_eos, params.min_tokens) == (True, 2)
     assert params.context_window == ContextWindow(recent=40, keep=3)
-    assert llm.generations[0].options == {"priority": -4, "timeout_s": 2.5}
+    assert llm.generations[0].options == {"priority": -4, "timeout_s": 2.5, "tenant": NOBODY}
 
 
 async def test_null_and_absent_mean_the_default(llm: FakeLLM) -> None:
@@ -123,7 +124,7 @@ async def test_null_and_absent_mean_the_default(llm: FakeLLM) -> None:
     await post(llm, "/v1/completions", {"prompt": "hi"})
     assert llm.generations[0].params == llm.generations[1].params
     assert llm.generations[0].params.max_tokens == 16
-    assert llm.generations[0].options == {"priority": 0, "timeout_s": None}
+    assert llm.generations[0].options == {"priority": 0, "timeout_s": None, "tenant": NOBODY}
 
 
 @pytest.mark.parametrize(

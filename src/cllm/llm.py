@@ -23,6 +23,7 @@ from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Output, build_request
 from cllm.engine.rows import RowSampler, fastest
 from cllm.engine.stats import EngineSnapshot
+from cllm.engine.tenant import NOBODY, Tenant
 from cllm.engine.watch import Picture
 from cllm.errors import ConfigError, InvalidRequestError, ShuttingDownError
 from cllm.generation import Generation
@@ -31,6 +32,7 @@ from cllm.models.shape import ModelShape
 from cllm.text.bounded import TokenLimit
 from cllm.text.chat import ChatTemplate
 from cllm.text.tokenizer import Tokenizer
+from cllm.text.volatile import VolatileHeads
 from cllm.windows import Windows
 
 GIL_SWITCH_S = 5e-4
@@ -53,6 +55,7 @@ class AsyncLLM:
         self.deaf = False
         """Whether what the engine says is no longer passed on."""
         self._rows: RowSampler | None = None
+        self._volatile = VolatileHeads(config.prompt.volatile_patterns)
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -214,7 +217,8 @@ class AsyncLLM:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> list[int]:
         """The prompt for the next message, which may be as long as requests with these parameters allow."""
-        return self.chat_template.encode(self.tokenizer, messages, self.prompt_limit(params))
+        stable = self._volatile.strip(messages)
+        return self.chat_template.encode(self.tokenizer, stable, self.prompt_limit(params))
 
     def submit(
         self,
@@ -224,10 +228,12 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
+        tenant: Tenant = NOBODY,
     ) -> Generation:
         """Queue a prompt. Raises at once what can be known at once: see `cllm.errors`.
 
-        `timeout_s` may shorten scheduler.request_timeout_s, never lengthen it.
+        `timeout_s` may shorten scheduler.request_timeout_s, never lengthen it. Prefixes are shared with requests whose
+        `tenant` has the same space.
         """
         engine = self._running
         params = params or SamplingParams()
@@ -250,6 +256,7 @@ class AsyncLLM:
             vocab_size=self.shape.n_vocab,
             window=self._window_of(params),
             rows=self._rows,
+            tenant=tenant,
         )
         generation = Generation(request_id, ids, params, self.tokenizer, self._cancel)
         self._live[request_id] = generation

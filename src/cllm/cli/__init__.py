@@ -18,6 +18,7 @@ import typer
 from cllm.cli import standard
 from cllm.cli.chat import chat
 from cllm.cli.generate import generate
+from cllm.cli.keys import app as key_commands
 from cllm.cli.memory import NO_MEMORY, is_out_of_memory
 from cllm.cli.pull import pull
 from cllm.cli.serve import serve
@@ -47,6 +48,7 @@ config_commands = typer.Typer(help="Show or check the configuration.", no_args_i
 config_commands.command()(show)
 config_commands.command()(check)
 app.add_typer(config_commands, name="config")
+app.add_typer(key_commands, name="keys")
 app.add_typer(simulate_commands, name="simulate")
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticKnownError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from cllm.config.problems import InvalidConfigError
 from cllm.config.relations import check_relations
@@ -213,6 +214,16 @@ class ServerConfig(Section):
     api_key: str | None = Field(
         default=None, min_length=1, repr=False, description="key that clients must send (null: none)"
     )
+    api_keys: Path | None = Field(
+        default=None,
+        strict=False,
+        description="file of named keys that clients may send, made by `cllm keys add`; each has cached prefixes of "
+        "its own (null: none)",
+    )
+    share_prefixes: bool = Field(
+        default=False,
+        description="share cached prefixes between all keys; cached_tokens and time then tell others' prompts",
+    )
     cors_origins: tuple[str, ...] = Field(
         default=(), strict=False, description='web origins that browsers may call from; ["*"] is any'
     )
@@ -260,6 +271,10 @@ class ServerConfig(Section):
     )
     shutdown_grace_s: float = Field(default=10.0, ge=0, description="time running requests get to finish at shutdown")
 
+    @property
+    def needs_key(self) -> bool:
+        return self.api_key is not None or self.api_keys is not None
+
     @field_validator("api_key")
     @classmethod
     def _key_is_one(cls, key: str | None) -> str | None:
@@ -267,6 +282,35 @@ class ServerConfig(Section):
         if key is not None and not key.strip():
             raise PydanticKnownError("string_too_short", {"min_length": 1})
         return key
+
+
+BILLING_HEADER = r"x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*;?)+[ \t]*"
+"""What coding agents put before their system prompt, another one with every request: names and values, with semicolons
+between them. The prompt itself may begin behind the last one, on the same line."""
+
+
+class PromptConfig(Section):
+    volatile_patterns: tuple[str, ...] = Field(
+        default=(BILLING_HEADER,),
+        strict=False,
+        description="regular expressions of what changes with every request at the beginning of lines of system "
+        "prompts; it is taken out, so that the prefix stays the same",
+    )
+
+    @field_validator("volatile_patterns")
+    @classmethod
+    def _patterns_are_some(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                matches_nothing = re.compile(pattern).match("")
+            except (re.error, RecursionError, OverflowError) as error:
+                problem = f"regular expressions, and {pattern!r} is none ({error})"
+            else:
+                if not matches_nothing:
+                    continue
+                problem = f"regular expressions that match something; {pattern!r} also matches nothing"
+            raise PydanticCustomError("pattern", "{problem}", {"problem": problem})
+        return patterns
 
 
 class LogConfig(Section):
@@ -286,6 +330,7 @@ class Config(Section):
     kv: KVConfig = KVConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     server: ServerConfig = ServerConfig()
+    prompt: PromptConfig = PromptConfig()
     log: LogConfig = LogConfig()
 
     def at(self, key: str) -> Any:

@@ -30,6 +30,7 @@ class RequestRecord:
     total_s: float
     inter_token_s: array[float]
     preemptions: int
+    tenant: str = ""
 
 
 def record_of(request: Request, now: float, error: Exception | None) -> RequestRecord:
@@ -50,6 +51,7 @@ def record_of(request: Request, now: float, error: Exception | None) -> RequestR
         total_s=now - request.arrival,
         inter_token_s=request.gaps,
         preemptions=request.preemptions,
+        tenant=request.tenant.name,
     )
 
 

@@ -239,7 +239,7 @@ class Planner(Faults):
             if not sequence.shares(other, self._worth_sharing(other.num_computed)):
                 continue
             if held is None:
-                held = self.kv.peek(sequence.key)
+                held = self.kv.peek(sequence.key, sequence.space)
             if held <= other.num_computed or sequence.shares(other, self._worth_sharing(held)):
                 return True
         return False

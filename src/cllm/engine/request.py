@@ -15,6 +15,7 @@ from typing import NamedTuple
 from cllm.engine.params import SamplingParams
 from cllm.engine.rows import RowSampler
 from cllm.engine.sampling import TokenChooser, TokenLogprob
+from cllm.engine.tenant import NOBODY, Tenant
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
 from cllm.kv.window import Window
@@ -95,7 +96,7 @@ class Sequence(KVSequence):
     def __init__(
         self, request: Request, index: int, chooser: TokenChooser, max_length: int, window: Window | None = None
     ) -> None:
-        super().__init__((), window)
+        super().__init__((), window, request.tenant.space)
         self.tokens = request.prompt  # until there is a token of its own: a hundred answers take no hundred copies
         self.request = request
         self.index = index
@@ -165,7 +166,10 @@ class Sequence(KVSequence):
         self._key = None
 
     def shares(self, other: Sequence, count: int) -> bool:
-        """Do both begin with the same `count` tokens? The last of this one does not count: it is always computed."""
+        """Do both begin with the same `count` tokens, in one space? The last of this one does not count: it is always
+        computed."""
+        if self.space != other.space:
+            return False
         ours, size = self.key, count * TOKEN_BYTES
         for window in (self.window, other.window):
             if window is not None and count > window.capacity:
@@ -193,6 +197,7 @@ class Request:
         "reason",
         "sequences",
         "state",
+        "tenant",
         "unfinished",
     )
 
@@ -206,8 +211,10 @@ class Request:
         deadline: float,
         priority: int = 0,
         end_ids: frozenset[int] = frozenset(),
+        tenant: Tenant = NOBODY,
     ) -> None:
         self.id = request_id
+        self.tenant = tenant
         self.prompt: array[int] = array("i", prompt)
         self.params = params
         self.arrival = arrival
@@ -245,6 +252,7 @@ def build_request(
     vocab_size: int,
     window: Window | None = None,
     rows: RowSampler | None = None,
+    tenant: Tenant = NOBODY,
 ) -> Request:
     """A request with its sequences, ready for the engine. Answer i draws with seed + i; `rows` does the work of it.
 
@@ -261,6 +269,7 @@ def build_request(
         deadline=arrival + timeout_s,
         priority=priority,
         end_ids=end_ids,
+        tenant=tenant,
     )
     limit = len(prompt) + (max_context if params.max_tokens is None else params.max_tokens)
     if window is None:

@@ -57,15 +57,15 @@ class HolderIndex:
     def __init__(self) -> None:
         self._tree: RadixTree[set[Entry]] = RadixTree(1, set(), lambda holders, at: (set(holders), holders))
 
-    def find(self, key: bytes) -> tuple[int, set[Entry]]:
-        """How many tokens of `key` some entry holds, and the entries that hold that many."""
-        found = self._tree.find(key)
+    def find(self, key: bytes, space: bytes) -> tuple[int, set[Entry]]:
+        """How many tokens of `key` some entry of the space holds, and the entries that hold that many."""
+        found = self._tree.find(key, self._tree.root_of(space))
         return found.matched // TOKEN_BYTES, found.node.value
 
     def extend(self, entry: Entry, sequence: KVSequence) -> None:
         """Let the index know all that `sequence` has computed and others may share. O(new tokens)."""
         end = sequence.num_computed if sequence.intact else sequence.kept
-        start = entry.node or self._tree.root
+        start = entry.node or self._tree.root_of(sequence.space)
         key = sequence.tokens[entry.length : end].tobytes()
         found = self._tree.find(key, start)
         node = self._tree.cut(found) if found.matched else start
@@ -114,4 +114,7 @@ class HolderIndex:
                 raise AssertionError("an entry is missing from its own path")
             if entry.owner is not None and not entry.owner.tokens.tobytes().startswith(spelled):
                 raise AssertionError("an entry stands on a path that spells other tokens")
+            end, owner = entry.node, entry.owner
+            if owner is not None and (end is None or end.root() is not self._tree.root_of(owner.space)):
+                raise AssertionError("an entry stands in another space than its own")
             yield entry, entry.length

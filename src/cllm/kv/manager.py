@@ -57,8 +57,8 @@ class KVManager(ABC):
     """Tokens that windows have dropped, of all sequences."""
 
     @abstractmethod
-    def peek(self, key: bytes) -> int:
-        """Tokens of `key` (int32 bytes) that `admit` would find now. Changes nothing."""
+    def peek(self, key: bytes, space: bytes = b"") -> int:
+        """Tokens of `key` (int32 bytes) that `admit` would find now for a sequence of `space`. Changes nothing."""
 
     @abstractmethod
     def admit(self, sequence: KVSequence) -> int | None:
@@ -89,7 +89,7 @@ class KVManager(ABC):
 
     @abstractmethod
     def fork(self, parent: KVSequence, child: KVSequence) -> bool:
-        """Let `child`, which has the same tokens, start from all that `parent` has computed, without computing it.
+        """Let `child`, which has the same tokens and the same space, start from all that `parent` has computed.
 
         False means that it cannot, now: nothing changed for either of them.
         """

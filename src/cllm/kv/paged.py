@@ -78,12 +78,12 @@ class PagedKVManager(PagedOperations):
 
     # -- admission ---------------------------------------------------------------------------------------------
 
-    def peek(self, key: bytes) -> int:
-        return self._prefixes.find(key).matched // TOKEN_BYTES
+    def peek(self, key: bytes, space: bytes = b"") -> int:
+        return self._prefixes.find(key, space).matched // TOKEN_BYTES
 
     def admit(self, sequence: KVSequence) -> int | None:
         prefixes = self._prefixes
-        found = prefixes.find(sequence.prefix.tobytes())
+        found = prefixes.find(sequence.prefix.tobytes(), sequence.space)
         cached_blocks = found.matched // prefixes.tree.unit_bytes
         needed = self._blocks_for(sequence.needed) - cached_blocks
         # The watermark keeps room for running sequences to grow, so it does not apply when there are none.
@@ -310,6 +310,8 @@ class PagedKVManager(PagedOperations):
         for node in reversed(list(held.node.path())):
             spelled += node.key
             shared += node.value
+        if held.node.root() is not self._prefixes.tree.root_of(sequence.space):
+            raise AssertionError("a sequence stands in another space than its own")
         if shared != sequence.blocks[: held.indexed]:
             raise AssertionError("a block table disagrees with the tree")
         if bytes(spelled) != sequence.tokens.tobytes()[: len(spelled)]:

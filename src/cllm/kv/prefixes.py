@@ -32,10 +32,11 @@ class Prefixes:
 
     # -- finding -----------------------------------------------------------------------------------------------
 
-    def find(self, key: bytes) -> Found[list[int]]:
-        """The longest cached prefix in whole blocks; the last token does not count, for it is always computed."""
+    def find(self, key: bytes, space: bytes) -> Found[list[int]]:
+        """The longest prefix cached in a space, in whole blocks; the last token does not count, for it is always
+        computed."""
         usable = len(key) - TOKEN_BYTES
-        return self.tree.find(key[: usable - usable % self.tree.unit_bytes])
+        return self.tree.find(key[: usable - usable % self.tree.unit_bytes], self.tree.root_of(space))
 
     def unused_blocks(self, found: Found[list[int]]) -> int:
         """Evictable blocks of a prefix that was found: whoever takes it keeps them from being evicted."""
@@ -102,7 +103,8 @@ class Prefixes:
     def _node_at(self, sequence: KVSequence, blocks: int) -> BlockNode:
         """The node of the sequence's path that ends after so many blocks; an edge is cut for it if need be."""
         tokens = blocks * self.tree.unit_bytes // TOKEN_BYTES
-        return self._cut(self.tree.find(sequence.tokens[:tokens].tobytes()))
+        root = self.tree.root_of(sequence.space)
+        return self._cut(self.tree.find(sequence.tokens[:tokens].tobytes(), root))
 
     def _use(self, node: BlockNode) -> None:
         if node.references == 0:

@@ -5,13 +5,18 @@ begin and end at multiples of it (a block's tokens for the paged manager, one to
 
     root ──"You are a helpful…"──► A ──"What is 2+2?"──► B          edge keys are token bytes,
                                     └──"Write a poem"──► C          values whatever the owner keeps per edge
+
+A tree has a root for every *space*. What is below one root is never found from another, so sequences of different
+spaces share nothing, whatever their tokens are. `b""` is the space of all that belong to none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -41,6 +46,18 @@ class Node(Generic[V]):
             yield node
             node = node.parent
 
+    def root(self) -> Node[V]:
+        node: Node[V] = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
+
+class _Root(Node[V]):
+    """Lives as long as somebody needs it: its children, or a sequence that has nothing in the tree yet."""
+
+    __slots__ = ("__weakref__",)
+
 
 @dataclass(slots=True)
 class Found(Generic[V]):
@@ -52,17 +69,25 @@ class Found(Generic[V]):
 
 
 class RadixTree(Generic[V]):
-    __slots__ = ("_split_value", "leaves", "root", "unit_bytes")
+    __slots__ = ("_roots", "_split_value", "leaves", "root", "unit_bytes")
 
     def __init__(self, unit_tokens: int, root_value: V, split_value: Callable[[V, int], tuple[V, V]]) -> None:
         """`split_value(value, units)` divides an edge's value where the edge is cut, `units` from its beginning."""
         self.unit_bytes = unit_tokens * TOKEN_BYTES
-        self.root: Node[V] = Node(None, bytearray(), root_value)
+        self.root: Node[V] = _Root(None, bytearray(), root_value)
         self.leaves = 0
         self._split_value = split_value
+        self._roots: WeakValueDictionary[bytes, Node[V]] = WeakValueDictionary({b"": self.root})
+
+    def root_of(self, space: bytes) -> Node[V]:
+        """Where the sequences of a space begin. Hold it, or what is below it: otherwise it is a new one next time."""
+        root = self._roots.get(space)
+        if root is None:
+            root = self._roots[space] = _Root(None, bytearray(), self.root.value)
+        return root
 
     def find(self, key: bytes, start: Node[V] | None = None) -> Found[V]:
-        """Follow `key` from `start` (the root) as far as whole units agree. Changes nothing."""
+        """Follow `key` from `start` (the root of no space) as far as whole units agree. Changes nothing."""
         node = start or self.root
         unit = self.unit_bytes
         offset = 0
@@ -103,8 +128,9 @@ class RadixTree(Generic[V]):
         return parent
 
     def nodes(self) -> Iterator[Node[V]]:
-        """Every node but the root; lazily, so that beginning costs nothing. The tree must not change meanwhile."""
-        levels = [iter(self.root.children.values())]
+        """Every node but the roots; lazily, so that beginning costs nothing. The tree must not change meanwhile."""
+        roots = list(self._roots.values())
+        levels: list[Iterator[Node[V]]] = [chain.from_iterable(root.children.values() for root in roots)]
         while levels:
             node = next(levels[-1], None)
             if node is None:
@@ -123,7 +149,7 @@ class RadixTree(Generic[V]):
                 raise AssertionError("a node is not filed under its parent")
             if not node.key or len(node.key) % self.unit_bytes:
                 raise AssertionError(f"an edge of {len(node.key)} bytes is not a multiple of the unit")
-            if parent is not self.root and parent.references < node.references:
+            if parent.parent is not None and parent.references < node.references:
                 raise AssertionError("a path runs through a child but not through its parent")
             leaves += not node.children
             yield node

@@ -31,6 +31,7 @@ class KVSequence:
         "num_computed",
         "room",
         "slot",
+        "space",
         "tokens",
         "window",
     )
@@ -42,9 +43,11 @@ class KVSequence:
     request_id = ""
     """Whose it is, for who looks at the cache."""
 
-    def __init__(self, tokens: Sequence[int], window: Window | None = None) -> None:
+    def __init__(self, tokens: Sequence[int], window: Window | None = None, space: bytes = b"") -> None:
+        """Sequences share what they have in common with others of their `space`, and with nobody else."""
         self.tokens: array[int] = tokens[:] if isinstance(tokens, array) else array("i", tokens)
         self.window = window
+        self.space = space
         self.forget_memory()
 
     def forget_memory(self) -> None:

@@ -65,13 +65,13 @@ class SlotKVManager(SlotOperations):
 
     # -- admission ---------------------------------------------------------------------------------------------
 
-    def peek(self, key: bytes) -> int:
-        return self._index.find(key[:-TOKEN_BYTES])[0]
+    def peek(self, key: bytes, space: bytes = b"") -> int:
+        return self._index.find(key[:-TOKEN_BYTES], space)[0]
 
     def admit(self, sequence: KVSequence) -> int | None:
         if len(self._running_slots()) == len(self._slots):
             self._take_more_slots()
-        cached, holders = self._index.find(sequence.prefix.tobytes()[:-TOKEN_BYTES])
+        cached, holders = self._index.find(sequence.prefix.tobytes()[:-TOKEN_BYTES], sequence.space)
         source = min(holders, key=Entry.preference) if cached else None
         slot = self._choose_slot(source)
         if slot is None:

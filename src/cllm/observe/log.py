@@ -130,6 +130,8 @@ class RequestLog:
             parts.append(f"first token {record.ttft_s:.3f} s")
         if rate is not None:
             parts.append(f"{rate:.1f} tok/s")
+        if record.tenant:
+            parts.append(f"key {record.tenant}")
         if record.preemptions:
             parts.append(f"preempted {record.preemptions}x")
         if record.error:
@@ -146,6 +148,7 @@ class RequestLog:
             "total_s": _rounded(record.total_s),
             "tokens_per_second": _rounded(rate),
             "preemptions": record.preemptions,
+            **({"key": record.tenant} if record.tenant else {}),
         }
         level = logging.WARNING if record.error else logging.INFO
         logger.log(level, ", ".join(parts), extra={"fields": fields})

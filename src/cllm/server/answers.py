@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
 
+from cllm.engine.tenant import NOBODY, Tenant
 from cllm.server.errors import ClientGoneError
 
 if TYPE_CHECKING:
@@ -70,8 +71,10 @@ class Answers:
         priority: int | None = None,
         timeout_s: float | None = None,
         batch: int = BATCH,
+        tenant: Tenant = NOBODY,
     ) -> None:
         self.request_id = request_id
+        self._tenant = tenant
         self.generations: list[Generation] = []
         self._llm = llm
         self._prompts = prompts
@@ -151,6 +154,7 @@ class Answers:
             request_id=self.request_id if alone else f"{self.request_id}-{number}",
             priority=self._priority,
             timeout_s=self._timeout_s,
+            tenant=self._tenant,
         )
 
     def _on_news(self, number: int) -> None:

@@ -19,6 +19,7 @@ from cllm.server.page.files import page_files
 from cllm.server.page.hub import Hub
 from cllm.server.page.routes import add_page
 from cllm.server.state import ServerState
+from cllm.server.tenants import Tenants
 
 if TYPE_CHECKING:
     from cllm.config import Config, ServerConfig
@@ -46,13 +47,18 @@ def create_app(llm: AsyncLLM, config: Config) -> FastAPI:
         llm.snapshot,
         observer,
     )
-    app.state.cllm = ServerState(llm, config, create_registry(collector))
+    registry = create_registry(collector)
+    app.state.cllm = ServerState(llm, config, registry)
+    tenants = Tenants(config.server) if config.server.needs_key else None
+    if tenants is not None:
+        llm.observers.append(tenants)
+        registry.register(tenants)
     for router in (openai.router, generate.router, ops.router):
         app.include_router(router)
     if config.server.page:
         add_page(app, Hub(llm, config))
     install_handlers(app, retry_after_s=config.server.shutdown_grace_s)
-    _add_middleware(app, config)
+    _add_middleware(app, config, tenants)
     app.openapi = lambda: _openapi(app, llm, config.server)  # type: ignore[method-assign]
     return app
 
@@ -69,12 +75,12 @@ async def _lifespan(llm: AsyncLLM) -> AsyncIterator[None]:
         await llm.shutdown()
 
 
-def _add_middleware(app: FastAPI, config: Config) -> None:
+def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None) -> None:
     """Innermost first. CORS stands outside the key: a browser's preflight request cannot carry one."""
     app.add_middleware(BodyLimit, max_bytes=config.server.max_body_bytes)
-    if config.server.api_key is not None:
+    if tenants is not None:
         open_paths = OPEN_PATHS.union(page_files() if config.server.page else ())
-        app.add_middleware(ApiKey, key=config.server.api_key, open_paths=open_paths)
+        app.add_middleware(ApiKey, tenants=tenants, open_paths=open_paths)
     if config.server.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -90,7 +96,7 @@ def _openapi(app: FastAPI, llm: AsyncLLM, config: ServerConfig) -> dict[str, Any
     """The same for as long as the model is loaded, which is only known then."""
     if app.openapi_schema is None:
         vocab_size = llm.shape.n_vocab if llm.ready else None
-        schema = describe(app, config, vocab_size, with_key=config.api_key is not None)
+        schema = describe(app, config, vocab_size, with_key=config.needs_key)
         if vocab_size is None:
             return schema
         app.openapi_schema = schema

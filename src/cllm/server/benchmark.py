@@ -12,6 +12,7 @@ from cllm.bench.load import at_most
 from cllm.bench.measures import PERCENTS
 from cllm.bench.stats import percentile
 from cllm.engine.params import SamplingParams
+from cllm.engine.tenant import Tenant
 from cllm.errors import CLLMError, InvalidRequestError, ShuttingDownError
 from cllm.server.answers import Answers
 from cllm.server.generate_schema import BenchmarkData, BenchmarkRequest, BenchmarkRow, Percentiles
@@ -20,19 +21,23 @@ if TYPE_CHECKING:
     from cllm.llm import AsyncLLM
 
 
-async def run_benchmark(llm: AsyncLLM, prompt: Sequence[int], request: BenchmarkRequest, run_id: str) -> BenchmarkData:
+async def run_benchmark(
+    llm: AsyncLLM, prompt: Sequence[int], request: BenchmarkRequest, run_id: str, tenant: Tenant
+) -> BenchmarkData:
     """`request.requests` requests, `request.concurrency` at a time."""
     params = SamplingParams(max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
     ids = [f"{run_id}-{number}" for number in range(request.requests)]
     started = perf_counter()
-    measured = await at_most(request.concurrency, [partial(_measure, llm, prompt, params, one) for one in ids])
+    measured = await at_most(request.concurrency, [partial(_measure, llm, prompt, params, one, tenant) for one in ids])
     return _summary(request, dict(zip(ids, measured, strict=True)), perf_counter() - started)
 
 
-async def _measure(llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, request_id: str) -> Answer:
+async def _measure(
+    llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, request_id: str, tenant: Tenant
+) -> Answer:
     """One request. What would fail every request ends the benchmark; other errors are part of the result."""
     answer = Answer()
-    answers = Answers(llm, [prompt], params, request_id=request_id)
+    answers = Answers(llm, [prompt], params, request_id=request_id, tenant=tenant)
     try:
         async with answers:
             async for _ in answers:

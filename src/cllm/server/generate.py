@@ -29,7 +29,7 @@ from cllm.server.generate_schema import (
 from cllm.server.openai_replies import error_responses, event_stream
 from cllm.server.sliced import SlicedJson, list_pieces
 from cllm.server.sse import DONE, EventStream, data
-from cllm.server.state import ServerState, State
+from cllm.server.state import ServerState, State, tenant_of
 from cllm.text.bounded import TokenLimit
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ async def encode(body: Annotated[EncodeRequest, Depends(taken(EncodeRequest))], 
     return SlicedJson(_encode_pieces(await state.texts.encode(body.text, limit, "text")))
 
 
-@router.post("/benchmark", response_model=BenchmarkReply, responses=_ERRORS)
+@router.post("/benchmark", response_model=BenchmarkReply, responses={**_ERRORS, **error_responses(FailureReply, 403)})
 async def benchmark(
     body: Annotated[BenchmarkRequest, Depends(taken(BenchmarkRequest))], request: Request, state: State
 ) -> Response:
@@ -129,7 +129,8 @@ async def benchmark(
     try:
         prompt = await state.texts.encode_prompt(body.prompt)
         run_id = f"bench-{request.state.unique_id}"
-        measured = await unless_gone(request.receive, run_benchmark(state.llm, prompt, body, run_id))
+        work = run_benchmark(state.llm, prompt, body, run_id, tenant_of(request))
+        measured = await unless_gone(request.receive, work)
     finally:
         state.benchmark_running = False
     return Response(BenchmarkReply(data=measured).model_dump_json(), media_type="application/json")
@@ -171,5 +172,13 @@ async def _prepare(body: GenerateRequest, request: Request, state: ServerState) 
     run = _Run(request, max_tokens)
     params = body.sampling(max_tokens=max_tokens)
     prompt = await state.texts.encode_prompt(body.prompt, params)
-    answers = Answers(state.llm, [prompt], params, request_id=run.id, priority=body.priority, timeout_s=body.timeout)
+    answers = Answers(
+        state.llm,
+        [prompt],
+        params,
+        request_id=run.id,
+        priority=body.priority,
+        timeout_s=body.timeout,
+        tenant=tenant_of(request),
+    )
     return run, answers

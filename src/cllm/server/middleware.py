@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import re
 import uuid
 
@@ -10,8 +9,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.server.errors import ApiError, problem_of, problem_of_http
+from cllm.server.tenants import Caller, Tenants
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+OPERATOR_PATHS = frozenset({"/kv", "/kv/stream", "/benchmark"})
+"""What shows, or takes, what belongs to all keys."""
 _SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -55,30 +57,69 @@ class RequestContext:
 
 
 class ApiKey:
-    """Lets nobody in without the key, except to what monitors need and to the page, which holds no data."""
+    """Lets nobody in without a key, except to what monitors need and to the page, which holds no data. No key gets
+    further than it may."""
 
-    def __init__(self, app: ASGIApp, key: str, open_paths: frozenset[str] = OPEN_PATHS) -> None:
+    def __init__(self, app: ASGIApp, tenants: Tenants, open_paths: frozenset[str] = OPEN_PATHS) -> None:
         self.app = app
         self._open_paths = open_paths
-        self._key = key.encode()
+        self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._open_paths or self._admits(scope):
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
             await self.app(scope, receive, send)
             return
-        refusal = ApiError(
-            401,
-            "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.",
-            kind="authentication_error",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await _refuse(refusal, scope, receive, send)
+        caller = self._caller(scope)
+        if caller is None:
+            await _refuse(_UNKNOWN_KEY, scope, receive, send)
+        elif scope["path"] in OPERATOR_PATHS and not self._tenants.sees_all(caller):
+            await _refuse(_NOT_THE_OPERATOR, scope, receive, send)
+        else:
+            scope["state"]["tenant"] = caller.tenant
+            await self._within_limit(caller, scope, receive, send)
 
-    def _admits(self, scope: Scope) -> bool:
+    async def _within_limit(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
+        """What is sent to be worked on counts until its answer has ended, or its sender has gone."""
+        if scope["method"] != "POST":
+            await self.app(scope, receive, send)
+        elif caller.enter():
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                caller.leave()
+        else:
+            await _refuse(_over_limit(caller), scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Caller | None:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Back to the bytes that came: compare_digest takes only ASCII as strings.
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
+        # Back to the bytes that came.
+        return self._tenants.find(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
+
+
+_UNKNOWN_KEY = ApiError(
+    401,
+    "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.",
+    kind="authentication_error",
+    code="invalid_api_key",
+    headers={"WWW-Authenticate": "Bearer"},
+)
+_NOT_THE_OPERATOR = ApiError(
+    403,
+    "This concerns the requests of all keys: it needs the operator's key (server.api_key).",
+    kind="permission_error",
+    code="operator_key_required",
+)
+
+
+def _over_limit(caller: Caller) -> ApiError:
+    return ApiError(
+        429,
+        f"Rate limit reached: the API key {caller.tenant.name!r} has {caller.running} requests running and may have "
+        f"{caller.limit} (max_concurrent). Wait for one to end.",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": "1"},
+    )
 
 
 class BodyLimit:

@@ -32,7 +32,7 @@ from cllm.server.openai_replies import (
 from cllm.server.openai_schema import ChatRequest, CompletionRequest, OpenAIRequest
 from cllm.server.sliced import SlicedJson
 from cllm.server.sse import EventStream
-from cllm.server.state import ServerState, State
+from cllm.server.state import ServerState, State, tenant_of
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
@@ -68,7 +68,7 @@ async def completions(
     echoes = await _echoes(state, texts, params.n) if body.echo else {}
     head = _head(request, state, "cmpl")
     batch = 1 if max(map(len, echoes.values()), default=0) > _LONG_ECHO else BATCH
-    answers = _answers(state, body, prompts, params, head.id, batch)
+    answers = _answers(request, state, body, prompts, params, head.id, batch)
     if body.stream:
         events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes)
         return EventStream(answers, events)
@@ -88,7 +88,7 @@ async def chat_completions(
     _check_logprobs(state, [prompt], params, "top_logprobs")
     tokenizer = state.llm.tokenizer
     head = _head(request, state, "chatcmpl")
-    answers = _answers(state, body, [prompt], params, head.id)
+    answers = _answers(request, state, body, [prompt], params, head.id)
     if body.stream:
         return EventStream(answers, ChatEvents(head, tokenizer, include_usage=body.include_usage))
     whole = await unless_gone(request.receive, _collect(answers))
@@ -162,6 +162,7 @@ def _head(request: Request, state: ServerState, prefix: str) -> Head:
 
 
 def _answers(
+    request: Request,
     state: ServerState,
     body: OpenAIRequest,
     prompts: Sequence[Sequence[int]],
@@ -179,6 +180,7 @@ def _answers(
         priority=body.priority,
         timeout_s=body.timeout,
         batch=batch,
+        tenant=tenant_of(request),
     )
 
 

@@ -109,10 +109,11 @@ class ErrorReply(BaseModel):
 _CAUSES = {
     400: "The request can never succeed as it is; `param` names what is wrong.",
     401: "The API key is missing or wrong (only where the server has one).",
+    403: "The API key may not do this; it takes the operator's (only where the server has several).",
     404: "No such model.",
     408: "The request passed its deadline.",
     413: "The body is larger than server.max_body_bytes.",
-    429: "The queue is full; try again after `Retry-After` seconds.",
+    429: "The queue is full, or as many requests run as the API key may have; try again after `Retry-After` seconds.",
     500: "The server failed on this request; its log has the details under `x-request-id`.",
     503: "The server is shutting down.",
 }

@@ -53,7 +53,7 @@ async def metrics(state: State) -> Response:
     return Response(generate_latest(state.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/kv", responses=error_responses(ErrorReply, 401))
+@router.get("/kv", responses=error_responses(ErrorReply, 401, 403))
 async def kv(state: State) -> dict[str, Any]:
     """The KV cache: sizes, sequences, what is held."""
     return state.llm.kv()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
+from cllm.engine.tenant import NOBODY, Tenant
 from cllm.server.bodies import body_lanes
 from cllm.server.errors import ApiError
 from cllm.server.lanes import Lanes
@@ -47,6 +48,12 @@ class ServerState:
             param="model",
             code="model_not_found",
         )
+
+
+def tenant_of(request: Request) -> Tenant:
+    """Whose key came with the request."""
+    tenant: Tenant = getattr(request.state, "tenant", NOBODY)
+    return tenant
 
 
 async def _state_of(request: Request) -> ServerState:

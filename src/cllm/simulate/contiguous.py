@@ -77,7 +77,7 @@ class ContiguousKVManager(SimulatedManager):
 
     # -- the interface -----------------------------------------------------------------------------------------
 
-    def peek(self, key: bytes) -> int:
+    def peek(self, key: bytes, space: bytes = b"") -> int:
         return 0
 
     def admit(self, sequence: KVSequence) -> int | None:
