@@ -176,8 +176,11 @@ class Keeper:
         try:
             with self.directory.locked(), self.directory.taken(segment.path) as file:
                 if not self._is_still(segment, file, record):
-                    self._replace(shelf, segment.path, self._mend_taken(shelf, segment.path, file, "damaged"))
-                    return
+                    mended = self._mend_taken(shelf, segment.path, file, "damaged")
+                    self._replace(shelf, segment.path, mended)
+                    if mended is None or mended.count <= block or mended.place(block).record != record:
+                        return
+                    segment = mended
                 self.count("damaged")
                 self._shorten(shelf, segment, block, file)
         except FileNotFoundError:

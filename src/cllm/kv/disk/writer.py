@@ -43,7 +43,9 @@ from cllm.kv.disk.staging import Staging
 log = logging.getLogger("cllm.kv.disk")
 
 RECORD_BYTES = 32 << 20
-"""Most bytes of one append; at most an eighth of the limit."""
+"""Most bytes of one append; at most an eighth of the limit, unless that is very small."""
+
+SMALL_RECORD_BYTES = 64 << 10
 
 SEGMENT_BYTES = 256 << 20
 """A segment that would become longer is not appended to; at most a quarter of the limit."""
@@ -117,9 +119,9 @@ class Writer:
         self._flushing = False
         self._pause_s = FIRST_PAUSE_S
         self._paused_until: float | None = None
-        most = keeper.limit // 8
-        self._record_bytes = min(RECORD_BYTES, most)
-        self._segment_bytes = min(SEGMENT_BYTES, 2 * most)
+        limit = keeper.limit
+        self._record_bytes = min(RECORD_BYTES, max(limit // 8, min(limit // 2, SMALL_RECORD_BYTES)))
+        self._segment_bytes = min(SEGMENT_BYTES, max(limit // 4, 2 * self._record_bytes))
 
     # -- handing over (the engine's thread; the keeper's lock is held) -----------------------------------------
 
