@@ -1,4 +1,4 @@
-"""K/V on disk when things go wrong: every system call fails in turn, every byte is damaged in turn, processes are killed.
+"""K/V on disk when things go wrong: every system call fails in turn, every byte is damaged in turn, kill -9.
 
 `CLLM_TEST_KILLS` sets how many processes are killed (200 take about two minutes). `CLLM_TEST_EVERY_BYTE=1` damages
 the zeros that fill pages byte by byte, too, not only every 67th of them (three minutes).
@@ -22,7 +22,6 @@ import pytest
 from cllm.kv.disk.format import PAGE
 from cllm.kv.disk.store import DiskStore, Space
 from disk_kit import (
-    BLOCK_BYTES,
     FaultyFiles,
     content,
     load,
@@ -44,6 +43,12 @@ DAMAGE = ("damaged", "torn", "misplaced")
 def found(store: DiskStore) -> int:
     """Damage that was noticed."""
     return sum(store.stats().counts.get(kind, 0) for kind in DAMAGE)
+
+
+def open_files() -> int | None:
+    """None where the system does not say."""
+    descriptors = Path("/proc/self/fd")
+    return len(list(descriptors.iterdir())) if descriptors.exists() else None
 
 
 def by_age(directory: Path) -> list[Path]:
@@ -136,7 +141,18 @@ def all_is_well(directory: Path) -> None:
 def test_the_scenario_needs_every_call(tmp_path: Path) -> None:
     files = FaultyFiles()
     Scenario(tmp_path, files).run()
-    assert set(files.names) >= {"open", "close", "read", "write", "truncate", "sync", "lock", "status", "list", "remove"}
+    assert set(files.names) >= {
+        "open",
+        "close",
+        "read",
+        "write",
+        "truncate",
+        "sync",
+        "lock",
+        "status",
+        "list",
+        "remove",
+    }
     all_is_well(tmp_path)
 
 
@@ -146,14 +162,13 @@ def test_every_call_fails_in_turn(tmp_path: Path, error: int, lasts: bool) -> No
     counting = FaultyFiles()
     Scenario(tmp_path / "counted", counting).run()
     step = 7 if lasts else 1 if error == errno.EIO else 3
-    descriptors = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else None
+    before = open_files()
     for number in range(1, counting.calls + 1, step):
         directory = tmp_path / str(number)
         directory.mkdir()
         Scenario(directory, FaultyFiles(number, error, lasts=lasts)).run()
         all_is_well(directory)
-    if descriptors is not None:
-        assert len(os.listdir("/proc/self/fd")) == descriptors, "files were left open"
+    assert open_files() == before, "files were left open"
 
 
 def test_a_full_disk_is_said_once_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -293,7 +308,7 @@ def test_a_file_replaced_under_us_is_not_used(tmp_path: Path) -> None:
         put(space, names)
         store.work()
     first, second = segments(tmp_path)
-    os.replace(first, second)
+    first.replace(second)
     assert sorted(load(store, space, names) for names in chains) == [0, 0]
     assert segments(tmp_path) == []
     assert found(store) == 1

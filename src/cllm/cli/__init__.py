@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from cllm.cli import standard
+from cllm.cli.cache import cache_commands
 from cllm.cli.chat import chat
 from cllm.cli.generate import generate
 from cllm.cli.memory import NO_MEMORY, is_out_of_memory
@@ -47,6 +48,7 @@ config_commands = typer.Typer(help="Show or check the configuration.", no_args_i
 config_commands.command()(show)
 config_commands.command()(check)
 app.add_typer(config_commands, name="config")
+app.add_typer(cache_commands, name="cache")
 app.add_typer(simulate_commands, name="simulate")
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from cllm.kv.disk.files import Files, Listed
 from cllm.kv.disk.format import ID_BYTES, SUFFIX
 
-LOCK_NAME = "lock"
+LOCK_NAME, KNOWN_NAME = "lock", "models"
 LOCK_WAIT_S = 5.0
 _SPACE = re.compile(r"[0-9a-f]{32}")
 _SEGMENT = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}{re.escape(SUFFIX)}")
@@ -95,7 +95,7 @@ class Directory:
                         self.seen(file.modified_ns)
                     else:
                         foreign += 1
-            elif entry.name not in (LOCK_NAME, "models"):
+            elif entry.name.partition(".")[0] not in (LOCK_NAME, KNOWN_NAME):
                 foreign += 1
         return Survey(found, foreign)
 

@@ -130,7 +130,7 @@ class Keeper:
         """A file that is not whole: cut off what was never finished, or remove it; unless somebody writes to it now."""
         try:
             with self.directory.locked(), self.directory.taken(found.path) as file:
-                return self._mend_taken(shelf, found.path, file, "torn")
+                return self._mend_taken(shelf, found.path, file)
         except FileNotFoundError:
             return None
         except BusyError:
@@ -141,7 +141,7 @@ class Keeper:
             log.debug("%s cannot be mended: %s", found.path, error)
             return None
 
-    def _mend_taken(self, shelf: Shelf, path: str, file: int, unfinished: str) -> Segment | None:
+    def _mend_taken(self, shelf: Shelf, path: str, file: int) -> Segment | None:
         status = self.files.status(file)
         try:
             segment, torn = scan(self.files, file, path)
@@ -149,18 +149,18 @@ class Keeper:
             return None
         except DamagedError:
             begun = not any(read_page(self.files, file, 0, PAGE))
-            self._discard(path, unfinished if begun else "damaged")
+            self._discard(path, "torn" if begun else "damaged")
             return None
         if not self._belongs(shelf, segment):
             self._discard(path, "misplaced")
             return None
         if segment.count == 0:
-            self._discard(path, unfinished)
+            self._discard(path, "torn")
             return None
         if torn:
             segment.size = segment.records[-1].end
             self.files.truncate(file, segment.size)
-            self.count(unfinished)
+            self.count("torn")
             segment.modified_ns = status.st_mtime_ns
             self.set_time(segment, status.st_mtime_ns)
         return segment
@@ -176,7 +176,7 @@ class Keeper:
         try:
             with self.directory.locked(), self.directory.taken(segment.path) as file:
                 if not self._is_still(segment, file, record):
-                    mended = self._mend_taken(shelf, segment.path, file, "damaged")
+                    mended = self._mend_taken(shelf, segment.path, file)
                     self._replace(shelf, segment.path, mended)
                     if mended is None or mended.count <= block or mended.place(block).record != record:
                         return
