@@ -6,15 +6,28 @@ import os
 import shutil
 import tempfile
 from array import array
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from cllm.kv.disk.files import ID_BYTES
 from cllm.kv.disk.store import DiskStore, Space
-from disk_kit import BLOCK_TOKENS, FaultyFiles, content, load, make_store, names_of, open_space, put, segments
+from disk_kit import (
+    BLOCK_TOKENS,
+    FaultyFiles,
+    content,
+    load,
+    make_store,
+    names_of,
+    open_space,
+    put,
+    segments,
+    total_bytes,
+)
 
 LIMIT = 70_000
 TRUNKS = [[number] * (40 * BLOCK_TOKENS) for number in range(3)]
@@ -40,6 +53,9 @@ class TwoStores(RuleBasedStateMachine):
         self.shadow: dict[bytes, bytes] = {}
         """All that was ever handed over, and so all that may ever be loaded."""
         self.files = [FaultyFiles(), FaultyFiles()]
+        ids = count(1)
+        for files in self.files:
+            files.fresh_id = lambda: next(ids).to_bytes(ID_BYTES, "little")  # type: ignore[method-assign]
         self.trouble = False
         """A byte was damaged, or a call has failed."""
         self.stores: list[DiskStore] = []
@@ -137,13 +153,15 @@ class TwoStores(RuleBasedStateMachine):
         self.trouble = True
         self.now += 2000  # whatever went wrong before is tried again
 
-    @rule(pick=st.integers(0, 100), offset=st.integers(0, 20_000), bit=st.integers(0, 7))
-    @precondition(lambda self: bool(segments(self.directory)))
-    def damage(self, pick: int, offset: int, bit: int) -> None:
+    def pick(self, number: int) -> Path | None:
         paths = segments(self.directory)
-        path = paths[pick % len(paths)]
-        data = bytearray(path.read_bytes())
-        if data:
+        return paths[number % len(paths)] if paths else None
+
+    @rule(pick=st.integers(0, 100), offset=st.integers(0, 20_000), bit=st.integers(0, 7))
+    def damage(self, pick: int, offset: int, bit: int) -> None:
+        path = self.pick(pick)
+        data = bytearray(path.read_bytes() if path is not None else b"")
+        if path is not None and data:
             data[offset % len(data)] ^= 1 << bit
             times = path.stat()
             path.write_bytes(data)
@@ -151,24 +169,21 @@ class TwoStores(RuleBasedStateMachine):
             self.trouble = True
 
     @rule(pick=st.integers(0, 100))
-    @precondition(lambda self: bool(segments(self.directory)))
     def remove(self, pick: int) -> None:
-        paths = segments(self.directory)
-        paths[pick % len(paths)].unlink()
+        if (path := self.pick(pick)) is not None:
+            path.unlink()
 
     @rule(pick=st.integers(0, 100), size=st.integers(1, 9000))
-    @precondition(lambda self: bool(segments(self.directory)))
     def half_written(self, pick: int, size: int) -> None:
         """Somebody died while he appended."""
-        paths = segments(self.directory)
-        path = paths[pick % len(paths)]
-        if sum(other.stat().st_size for other in paths) + size <= LIMIT:
+        path = self.pick(pick)
+        if path is not None and total_bytes(self.directory) + size <= LIMIT:
             os.truncate(path, path.stat().st_size + size)
 
     @invariant()
     def the_limit_holds(self) -> None:
         if hasattr(self, "directory"):
-            assert sum(path.stat().st_size for path in segments(self.directory)) <= LIMIT
+            assert total_bytes(self.directory) <= LIMIT
             for store in self.stores:
                 assert 0 <= store.writer.queued_bytes <= 30_000
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from cllm.kv.disk.files import Files, Listed
-from cllm.kv.disk.format import ID_BYTES, SUFFIX
+from cllm.kv.disk.files import ID_BYTES, Files, Listed
+from cllm.kv.disk.format import SUFFIX
 
 LOCK_NAME, KNOWN_NAME = "lock", "models"
 LOCK_WAIT_S = 5.0

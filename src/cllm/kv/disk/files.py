@@ -14,6 +14,9 @@ except ImportError:  # not a POSIX system: `why_not` says so
     fcntl = None  # type: ignore[assignment]
 
 DIRECTORY_MODE, FILE_MODE = 0o700, 0o600
+ID_BYTES = 16
+"""Of a segment."""
+
 MOST_BUFFERS = 512
 """In one call; Linux allows 1024."""
 
@@ -35,6 +38,9 @@ class Files:
     """Calls fail with OSError, and with nothing else."""
 
     why_not: str | None = None if fcntl is not None else "the K/V store needs a POSIX system: files are locked by flock"
+
+    def fresh_id(self) -> bytes:
+        return os.urandom(ID_BYTES)
 
     def open(self, path: str, *, create: bool = False, new: bool = False, write: bool = False) -> int:
         """A link is not followed: nobody leads us to a file that is not ours."""

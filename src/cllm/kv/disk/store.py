@@ -13,6 +13,7 @@ What the engine's thread calls here never waits for a disk.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from cllm.kv.disk.worker import Worker
 from cllm.kv.disk.writer import Run, Saved, Writer
 
 Block = NDArray[np.uint8] | memoryview | bytes
+MOST_READERS = 4
 LOOK_INTERVAL_S = 2.0
 """How often, at most, the directory is looked at for what others wrote; only while somebody asks."""
 
@@ -90,7 +92,8 @@ class DiskStore:
             monotonic=monotonic,
             sleep=sleep,
         )
-        self.reader = Reader(self._keeper, monotonic=monotonic)
+        helpers = min(MOST_READERS, os.cpu_count() or 1) if threads else 1
+        self.reader = Reader(self._keeper, threads=helpers, monotonic=monotonic)
         self._workers = (Worker("cllm-kv-write", self.writer.work), Worker("cllm-kv-read", self.reader.work))
         self._threads = threads
         self._closed = False

@@ -11,7 +11,6 @@ power cut, and so that no more than one record of ours waits in the system's mem
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import zlib
@@ -24,7 +23,6 @@ from dataclasses import dataclass
 from cllm.kv.disk.directory import BusyError
 from cllm.kv.disk.files import write_all
 from cllm.kv.disk.format import (
-    ID_BYTES,
     PAGE,
     SEQUENCE_PIECE,
     SUFFIX,
@@ -294,7 +292,7 @@ class Writer:
     def _header(self, shelf: Shelf, kind: Kind, parent: bytes, first: int) -> SegmentHeader:
         block_bytes = shelf.block_bytes if kind is Kind.BLOCKS else 0
         return SegmentHeader(
-            shelf.fingerprint, os.urandom(ID_BYTES), kind, block_bytes, shelf.block_tokens, first, parent, shelf.about
+            shelf.fingerprint, self._files.fresh_id(), kind, block_bytes, shelf.block_tokens, first, parent, shelf.about
         )
 
     # -- files -------------------------------------------------------------------------------------------------
