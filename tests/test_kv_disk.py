@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -401,6 +402,40 @@ def test_the_limit_holds_over_several_processes(tmp_path: Path) -> None:
             names = names_of(space, long_prompt(6 + turn % 9, start=number * 100_000 + 1000 * turn))
             held += load(store, space, names[: space.held(names)]) if space.held(names) else 0
     assert held > 50
+
+
+def test_the_directory_may_be_removed_while_it_is_used(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "kv")
+    space = open_space(store)
+    names = names_of(space, long_prompt(10))
+    put(space, names)
+    store.work()
+    shutil.rmtree(tmp_path / "kv")
+    assert load(store, space, names) == 0
+    put(space, names)
+    store.work()
+    assert load(store, space, names) == 10
+
+
+def test_another_process_that_holds_the_directory_for_ever_costs_what_was_to_be_written(tmp_path: Path) -> None:
+    import fcntl
+
+    now = [0.0]
+    store = make_store(tmp_path, monotonic=lambda: now.__setitem__(0, now[0] + 0.1) or now[0])
+    space = open_space(store)
+    names = names_of(space, long_prompt(10))
+    put(space, names[:5])
+    store.work()
+    with (tmp_path / "lock").open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        put(space, names)
+        store.work()
+        assert load(store, space, names[:5]) == 5, "reading goes on"
+        assert store.stats().trouble is None
+    assert space.held(names) == 5
+    put(space, names)
+    store.work()
+    assert load(store, space, names) == 10
 
 
 # -- privacy, foreign files ----------------------------------------------------------------------------------------

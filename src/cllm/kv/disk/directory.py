@@ -108,15 +108,18 @@ class Directory:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Nobody else begins, shortens or removes a file meanwhile."""
-        self.files.make_directory(self.root)
-        with self.opened(os.path.join(self.root, LOCK_NAME), create=True, write=True) as file:  # noqa: PTH118
-            deadline, pause = self._monotonic() + LOCK_WAIT_S, 0.001
-            while not self.files.lock(file):
-                if self._monotonic() > deadline:
-                    raise BusyError(f"another process has held {self.root}/{LOCK_NAME} for {LOCK_WAIT_S:g} s")
-                self._sleep(pause)
-                pause = min(2 * pause, 0.05)
-            yield
+        deadline, pause = self._monotonic() + LOCK_WAIT_S, 0.001
+        while True:
+            self.files.make_directory(self.root)
+            with self.opened(self.space_path(LOCK_NAME), create=True, write=True) as file:
+                # A lock file that somebody removed locks out nobody.
+                if self.files.lock(file) and self.files.status(file).st_nlink:
+                    yield
+                    return
+            if self._monotonic() > deadline:
+                raise BusyError(f"another process has held {self.root}/{LOCK_NAME} for {LOCK_WAIT_S:g} s")
+            self._sleep(pause)
+            pause = min(2 * pause, 0.05)
 
     @contextmanager
     def opened(self, path: str, *, create: bool = False, new: bool = False, write: bool = False) -> Iterator[int]:

@@ -37,7 +37,10 @@ class Listed(NamedTuple):
 class Files:
     """Calls fail with OSError, and with nothing else."""
 
-    why_not: str | None = None if fcntl is not None else "the K/V store needs a POSIX system: files are locked by flock"
+    why_not: str | None = None
+    """Why this system cannot keep K/V on disk."""
+    if fcntl is None or not hasattr(os, "preadv"):
+        why_not = "keeping K/V on disk needs flock and preadv, which this system does not have"
 
     def fresh_id(self) -> bytes:
         return os.urandom(ID_BYTES)
@@ -58,13 +61,14 @@ class Files:
         return os.pwritev(file, buffers, offset)
 
     def read_ahead(self, file: int, offset: int, size: int) -> None:
-        os.posix_fadvise(file, offset, size, os.POSIX_FADV_WILLNEED)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, offset, size, os.POSIX_FADV_WILLNEED)
 
     def truncate(self, file: int, size: int) -> None:
         os.ftruncate(file, size)
 
     def sync(self, file: int) -> None:
-        os.fdatasync(file)
+        getattr(os, "fdatasync", os.fsync)(file)
 
     def lock(self, file: int) -> bool:
         """Take the file for this process, until it is closed there. False: another one has it."""
