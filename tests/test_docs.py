@@ -260,7 +260,7 @@ DISK_LAYERS = [
     {"segment"},
     {"index", "overview"},
     {"keeper"},
-    {"reader", "writer"},
+    {"reader", "runs", "writer"},
     {"store"},
     {"__init__"},
 ]

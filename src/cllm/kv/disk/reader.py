@@ -9,7 +9,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Executor, wait
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -96,10 +96,12 @@ class Part(NamedTuple):
 
 
 class Reader:
-    def __init__(self, keeper: Keeper, *, threads: int, monotonic: Callable[[], float] = time.monotonic) -> None:
-        """`threads` that help: copying and checking keep one core busy at 1.5 GB/s, and many disks are faster."""
+    def __init__(
+        self, keeper: Keeper, *, helpers: Executor | None, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`helpers`: copying and checking keep one core busy at 1.5 GB/s, and many disks are faster."""
         self.speed = Speed()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cllm-kv-load") if threads > 1 else None
+        self._helpers = helpers
         self.queued_bytes = 0
         self._keeper = keeper
         self._files = keeper.files
@@ -149,8 +151,6 @@ class Reader:
 
     def give_up(self) -> None:
         """Nobody will read these any more."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
         with self._keeper.lock:
             tickets, self._tickets = list(self._tickets), deque()
         for ticket in tickets:
@@ -237,14 +237,14 @@ class Reader:
             self._read_ahead(file, span[0], spans[-1][-1])
             return self._read_span(file, span)
 
-        if self._pool is None or len(spans) == 1:
+        if self._helpers is None or len(spans) == 1:
             for span in spans:
                 right = read(span)
                 yield right, len(span)
                 if right < len(span):
                     return
             return
-        reads = [self._pool.submit(read, span) for span in spans]
+        reads = [self._helpers.submit(read, span) for span in spans]
         try:
             for span, pending in zip(spans, reads, strict=True):
                 right = pending.result()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +29,15 @@ from cllm.kv.disk.index import FoundSequence
 from cllm.kv.disk.keeper import Keeper, Shelf, space_of
 from cllm.kv.disk.names import TOKEN_BYTES, root_name, tail_name
 from cllm.kv.disk.reader import Reader, Ticket
+from cllm.kv.disk.runs import Run, Saved
 from cllm.kv.disk.staging import Staging
 from cllm.kv.disk.worker import Worker
-from cllm.kv.disk.writer import Run, Saved, Writer
+from cllm.kv.disk.writer import Writer
 
 Block = NDArray[np.uint8] | memoryview | bytes
-MOST_READERS = 4
+MOST_HELPERS = 4
+"""Threads that copy and check what is read and written."""
+
 LOOK_INTERVAL_S = 2.0
 """How often, at most, the directory is looked at for what others wrote; only while somebody asks."""
 
@@ -83,17 +87,19 @@ class DiskStore:
         )
         self._monotonic = monotonic
         self.staging = Staging(queue_bytes // 4)
+        cores = min(MOST_HELPERS, os.cpu_count() or 1) if threads else 1
+        self._helpers = ThreadPoolExecutor(cores, thread_name_prefix="cllm-kv-help") if cores > 1 else None
         self.writer = Writer(
             self._keeper,
             staging=self.staging,
+            helpers=self._helpers,
             queue_bytes=queue_bytes,
             linger_s=linger_s,
             rate=rate,
             monotonic=monotonic,
             sleep=sleep,
         )
-        helpers = min(MOST_READERS, os.cpu_count() or 1) if threads else 1
-        self.reader = Reader(self._keeper, threads=helpers, monotonic=monotonic)
+        self.reader = Reader(self._keeper, helpers=self._helpers, monotonic=monotonic)
         self._workers = (Worker("cllm-kv-write", self.writer.work), Worker("cllm-kv-read", self.reader.work))
         self._threads = threads
         self._closed = False
@@ -172,6 +178,8 @@ class DiskStore:
             for worker in self._workers:
                 worker.stop(1.0)
         self.reader.give_up()
+        if self._helpers is not None:
+            self._helpers.shutdown(wait=False, cancel_futures=True)
 
 
 class Space:

@@ -17,8 +17,8 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 
 from cllm.kv.disk.directory import BusyError
 from cllm.kv.disk.files import write_all
@@ -34,6 +34,7 @@ from cllm.kv.disk.format import (
     whole_pages,
 )
 from cllm.kv.disk.keeper import Keeper, Shelf
+from cllm.kv.disk.runs import Run, Saved, joined
 from cllm.kv.disk.segment import Segment
 from cllm.kv.disk.speed import Speed
 from cllm.kv.disk.staging import Staging
@@ -51,38 +52,11 @@ SEGMENT_BYTES = 256 << 20
 WRITE_BYTES = 8 << 20
 """In one call."""
 
+SHARES = 4
+"""Into which the work on a record is divided for the threads that help."""
+
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 """How long nothing is written after it could not be; twice as long every time, up to the longest."""
-
-
-@dataclass(slots=True)
-class Run:
-    """Consecutive blocks of a chain."""
-
-    shelf: Shelf
-    parent: bytes
-    first: int
-    names: list[bytes]
-    blocks: list[memoryview]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(len, self.blocks))
-
-
-@dataclass(slots=True)
-class Saved:
-    """A whole sequence: the names of its blocks, that of its end, and what the backend made of it."""
-
-    shelf: Shelf
-    names: list[bytes]
-    tokens: bytes
-    count: int
-    payload: memoryview
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.payload)
 
 
 class Writer:
@@ -91,6 +65,7 @@ class Writer:
         keeper: Keeper,
         *,
         staging: Staging,
+        helpers: Executor | None,
         queue_bytes: int,
         linger_s: float,
         rate: float | None,
@@ -106,6 +81,7 @@ class Writer:
         self._keeper = keeper
         self._files = keeper.files
         self._staging = staging
+        self._helpers = helpers
         self._queue_bytes = queue_bytes
         self._linger_s = linger_s
         self._monotonic = monotonic
@@ -177,7 +153,7 @@ class Writer:
         self._busy = True
         items, self._items = list(self._items), deque()
         runs = [item for item in items if isinstance(item, Run)]
-        return [*_joined(runs), *(item for item in items if isinstance(item, Saved))]
+        return [*joined(runs), *(item for item in items if isinstance(item, Saved))]
 
     def _write_or_give_up(self, item: Run | Saved) -> None:
         """Whatever happens, it is out of the queue afterwards."""
@@ -342,8 +318,7 @@ class Writer:
     def _fill(self, file: int, record: Record, pieces: Sequence[memoryview], size: int) -> bool:
         """Payload, then the disk's word for it, then the header. False: the file was removed meanwhile."""
         began, slept = self._monotonic(), 0.0
-        for piece in pieces:
-            record.checksums.append(zlib.crc32(piece))
+        record.checksums.extend(self._checksums(pieces))
         padding = bytes(whole_pages(record.payload_bytes) - record.payload_bytes)
         record.checksums[-1] = zlib.crc32(padding, record.checksums[-1])
         offset, waiting, waiting_bytes = record.payload, [], 0
@@ -361,30 +336,17 @@ class Writer:
         self.speed.add(size, self._monotonic() - began - slept)
         return self._files.status(file).st_nlink > 0
 
+    def _checksums(self, pieces: Sequence[memoryview]) -> list[int]:
+        if self._helpers is None or len(pieces) < 2:
+            return list(map(zlib.crc32, pieces))
+        few = -(-len(pieces) // SHARES)
+        shares = [pieces[at : at + few] for at in range(0, len(pieces), few)]
+        return [
+            found for share in self._helpers.map(lambda share: list(map(zlib.crc32, share)), shares) for found in share
+        ]
+
     def _pace(self, count: int) -> float:
         if self.rate is None:
             return 0.0
         self._sleep(count / self.rate)
         return count / self.rate
-
-
-def _joined(runs: list[Run]) -> list[Run]:
-    """Runs that follow each other, in whatever order they came, become one."""
-    followers = {run.parent: run for run in runs}
-    lasts = {run.names[-1] for run in runs}
-    joined: list[Run] = []
-    done: set[int] = set()
-    for run in sorted(runs, key=lambda run: run.parent in lasts):
-        whole: Run | None = None
-        part: Run | None = run
-        while part is not None and id(part) not in done:
-            done.add(id(part))
-            if whole is None:
-                whole = Run(part.shelf, part.parent, part.first, list(part.names), list(part.blocks))
-            else:
-                whole.names += part.names
-                whole.blocks += part.blocks
-            part = followers.get(part.names[-1])
-        if whole is not None:
-            joined.append(whole)
-    return joined
