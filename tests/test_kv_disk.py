@@ -160,6 +160,23 @@ def test_a_block_of_another_size_is_refused(tmp_path: Path) -> None:
     assert store.writer.queued_bytes == 0
 
 
+def test_without_memory_for_copies_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path)
+    space = open_space(store)
+    names = names_of(space, long_prompt(4))
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.staging, "copies", no_memory)
+        assert put(space, names) == 0
+    assert store.writer.queued_bytes == 0
+    assert put(space, names) == 4
+    store.work()
+    assert load(store, space, names) == 4
+
+
 def test_models_and_tenants_do_not_see_each_other(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     space = open_space(store)

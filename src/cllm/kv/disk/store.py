@@ -225,8 +225,12 @@ class Space:
         """
         views = [_view(block, self.block_bytes) for block in blocks]
         taken = self._missing(names)
-        for start, end in taken:
-            copies = self._store.staging.copies(views[start:end])
+        for number, (start, end) in enumerate(taken):
+            try:
+                copies = self._store.staging.copies(views[start:end])
+            except MemoryError:  # they are not written, then
+                self._give_up([name for begin, stop in taken[number:] for name in names[begin:stop]])
+                break
             before = names[start - 1] if start else parent
             with self._keeper.lock:
                 self._store.writer.add(Run(self._shelf, before, first + start, list(names[start:end]), copies))
@@ -257,6 +261,11 @@ class Space:
                     runs.append((number, number + 1))
             self._store.writer.reserve(self.block_bytes * sum(end - start for start, end in runs))
         return runs
+
+    def _give_up(self, names: list[bytes]) -> None:
+        with self._keeper.lock:
+            self._shelf.pending.difference_update(names)
+            self._store.writer.reserve(-self.block_bytes * len(names))
 
     def load(
         self, names: Sequence[bytes], buffers: Sequence[Block], tell: Callable[[Ticket], None] | None = None
