@@ -76,6 +76,7 @@ class Keeper:
             for path, segment in known.items():
                 if path not in mine and path != writing:
                     shelf.index.remove(segment)
+        shelf.unusable = {path: state for path, state in shelf.unusable.items() if path in mine}
         for path, found in mine.items():
             if path != writing and self._is_news(shelf, found, known.get(path)):
                 self._learn(shelf, found)
@@ -97,12 +98,14 @@ class Keeper:
         try:
             with self.directory.opened(found.path) as file:
                 segment, torn = scan(self.files, file, found.path)
-            if torn or segment.count == 0 or not self._belongs(shelf, segment):
-                segment = self._mend(shelf, found)
+            if segment.count == 0 or not self._belongs(shelf, segment):
+                segment = self._mend(shelf, found, None)
+            elif torn:
+                segment = self._mend(shelf, found, segment)
         except OtherVersionError:
             shelf.unusable[found.path] = (found.size, found.modified_ns)
         except DamagedError:
-            segment = self._mend(shelf, found)
+            segment = self._mend(shelf, found, None)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -126,8 +129,12 @@ class Keeper:
                 segment.use(segment.count, segment.modified_ns)
                 shelf.index.add(segment)
 
-    def _mend(self, shelf: Shelf, found: Found) -> Segment | None:
-        """A file that is not whole: cut off what was never finished, or remove it; unless somebody writes to it now."""
+    def _mend(self, shelf: Shelf, found: Found, begun: Segment | None) -> Segment | None:
+        """A file that is not whole: cut off what was never finished, or remove it; unless somebody writes to it now.
+
+        `begun` is what of it is right. That is used even if the rest has to stay: its length then is not the file's, so
+        it is looked at again, and not appended to.
+        """
         try:
             with self.directory.locked(), self.directory.taken(found.path) as file:
                 return self._mend_taken(shelf, found.path, file)
@@ -135,11 +142,12 @@ class Keeper:
             return None
         except BusyError:
             shelf.unusable[found.path] = (found.size, found.modified_ns)
-            return None
         except OSError as error:
             self.count("write_errors")
             log.debug("%s cannot be mended: %s", found.path, error)
-            return None
+        if begun is not None:
+            begun.size = begun.records[-1].end
+        return begun
 
     def _mend_taken(self, shelf: Shelf, path: str, file: int) -> Segment | None:
         status = self.files.status(file)

@@ -153,6 +153,7 @@ class Reader:
         """Nobody will read these any more."""
         with self._keeper.lock:
             tickets, self._tickets = list(self._tickets), deque()
+            self.queued_bytes -= sum(ticket.nbytes for ticket in tickets)
         for ticket in tickets:
             ticket.error = "the store was closed"
             ticket.finish()

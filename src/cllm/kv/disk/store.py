@@ -120,6 +120,10 @@ class DiskStore:
         self.wake()
         return Space(self, self._keeper, shelf, self._monotonic)
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def load_seconds(self, nbytes: int) -> float:
         """How long loading so much would take now, behind all that waits."""
         with self._keeper.lock:
@@ -171,7 +175,7 @@ class DiskStore:
         """Write what is queued, for so long; then stop."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = self.writer.closed = True
         if flush_s > 0:
             self.flush(flush_s)
         if self._threads:
@@ -279,6 +283,8 @@ class Space:
     def _ask(self, ticket: Ticket) -> Ticket:
         with self._keeper.lock:
             self._store.reader.add(ticket)
+        if self._store.closed:
+            self._store.reader.give_up()
         self._store.wake()
         return ticket
 

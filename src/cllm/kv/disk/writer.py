@@ -74,6 +74,8 @@ class Writer:
     ) -> None:
         self.speed = Speed()
         self.queued_bytes = 0
+        self.closed = False
+        """Nothing more is taken."""
         self.rate = rate
         """Most bytes per second, on average over a record; None: as fast as the disk takes them."""
         self.trouble: str | None = None
@@ -101,7 +103,7 @@ class Writer:
 
     def room(self) -> int:
         """Bytes that can be handed over now."""
-        if self._paused_until is not None and self._monotonic() < self._paused_until:
+        if self.closed or (self._paused_until is not None and self._monotonic() < self._paused_until):
             return 0
         return self._queue_bytes - self.queued_bytes
 
