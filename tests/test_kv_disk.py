@@ -160,6 +160,19 @@ def test_a_block_of_another_size_is_refused(tmp_path: Path) -> None:
     assert store.writer.queued_bytes == 0
 
 
+def test_memory_for_copies_is_used_again_and_goes_back(tmp_path: Path) -> None:
+    now = [0.0]
+    store = make_store(tmp_path, queue_bytes=8 * BLOCK_BYTES, monotonic=lambda: now[0])
+    space = open_space(store)
+    for number in range(3):
+        put(space, names_of(space, long_prompt(8, start=1000 * number)))
+        store.work()
+        assert store.staging.kept == 8 * BLOCK_BYTES
+    now[0] += 10
+    store.work()
+    assert store.staging.kept == 0
+
+
 def test_without_memory_for_copies_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(tmp_path)
     space = open_space(store)

@@ -60,10 +60,6 @@ class Files:
     def write(self, file: int, buffers: Sequence[Buffer], offset: int) -> int:
         return os.pwritev(file, buffers, offset)
 
-    def read_ahead(self, file: int, offset: int, size: int) -> None:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file, offset, size, os.POSIX_FADV_WILLNEED)
-
     def truncate(self, file: int, size: int) -> None:
         os.ftruncate(file, size)
 

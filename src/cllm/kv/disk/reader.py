@@ -10,7 +10,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, wait
-from contextlib import suppress
 from typing import NamedTuple
 
 from cllm.kv.disk.files import read_all
@@ -29,9 +28,6 @@ MOST_NOTES = 1000
 
 MOST_PIECES = 500
 """In one call."""
-
-AHEAD_BYTES = 32 << 20
-"""The disk goes on with so much while checksums are computed."""
 
 
 class Ticket:
@@ -233,10 +229,7 @@ class Reader:
         """For every span in turn how many of its parts are right, and how many there are; none after a wrong one."""
 
         def read(span: list[Part]) -> int:
-            if ticket.cancelled:
-                return 0
-            self._read_ahead(file, span[0], spans[-1][-1])
-            return self._read_span(file, span)
+            return 0 if ticket.cancelled else self._read_span(file, span)
 
         if self._helpers is None or len(spans) == 1:
             for span in spans:
@@ -256,13 +249,6 @@ class Reader:
             for pending in reads:
                 pending.cancel()
             wait(reads)
-
-    def _read_ahead(self, file: int, first: Part, last: Part) -> None:
-        start = _offset(first)
-        size = min(AHEAD_BYTES, _offset(last) + len(last.buffer) - start)
-        if size > READ_BYTES:
-            with suppress(OSError):
-                self._files.read_ahead(file, start, size)
 
     def _read_span(self, file: int, span: list[Part]) -> int:
         """Pieces that lie one behind the other. How many of them are right."""

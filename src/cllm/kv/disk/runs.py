@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cllm.kv.disk.keeper import Shelf
@@ -21,6 +22,14 @@ class Run:
     def nbytes(self) -> int:
         return sum(map(len, self.blocks))
 
+    def parts(self, most: int) -> Iterator[Run]:
+        """The same in runs of at most so many blocks, one at least."""
+        step = max(1, most)
+        for start in range(0, len(self.names), step):
+            part = slice(start, start + step)
+            parent = self.names[start - 1] if start else self.parent
+            yield Run(self.shelf, parent, self.first + start, self.names[part], self.blocks[part])
+
 
 @dataclass(slots=True)
 class Saved:
@@ -35,6 +44,9 @@ class Saved:
     @property
     def nbytes(self) -> int:
         return len(self.payload)
+
+    def pieces(self, size: int) -> list[memoryview]:
+        return [self.payload[at : at + size] for at in range(0, self.nbytes, size)]
 
 
 def joined(runs: list[Run]) -> list[Run]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class Staging:
-    """How many copies there are at once is for the writer's queue to say; up to `keep` bytes stay for the next."""
+    """How many copies there are at once is for the writer's queue to say; up to `keep` bytes stay until `clear`."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
@@ -35,3 +35,13 @@ class Staging:
                 if self._kept + len(copy) <= self._keep:
                     self._free.setdefault(len(copy), []).append(copy)
                     self._kept += len(copy)
+
+    def clear(self) -> None:
+        """Give the memory back to the system."""
+        with self._lock:
+            self._free = {}
+            self._kept = 0
+
+    @property
+    def kept(self) -> int:
+        return self._kept

@@ -86,7 +86,7 @@ class DiskStore:
             Directory(root, files or Files(), clock_ns=clock_ns, monotonic=monotonic, sleep=sleep), limit
         )
         self._monotonic = monotonic
-        self.staging = Staging(queue_bytes // 4)
+        self.staging = Staging(queue_bytes)
         cores = min(MOST_HELPERS, os.cpu_count() or 1) if threads else 1
         self._helpers = ThreadPoolExecutor(cores, thread_name_prefix="cllm-kv-help") if cores > 1 else None
         self.writer = Writer(

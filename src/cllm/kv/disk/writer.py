@@ -52,8 +52,9 @@ SEGMENT_BYTES = 256 << 20
 WRITE_BYTES = 8 << 20
 """In one call."""
 
-SHARES = 4
-"""Into which the work on a record is divided for the threads that help."""
+KEEP_COPIES_S = 5.0
+"""How long the memory of copies stays taken when there is nothing to write."""
+
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 """How long nothing is written after it could not be; twice as long every time, up to the longest."""
@@ -92,6 +93,7 @@ class Writer:
         self._arrived = threading.Condition(keeper.lock)
         self._oldest: float = 0.0
         self._busy = False
+        self._idle_since = 0.0
         self._flushing = False
         self._pause_s = FIRST_PAUSE_S
         self._paused_until: float | None = None
@@ -103,7 +105,7 @@ class Writer:
 
     def room(self) -> int:
         """Bytes that can be handed over now."""
-        if self.closed or (self._paused_until is not None and self._monotonic() < self._paused_until):
+        if self.closed or not self._may_write():
             return 0
         return self._queue_bytes - self.queued_bytes
 
@@ -122,19 +124,31 @@ class Writer:
         """Write a batch if one is due. 0: there may be more; otherwise how long to wait for it."""
         with self._keeper.lock:
             if not self._items:
-                return None
+                return self._rest()
             wait = self._oldest + self._linger_s - self._monotonic()
             if wait > 0 and not self._flushing and self.queued_bytes < min(self._record_bytes, self._queue_bytes // 2):
                 return wait
             batch = self._take()
         try:
-            for item in batch:
-                self._write_or_give_up(item)
+            lost: set[bytes] = set()
+            for item, sums in zip(batch, self._checksums(batch), strict=True):
+                self._write_or_give_up(item, sums, lost)
         finally:
             with self._keeper.lock:
                 self._busy = False
+                self._idle_since = self._monotonic()
                 self._arrived.notify_all()
         return 0.0
+
+    def _rest(self) -> float | None:
+        """Nothing to write: memory for copies goes back after a while."""
+        if not self._staging.kept:
+            return None
+        wait = self._idle_since + KEEP_COPIES_S - self._monotonic()
+        if wait > 0:
+            return wait
+        self._staging.clear()
+        return None
 
     @contextmanager
     def flushing(self) -> Iterator[None]:
@@ -151,33 +165,45 @@ class Writer:
             return self._arrived.wait_for(lambda: not (self._items or self._busy), timeout)
 
     def _take(self) -> list[Run | Saved]:
-        """What is queued, chains put together."""
+        """What is queued: chains put together, in parts that become a record each."""
         self._busy = True
         items, self._items = list(self._items), deque()
-        runs = [item for item in items if isinstance(item, Run)]
-        return [*joined(runs), *(item for item in items if isinstance(item, Saved))]
+        runs = joined([item for item in items if isinstance(item, Run)])
+        parts = [part for run in runs for part in run.parts(most_names(run.shelf.block_bytes, self._record_bytes))]
+        return [*parts, *(item for item in items if isinstance(item, Saved))]
 
-    def _write_or_give_up(self, item: Run | Saved) -> None:
-        """Whatever happens, it is out of the queue afterwards."""
+    def _checksums(self, batch: list[Run | Saved]) -> Iterator[list[int]]:
+        """Of the pieces of each; those that are wanted next are computed while the disk is busy with the first."""
+        if self._helpers is None:
+            return map(_checksums_of, batch)
+        return self._helpers.map(_checksums_of, batch)
+
+    def _write_or_give_up(self, item: Run | Saved, sums: list[int], lost: set[bytes]) -> None:
+        """Whatever happens, it is out of the queue afterwards. What follows something that is `lost` is not written."""
+        written = False
         try:
-            if self._paused_until is None or self._monotonic() >= self._paused_until:
-                self._write(item)
-                return
-            self._keeper.count("unwritten_bytes", item.nbytes)
+            if isinstance(item, Saved):
+                written = self._may_write() and self._write_sequence(item, sums)
+            else:
+                written = self._may_write() and item.parent not in lost and self._append(item, sums)
         except BusyError as error:
-            self._keeper.count("unwritten_bytes", item.nbytes)
             log.debug("%s", error)
         except OSError as error:
-            self._keeper.count("unwritten_bytes", item.nbytes)
             self._back_off(error)
         finally:
             with self._keeper.lock:
                 self.queued_bytes -= item.nbytes
+                self._keeper.counts["unwritten_bytes"] += 0 if written else item.nbytes
                 if isinstance(item, Run):
+                    if not written:
+                        lost.add(item.names[-1])
                     item.shelf.pending.difference_update(item.names)
                     self._staging.give_back(item.blocks)
                 else:
                     item.shelf.pending.discard(item.names[-1])
+
+    def _may_write(self) -> bool:
+        return self._paused_until is None or self._monotonic() >= self._paused_until
 
     def _back_off(self, error: OSError) -> None:
         self._keeper.count("write_errors")
@@ -196,22 +222,9 @@ class Writer:
             log.info("K/V are written to %s again", self._keeper.directory.root)
         self.trouble, self._paused_until, self._pause_s = None, None, FIRST_PAUSE_S
 
-    def _write(self, item: Run | Saved) -> None:
-        if isinstance(item, Saved):
-            self._write_sequence(item)
-            return
-        most = max(1, most_names(item.shelf.block_bytes, self._record_bytes))
-        for start in range(0, len(item.names), most):
-            part = slice(start, start + most)
-            parent = item.names[start - 1] if start else item.parent
-            run = Run(item.shelf, parent, item.first + start, item.names[part], item.blocks[part])
-            if not self._append(run):
-                self._keeper.count("unwritten_bytes", sum(map(len, item.blocks[start:])))
-                return
-
     # -- records -----------------------------------------------------------------------------------------------
 
-    def _append(self, run: Run) -> bool:
+    def _append(self, run: Run, sums: list[int]) -> bool:
         """Write blocks behind their parent, or into a file of their own. False: there is no room for them."""
         keeper, shelf = self._keeper, run.shelf
         size = record_bytes(len(run.names), len(run.names), run.nbytes)
@@ -231,7 +244,7 @@ class Writer:
             record = Record(
                 segment.header.id, segment.size, shelf.block_bytes, run.nbytes, 0, tuple(run.names), array("I")
             )
-            linked = self._fill(file, record, run.blocks, size)
+            linked = self._fill(file, record, run.blocks, sums, size)
         with keeper.lock:
             keeper.writing = None
             if linked:
@@ -243,19 +256,19 @@ class Writer:
         keeper.touch(shelf, run.names[-1])
         return True
 
-    def _write_sequence(self, saved: Saved) -> None:
+    def _write_sequence(self, saved: Saved, sums: list[int]) -> bool:
+        """Write it into a file of its own. False: there is no room for it."""
         keeper, shelf = self._keeper, saved.shelf
-        pieces = [saved.payload[at : at + SEQUENCE_PIECE] for at in range(0, saved.nbytes, SEQUENCE_PIECE)]
+        pieces = saved.pieces(SEQUENCE_PIECE)
         size = record_bytes(len(saved.names), len(pieces), saved.nbytes)
         header = self._header(shelf, Kind.SEQUENCE, bytes(len(saved.names[0])), 0)
         with ExitStack() as stack:
             with keeper.directory.locked():
                 if not keeper.make_room(size + PAGE, {}):
-                    keeper.count("unwritten_bytes", saved.nbytes)
-                    return
+                    return False
                 segment, file = self._reserve_new(header, size, stack)
             record = Record(header.id, PAGE, SEQUENCE_PIECE, saved.nbytes, saved.count, tuple(saved.names), array("I"))
-            linked = self._fill(file, record, pieces, size)
+            linked = self._fill(file, record, pieces, sums, size)
         with keeper.lock:
             keeper.writing = None
             covered = shelf.index.covered(saved.names[:-1], saved.tokens)
@@ -266,6 +279,7 @@ class Writer:
         keeper.touch_sequence(segment)
         for other in covered:
             keeper.supersede(shelf, other)
+        return True
 
     def _header(self, shelf: Shelf, kind: Kind, parent: bytes, first: int) -> SegmentHeader:
         block_bytes = shelf.block_bytes if kind is Kind.BLOCKS else 0
@@ -317,38 +331,42 @@ class Writer:
 
         stack.push(leave)
 
-    def _fill(self, file: int, record: Record, pieces: Sequence[memoryview], size: int) -> bool:
+    def _fill(self, file: int, record: Record, pieces: Sequence[memoryview], sums: list[int], size: int) -> bool:
         """Payload, then the disk's word for it, then the header. False: the file was removed meanwhile."""
         began, slept = self._monotonic(), 0.0
-        record.checksums.extend(self._checksums(pieces))
-        padding = bytes(whole_pages(record.payload_bytes) - record.payload_bytes)
+        padded = whole_pages(record.payload_bytes)
+        padding = bytes(padded - record.payload_bytes)
+        offset = record.offset + size - padded
+        record.checksums.extend(sums)
+        for group in _groups([*pieces, memoryview(padding)]):
+            write_all(self._files, file, group, offset)
+            offset += sum(map(len, group))
+            slept += self._pace(sum(map(len, group)))
         record.checksums[-1] = zlib.crc32(padding, record.checksums[-1])
-        offset, waiting, waiting_bytes = record.payload, [], 0
-        for piece in (*pieces, memoryview(padding)):
-            waiting.append(piece)
-            waiting_bytes += len(piece)
-            if waiting_bytes >= WRITE_BYTES or piece.obj is padding:
-                write_all(self._files, file, waiting, offset)
-                offset += waiting_bytes
-                slept += self._pace(waiting_bytes)
-                waiting, waiting_bytes = [], 0
         self._files.sync(file)
         write_all(self._files, file, [record.encode()], record.offset)
         self._recovered()
         self.speed.add(size, self._monotonic() - began - slept)
         return self._files.status(file).st_nlink > 0
 
-    def _checksums(self, pieces: Sequence[memoryview]) -> list[int]:
-        if self._helpers is None or len(pieces) < 2:
-            return list(map(zlib.crc32, pieces))
-        few = -(-len(pieces) // SHARES)
-        shares = [pieces[at : at + few] for at in range(0, len(pieces), few)]
-        return [
-            found for share in self._helpers.map(lambda share: list(map(zlib.crc32, share)), shares) for found in share
-        ]
-
     def _pace(self, count: int) -> float:
         if self.rate is None:
             return 0.0
         self._sleep(count / self.rate)
         return count / self.rate
+
+
+def _checksums_of(item: Run | Saved) -> list[int]:
+    return list(map(zlib.crc32, item.blocks if isinstance(item, Run) else item.pieces(SEQUENCE_PIECE)))
+
+
+def _groups(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """What is written with one call."""
+    group: list[memoryview] = []
+    for piece in pieces:
+        group.append(piece)
+        if sum(map(len, group)) >= WRITE_BYTES:
+            yield group
+            group = []
+    if group:
+        yield group
