@@ -29,7 +29,7 @@ from cllm.kv.disk.index import FoundSequence
 from cllm.kv.disk.keeper import Keeper, Shelf, space_of
 from cllm.kv.disk.names import TOKEN_BYTES, root_name, tail_name
 from cllm.kv.disk.reader import Reader, Ticket
-from cllm.kv.disk.runs import Run, Saved
+from cllm.kv.disk.runs import Run, Saved, Sums
 from cllm.kv.disk.staging import Staging
 from cllm.kv.disk.worker import Worker
 from cllm.kv.disk.writer import Writer
@@ -237,7 +237,8 @@ class Space:
                 break
             before = names[start - 1] if start else parent
             with self._keeper.lock:
-                self._store.writer.add(Run(self._shelf, before, first + start, list(names[start:end]), copies))
+                run = Run(self._shelf, before, first + start, list(names[start:end]), copies, Sums())
+                self._store.writer.add(run)
         with self._keeper.lock:
             index, pending = self._shelf.index, self._shelf.pending
             if not taken and names:
@@ -309,7 +310,7 @@ class Space:
                 return False
             shelf.pending.add(end)
             self._store.writer.reserve(len(view))
-            self._store.writer.add(Saved(shelf, [*names, end], tokens, count, view))
+            self._store.writer.add(Saved(shelf, [*names, end], tokens, count, view, Sums()))
         self._store.wake()
         return True
 

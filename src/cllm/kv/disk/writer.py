@@ -34,7 +34,7 @@ from cllm.kv.disk.format import (
     whole_pages,
 )
 from cllm.kv.disk.keeper import Keeper, Shelf
-from cllm.kv.disk.runs import Run, Saved, joined
+from cllm.kv.disk.runs import Run, Saved, Sums, joined
 from cllm.kv.disk.segment import Segment
 from cllm.kv.disk.speed import Speed
 from cllm.kv.disk.staging import Staging
@@ -117,6 +117,7 @@ class Writer:
         if not self._items:
             self._oldest = self._monotonic()
         self._items.append(item)
+        item.sums.begin(item.blocks if isinstance(item, Run) else item.pieces(SEQUENCE_PIECE), self._helpers)
 
     # -- the thread --------------------------------------------------------------------------------------------
 
@@ -128,11 +129,12 @@ class Writer:
             wait = self._oldest + self._linger_s - self._monotonic()
             if wait > 0 and not self._flushing and self.queued_bytes < min(self._record_bytes, self._queue_bytes // 2):
                 return wait
-            batch = self._take()
+            items, self._items = list(self._items), deque()
+            self._busy = True
         try:
             lost: set[bytes] = set()
-            for item, sums in zip(batch, self._checksums(batch), strict=True):
-                self._write_or_give_up(item, sums, lost)
+            for item in self._in_order(items):
+                self._write_or_give_up(item, lost)
         finally:
             with self._keeper.lock:
                 self._busy = False
@@ -164,28 +166,20 @@ class Writer:
         with self._keeper.lock:
             return self._arrived.wait_for(lambda: not (self._items or self._busy), timeout)
 
-    def _take(self) -> list[Run | Saved]:
-        """What is queued: chains put together, in parts that become a record each."""
-        self._busy = True
-        items, self._items = list(self._items), deque()
-        runs = joined([item for item in items if isinstance(item, Run)])
-        parts = [part for run in runs for part in run.parts(most_names(run.shelf.block_bytes, self._record_bytes))]
-        return [*parts, *(item for item in items if isinstance(item, Saved))]
+    def _in_order(self, items: list[Run | Saved]) -> Iterator[Run | Saved]:
+        """Chains put together, in parts that become a record each."""
+        for run in joined([item for item in items if isinstance(item, Run)]):
+            yield from run.parts(most_names(run.shelf.block_bytes, self._record_bytes))
+        yield from (item for item in items if isinstance(item, Saved))
 
-    def _checksums(self, batch: list[Run | Saved]) -> Iterator[list[int]]:
-        """Of the pieces of each; those that are wanted next are computed while the disk is busy with the first."""
-        if self._helpers is None:
-            return map(_checksums_of, batch)
-        return self._helpers.map(_checksums_of, batch)
-
-    def _write_or_give_up(self, item: Run | Saved, sums: list[int], lost: set[bytes]) -> None:
+    def _write_or_give_up(self, item: Run | Saved, lost: set[bytes]) -> None:
         """Whatever happens, it is out of the queue afterwards. What follows something that is `lost` is not written."""
         written = False
         try:
             if isinstance(item, Saved):
-                written = self._may_write() and self._write_sequence(item, sums)
+                written = self._may_write() and self._write_sequence(item)
             else:
-                written = self._may_write() and item.parent not in lost and self._append(item, sums)
+                written = self._may_write() and item.parent not in lost and self._append(item)
         except BusyError as error:
             log.debug("%s", error)
         except OSError as error:
@@ -224,7 +218,7 @@ class Writer:
 
     # -- records -----------------------------------------------------------------------------------------------
 
-    def _append(self, run: Run, sums: list[int]) -> bool:
+    def _append(self, run: Run) -> bool:
         """Write blocks behind their parent, or into a file of their own. False: there is no room for them."""
         keeper, shelf = self._keeper, run.shelf
         size = record_bytes(len(run.names), len(run.names), run.nbytes)
@@ -244,7 +238,7 @@ class Writer:
             record = Record(
                 segment.header.id, segment.size, shelf.block_bytes, run.nbytes, 0, tuple(run.names), array("I")
             )
-            linked = self._fill(file, record, run.blocks, sums, size)
+            linked = self._fill(file, record, run.blocks, run.sums, size)
         with keeper.lock:
             keeper.writing = None
             if linked:
@@ -256,7 +250,7 @@ class Writer:
         keeper.touch(shelf, run.names[-1])
         return True
 
-    def _write_sequence(self, saved: Saved, sums: list[int]) -> bool:
+    def _write_sequence(self, saved: Saved) -> bool:
         """Write it into a file of its own. False: there is no room for it."""
         keeper, shelf = self._keeper, saved.shelf
         pieces = saved.pieces(SEQUENCE_PIECE)
@@ -268,7 +262,7 @@ class Writer:
                     return False
                 segment, file = self._reserve_new(header, size, stack)
             record = Record(header.id, PAGE, SEQUENCE_PIECE, saved.nbytes, saved.count, tuple(saved.names), array("I"))
-            linked = self._fill(file, record, pieces, sums, size)
+            linked = self._fill(file, record, pieces, saved.sums, size)
         with keeper.lock:
             keeper.writing = None
             covered = shelf.index.covered(saved.names[:-1], saved.tokens)
@@ -331,13 +325,13 @@ class Writer:
 
         stack.push(leave)
 
-    def _fill(self, file: int, record: Record, pieces: Sequence[memoryview], sums: list[int], size: int) -> bool:
+    def _fill(self, file: int, record: Record, pieces: Sequence[memoryview], sums: Sums, size: int) -> bool:
         """Payload, then the disk's word for it, then the header. False: the file was removed meanwhile."""
         began, slept = self._monotonic(), 0.0
         padded = whole_pages(record.payload_bytes)
         padding = bytes(padded - record.payload_bytes)
         offset = record.offset + size - padded
-        record.checksums.extend(sums)
+        record.checksums.extend(sums.of(pieces))
         for group in _groups([*pieces, memoryview(padding)]):
             write_all(self._files, file, group, offset)
             offset += sum(map(len, group))
@@ -354,10 +348,6 @@ class Writer:
             return 0.0
         self._sleep(count / self.rate)
         return count / self.rate
-
-
-def _checksums_of(item: Run | Saved) -> list[int]:
-    return list(map(zlib.crc32, item.blocks if isinstance(item, Run) else item.pieces(SEQUENCE_PIECE)))
 
 
 def _groups(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
