@@ -30,6 +30,7 @@ NAMES = [
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
     *("docs/architecture.md", "docs/benchmarks.md", "docs/containers.md", "docs/kv-types.md", "docs/simulate.md"),
     "docs/tenants.md",
+    "docs/kv-store.md",
     "src/cllm/kv/README.md",
 ]
 DOCUMENTS = [ROOT / name for name in NAMES]
@@ -255,6 +256,17 @@ KV_LAYERS = [
     {"paged", "paged_operations", "slots", "slot_operations"},
 ]
 
+DISK_LAYERS = [
+    {"names", "files", "speed", "staging", "worker"},
+    {"contents", "format", "directory"},
+    {"segment"},
+    {"index", "overview"},
+    {"keeper"},
+    {"reader", "runs", "writer"},
+    {"store"},
+    {"__init__"},
+]
+
 
 def imported(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -287,3 +299,12 @@ def test_kv_imports_nothing_from_above() -> None:
                 assert rank(KV_LAYERS, name) <= rank(KV_LAYERS, file.stem), f"{file.name} imports {module}"
             elif module.startswith("cllm"):
                 assert module == "cllm.errors", f"{file.name} imports {module}"
+
+
+def test_the_disk_store_imports_nothing_from_above() -> None:
+    for file in (SOURCE / "kv" / "disk").glob("*.py"):
+        for module in imported(file):
+            if module.startswith("cllm"):
+                assert module.startswith("cllm.kv.disk."), f"{file.name} imports {module}"
+                name = module.rpartition(".")[2]
+                assert rank(DISK_LAYERS, name) <= rank(DISK_LAYERS, file.stem), f"{file.name} imports {module}"

@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from cllm.cli import standard
+from cllm.cli.cache import cache_commands
 from cllm.cli.chat import chat
 from cllm.cli.generate import generate
 from cllm.cli.keys import app as key_commands
@@ -49,6 +50,7 @@ config_commands.command()(show)
 config_commands.command()(check)
 app.add_typer(config_commands, name="config")
 app.add_typer(key_commands, name="keys")
+app.add_typer(cache_commands, name="cache")
 app.add_typer(simulate_commands, name="simulate")
 
 

@@ -137,6 +137,17 @@ class WindowConfig(Section):
     )
 
 
+class DiskConfig(Section):
+    directory: Path | None = Field(
+        default=None,
+        strict=False,
+        description="where K/V of prompts are kept; servers may share it (null: kv in cLLM's cache directory)",
+    )
+    max_mb: float = Field(
+        default=2048.0, gt=0, description="hard limit of all K/V in that directory in MiB, of all models and servers"
+    )
+
+
 class KVConfig(Section):
     release_after_s: float | None = Field(
         default=10.0,
@@ -170,6 +181,7 @@ class KVConfig(Section):
         "while answers are generated",
     )
     window: WindowConfig = WindowConfig()
+    disk: DiskConfig = DiskConfig()
 
 
 class SchedulerConfig(Section):

@@ -44,6 +44,11 @@ def cache_dir() -> Path:
     return Path(base).expanduser() / "cllm"
 
 
+def kv_directory(chosen: Path | None) -> Path:
+    """Where K/V of prompts are kept: the setting, or `kv` among cLLM's other files."""
+    return cache_dir() / "kv" if chosen is None else chosen.expanduser()
+
+
 def resolve(name: str, *, progress: Progress | None = None, refresh: bool = False) -> Path:
     """The file or directory behind a model's name, fetched if it is not on disk yet, and again if it is damaged.
 

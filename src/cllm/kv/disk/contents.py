@@ -1,0 +1,125 @@
+"""What a model's files contain, in 32 bytes.
+
+The whole content counts, not samples of it: a model that somebody changed in one tensor has other K/V, and whoever
+loaded those of the old one would get wrong answers without a word. Hashing takes a second for every GB, so it is done
+once for every file, and what was found is remembered as long as the file's size, times and number stay as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from cllm.kv.disk.files import FILE_MODE
+from cllm.kv.disk.names import NAME_BYTES
+
+PIECE_BYTES = 16 << 20
+MOST_REMEMBERED = 1000
+THREADS = 2
+
+
+class Identity(NamedTuple):
+    """If none of these changed, nobody wrote to the file."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+
+class ChangedError(OSError):
+    """The file is not the one that was meant any more."""
+
+
+def identity(file: Path | int) -> Identity:
+    """Of a path, or of an open file."""
+    status = file.stat() if isinstance(file, Path) else os.fstat(file)
+    return Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def content_digest(files: Sequence[Path], known: Path, *, loaded: Sequence[Identity] | None = None) -> bytes:
+    """Of all files together, in this order. `known` is the file that remembers digests.
+
+    `loaded` is what the files were when the model was loaded: if one of them is another by now, ChangedError, for K/V
+    of the model in memory must not go by the name of the one on disk.
+    """
+    whole = hashlib.blake2b(digest_size=NAME_BYTES, person=b"cllm-kv-files")
+    for number, file in enumerate(files):
+        whole.update(_file_digest(file, known, None if loaded is None else loaded[number]))
+    return whole.digest()
+
+
+def _file_digest(file: Path, known: Path, expected: Identity | None) -> bytes:
+    with file.open("rb") as opened:
+        before = identity(opened.fileno())
+        if expected is not None and before != expected:
+            raise ChangedError(f"{file} was changed after it was loaded")
+        path = str(file.resolve())
+        remembered = _read(known).get(path)
+        if remembered is not None and remembered[:-1] == list(before):
+            return bytes.fromhex(str(remembered[-1]))
+        digest = _hash(opened.fileno(), before.size)
+        if identity(opened.fileno()) != before:
+            raise ChangedError(f"{file} was changed while it was read")
+    _remember(known, path, [*before, digest.hex()])
+    return digest
+
+
+def _hash(file: int, size: int) -> bytes:
+    """Pieces side by side, then their digests together: two threads halve the time."""
+
+    def piece(start: int) -> bytes:
+        found = hashlib.blake2b(digest_size=NAME_BYTES)
+        end = min(size, start + PIECE_BYTES)
+        while start < end:
+            data = os.pread(file, min(1 << 20, end - start), start)
+            if not data:
+                raise ChangedError("the file became shorter while it was read")
+            found.update(data)
+            start += len(data)
+        return found.digest()
+
+    whole = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=NAME_BYTES)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="cllm-kv-hash") as pool:
+        for digest in pool.map(piece, range(0, size, PIECE_BYTES)):
+            whole.update(digest)
+    return whole.digest()
+
+
+def _read(known: Path) -> dict[str, list[int | str]]:
+    """What is remembered; nothing if that file is damaged."""
+    try:
+        checksum, _, text = known.read_bytes().partition(b"\n")
+        if int(checksum, 16) == zlib.crc32(text):
+            return dict(json.loads(text))
+    except (OSError, ValueError):
+        pass
+    return {}
+
+
+def _remember(known: Path, path: str, found: list[int | str]) -> None:
+    entries = _read(known)
+    entries.pop(path, None)
+    entries[path] = found
+    for old in list(entries)[:-MOST_REMEMBERED]:
+        del entries[old]
+    text = json.dumps(entries).encode()
+    made = known.with_name(f"{known.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, FILE_MODE)
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(b"%08x\n" % zlib.crc32(text) + text)
+        made.replace(known)
+    except OSError:  # no room, or not ours to write: it is hashed again next time
+        with suppress(OSError):
+            made.unlink()

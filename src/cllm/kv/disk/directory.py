@@ -1,0 +1,140 @@
+"""The directory that several processes share: who may write, how much there is, and what goes first.
+
+    ROOT/lock                      held (flock) by whoever makes room, begins or shortens a file; for milliseconds
+    ROOT/FINGERPRINT/ID.kv         a segment; held (flock) by whoever appends to it
+    ROOT/models                    digests of model files (contents.py)
+
+A file's length counts from the moment it is set, before anything is written there, so the limit holds over all
+processes at any moment. A file's time of modification is when it was last used: that is what all of them agree on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from cllm.kv.disk.files import ID_BYTES, Files, Listed
+from cllm.kv.disk.format import SUFFIX
+
+LOCK_NAME, KNOWN_NAME = "lock", "models"
+LOCK_WAIT_S = 5.0
+_SPACE = re.compile(r"[0-9a-f]{32}")
+_SEGMENT = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}{re.escape(SUFFIX)}")
+
+
+class Found(NamedTuple):
+    """A segment's file."""
+
+    space: str
+    path: str
+    size: int
+    modified_ns: int
+
+
+class Survey(NamedTuple):
+    files: list[Found]
+    foreign: int
+    """Entries that are not ours by name: never read, counted as bytes or removed."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(found.size for found in self.files)
+
+
+class BusyError(OSError):
+    """Another process holds the directory, or the file, for too long."""
+
+
+class Directory:
+    def __init__(
+        self,
+        root: str,
+        files: Files,
+        *,
+        clock_ns: Callable[[], int] = time.time_ns,
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.root = root
+        self.files = files
+        self._clock_ns = clock_ns
+        self._monotonic = monotonic
+        self._sleep = sleep
+        self._newest = 0
+        self._stamping = threading.Lock()
+
+    def stamps(self, count: int) -> int:
+        """The first of `count` stamps that are later than all that were ever seen here, whatever the clock says."""
+        with self._stamping:
+            first = max(self._clock_ns(), self._newest + 1)
+            self._newest = first + count - 1
+            return first
+
+    def seen(self, modified_ns: int) -> None:
+        with self._stamping:
+            self._newest = max(self._newest, modified_ns)
+
+    def space_path(self, space: str) -> str:
+        return os.path.join(self.root, space)  # noqa: PTH118 (strings: there are thousands of them)
+
+    def survey(self) -> Survey:
+        """All segments of all models. What vanishes meanwhile is left out."""
+        found: list[Found] = []
+        foreign = 0
+        for entry in self._entries(self.root):
+            if entry.is_directory and _SPACE.fullmatch(entry.name):
+                inside = self.space_path(entry.name)
+                for file in self._entries(inside):
+                    if file.is_file and _SEGMENT.fullmatch(file.name):
+                        found.append(Found(entry.name, f"{inside}/{file.name}", file.size, file.modified_ns))
+                        self.seen(file.modified_ns)
+                    else:
+                        foreign += 1
+            elif entry.name.partition(".")[0] not in (LOCK_NAME, KNOWN_NAME):
+                foreign += 1
+        return Survey(found, foreign)
+
+    def _entries(self, path: str) -> list[Listed]:
+        try:
+            return self.files.list(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else begins, shortens or removes a file meanwhile."""
+        deadline, pause = self._monotonic() + LOCK_WAIT_S, 0.001
+        while True:
+            self.files.make_directory(self.root)
+            with self.opened(self.space_path(LOCK_NAME), create=True, write=True) as file:
+                # A lock file that somebody removed locks out nobody.
+                if self.files.lock(file) and self.files.status(file).st_nlink:
+                    yield
+                    return
+            if self._monotonic() > deadline:
+                raise BusyError(f"another process has held {self.root}/{LOCK_NAME} for {LOCK_WAIT_S:g} s")
+            self._sleep(pause)
+            pause = min(2 * pause, 0.05)
+
+    @contextmanager
+    def opened(self, path: str, *, create: bool = False, new: bool = False, write: bool = False) -> Iterator[int]:
+        file = self.files.open(path, create=create, new=new, write=write)
+        try:
+            yield file
+        finally:
+            with suppress(OSError):
+                self.files.close(file)
+
+    @contextmanager
+    def taken(self, path: str) -> Iterator[int]:
+        """A segment that nobody else writes to or shortens meanwhile; the directory is locked. BusyError: somebody
+        writes to it now."""
+        with self.opened(path, write=True) as file:
+            if not self.files.lock(file):
+                raise BusyError(f"{path} is being written to")
+            yield file

@@ -1,0 +1,139 @@
+"""Every call that the store makes to the operating system, in one place, so that tests can let any of them fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: `why_not` says so
+    fcntl = None  # type: ignore[assignment]
+
+DIRECTORY_MODE, FILE_MODE = 0o700, 0o600
+ID_BYTES = 16
+"""Of a segment."""
+
+MOST_BUFFERS = 512
+"""In one call; Linux allows 1024."""
+
+Buffer = memoryview | bytes
+"""Of single bytes."""
+
+
+class Listed(NamedTuple):
+    """An entry of a directory."""
+
+    name: str
+    size: int
+    modified_ns: int
+    is_file: bool
+    is_directory: bool
+
+
+class Files:
+    """Calls fail with OSError, and with nothing else."""
+
+    why_not: str | None = None
+    """Why this system cannot keep K/V on disk."""
+    if fcntl is None or not hasattr(os, "preadv"):
+        why_not = "keeping K/V on disk needs flock and preadv, which this system does not have"
+
+    def fresh_id(self) -> bytes:
+        return os.urandom(ID_BYTES)
+
+    def open(self, path: str, *, create: bool = False, new: bool = False, write: bool = False) -> int:
+        """A link is not followed: nobody leads us to a file that is not ours."""
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDWR if write else os.O_RDONLY)
+        flags |= (os.O_CREAT if create or new else 0) | (os.O_EXCL if new else 0)
+        return os.open(path, flags, FILE_MODE)
+
+    def close(self, file: int) -> None:
+        os.close(file)
+
+    def read(self, file: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(file, buffers, offset)
+
+    def write(self, file: int, buffers: Sequence[Buffer], offset: int) -> int:
+        return os.pwritev(file, buffers, offset)
+
+    def truncate(self, file: int, size: int) -> None:
+        os.ftruncate(file, size)
+
+    def sync(self, file: int) -> None:
+        getattr(os, "fdatasync", os.fsync)(file)
+
+    def lock(self, file: int) -> bool:
+        """Take the file for this process, until it is closed there. False: another one has it."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
+                return False
+            raise
+        return True
+
+    def status(self, file: int) -> os.stat_result:
+        return os.fstat(file)
+
+    def list(self, path: str) -> list[Listed]:
+        """Entries that vanish meanwhile are left out."""
+        found: list[Listed] = []
+        with os.scandir(path) as entries:
+            for entry in entries:
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                kind = stat.S_IFMT(status.st_mode)
+                found.append(
+                    Listed(entry.name, status.st_size, status.st_mtime_ns, kind == stat.S_IFREG, kind == stat.S_IFDIR)
+                )
+        return found
+
+    def set_time(self, path: str, modified_ns: int) -> None:
+        os.utime(path, ns=(modified_ns, modified_ns), follow_symlinks=False)
+
+    def remove(self, path: str) -> None:
+        os.unlink(path)  # noqa: PTH108 (paths are strings here: there are thousands of them)
+
+    def make_directory(self, path: str) -> None:
+        """It, and those above it; that it is there already is no error."""
+        os.makedirs(path, DIRECTORY_MODE, exist_ok=True)  # noqa: PTH103
+
+    def remove_directory(self, path: str) -> None:
+        os.rmdir(path)  # noqa: PTH106
+
+    def replace(self, source: str, target: str) -> None:
+        os.replace(source, target)  # noqa: PTH105
+
+
+def read_all(files: Files, file: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Fill the buffers as far as the file goes; how many bytes that were."""
+    return _transfer(files.read, file, buffers, offset)
+
+
+def write_all(files: Files, file: int, buffers: Sequence[Buffer], offset: int) -> None:
+    views = [memoryview(buffer) for buffer in buffers]
+    if _transfer(files.write, file, views, offset) < sum(map(len, views)):
+        raise OSError(errno.EIO, "the system writes nothing any more")
+
+
+def _transfer(
+    call: Callable[[int, Sequence[memoryview], int], int], file: int, buffers: Sequence[memoryview], offset: int
+) -> int:
+    done, first, inside = 0, 0, 0
+    while first < len(buffers):
+        rest = [buffers[first][inside:], *buffers[first + 1 : first + MOST_BUFFERS]]
+        moved = call(file, rest, offset + done)
+        if moved <= 0 and any(len(buffer) for buffer in rest):
+            break
+        done += moved
+        inside += moved
+        while first < len(buffers) and inside >= len(buffers[first]):
+            inside -= len(buffers[first])
+            first += 1
+    return done

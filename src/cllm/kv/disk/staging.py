@@ -1,0 +1,47 @@
+"""Copies of blocks that wait to be written, in memory that is used again: fresh pages cost more than the copying."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+
+class Staging:
+    """How many copies there are at once is for the writer's queue to say; up to `keep` bytes stay until `clear`."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._kept = 0
+        self._free: dict[int, list[memoryview]] = {}
+        self._lock = threading.Lock()
+
+    def copies(self, blocks: Sequence[memoryview]) -> list[memoryview]:
+        return [self._copy(block) for block in blocks]
+
+    def _copy(self, block: memoryview) -> memoryview:
+        with self._lock:
+            free = self._free.get(len(block))
+            copy = free.pop() if free else None
+            self._kept -= len(block) if copy is not None else 0
+        if copy is None:
+            return memoryview(bytearray(block))
+        copy[:] = block
+        return copy
+
+    def give_back(self, copies: Sequence[memoryview]) -> None:
+        """Nobody reads them any more."""
+        with self._lock:
+            for copy in copies:
+                if self._kept + len(copy) <= self._keep:
+                    self._free.setdefault(len(copy), []).append(copy)
+                    self._kept += len(copy)
+
+    def clear(self) -> None:
+        """Give the memory back to the system."""
+        with self._lock:
+            self._free = {}
+            self._kept = 0
+
+    @property
+    def kept(self) -> int:
+        return self._kept

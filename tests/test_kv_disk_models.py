@@ -1,0 +1,150 @@
+"""Which model K/V on disk belong to, what `cllm cache` shows of them, and how they are cleared."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cllm.cli import app
+from cllm.errors import CLLMError
+from cllm.kv.disk import contents
+from cllm.kv.disk.contents import ChangedError, content_digest, identity
+from cllm.kv.disk.names import fingerprint
+from cllm.kv.disk.overview import clear, overview
+from disk_kit import MODEL, load, long_prompt, make_store, names_of, open_space, put, segments
+
+# -- model files ---------------------------------------------------------------------------------------------------
+
+
+def test_every_byte_of_a_model_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contents, "PIECE_BYTES", 100)
+    file, known = tmp_path / "model.gguf", tmp_path / "kv" / "models"
+    data = bytes(range(250))
+    digests = set()
+    for changed in range(-1, len(data)):
+        file.write_bytes(bytes(byte ^ (number == changed) for number, byte in enumerate(data)))
+        digests.add(content_digest([file], known))
+    file.write_bytes(data + b"\0")
+    digests.add(content_digest([file], known))
+    assert len(digests) == len(data) + 2
+
+
+def test_a_digest_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, known = tmp_path / "model.gguf", tmp_path / "kv" / "models"
+    file.write_bytes(b"weights" * 100)
+    hashed: list[int] = []
+    real = contents._hash
+    monkeypatch.setattr(contents, "_hash", lambda opened, size: hashed.append(size) or real(opened, size))
+    digest = content_digest([file], known)
+    assert content_digest([file], known) == digest
+    assert len(hashed) == 1
+    times = file.stat()
+    file.write_bytes(b"Weights" * 100)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert content_digest([file], known) != digest, "though size and time are what they were"
+    assert len(hashed) == 2
+    known.write_bytes(known.read_bytes()[:-3])
+    content_digest([file], known)
+    assert len(hashed) == 3, "what is remembered was damaged"
+    assert known.stat().st_mode & 0o777 == 0o600
+
+
+def test_files_in_another_order_are_another_model(tmp_path: Path) -> None:
+    one, two = tmp_path / "1", tmp_path / "2"
+    one.write_bytes(b"a")
+    two.write_bytes(b"b")
+    known = tmp_path / "models"
+    assert content_digest([one, two], known) != content_digest([two, one], known)
+
+
+def test_a_model_that_was_replaced_after_loading_has_no_digest(tmp_path: Path) -> None:
+    file, known = tmp_path / "model.gguf", tmp_path / "models"
+    file.write_bytes(b"weights")
+    loaded = identity(file)
+    assert content_digest([file], known, loaded=[loaded])
+    replacement = tmp_path / "new"
+    replacement.write_bytes(b"weights")
+    replacement.replace(file)
+    with pytest.raises(ChangedError, match="after it was loaded"):
+        content_digest([file], known, loaded=[loaded])
+
+
+def test_a_digest_needs_no_directory_to_remember_it(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"weights")
+    (tmp_path / "in the way").write_bytes(b"")
+    assert content_digest([file], tmp_path / "in the way" / "models") == content_digest([file], tmp_path / "models")
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+OTHER = fingerprint(b"another model's files", {})
+
+
+@pytest.fixture
+def filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with blocks of two models."""
+    monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path))
+    store = make_store(tmp_path / "kv")
+    for model, blocks in ((MODEL, 10), (OTHER, 20)):
+        space = open_space(store, model)
+        put(space, names_of(space, long_prompt(blocks)))
+        store.work()
+    store.close()
+    return tmp_path / "kv"
+
+
+def test_cache_shows_what_is_there(filled: Path) -> None:
+    (filled / "notes.txt").write_bytes(b"mine")
+    (filled / "models").write_bytes(b"")
+    damaged = segments(filled)[0].with_name(f"{'0' * 32}.kv")
+    damaged.write_bytes(b"nothing of ours")
+    result = CliRunner().invoke(app, ["cache", "--json", "-"])
+    assert result.exit_code == 0
+    shown = json.loads(result.output)
+    assert shown["directory"] == str(filled)
+    assert shown["limit_bytes"] == 2048 << 20
+    assert shown["bytes"] == sum(path.stat().st_size for path in segments(filled))
+    assert sorted(model["tokens"] for model in shown["models"]) == [40, 80]
+    assert sum(model["damaged_files"] for model in shown["models"]) == 1
+    assert shown["foreign_files"] == 1
+    assert damaged.exists(), "looking changes nothing"
+    table = CliRunner().invoke(app, ["cache"]).output
+    assert str(filled) in table and "small" in table and "kv.disk.max_mb" in table
+    assert all(model["id"][:12] in table for model in shown["models"])
+
+
+def test_cache_clear_removes_one_model_or_all(filled: Path) -> None:
+    (filled / "notes.txt").write_bytes(b"mine")
+    space = MODEL[:16].hex()
+    result = CliRunner().invoke(app, ["cache", "clear", "--model", space[:8]])
+    assert (result.exit_code, result.output.split(",")[0]) == (0, "removed 1 files")
+    assert [model.space for model in overview(filled).models] == [OTHER[:16].hex()]
+    unknown = CliRunner().invoke(app, ["cache", "clear", "--model", "nobody"])
+    assert isinstance(unknown.exception, CLLMError) and "small" in str(unknown.exception)
+    assert CliRunner().invoke(app, ["cache", "clear", "-m", "small"]).exit_code == 0
+    assert overview(filled).models == []
+    assert (filled / "notes.txt").exists()
+    assert CliRunner().invoke(app, ["cache", "clear"]).output.startswith("removed 0 files")
+
+
+def test_a_running_store_survives_clearing(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    space = open_space(store)
+    names = names_of(space, long_prompt(10))
+    put(space, names)
+    store.work()
+    assert clear(tmp_path, lambda _: True)[0] == 1
+    assert load(store, space, names) == 0
+    put(space, names)
+    store.work()
+    assert load(store, space, names) == 10
+
+
+def test_the_directory_can_be_set(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["cache", "--set", f"kv.disk.directory={tmp_path}", "--set", "kv.disk.max_mb=100"])
+    assert result.output == f"{tmp_path}: 0.0 MiB of K/V, at most 100 MiB (kv.disk.max_mb)\n"
