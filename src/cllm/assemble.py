@@ -340,7 +340,11 @@ def _idle_bytes(config: Config, budget: int, context_bytes: int) -> int:
     return min(budget, max(budget // 4, context_bytes) if asked is None else int(asked * MIB))
 
 
-def _upkeep(config: Config, geometry: BlockGeometry, token_bytes: int, context: int) -> UpkeepSettings:
+def _upkeep(
+    config: Config, backend: Backend, geometry: BlockGeometry, token_bytes: int, context: int
+) -> UpkeepSettings:
+    if not backend.gives_memory_back:
+        return UpkeepSettings(compaction="always" if config.kv.compaction == "always" else "off")
     idle = _idle_bytes(config, geometry.tokens * token_bytes, context * token_bytes)
     return UpkeepSettings(
         release_after_s=config.kv.release_after_s,
@@ -364,7 +368,7 @@ def _block_memory(config: Config, backend: Backend, budget: int, token_bytes: in
         eviction_policy=config.scheduler.eviction_policy,
         watermark=config.scheduler.watermark,
         placement=config.kv.placement,
-        upkeep=_upkeep(config, geometry, token_bytes, context),
+        upkeep=_upkeep(config, backend, geometry, token_bytes, context),
     )
     if geometry.tokens < context:
         log.warning(

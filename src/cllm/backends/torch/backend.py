@@ -70,6 +70,7 @@ class _Ticket:
 
 class TorchBackend(Backend):
     name = "torch"
+    gives_memory_back = False
     depth = 2
 
     def __init__(
