@@ -24,7 +24,7 @@ from cllm.machine import offers_large_pages, read_cpus, read_rooms
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from cllm.models.registry import resolve
-from cllm.on_torch import Model, asks_for_gpu, has_gpu, open_torch, torch_refusal
+from cllm.on_torch import Model, asks_for_gpu, gpu_refusal, has_gpu, open_torch, torch_refusal
 from cllm.resources import Weights, choose_kv_bytes, choose_threads
 from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
 from cllm.text.hf_tokenizer import load_hf_chat_template, load_hf_tokenizer
@@ -130,13 +130,15 @@ def _choose_backend(config: Config, model: Model) -> Literal["native", "llama_cp
         )
     must = asked == "torch" or (asked == "auto" and asks_for_gpu(config))
     if isinstance(model, HFModel) or must or (asked == "auto" and has_gpu(config)):
-        refusal = torch_refusal(model)
+        by_choice = not (must or isinstance(model, HFModel))
+        refusal = torch_refusal(model) or (gpu_refusal(config, model) if by_choice else None)
         if refusal is None:
             return "torch"
         if isinstance(model, HFModel):
             raise ModelError(f"torch cannot run {model.name}: {refusal}")
         if must:
             raise ModelError(f"torch cannot run {model.path.name}: {refusal}; use --backend auto and --device auto")
+        log.warning("the GPU is not used: torch cannot run %s: %s", model.path.name, refusal)
     assert isinstance(model, GGUFModel)
     return _choose_for_cpu(config, model)
 
