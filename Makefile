@@ -5,11 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help install serve test lint bench clean
+.PHONY: help install serve test test-torch lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.ready ## prepare .venv with everything that serving needs
 
@@ -19,6 +19,10 @@ serve: install ## fetch the default model at first use and serve it on port 8000
 test: $(VENV)/.ready-test ## run the whole test suite (ARGS="-k radix" for a part)
 	$(BIN)/cllm pull smollm2
 	$(BIN)/python -m pytest $(ARGS)
+
+test-torch: $(VENV)/.ready-torch ## install torch, and run the tests that need it (ARGS="-k gguf" for a part)
+	$(BIN)/cllm pull smollm2
+	$(BIN)/python -m pytest tests/on_torch $(ARGS)
 
 lint: $(VENV)/.ready-dev ## ruff and mypy
 	$(BIN)/ruff check src tests benchmarks scripts
@@ -46,6 +50,10 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 
 $(VENV)/.ready-test: $(VENV)/.ready-dev
 	$(BIN)/python scripts/install.py browser llama-cpp
+	@touch $@
+
+$(VENV)/.ready-torch: $(VENV)/.ready-dev
+	$(BIN)/python scripts/install.py test-torch
 	@touch $@
 
 $(VENV)/.ready-bench: $(VENV)/.ready

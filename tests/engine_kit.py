@@ -20,6 +20,7 @@ from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.slots import SlotKVManager
 from cllm.kv.window import Window
+from pipelined import PipelinedFake
 
 _numbers = itertools.count()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -130,7 +131,10 @@ class Collector:
 
 
 def make_engine(layout: str = "paged", **options: Any) -> tuple[Engine, FakeBackend, Collector]:
-    backend = FakeBackend(latency_s=options.pop("latency_s", 0.0))
+    """`layout` may be "ahead": blocks, on a backend that computes ahead."""
+    kind = PipelinedFake if layout == "ahead" else FakeBackend
+    backend = kind(latency_s=options.pop("latency_s", 0.0))
+    layout = "paged" if layout == "ahead" else layout
     collector = Collector()
     max_queue = options.pop("max_queue", 256)
     engine = Engine(backend, make_scheduler(backend, layout, **options), collector, max_queue=max_queue)
@@ -140,6 +144,9 @@ def make_engine(layout: str = "paged", **options: Any) -> tuple[Engine, FakeBack
 def assert_nothing_left(engine: Engine) -> None:
     """Invariant 2: nothing outlives its request."""
     scheduler = engine.scheduler
+    assert not engine._stepper.under_way
+    if isinstance(engine.backend, PipelinedFake):
+        assert engine.backend.under_way == 0
     usage = scheduler.kv.usage()
     assert usage.referenced == 0 and usage.sequences_running == 0
     assert not scheduler.running and len(scheduler.waiting) == 0 and not scheduler.requests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,8 +111,29 @@ class FakeGeneration:
         self.cached_tokens = len(prompt_ids) // 2
         self.completion_tokens = 0
         self.closed = asyncio.Event()
+        self.done = False
+        self.error: Exception | None = None
+        self._ready: list[FakeDelta] = []
+        self._speaking: asyncio.Task[None] | None = None
 
-    async def __aiter__(self) -> AsyncIterator[FakeDelta]:
+    def listen(self, on_news: Callable[[], None]) -> None:
+        self._speaking = asyncio.ensure_future(self._speak(on_news))
+
+    async def _speak(self, on_news: Callable[[], None]) -> None:
+        try:
+            async for delta in self._deltas():
+                self._ready.append(delta)
+                on_news()
+        except Exception as error:
+            self.error = error
+        self.done = True
+        on_news()
+
+    def drain(self) -> list[FakeDelta]:
+        deltas, self._ready = self._ready, []
+        return deltas
+
+    async def _deltas(self) -> AsyncIterator[FakeDelta]:
         limit = self.params.max_tokens
         text = self.llm.text[:limit]
         for position, character in enumerate(text):
@@ -131,6 +152,8 @@ class FakeGeneration:
 
     async def aclose(self) -> None:
         self.closed.set()
+        if self._speaking is not None:
+            self._speaking.cancel()
 
     def _logprobs(self, character: str) -> list[TokenLogprob] | None:
         if self.params.logprobs is None:

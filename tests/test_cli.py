@@ -118,9 +118,22 @@ def test_help_names_every_command(here: Here) -> None:
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("serve", ["MODEL", "--backend", "--host", "--port", "--config", "--set"]),
-        ("chat", ["--model", "--system", "--max-tokens", "--temperature", "--json", "--set"]),
-        ("generate", ["PROMPT", "--model", "--max-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--stop"]),
+        ("serve", ["MODEL", "--backend", "--device", "--host", "--port", "--config", "--set"]),
+        ("chat", ["--model", "--device", "--system", "--max-tokens", "--temperature", "--json", "--set"]),
+        (
+            "generate",
+            [
+                "PROMPT",
+                "--model",
+                "--device",
+                "--max-tokens",
+                "--temperature",
+                "--top-p",
+                "--top-k",
+                "--seed",
+                "--stop",
+            ],
+        ),
         ("pull", ["MODEL"]),
         ("config show", ["--config", "--set", "--json"]),
         ("config check", ["FILE"]),
@@ -205,7 +218,11 @@ def test_config_show_can_write_json_to_stdout(here: Here) -> None:
         (["serve", "--set", "server.prot=1"], "unknown key server.prot: did you mean server.port?"),
         (["serve", "--set", "nonsense"], "--set 'nonsense' is not of the form key=value, such as server.port=8001"),
         (["serve", "--port", "99999"], "server.port is 99999 (flag): it must be at most 65535 (default 8000)"),
-        (["serve", "--backend", "torch"], "backend.type is torch (flag), which this version does not have"),
+        (
+            ["serve", "--backend", "tensor"],
+            "backend.type is 'tensor' (flag): it must be auto, native, llama_cpp, torch",
+        ),
+        (["serve", "--device", "gpu"], "backend.torch.device is 'gpu' (flag): it must be text that matches"),
         (["serve", "--config", "/missing.yaml"], "cannot read the configuration file /missing.yaml"),
         (["serve", *FAKE, "--host", "no such host"], "server.host is 'no such host', which is no address"),
         (["serve", *FAKE, "--host", "192.0.2.1", "--port", "0"], "cannot listen on port 0 on 192.0.2.1"),

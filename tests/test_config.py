@@ -168,7 +168,7 @@ def test_unknown_variables_are_errors_but_for_the_documented_ones() -> None:
         (
             "resources.kv_type_v",
             "q5_1",
-            "resources.kv_type_v is 'q5_1' (flag): it must be f16, q8_0 or q4_0 (default f16)",
+            "resources.kv_type_v is 'q5_1' (flag): it must be f16, q8_0, q4_0, bf16, f32, fp8 or int8 (default f16)",
         ),
         (
             "server.cors_origins",
@@ -240,6 +240,12 @@ def test_auto_leaves_them_open_until_the_model_has_decided(flags: dict[str, obje
     assert check_backend_relations(config, "native") == []
 
 
+def test_a_small_batch_of_llama_cpp_is_fine_unless_steps_are_set() -> None:
+    small = {"backend.type": "llama_cpp", "backend.llama_cpp.n_batch": 256, "backend.llama_cpp.n_ubatch": 256}
+    assert load(flags=small).config.scheduler.max_step_tokens is None
+    assert problems(flags={**small, "scheduler.max_step_tokens": 512})
+
+
 def test_native_blocks_are_whole_tiles() -> None:
     assert problems(flags={"backend.type": "native", "resources.block_size": 24}) == (
         "resources.block_size is 24 (flag): the native backend needs a multiple of 16",
@@ -247,9 +253,30 @@ def test_native_blocks_are_whole_tiles() -> None:
     assert load(flags={"backend.type": "native", "resources.block_size": 64}).config.resources.block_size == 64
 
 
-def test_a_backend_that_is_not_there_is_refused() -> None:
-    (problem,) = problems(flags={"backend.type": "torch"})
-    assert "backend.type is torch (flag)" in problem and "use native or llama_cpp or fake" in problem
+def test_every_backend_has_its_own_kv_types() -> None:
+    assert problems(flags={"backend.type": "native", "resources.kv_type_k": "bf16"}) == (
+        "resources.kv_type_k is bf16 (flag): native has f16, q8_0, q4_0",
+    )
+    (problem,) = problems(flags={"backend.type": "llama_cpp", "resources.kv_type_v": "f32"})
+    assert "resources.kv_type_v is f32 (flag): llama_cpp has f16, q8_0, q4_0" in problem
+    (problem,) = problems(flags={"backend.type": "torch", "resources.kv_type_v": "q8_0"})
+    assert "resources.kv_type_v is q8_0 (flag): torch has f16, bf16, f32, fp8, int8" in problem
+    (problem,) = problems(flags={"backend.type": "torch", "resources.kv_type_v": "bf16"})
+    assert "resources.kv_type_k is f16 (default) but resources.kv_type_v is bf16 (flag): torch has one type" in problem
+    for kind in ("fp8", "int8"):
+        for backend in ("native", "llama_cpp"):
+            (problem,) = problems(flags={"backend.type": backend, "resources.kv_type_k": kind})
+            assert f"resources.kv_type_k is {kind} (flag): {backend} has f16, q8_0, q4_0" in problem
+        both = {"resources.kv_type_k": kind, "resources.kv_type_v": kind}
+        assert load(flags={"backend.type": "torch", **both}).config.resources.kv_type_k == kind
+    both = {"resources.kv_type_k": "f32", "resources.kv_type_v": "f32"}
+    assert load(flags={"backend.type": "torch", **both}).config.resources.kv_type_k == "f32"
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CPU", "", "cuda:1000"])
+def test_devices_that_torch_does_not_have(device: str) -> None:
+    (problem,) = problems(flags={"backend.torch.device": device})
+    assert f"backend.torch.device is '{device}' (flag): it must be text that matches" in problem
 
 
 def test_the_longest_gap_may_not_be_less_than_the_mean() -> None:

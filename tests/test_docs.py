@@ -232,9 +232,10 @@ def test_the_python_face_runs(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 LAYERS = [
     {"errors", "machine", "_native"},
-    {"kv", "models", "config"},
+    {"kv"},
+    {"models", "config"},
     {"backends", "text", "resources"},
-    {"engine"},
+    {"engine", "on_torch"},
     {"observe", "assemble", "generation", "windows"},
     {"llm"},
     {"offline", "simulate"},
@@ -248,7 +249,7 @@ LAYERS = [
 KV_LAYERS = [
     {"sequence", "window", "usage", "view", "ops", "memory", "slot_sizes"},
     {"radix", "eviction", "numbers", "trigger", "extents", "pool"},
-    {"prefixes", "arena", "fragmentation", "holders", "store"},
+    {"prefixes", "arena", "fragmentation", "holders", "store", "table"},
     {"manager", "operations", "compaction", "upkeep", "picture", "slot_memory", "slot_picture"},
     {"paged", "paged_operations", "slots", "slot_operations"},
 ]

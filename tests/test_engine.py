@@ -23,11 +23,12 @@ from cllm.errors import BackendError, OverloadedError, RequestTimeoutError, Shut
 from cllm.kv.ops import SlotOps
 from cllm.kv.sequence import KVSequence
 from engine_kit import Collector, assert_nothing_left, make_engine, make_request, reference
+from pipelined import PipelinedFake
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
 
-@pytest.fixture(params=["paged", "slots"])
+@pytest.fixture(params=["paged", "slots", "ahead"])
 def running(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, FakeBackend, Collector]]:
     engine, backend, collector = make_engine(request.param)
     engine.start()
@@ -61,6 +62,7 @@ def test_cancel_while_running_frees_everything(running: Running) -> None:
     assert request.generated < 200
 
 
+@pytest.mark.parametrize("running", ["paged", "slots"], indirect=True)
 def test_cancel_interrupts_a_long_prompt_step(running: Running) -> None:
     engine, backend, collector = running
     entered = threading.Event()
@@ -112,11 +114,16 @@ def test_a_failing_sequence_does_not_take_the_others_down(running: Running) -> N
 def test_a_lost_context_is_rebuilt_and_requests_resume(running: Running) -> None:
     engine, backend, collector = running
     requests = [make_request(f"resume {n}", LONG) for n in range(3)]
+    left = iter(range(60))
+
+    def lose_the_context(chunks: Sequence[Chunk]) -> None:
+        if next(left, None) is None:
+            backend.faults.before_step = None
+            raise BackendError("the context is lost", fatal=True)
+
+    backend.faults.before_step = lose_the_context
     for request in requests:
         engine.submit(request)
-    collector.wait_tokens(requests[0], 5)
-    backend.faults.fatal = True
-    backend.faults.steps_to_fail = 1
     for request in requests:
         assert collector.wait_end(request).reason is FinishReason.LENGTH
         assert collector.tokens[request.id, 0] == reference(request)
@@ -125,8 +132,12 @@ def test_a_lost_context_is_rebuilt_and_requests_resume(running: Running) -> None
 
 def test_a_context_that_stays_broken_fails_requests_not_the_engine(running: Running) -> None:
     engine, backend, collector = running
-    backend.faults.fatal = True
-    backend.faults.steps_to_fail = 3
+
+    def fail_until_rebuilt_thrice(chunks: Sequence[Chunk]) -> None:
+        if backend.faults.rebuilds < 3:
+            raise BackendError("the context is lost", fatal=True)
+
+    backend.faults.before_step = fail_until_rebuilt_thrice
     request = make_request("unlucky")
     engine.submit(request)
     assert collector.wait_end(request).reason is FinishReason.ERROR
@@ -243,8 +254,9 @@ def test_stop_lets_running_requests_end_and_refuses_the_rest() -> None:
     assert_nothing_left(engine)
 
 
-def test_stop_does_not_wait_longer_than_its_grace() -> None:
-    engine, backend, collector = make_engine()
+@pytest.mark.parametrize("layout", ["paged", "ahead"])
+def test_stop_does_not_wait_longer_than_its_grace(layout: str) -> None:
+    engine, backend, collector = make_engine(layout)
     backend.latency_s = 60.0
     engine.start()
     request = make_request("never done" * 5)
@@ -253,6 +265,23 @@ def test_stop_does_not_wait_longer_than_its_grace() -> None:
         threading.Event().wait(0.001)
     engine.stop(0.05)
     assert isinstance(collector.ends[request.id, 0].error, ShuttingDownError)
+    assert_nothing_left(engine)
+
+
+def test_stop_waits_for_what_is_under_way_though_nobody_does() -> None:
+    """All have gone while a step is computed: its result is collected before the engine ends."""
+    engine, backend, _ = make_engine("ahead")
+    engine._accepting = True
+    request = make_request("talks on", LONG)
+    engine.submit(request)
+    for _ in range(3):
+        engine.turn()
+    assert isinstance(backend, PipelinedFake) and backend.under_way == 1
+    engine.cancel(request.id)
+    engine.begin_stop(5.0)
+    engine._drain_inbox()
+    assert engine.should_stop
+    engine.close_down()
     assert_nothing_left(engine)
 
 
@@ -504,8 +533,8 @@ def test_cancellations_never_interrupt_two_steps_in_a_row() -> None:
     interruptible = []
 
     def step(chunks: Sequence[Chunk]) -> None:
-        interruptible.append(bool(engine._in_step))
-        if engine._in_step:
+        interruptible.append(bool(engine._stepper.in_step))
+        if engine._stepper.in_step:
             raise StepAbortedError("somebody left")
 
     backend.faults.before_step = step

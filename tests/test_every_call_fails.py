@@ -30,9 +30,12 @@ from cllm.kv.upkeep import UpkeepSettings
 from cllm.kv.window import Window
 from cllm.models.gguf import GGUFModel
 from engine_kit import make_request, reference
-from fault_kit import BACKEND_CALLS, Clock, Machine, Rig, Scenario, fail_every_call
+from fault_kit import BACKEND_CALLS, WAYS, Clock, Machine, Rig, Scenario, fail_every_call
 from native_kit import write_model
+from pipelined import PipelinedFake
 from window_kit import windowed_reference
+
+AHEAD_WAYS = ("error", "fatal", "aborted", "bug")
 
 
 @pytest.fixture(autouse=True)
@@ -43,17 +46,17 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def paged(blocks: int = 48) -> Machine:
-    backend = FakeBackend(context_length=96)
+def paged(blocks: int = 48, backend: FakeBackend | None = None) -> Machine:
+    backend = backend or FakeBackend(context_length=96)
     geometry = BlockGeometry(blocks, 4)
     backend.allocate(geometry)
     kv = PagedKVManager(backend.ops, geometry, bytes_per_token=8, eviction_threshold=0.7, watermark=0.02)
     return Machine(backend, kv, expected)
 
 
-def elastic(compaction: str) -> Machine:
+def elastic(compaction: str, backend: FakeBackend | None = None) -> Machine:
     """Memory that is moved together and given back, by a clock of its own."""
-    backend, clock = FakeBackend(context_length=96), Clock()
+    backend, clock = backend or FakeBackend(context_length=96), Clock()
     geometry = BlockGeometry(48, 4)
     backend.allocate(geometry)
     upkeep = UpkeepSettings(
@@ -335,7 +338,8 @@ def make_fake(layout: str, scenario: Scenario) -> Machine:
         return slots_on_demand()
     if layout == "slots":
         return slots(2 if scenario is shared_prefixes else 3)
-    return paged({preempted_prompt: 11, preempted_answer: 5, shared_prefixes: 16}.get(scenario, 48))
+    backend = PipelinedFake(context_length=96) if layout == "ahead" else None
+    return paged({preempted_prompt: 11, preempted_answer: 5, shared_prefixes: 16}.get(scenario, 48), backend)
 
 
 CASES = [(layout, scenario) for layout in ("paged", "slots") for scenario in SCENARIOS] + [
@@ -350,14 +354,25 @@ def test_on_the_fake_backend(layout: str, scenario: Scenario) -> None:
     print(f"{layout} {scenario.__name__}: {runs}")
 
 
-@pytest.mark.parametrize("layout", ["paged", "slots"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_on_a_backend_that_computes_ahead(scenario: Scenario) -> None:
+    reached = Rig(make_fake("ahead", scenario))
+    scenario(reached)
+    assert {"backend.submit", "backend.collect"} <= set(reached.calls.names)
+    runs = fail_every_call(lambda: make_fake("ahead", scenario), scenario, AHEAD_WAYS)
+    print(f"ahead {scenario.__name__}: {runs}")
+
+
+@pytest.mark.parametrize("layout", ["paged", "slots", "ahead"])
 def test_windows(layout: str) -> None:
+    memory = "slots" if layout == "slots" else "paged"
+
     def make() -> Machine:
         return replace(
-            make_fake(layout, windows), expected=lambda *answer: windowed_reference(answer[0], layout, answer[1])
+            make_fake(layout, windows), expected=lambda *answer: windowed_reference(answer[0], memory, answer[1])
         )
 
-    runs = fail_every_call(make, windows)
+    runs = fail_every_call(make, windows, AHEAD_WAYS if layout == "ahead" else tuple(WAYS))
     print(f"{layout} windows: {runs}")
 
 
@@ -372,6 +387,20 @@ def test_while_blocks_move(compaction: str, scenario: Scenario) -> None:
     assert wanted <= set(reached.calls.names)
     runs = fail_every_call(lambda: elastic(compaction), scenario)
     print(f"{scenario.__name__}: {runs}")
+
+
+@pytest.mark.parametrize(
+    ("compaction", "scenario"), [("always", moved_all_the_time), ("always", shut_down_while_moving)]
+)
+def test_while_blocks_move_under_steps_that_are_under_way(compaction: str, scenario: Scenario) -> None:
+    def make() -> Machine:
+        return elastic(compaction, PipelinedFake(context_length=96))
+
+    reached = Rig(make())
+    scenario(reached)
+    assert "ops.move_blocks" in reached.calls.names
+    runs = fail_every_call(make, scenario, AHEAD_WAYS)
+    print(f"ahead {scenario.__name__}: {runs}")
 
 
 # -- real backends -------------------------------------------------------------------------------------------------

@@ -145,12 +145,6 @@ class OperationsMachine(RuleBasedStateMachine):
         self.live.remove((sequence, memory))
         self.kv.release(sequence, keep=keep)
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def keep(self, data: st.DataObject) -> None:
-        self.kv.keep(self.draw(data)[0])
-        assert self.kv.usage().evictable == 0
-
     @rule(budget_s=st.sampled_from([0.0, 1e-7, 0.01]))
     def maintain(self, budget_s: float) -> None:
         """On paged memory blocks are moved all the time."""

@@ -23,7 +23,7 @@ from cllm.backends.llama_cpp.library import load_library
 from cllm.config.tree import WindowConfig
 from cllm.engine.params import SamplingParams
 from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError, UnsupportedOperationError
-from cllm.kv.memory import KV_TYPES
+from cllm.kv.memory import CPU_KV_TYPES
 from cllm.kv.ops import BlockGeometry, SlotGeometry, SlotOps
 from cllm.kv.slots import SlotKVManager
 from cllm.machine import Room
@@ -387,17 +387,6 @@ def test_damaged_bytes_are_refused(backend: LlamaCppBackend, prompts: list[array
     assert backend.ops.length(1) == 0
 
 
-def test_keep_empties_all_the_others(backend: LlamaCppBackend, prompts: list[array[int]]) -> None:
-    expected = generate(backend, 2, prompts[2])
-    backend.ops.remove(2, len(prompts[2]))
-    for slot in (0, 1, 3):
-        prefill(backend, slot, prompts[slot])
-    backend.ops.keep(2)
-    assert [backend.ops.length(slot) for slot in range(SLOTS)] == [0, 0, len(prompts[2]), 0]
-    logits = prefill(backend, 2, array("i", expected[:1]), len(prompts[2]))
-    assert continue_greedily(backend, 2, logits, 11) == expected[1:]
-
-
 @pytest.mark.parametrize("then", ["step", "copy", "save"])
 def test_a_shifted_slot_goes_on_as_before(backend: LlamaCppBackend, prompts: list[array[int]], then: str) -> None:
     """RoPE is relative, so a whole sequence moved by 100, and what comes after it, gives the same logits."""
@@ -440,10 +429,10 @@ def test_windows_are_refused_for_keys_that_would_not_survive_them(type_k: str, t
         kv = SlotKVManager(backend.ops, SlotGeometry(1, 256), bytes_per_token=1)
         asked = WindowConfig(recent=64)
         if type_k != "q4_0":
-            assert Windows(asked, kv, 256).of(None) is not None
+            assert Windows(asked, kv, 256, backend.no_window).of(None) is not None
             return
         with pytest.raises(ConfigError, match=r"kv\.window: .*4-bit keys do not survive; set resources\.kv_type_k to"):
-            Windows(asked, kv, 256)
+            Windows(asked, kv, 256, backend.no_window)
         with pytest.raises(UnsupportedOperationError, match="4-bit keys"):
             backend.ops.shift(0, 0, None, 1)
 
@@ -463,8 +452,6 @@ def test_slots_that_do_not_exist(backend: LlamaCppBackend) -> None:
             backend.ops.remove(slot, 0)
         with pytest.raises(BackendError, match=f"slot {slot}"):
             backend.ops.copy(slot, 0)
-        with pytest.raises(BackendError, match=f"slot {slot}"):
-            backend.ops.keep(slot)
 
 
 # -- trouble -------------------------------------------------------------------------------------------------------
@@ -548,7 +535,7 @@ def test_shape_and_description(backend: LlamaCppBackend) -> None:
 
 @pytest.mark.parametrize(
     ("kv_type_k", "kv_type_v", "flash_attention"),
-    [(*pair, True) for pair in product(KV_TYPES, repeat=2)] + [(type_k, "f16", False) for type_k in KV_TYPES],
+    [(*pair, True) for pair in product(CPU_KV_TYPES, repeat=2)] + [(type_k, "f16", False) for type_k in CPU_KV_TYPES],
 )
 def test_kv_types(
     prompts: list[array[int]],

@@ -208,7 +208,7 @@ async def test_two_watchers_see_the_same() -> None:
 )
 def test_whole_and_changes_lead_to_the_same_map(moments: list[Any], used: frozenset[int]) -> None:
     frame, reader = None, Reader()
-    sequences = tuple(SequenceView(number, f"r{number}", 9, 3, 0) for number in range(1, 6) if number not in used)
+    sequences = tuple(SequenceView(number, f"r{number}", 9, 3) for number in range(1, 6) if number not in used)
     prefix = PrefixView(min(used, default=1), 0, 16, 2, 1, (104, 105))
     for number, holders in enumerate(moments):
         resident = holders.reshape(-1, 6).any(axis=1)

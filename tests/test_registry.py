@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -338,36 +337,22 @@ def test_a_path_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_is_neither_name_nor_file_is_refused(tmp_path: Path) -> None:
     assert "there is no model 'smollm3'; give one of smollm2" in refusal("smollm3")
     assert f"there is no file {tmp_path}/none.gguf" in refusal(f"{tmp_path}/none.gguf")
-    assert "is a directory" in refusal(str(tmp_path))
+    assert "is a directory without a config.json" in refusal(str(tmp_path))
 
 
-def test_hub_names_go_to_the_hub_client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[tuple[str, str]] = []
-
-    def download(repo: str, file: str) -> str:
-        asked.append((repo, file))
-        return str(tmp_path / "fetched.gguf")
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=download))
-    assert resolve("hf:org/repo/sub/file.gguf") == tmp_path / "fetched.gguf"
-    assert asked == [("org/repo", "sub/file.gguf")]
+def test_a_hugging_face_directory_is_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(str(tmp_path)) == tmp_path
 
 
-def test_hub_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(repo: str, file: str) -> str:
-        raise OSError("no such repository\nmore about it")
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=fail))
-    assert refusal("hf:org/repo/file.gguf") == "hf:org/repo/file.gguf could not be fetched: no such repository"
-
-
-def test_hub_names_without_the_client_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_without_the_client_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert 'pip install "cllm[hf]"' in refusal("hf:org/repo/file.gguf")
 
 
 @pytest.mark.parametrize(
-    "name", ["hf:", "hf:org", "hf:org/repo", "hf:org/repo/", "hf:org/repo/readme.md", "hf://a/b.gguf"]
+    "name", ["hf:", "hf:org", "hf:/repo", "hf:org/repo/", "hf:org/repo/readme.md", "hf://a/b.gguf"]
 )
 def test_hub_names_that_name_no_file_are_refused(name: str) -> None:
     assert "hf:org/repo/file.gguf" in refusal(name)

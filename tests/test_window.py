@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule
 
 from cllm.backends.fake import FakeBackend
 from cllm.engine.params import SamplingParams
-from cllm.engine.request import FinishReason, Output, Request
+from cllm.engine.request import FinishReason, Output
 from cllm.engine.scheduler import Scheduler
 from cllm.kv.window import Window
 from engine_kit import make_request, make_scheduler
-from test_scheduler import LAYOUTS, SchedulerMachine, answer, run, step
+from test_scheduler import LAYOUTS, answer, run, step
 from window_kit import windowed_reference
 
 LONG = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
@@ -220,38 +219,3 @@ def test_an_answer_of_no_given_length_has_room_for_a_whole_context() -> None:
 
 
 # --- anything, in any order ---
-
-
-class WindowMachine(SchedulerMachine):
-    """The scheduler's own random runs, in which many requests have windows."""
-
-    @initialize(layout=st.sampled_from(LAYOUTS), tokens=st.sampled_from([64, 128, 512]))
-    def start(self, layout: str, tokens: int) -> None:
-        super().start(layout, tokens)
-        self.layout = layout
-
-    @rule(
-        letters=st.lists(st.sampled_from([97, 98]), min_size=1, max_size=90),
-        n=st.integers(1, 3),
-        greedy=st.booleans(),
-        max_tokens=st.integers(1, 50),
-        keep=st.sampled_from([0, 1, 4, 9]),
-        recent=st.sampled_from([1, 8, 20, 33]),
-    )
-    def submit_with_a_window(
-        self, letters: list[int], n: int, greedy: bool, max_tokens: int, keep: int, recent: int
-    ) -> None:
-        params = SamplingParams(
-            n=n, temperature=0.0 if greedy else 1.0, seed=3, max_tokens=max_tokens, ignore_eos=not greedy
-        )
-        window = Window.fit(keep, recent, self.scheduler.kv.unit_tokens)
-        request = make_request(letters, params, max_context=64, window=window)
-        self.live[request.id] = request
-        self.scheduler.add(request)
-
-    def expected(self, request: Request, index: int) -> list[int]:
-        return windowed_reference(request, self.layout, index)
-
-
-WindowMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestWindows = WindowMachine.TestCase

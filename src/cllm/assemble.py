@@ -22,19 +22,19 @@ from cllm.kv.slots import SlotKVManager
 from cllm.kv.upkeep import UpkeepSettings
 from cllm.machine import offers_large_pages, read_cpus, read_rooms
 from cllm.models.gguf import GGUFModel
+from cllm.models.hf_directory import HFModel
 from cllm.models.registry import resolve
+from cllm.on_torch import Model, asks_for_gpu, gpu_refusal, has_gpu, open_torch, torch_refusal
 from cllm.resources import Weights, choose_kv_bytes, choose_threads
 from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
+from cllm.text.hf_tokenizer import load_hf_chat_template, load_hf_tokenizer
 from cllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 log = logging.getLogger("cllm")
 
-DEFAULT_CONTEXT_CAP = 8192
 PAGED_MAX_RUNNING = 256
 AHEAD_BYTES = 64 * MIB
 """K/V memory that an idle server has ready for who comes next."""
-LLAMA_CPP_MAX_GAP_MS = 250.0
-"""Steps of this length let llama.cpp compute prompts at nearly full speed."""
 
 
 @dataclass(slots=True)
@@ -86,24 +86,64 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None) -> _O
         from cllm.backends.fake import FakeBackend
 
         fake = config.backend.fake
-        backend: Backend = FakeBackend(vocab_size=fake.vocab_size, latency_s=fake.latency_ms / 1000)
+        backend: Backend = FakeBackend(
+            vocab_size=fake.vocab_size,
+            latency_s=fake.latency_ms / 1000,
+            layout="slots" if fake.layout == "slots" else "blocks",
+        )
         return _Opened("fake", ByteTokenizer(fake.vocab_size), _chat_template(config, None), backend, None)
     path = resolve(config.model.name)
-    model = GGUFModel.open(path)
-    name = config.model.name if not Path(config.model.name).suffix else path.stem
-    tokenizer, template = load_tokenizer(model), _chat_template(config, model)
+    model = HFModel.open(path) if path.is_dir() else GGUFModel.open(path)
+    name, tokenizer, template = _name(config, model), _load_tokenizer(model), _chat_template(config, model)
     kind = _choose_backend(config, model)
     _check_relations(config, kind)
     threads = choose_threads(config.backend.threads, read_cpus())
-    kv_bytes = choose_kv_bytes(config.resources, _weights(config, model, kind), read_rooms())
-    if before_mapping is not None and kind == "llama_cpp" and config.backend.llama_cpp.mmap:
-        before_mapping()
-    backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
+    if kind == "torch" or isinstance(model, HFModel):
+        backend, kv_bytes = open_torch(config, model, name, threads, config.scheduler.max_running or PAGED_MAX_RUNNING)
+    else:
+        kv_bytes = choose_kv_bytes(config.resources, _weights(config, model, kind), read_rooms())
+        if before_mapping is not None and kind == "llama_cpp" and config.backend.llama_cpp.mmap:
+            before_mapping()
+        backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
     return _Opened(name, tokenizer, template, backend, kv_bytes)
 
 
-def _choose_backend(config: Config, model: GGUFModel) -> Literal["native", "llama_cpp"]:
-    """The backend that was asked for; with auto, native or else llama_cpp."""
+def _name(config: Config, model: Model) -> str:
+    """What clients call it, unless the configuration has an alias."""
+    asked = config.model.name
+    if isinstance(model, HFModel):
+        return asked.rpartition("/")[2] if asked.startswith("hf:") else model.name
+    return asked if not Path(asked).suffix else model.path.stem
+
+
+def _load_tokenizer(model: Model) -> Tokenizer:
+    return load_hf_tokenizer(model) if isinstance(model, HFModel) else load_tokenizer(model)
+
+
+def _choose_backend(config: Config, model: Model) -> Literal["native", "llama_cpp", "torch"]:
+    """The backend that was asked for; with auto, torch where it has its own kind of model or a GPU, then native, then
+    llama_cpp."""
+    asked = config.backend.type
+    if isinstance(model, HFModel) and asked not in ("auto", "torch"):
+        raise ModelError(
+            f"{asked} cannot run {model.name}: it is a Hugging Face directory; use --backend torch, or a .gguf file"
+        )
+    must = asked == "torch" or (asked == "auto" and asks_for_gpu(config))
+    if isinstance(model, HFModel) or must or (asked == "auto" and has_gpu(config)):
+        by_choice = not (must or isinstance(model, HFModel))
+        refusal = torch_refusal(model) or (gpu_refusal(config, model) if by_choice else None)
+        if refusal is None:
+            return "torch"
+        if isinstance(model, HFModel):
+            raise ModelError(f"torch cannot run {model.name}: {refusal}")
+        if must:
+            raise ModelError(f"torch cannot run {model.path.name}: {refusal}; use --backend auto and --device auto")
+        log.warning("the GPU is not used: torch cannot run %s: %s", model.path.name, refusal)
+    assert isinstance(model, GGUFModel)
+    return _choose_for_cpu(config, model)
+
+
+def _choose_for_cpu(config: Config, model: GGUFModel) -> Literal["native", "llama_cpp"]:
     if config.backend.type == "llama_cpp":
         return "llama_cpp"
     refusal = _native_refusal(model)
@@ -189,14 +229,17 @@ def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
     )
 
 
-def _chat_template(config: Config, model: GGUFModel | None) -> ChatTemplate:
+def _chat_template(config: Config, model: Model | None) -> ChatTemplate:
     if config.model.chat_template is not None:
         try:
             source = config.model.chat_template.read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"model.chat_template: cannot read {config.model.chat_template}: {error}") from error
-        return ChatTemplate(source, bos="", eos="") if model is None else load_chat_template(model, source)
-    return load_chat_template(model) if model is not None else ChatTemplate(CHATML, bos="", eos="")
+    else:
+        source = None
+    if model is None:
+        return ChatTemplate(source or CHATML, bos="", eos="")
+    return load_hf_chat_template(model, source) if isinstance(model, HFModel) else load_chat_template(model, source)
 
 
 def _build(config: Config, opened: _Opened) -> Parts:
@@ -210,7 +253,7 @@ def _build(config: Config, opened: _Opened) -> Parts:
         type_k=resources.kv_type_k,
         type_v=resources.kv_type_v,
     )
-    context = resources.max_context_length or min(shape.context_length, DEFAULT_CONTEXT_CAP)
+    context = resources.max_context_length or min(shape.context_length, backend.context_cap or shape.context_length)
     if context > shape.context_length:
         raise ConfigError(
             f"resources.max_context_length is {context}, but the model was trained for {shape.context_length} tokens; "
@@ -219,8 +262,8 @@ def _build(config: Config, opened: _Opened) -> Parts:
     budget = opened.kv_bytes
     if budget is None:
         budget = _imitated_bytes(config, token_bytes, context)
-    slots = backend.name == "llama_cpp" or (backend.name == "fake" and config.backend.fake.layout == "slots")
-    memory = (_slot_memory if slots else _block_memory)(config, backend, budget, token_bytes, context)
+    take_memory = _slot_memory if backend.layout == "slots" else _block_memory
+    memory = take_memory(config, backend, budget, token_bytes, context)
     scheduler = Scheduler(
         memory.kv,
         _step_budget(config, backend),
@@ -241,13 +284,12 @@ def _build(config: Config, opened: _Opened) -> Parts:
 
 def _step_budget(config: Config, backend: Backend) -> StepBudget:
     settings = config.scheduler
-    least_ms = LLAMA_CPP_MAX_GAP_MS if backend.name == "llama_cpp" else 0.0
-    gap_ms = settings.max_gap_ms or max(settings.inter_token_target_ms, least_ms)
+    gap_ms = settings.max_gap_ms or max(settings.inter_token_target_ms, backend.preferred_gap_ms)
     return StepBudget(
         inter_token_s=settings.inter_token_target_ms / 1000,
         max_gap_s=gap_ms / 1000,
         prompt_only_s=settings.prefill_target_ms / 1000,
-        max_tokens=settings.max_step_tokens,
+        max_tokens=settings.max_step_tokens or backend.preferred_step_tokens,
     )
 
 
@@ -300,7 +342,11 @@ def _idle_bytes(config: Config, budget: int, context_bytes: int) -> int:
     return min(budget, max(budget // 4, context_bytes) if asked is None else int(asked * MIB))
 
 
-def _upkeep(config: Config, geometry: BlockGeometry, token_bytes: int, context: int) -> UpkeepSettings:
+def _upkeep(
+    config: Config, backend: Backend, geometry: BlockGeometry, token_bytes: int, context: int
+) -> UpkeepSettings:
+    if not backend.gives_memory_back:
+        return UpkeepSettings(compaction="always" if config.kv.compaction == "always" else "off")
     idle = _idle_bytes(config, geometry.tokens * token_bytes, context * token_bytes)
     return UpkeepSettings(
         release_after_s=config.kv.release_after_s,
@@ -324,7 +370,7 @@ def _block_memory(config: Config, backend: Backend, budget: int, token_bytes: in
         eviction_policy=config.scheduler.eviction_policy,
         watermark=config.scheduler.watermark,
         placement=config.kv.placement,
-        upkeep=_upkeep(config, geometry, token_bytes, context),
+        upkeep=_upkeep(config, backend, geometry, token_bytes, context),
     )
     if geometry.tokens < context:
         log.warning(

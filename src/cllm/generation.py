@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -56,7 +56,7 @@ class _Answer:
 
 
 class Generation:
-    """Iterate for `Delta`s. `aclose` (or leaving `async with`) cancels whatever still runs.
+    """Iterate for `Delta`s, or `listen` and `drain`. `aclose` (or leaving `async with`) cancels whatever still runs.
 
     Everything happens on the event loop of the thread that submitted it.
     """
@@ -81,6 +81,7 @@ class Generation:
         self._ready: deque[Delta] = deque()
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._on_news: Callable[[], None] | None = None
         self._started = time.monotonic()
 
     # -- the caller --------------------------------------------------------------------------------------------
@@ -98,14 +99,32 @@ class Generation:
             await self._waiter
         return self._ready.popleft()
 
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """Have `on_news` called whenever there is something to drain, now or later: for who reads many at once."""
+        self._on_news = on_news
+        if self._ready or self.done:
+            on_news()
+
+    def drain(self) -> list[Delta]:
+        """What has come since the last time. Once it is `done`, there is no more."""
+        deltas = list(self._ready)
+        self._ready.clear()
+        return deltas
+
     @property
     def done(self) -> bool:
         return self._unfinished == 0 or self._error is not None
+
+    @property
+    def error(self) -> Exception | None:
+        """What it ended with, if that is no answer."""
+        return self._error
 
     async def aclose(self) -> None:
         if not self.done:
             self._cancel(self.request_id)
             self.fail(RequestCancelledError(f"request {self.request_id} was cancelled"))
+        self._on_news = None  # whoever listened holds this one: without the collector neither would go
 
     async def __aenter__(self) -> Generation:
         return self
@@ -178,5 +197,7 @@ class Generation:
         timings.total_s = elapsed
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._on_news is not None:
+            self._on_news()
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -62,7 +62,9 @@ class AsyncLLM:
         self._rows = fastest(self.config.backend.native.instruction_set)
         parts = await asyncio.to_thread(assemble, self.config, self._before_mapping)
         try:
-            self._windows = Windows(self.config.kv.window, parts.scheduler.kv, parts.max_context)
+            self._windows = Windows(
+                self.config.kv.window, parts.scheduler.kv, parts.max_context, parts.backend.no_window
+            )
         except ConfigError:
             parts.backend.close()
             raise

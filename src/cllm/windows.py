@@ -10,10 +10,10 @@ from cllm.kv.window import Window
 
 
 class Windows:
-    """Raises `ConfigError` if the configured window cannot be had."""
+    """Raises `ConfigError` if the configured window cannot be had. `refused` says why there are none, if so."""
 
-    def __init__(self, configured: WindowConfig, kv: KVManager, max_context: int) -> None:
-        self._refused = kv.no_window
+    def __init__(self, configured: WindowConfig, kv: KVManager, max_context: int, refused: str | None) -> None:
+        self._refused = refused
         self._unit = kv.unit_tokens
         self._max_context = max_context
         self._default: Window | None = None

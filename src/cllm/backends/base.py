@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,15 +38,103 @@ class Chunk:
     blocks: list[int] = field(default_factory=list)
     dropped: int = 0
     kept: int = 0
+    row: int = -1
+    """A number of its sequence's own among all that run; backends that choose tokens know it by that."""
+    follows: bool = False
+    """Its one token is what the step before chose for its row, and not known yet; the number in `tokens` is none."""
+    draws: tuple[Draw, ...] = ()
+    """How to choose from its logits, where the backend does that: one token for each."""
+
+
+class Bias(NamedTuple):
+    """What is added to the logits of tokens, each of which is there once; -inf forbids one."""
+
+    ids: NDArray[np.int32]
+    values: NDArray[np.float64]
+
+
+class Seen(NamedTuple):
+    """Tokens that are penalised, each of which is there once, and how.
+
+    What is positive is divided by `repetition`, the rest multiplied with it. Of a token that the answer has `counts`
+    times (of the prompt's tokens, none), `frequency` times that and `presence` are taken off then.
+    """
+
+    ids: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    repetition: float
+    frequency: float
+    presence: float
+
+
+class Draw(NamedTuple):
+    """How one token is chosen: the best if `temperature` is 0, else the one that `uniform`, in [0, 1), selects.
+
+    Arrays are those of who chooses, and may change once the step is submitted. Where the chunk `follows`, the token it
+    follows on is not in `penalties`: it counts once more.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    uniform: float
+    logprobs: int | None
+    """How many of the most likely tokens to tell, with the chosen one; None: nothing."""
+    bias: Bias | None
+    penalties: Seen | None
+    mask: NDArray[np.bool_] | None
+    """Of every token whether it may be chosen; None: any."""
+
+
+class Drawn(NamedTuple):
+    """A token that a backend chose; -1: the logits have no finite best."""
+
+    token_id: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens and their log probabilities, best first."""
+
+
+class StepResult(NamedTuple):
+    """What a step gave."""
+
+    logits: Logits | None
+    """A row for each chunk that wants them, in order, for the host to choose from; valid until the next step."""
+    drawn: Sequence[Sequence[Drawn]] | None = None
+    """Instead: for each of those chunks what its draws chose."""
+
+
+Layout = Literal["blocks", "slots"]
 
 
 class Backend(ABC):
-    """A loaded model. Life: construct (weights) -> `allocate` (K/V memory) -> `step`... -> `close`."""
+    """A loaded model. Life: construct (weights) -> `allocate` (K/V memory) -> steps... -> `close`.
+
+    What it says of itself is all that others go by; nobody asks for its name.
+    """
 
     name: str
     shape: ModelShape
+    layout: Layout = "blocks"
+    """How it keeps K/V, and so which manager it needs."""
+    depth: int = 1
+    """Steps that may be submitted before the first is collected. With more than one, the backend chooses tokens."""
+    preferred_step_tokens: int = 512
+    """Most prompt tokens in a step, unless the configuration says."""
+    context_cap: int | None = 8192
+    """Longest context that a model gets unasked; None: its own."""
+    preferred_gap_ms: float = 0.0
+    """How long a step with prompts has to be for them to be computed at nearly full speed; 0: short ones do."""
+    gives_memory_back: bool = True
+    """Whether free memory can go back to the system; otherwise there is no use in making any free for that."""
     batch_splits: int = 0
     """How often a step had to be computed in more parts than one."""
+
+    @property
+    def no_window(self) -> str | None:
+        """Why sequences cannot have a rolling window; None: they can. Asked after `allocate`."""
+        return None
 
     @property
     def resizes_slots(self) -> bool:
@@ -74,13 +163,31 @@ class Backend(ABC):
         cases part of the chunks may have been written, and the caller trims what it does not want.
         """
 
+    def submit(self, chunks: Sequence[Chunk]) -> Any:
+        """Begin a step and return its ticket, at once where the backend is pipelined.
+
+        All that is needed of the chunks is read before this returns: block tables, and what draws refer to, are those
+        of the sequences, and change with them.
+
+        Steps and memory operations take effect in the order in which they are asked for. So memory that is freed while
+        a step is under way may be handed out, or moved, at once. A step that is begun though an earlier one will turn
+        out to have failed computes something, or nothing; its result is collected and dropped.
+
+        Raises as `step` does; then nothing of it is under way, and it is not collected.
+        """
+        return chunks
+
+    def collect(self, ticket: Any) -> StepResult:
+        """The result of the oldest step that was not collected yet. Raises as `step` does; either way it is over."""
+        return StepResult(self.step(ticket))
+
     @abstractmethod
     def abort(self) -> None:
-        """Interrupt the step in progress, if any, from any thread."""
+        """Interrupt the steps in progress, if any, from any thread; where that cannot be done, they are short."""
 
     @abstractmethod
     def rebuild(self) -> None:
-        """Throw the context away and make a new, empty one, as `allocate` did."""
+        """Throw the context away, with what is under way, and make a new, empty one, as `allocate` did."""
 
     @abstractmethod
     def close(self) -> None:

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.backends.base import Backend, Chunk, Logits
+from cllm.backends.base import Backend, Chunk, Layout, Logits
 from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, BlockOps, Geometry, Move, SavedKV, SlotGeometry, SlotOps
 from cllm.models.shape import ModelShape
@@ -37,7 +37,16 @@ class Faults:
 class FakeBackend(Backend):
     name = "fake"
 
-    def __init__(self, *, vocab_size: int = 320, latency_s: float = 0.0, context_length: int = 4096) -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 320,
+        latency_s: float = 0.0,
+        context_length: int = 4096,
+        layout: Layout = "blocks",
+    ) -> None:
+        """It imitates either layout: the memory that it is given decides, `layout` says which to give it."""
+        self.layout = layout
         self.shape = ModelShape("fake", 1, 8, 1, 1, 2, 2, vocab_size, context_length)
         self.faults = Faults()
         self.latency_s = latency_s
@@ -56,6 +65,7 @@ class FakeBackend(Backend):
 
     def allocate(self, geometry: Geometry) -> None:
         self._geometry = geometry
+        self.layout = "slots" if isinstance(geometry, SlotGeometry) else "blocks"
         self._memory = _FakeSlots(geometry) if isinstance(geometry, SlotGeometry) else _FakeBlocks(geometry)
 
     @property
@@ -242,9 +252,6 @@ class _FakeSlots:
             raise BackendError(f"slot {slot} is not empty")
         positions, tokens = saved.view(np.int32).reshape(2, -1).tolist()
         self._cells[slot] = dict(zip(positions, tokens, strict=True))
-
-    def keep(self, slot: int) -> None:
-        self._cells = [cells if number == slot else {} for number, cells in enumerate(self._cells)]
 
     def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
         stop = MAX_POSITIONS if end is None else end

@@ -10,6 +10,7 @@ from cllm.cli.memory import check_room
 from cllm.cli.options import (
     BackendOption,
     ConfigOption,
+    DeviceOption,
     JsonOption,
     ModelOption,
     SeedOption,
@@ -32,6 +33,7 @@ def chat(
     seed: SeedOption = None,
     stop: StopOption = None,
     backend: BackendOption = None,
+    device: DeviceOption = None,
     config_file: ConfigOption = None,
     assignments: SetOption = None,
     json_file: JsonOption = None,
@@ -45,7 +47,7 @@ def chat(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
     )
-    config = prepare(config_file, assignments, model, backend)
+    config = prepare(config_file, assignments, model, backend, device)
     result = run_chat(config, params, system)
     if json_file:
         write_json(json_file, result)

@@ -12,6 +12,7 @@ from cllm.cli.memory import check_room, explain_bus_errors
 from cllm.cli.options import (
     BackendOption,
     ConfigOption,
+    DeviceOption,
     JsonOption,
     ModelOption,
     SeedOption,
@@ -44,6 +45,7 @@ def generate(
     seed: SeedOption = None,
     stop: StopOption = None,
     backend: BackendOption = None,
+    device: DeviceOption = None,
     config_file: ConfigOption = None,
     assignments: SetOption = None,
     json_file: JsonOption = None,
@@ -59,7 +61,7 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
     )
     text = _read_prompt(prompt)
-    config = prepare(config_file, assignments, model, backend)
+    config = prepare(config_file, assignments, model, backend, device)
     try:
         asyncio.run(_generate(config, text, params, json_file))
     except KeyboardInterrupt:

@@ -17,9 +17,16 @@ if TYPE_CHECKING:
     from cllm.llm import AsyncLLM
 
 
-def prepare(file: Path | None, assignments: Sequence[str] | None, model: str | None, backend: str | None) -> Config:
+def prepare(
+    file: Path | None,
+    assignments: Sequence[str] | None,
+    model: str | None,
+    backend: str | None,
+    device: str | None,
+) -> Config:
     """The configuration, with its model on disk. Only warnings are logged, unless a level was asked for."""
-    loaded = load_settings(file, assignments, {"model.name": model, "backend.type": backend})
+    flags = {"model.name": model, "backend.type": backend, "backend.torch.device": device}
+    loaded = load_settings(file, assignments, flags)
     config = loaded.config
     quiet = loaded.sources["log.level"] == "default"
     setup_logging(config.log.model_copy(update={"level": "warning"}) if quiet else config.log)

@@ -15,12 +15,18 @@ from cllm.errors import CLLMError
 if TYPE_CHECKING:
     from cllm.config import LoadedConfig
 
-MODEL_HELP = "A known name, a .gguf file or hf:org/repo/file.gguf. [default: smollm2]"
+MODEL_HELP = (
+    "A known name, a .gguf file, a Hugging Face directory, hf:org/repo or hf:org/repo/file.gguf. [default: smollm2]"
+)
 
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP)]
 BackendOption = Annotated[
     str | None,
     typer.Option("--backend", "-b", metavar="NAME", help="auto, native, llama_cpp, torch or fake. [default: auto]"),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option("--device", metavar="NAME", help="Where torch computes: auto, cpu, cuda or cuda:1. [default: auto]"),
 ]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML configuration file.", show_default=False)

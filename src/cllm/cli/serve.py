@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 from cllm.cli.memory import check_room
-from cllm.cli.options import MODEL_HELP, BackendOption, ConfigOption, SetOption, load_settings
+from cllm.cli.options import MODEL_HELP, BackendOption, ConfigOption, DeviceOption, SetOption, load_settings
 
 
 def serve(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     backend: BackendOption = None,
+    device: DeviceOption = None,
     host: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Address to listen on. [default: 127.0.0.1]")
     ] = None,
@@ -24,7 +25,13 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: OpenAI's API and cLLM's own."""
     check_room()
-    flags = {"model.name": model, "backend.type": backend, "server.host": host, "server.port": port}
+    flags = {
+        "model.name": model,
+        "backend.type": backend,
+        "backend.torch.device": device,
+        "server.host": host,
+        "server.port": port,
+    }
     config = load_settings(config_file, assignments, flags).config
 
     from cllm.cli import standard

@@ -13,7 +13,11 @@ from cllm.config.problems import as_written
 if TYPE_CHECKING:
     from cllm.config.tree import Config
 
-AVAILABLE_BACKENDS = ("native", "llama_cpp", "fake")
+KV_TYPES = {
+    "native": ("f16", "q8_0", "q4_0"),
+    "llama_cpp": ("f16", "q8_0", "q4_0"),
+    "torch": ("f16", "bf16", "f32", "fp8", "int8"),
+}
 NATIVE_TILE_TOKENS = 16
 """The native engine stores so many tokens of a block together."""
 
@@ -36,20 +40,16 @@ def check_relations(config: Config, origins: Mapping[str, str]) -> list[str]:
             "all bodies together may not be less than the largest; raise the first or lower the second"
         ]
     kind = config.backend.type
-    if kind == "auto":
-        return []
-    if kind not in AVAILABLE_BACKENDS:
-        available = " or ".join(AVAILABLE_BACKENDS)
-        return [f"{say('backend.type')}, which this version does not have: use {available}"]
-    return check_backend_relations(config, kind, origins)
+    return [] if kind == "auto" else check_backend_relations(config, kind, origins)
 
 
 def check_backend_relations(config: Config, kind: str, origins: Mapping[str, str] | None = None) -> list[str]:
     """The same for what only concerns the backend `kind`."""
     say = _sayer(config, origins or {})
+    problems = _check_kv_types(config, kind, say)
     if kind == "native":
-        return _check_native(config, say)
-    return _check_llama_cpp(config, say) if kind == "llama_cpp" else []
+        return problems + _check_native(config, say)
+    return problems + _check_llama_cpp(config, say) if kind == "llama_cpp" else problems
 
 
 def _sayer(config: Config, origins: Mapping[str, str]) -> Say:
@@ -57,6 +57,18 @@ def _sayer(config: Config, origins: Mapping[str, str]) -> Say:
         return f"{key} is {as_written(config.at(key))}" + (f" ({origins[key]})" if key in origins else "")
 
     return say
+
+
+def _check_kv_types(config: Config, kind: str, say: Say) -> list[str]:
+    known = KV_TYPES.get(kind)
+    problems = [
+        f"{say(key)}: {kind} has {', '.join(known)}"
+        for key in ("resources.kv_type_k", "resources.kv_type_v")
+        if known is not None and config.at(key) not in known
+    ]
+    if not problems and kind == "torch" and config.resources.kv_type_k != config.resources.kv_type_v:
+        problems.append(f"{say('resources.kv_type_k')} but {say('resources.kv_type_v')}: torch has one type for both")
+    return problems
 
 
 def _check_native(config: Config, say: Say) -> list[str]:
@@ -87,7 +99,7 @@ def _check_llama_cpp(config: Config, say: Say) -> list[str]:
         )
     if llama.n_ubatch > llama.n_batch:
         problems.append(f"{say('backend.llama_cpp.n_ubatch')} but {batch}: the first may not exceed the second")
-    if scheduler.max_step_tokens > llama.n_batch:
+    if scheduler.max_step_tokens is not None and scheduler.max_step_tokens > llama.n_batch:
         problems.append(
             f"{say('scheduler.max_step_tokens')} but {batch}: a step must fit one batch; "
             "lower the first or raise the second"

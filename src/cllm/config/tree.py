@@ -10,11 +10,11 @@ from pydantic_core import PydanticKnownError
 
 from cllm.config.problems import InvalidConfigError
 from cllm.config.relations import check_relations
+from cllm.kv.window import MIN_RECENT
 
 BackendType = Literal["auto", "native", "llama_cpp", "torch", "fake"]
 InstructionSet = Literal["auto", "generic", "avx2", "avx512"]
-KVType = Literal["f16", "q8_0", "q4_0"]
-MIN_RECENT = 16
+KVType = Literal["f16", "q8_0", "q4_0", "bf16", "f32", "fp8", "int8"]
 LLAMA_CPP_MAX_SEQ = 256
 """llama.cpp's own compiled-in limit of sequences per context."""
 
@@ -27,7 +27,9 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     name: str = Field(
-        default="smollm2", min_length=1, description="a known name, a .gguf file or hf:org/repo/file.gguf"
+        default="smollm2",
+        min_length=1,
+        description="a known name, a .gguf file, a Hugging Face directory, hf:org/repo or hf:org/repo/file.gguf",
     )
     chat_template: Path | None = Field(
         default=None, strict=False, description="Jinja file to use instead of the model's own chat template"
@@ -58,6 +60,24 @@ class LlamaCppConfig(Section):
     mlock: bool = Field(default=False, description="keep the model from being swapped out")
 
 
+class TorchConfig(Section):
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
+        description="auto, cpu, cuda or cuda:1; auto is the GPU if there is one",
+    )
+    dtype: Literal["auto", "bf16", "f16", "f32", "fp8"] = Field(
+        default="auto",
+        description="type of the weights in memory; auto is bf16 on a GPU (f16 below compute "
+        "capability 8.0) and f32 on a CPU; fp8 halves bf16 "
+        "(a GPU needs compute capability 8.9 or newer for it)",
+    )
+    batch_invariant: bool = Field(
+        default=False,
+        description="give every request the same answer to the bit alone and among others; slower (native always does)",
+    )
+
+
 class FakeConfig(Section):
     layout: Literal["paged", "slots"] = Field(default="paged", description="which kind of KV memory to imitate")
     latency_ms: float = Field(default=0.0, ge=0, le=60_000, description="time every step takes")
@@ -66,13 +86,16 @@ class FakeConfig(Section):
 
 class BackendConfig(Section):
     type: BackendType = Field(
-        default="auto", description="what runs the model; auto is native, or llama_cpp for models native cannot run"
+        default="auto",
+        description="what runs the model; auto is torch for Hugging Face directories and where there is a GPU, "
+        "otherwise native, or llama_cpp for models native cannot run",
     )
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="compute threads (null: chosen from the CPUs cLLM may use)"
     )
     native: NativeConfig = NativeConfig()
     llama_cpp: LlamaCppConfig = LlamaCppConfig()
+    torch: TorchConfig = TorchConfig()
     fake: FakeConfig = FakeConfig()
 
 
@@ -84,13 +107,19 @@ class ResourcesConfig(Section):
         default=None, gt=0, description="hard limit of KV memory in MiB (null: kv_memory_fraction decides)"
     )
     kv_memory_fraction: float = Field(
-        default=0.25, gt=0, le=1, description="share of the memory left after the weights that the KV cache may take"
+        default=0.25,
+        gt=0,
+        le=1,
+        description="share of the memory left after the weights that the KV cache may take (on a GPU 0.9 unless set)",
     )
     max_context_length: int | None = Field(
-        default=None, ge=2, description="most tokens in a sequence (null: the model's own, at most 8192)"
+        default=None, ge=2, description="most tokens in a sequence (null: the model's own; on a CPU at most 8192)"
     )
-    kv_type_k: KVType = Field(default="f16", description="type of cached keys")
-    kv_type_v: KVType = Field(default="f16", description="type of cached values")
+    kv_type_k: KVType = Field(
+        default="f16",
+        description="type of cached keys; q8_0 and q4_0 on native and llama_cpp, bf16, f32, fp8 and int8 on torch",
+    )
+    kv_type_v: KVType = Field(default="f16", description="type of cached values; on torch that of the keys")
     block_size: int = Field(
         default=16, ge=1, le=1024, description="tokens in a KV block (paged backends; native: a multiple of 16)"
     )
@@ -169,7 +198,9 @@ class SchedulerConfig(Section):
     prefill_target_ms: float = Field(
         default=1000.0, gt=0, description="step time to keep to while nobody is generating"
     )
-    max_step_tokens: int = Field(default=512, ge=1, le=1 << 20, description="most prompt tokens in one step")
+    max_step_tokens: int | None = Field(
+        default=None, ge=1, le=1 << 20, description="most prompt tokens in one step (null: 512; 8192 on a GPU)"
+    )
     watermark: float = Field(
         default=0.02, ge=0, lt=1, description="share of KV memory kept free when admitting (paged backends)"
     )

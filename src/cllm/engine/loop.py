@@ -1,6 +1,7 @@
 """The engine: one thread that owns scheduler, cache and backend, so that none of them needs a lock.
 
-Other threads talk to it through an inbox and read what it publishes. A step is three lines: schedule, compute, apply.
+Other threads talk to it through an inbox and read what it publishes. The steps are `Stepper`'s: schedule, compute,
+apply.
 
 Whatever fails in a turn ends in that turn. A fault of one sequence is dealt with where it happens; anything else means
 that the memory is in doubt, and there is one answer to that: `_rebuild`.
@@ -18,10 +19,11 @@ from typing import Any
 from cllm.backends.base import Backend
 from cllm.engine.outbox import ATTEMPTS, Deliver, Outbox
 from cllm.engine.request import FinishReason, Output, Request
-from cllm.engine.scheduler import Plan, Scheduler
+from cllm.engine.scheduler import Scheduler
 from cllm.engine.stats import EngineSnapshot, take_snapshot
+from cllm.engine.stepper import Stepper
 from cllm.engine.watch import Watch
-from cllm.errors import BackendError, OverloadedError, ShuttingDownError, StepAbortedError, describe
+from cllm.errors import BackendError, OverloadedError, ShuttingDownError, describe
 
 log = logging.getLogger("cllm.engine")
 
@@ -29,12 +31,6 @@ DETAILS_INTERVAL_S = 0.25
 CHECK_INTERVAL_S = 10.0
 IDLE_SLICE_S = 0.005
 """How long the cache may tidy up while idle before the engine looks whether somebody has come."""
-
-ABORT_CHUNK_TOKENS = 32
-"""A cancelled request interrupts the step it is in if its chunk is at least this long."""
-
-MAX_ABORTED_STEPS = 8
-"""Interrupted steps in a row; cancellations cause one at most, so a backend that does not stop aborting is broken."""
 
 LONGEST_WAIT_S = 3600.0
 """A thread cannot wait for any number of seconds that a setting may have."""
@@ -63,10 +59,8 @@ class Engine:
         self.backend = backend
         self.scheduler = scheduler
         self.rebuilds = 0
-        self.steps = 0
         self._outbox = Outbox(deliver)
         self._max_queue = max_queue
-        self._upkeep_share = upkeep_share
         self._clock = clock
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
@@ -78,10 +72,15 @@ class Engine:
         """Why the engine gave up."""
         self._progress = (0, 0)
         self._fruitless_rebuilds = 0
-        self._in_step: frozenset[str] = frozenset()
-        self._aborted_steps = 0
+        # Cancellations that arrived during a step are honoured before its tokens count.
+        self._stepper = Stepper(
+            backend,
+            scheduler,
+            timer=clock,
+            on_computed=lambda plan: self._drain_inbox(),
+            upkeep_share=upkeep_share,
+        )
         self._started_at = clock()
-        self._last_step_s = 0.0
         self._checked_at = clock()
         self._details_at = 0.0
         self.details: dict[str, Any] = {}
@@ -122,7 +121,7 @@ class Engine:
         """End a request, or one of its answers; unknown or finished ones are ignored."""
         self._inbox.append(lambda: self._on_cancel(request_id, index, reason))
         self._wake.set()
-        if request_id in self._in_step:
+        if request_id in self._stepper.in_step:
             self._abort()
 
     def stop(self, grace_s: float) -> None:
@@ -192,77 +191,18 @@ class Engine:
         if self._stop_at is not None:
             self._refuse_waiting()
         scheduler.raise_doubt()
-        if not scheduler.has_work:
+        if not (scheduler.has_work or self._stepper.under_way):
             return False
-        plan = scheduler.schedule()
-        scheduler.raise_doubt()
-        if plan.chunks:
-            self._step(plan)
-            scheduler.raise_doubt()
-            scheduler.kv.maintain(self._upkeep_share * self._last_step_s)
+        self._stepper.advance()
         return True
-
-    def _step(self, plan: Plan) -> None:
-        scheduler = self.scheduler
-        # No two steps in a row are interrupted, so that others advance however many cancel.
-        if self._aborted_steps == 0:
-            self._in_step = frozenset(
-                sequence.request.id
-                for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True)
-                if len(chunk.tokens) >= ABORT_CHUNK_TOKENS
-            )
-        started = self._clock()
-        try:
-            logits = self.backend.step(plan.chunks)
-        except StepAbortedError as error:
-            self._aborted_steps += 1
-            if self._aborted_steps > MAX_ABORTED_STEPS:
-                raise
-            log.debug("%s", error)
-            scheduler.rewind(plan)
-            return
-        except BackendError as error:
-            self._recover(plan, error)
-            return
-        finally:
-            self._in_step = frozenset()
-        self._last_step_s = self._clock() - started
-        self.steps += 1
-        self._aborted_steps = 0
-        scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, self._last_step_s)
-        # Cancellations that arrived during the step are honoured before its tokens count.
-        self._drain_inbox()
-        scheduler.apply(plan, logits)
-        scheduler.observers.step(self._last_step_s, plan.prompt_tokens, plan.decode_rows)
-
-    def _recover(self, plan: Plan, error: BackendError) -> None:
-        """A step failed: find the sequence that cannot be computed, so that the others finish."""
-        log.error("a step of %d sequences failed: %s", len(plan.sequences), error)
-        if error.fatal:
-            raise error
-        self.scheduler.rewind(plan)
-        for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
-            if not sequence.running:
-                continue
-            alone = Plan([sequence], [chunk])
-            try:
-                logits = self.backend.step(alone.chunks)
-            except StepAbortedError:
-                # Somebody was cancelled; whoever was computed just then is not to blame.
-                self.scheduler.rewind(alone)
-            except BackendError as own_error:
-                if own_error.fatal:
-                    raise
-                self.scheduler.blame(sequence, own_error)
-            else:
-                self.scheduler.apply(alone, logits)
 
     def _rebuild(self, cause: BackendError) -> None:
         """Last resort: a new context. What ran is recomputed from its tokens."""
         self.rebuilds += 1
         log.error("the backend's context is rebuilt: %s", cause)
+        self._stepper.forget()
         self.scheduler.preempt_all(cause)
-        progress = (self.steps, sum(self.scheduler.finished.values()))
+        progress = (self._stepper.steps, sum(self.scheduler.finished.values()))
         self._fruitless_rebuilds = self._fruitless_rebuilds + 1 if progress == self._progress else 0
         self._progress = progress
         if self._fruitless_rebuilds > MAX_FRUITLESS_REBUILDS:
@@ -322,6 +262,7 @@ class Engine:
             self._accepting = False
         scheduler = self.scheduler
         self._drain_inbox()
+        self._stepper.abandon()
         error: Exception = ShuttingDownError("the server shut down before the request was done")
         reason = FinishReason.CANCELLED
         if self._failure is not None:
@@ -388,8 +329,8 @@ class Engine:
         return take_snapshot(
             self.scheduler,
             self.backend,
-            steps=self.steps,
+            steps=self._stepper.steps,
             rebuilds=self.rebuilds,
             uptime_s=self._clock() - self._started_at,
-            last_step_s=self._last_step_s,
+            last_step_s=self._stepper.last_step_s,
         )

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from cllm.errors import InvalidRequestError
+from cllm.kv.window import MIN_RECENT
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
-MIN_RECENT = 16
 _MAY_BE_NONE = ("max_tokens", "logprobs")
 
 

@@ -7,6 +7,7 @@ from copy import copy
 
 import numpy as np
 
+from cllm.backends.base import Seen
 from cllm.engine.draw import Row
 from cllm.engine.params import SamplingParams
 
@@ -40,14 +41,13 @@ class Penalties:
         repeats = self._repetition != 1.0
         self.active = repeats or self._frequency != 0.0 or self._presence != 0.0
         # Counted, not sorted: a prompt may be long, and this is done on the event loop.
-        seen = np.flatnonzero(np.bincount(np.asarray(prompt, np.intp))) if repeats else np.empty(0, np.intp)
+        seen = np.flatnonzero(np.bincount(np.asarray(prompt, np.intp))) if repeats else np.empty(0)
         # Parallel, one place per distinct token: its id, how often it was generated, what that costs it. The places
         # of the prompt's tokens come first, in order of ids, and never change.
-        self._prompt_ids = seen
+        self._ids = self._prompt_ids = seen.astype(np.int32)
         self._places: dict[int, int] = {}
         self._size = len(seen)
-        self._ids = seen
-        self._counts = np.zeros(len(seen), np.int64)
+        self._counts = np.zeros(len(seen), np.int32)
         self._drops = np.zeros(len(seen))
 
     def twin(self) -> Penalties:
@@ -60,7 +60,7 @@ class Penalties:
 
     def observe(self, token_id: int) -> None:
         """Count one generated token."""
-        place = int(self._prompt_ids.searchsorted(token_id))
+        place = int(self._prompt_ids.searchsorted(np.int32(token_id)))
         if place == len(self._prompt_ids) or self._prompt_ids[place] != token_id:
             place = self._places.setdefault(token_id, self._size)
         if place == self._size:
@@ -81,9 +81,14 @@ class Penalties:
         # A tiny repetition penalty may overflow float32; "as likely as can be" is what it asks for.
         values[ids] = np.minimum(seen - self._drops[:size], _FLOAT32_MAX)
 
+    def seen(self) -> Seen:
+        """The same for who applies it elsewhere, before the next token is observed."""
+        size = self._size
+        return Seen(self._ids[:size], self._counts[:size], self._repetition, self._frequency, self._presence)
+
     def _grow(self) -> None:
         """New arrays, not the old ones: those may be a twin's, too."""
         spare = len(self._ids) + 64
-        self._ids = np.concatenate([self._ids, np.zeros(spare, np.intp)])
-        self._counts = np.concatenate([self._counts, np.zeros(spare, np.int64)])
+        self._ids = np.concatenate([self._ids, np.zeros(spare, np.int32)])
+        self._counts = np.concatenate([self._counts, np.zeros(spare, np.int32)])
         self._drops = np.concatenate([self._drops, np.zeros(spare)])

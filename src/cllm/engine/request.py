@@ -63,6 +63,12 @@ class Output(NamedTuple):
     cached_tokens: int
 
 
+def token_output(request: Request, index: int, token: int, logprob: TokenLogprob | None) -> Output:
+    """A token, and nothing else. Not by the class's own constructor: this is made for every token of every answer, and
+    that takes several times as long."""
+    return tuple.__new__(Output, (request.id, index, token, logprob, None, None, None, request.cached_tokens))
+
+
 class Sequence(KVSequence):
     """One answer in the making. `tokens` is the prompt and what was generated so far."""
 
@@ -74,10 +80,14 @@ class Sequence(KVSequence):
         "max_length",
         "n_prompt",
         "order",
+        "promised",
         "recoveries",
         "refused",
         "request",
+        "row",
         "running",
+        "stay",
+        "submitted",
         "turn",
         "twins",
     )
@@ -95,6 +105,14 @@ class Sequence(KVSequence):
         self.order: tuple[float, int] | None = None
         self.running = False
         self.ended = False
+        self.row = -1
+        """Its number among those that run."""
+        self.stay = 0
+        """How often it has left them."""
+        self.submitted = 0
+        """Tokens in steps that are under way, whose results are not here yet."""
+        self.promised = 0
+        """Tokens that these steps will choose."""
         self.recoveries = 0
         self.refused = False
         """Whether it waits because there was no room for it."""
@@ -115,13 +133,18 @@ class Sequence(KVSequence):
 
     @property
     def remaining(self) -> int:
+        """Tokens that are known and in no step yet."""
+        return len(self.tokens) - self.num_computed - self.submitted
+
+    @property
+    def uncomputed(self) -> int:
         """Tokens that are known and not computed yet."""
         return len(self.tokens) - self.num_computed
 
     @property
     def next_chunk(self) -> int:
-        """How many of them can be computed in one step."""
-        known = len(self.tokens) - self.num_computed
+        """How many tokens that are in no step yet can be computed in one."""
+        known = len(self.tokens) - self.num_computed - self.submitted
         return known if self.window is None else min(known, self.window.until_drop(self.num_computed))
 
     def append(self, token: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 
@@ -19,11 +20,8 @@ from cllm.engine.sampling import TokenLogprob
 from cllm.errors import RequestTimeoutError
 from cllm.kv.manager import KVManager
 
-MAX_RECOVERIES = 2
-"""Times a sequence is recomputed after a fault before it fails."""
 
-
-class Roster:
+class Roster(ABC):
     def __init__(self, kv: KVManager, *, ageing_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.kv = kv
         self.observers = Observers()
@@ -39,7 +37,11 @@ class Roster:
         self._clock = clock
         self._deadlines: list[tuple[float, str]] = []
         self._outputs: list[Output] = []
-        self._doubt: Exception | None = None
+        self._free_rows: list[int] = []
+
+    @abstractmethod
+    def distrust(self, error: Exception) -> None:
+        """Memory could not be given back."""
 
     # -- requests come and go ----------------------------------------------------------------------------------
 
@@ -76,39 +78,13 @@ class Roster:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    # -- doubt -------------------------------------------------------------------------------------------------
-
-    def distrust(self, error: Exception) -> None:
-        """The cache, or the backend's memory, may not be what we think: before the next step it has to be renewed."""
-        self._doubt = self._doubt or error
-
-    def raise_doubt(self) -> None:
-        """Raise what put the memory in doubt, if anything did."""
-        doubt, self._doubt = self._doubt, None
-        if doubt is not None:
-            raise doubt
-
-    def preempt_all(self, error: Exception) -> None:
-        """All memory is lost: everything that ran is recomputed, or fails if that happened too often.
-
-        The cache is not asked; it has to be reset.
-        """
-        self._doubt = None
-        lost, self.running = self.running, []
-        for sequence in lost:
-            sequence.running = False
-            sequence.recoveries += 1
-            if sequence.recoveries > MAX_RECOVERIES:
-                self._end(sequence, FinishReason.ERROR, error=error)
-            else:
-                self._queue_again(sequence)
-
     # -- a sequence's way --------------------------------------------------------------------------------------
 
     def _start(self, sequence: Sequence, cached: int) -> None:
         request = sequence.request
         sequence.running = True
         sequence.refused = False
+        sequence.row = self._free_rows.pop() if self._free_rows else len(self.running)
         self.running.append(sequence)
         if request.admitted_at is None:
             self.dequeued += 1
@@ -125,14 +101,6 @@ class Roster:
         self._queue_again(sequence)
         self._let_go(sequence, rewind=False, keep=keep)
 
-    def _set_back(self, sequence: Sequence, error: Exception) -> None:
-        """The memory of a running sequence failed: it is recomputed, or fails if that happened too often."""
-        sequence.recoveries += 1
-        if sequence.recoveries > MAX_RECOVERIES:
-            self._end(sequence, FinishReason.ERROR, error=error, keep=False)
-        else:
-            self._preempt(sequence, keep=False)
-
     def _queue_again(self, sequence: Sequence) -> None:
         self.preemptions += 1
         sequence.request.preemptions += 1
@@ -143,6 +111,9 @@ class Roster:
     def _stop_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.running = False
+        self._free_rows.append(sequence.row)
+        sequence.stay += 1
+        sequence.submitted = sequence.promised = 0
 
     def _let_go(self, sequence: Sequence, *, rewind: bool, keep: bool) -> None:
         """Give the sequence's memory back; `rewind` if the backend may be ahead by a step that was not applied."""

@@ -22,11 +22,13 @@ import math
 from array import array
 from collections.abc import Sequence
 from copy import copy
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.backends.base import Bias, Draw, Drawn
 from cllm.engine.draw import Ids, Row, mix64, uniform
 from cllm.engine.params import SamplingParams
 from cllm.engine.penalties import Penalties
@@ -72,6 +74,11 @@ class Choice(NamedTuple):
     logprob: TokenLogprob | None
 
 
+def _without_logprob(token_id: int) -> Choice:
+    """Not by the class's own constructor, which takes several times as long: most rows of most steps have one."""
+    return tuple.__new__(Choice, (token_id, None))
+
+
 class TokenChooser:
     """How one answer chooses its tokens: the parameters and what they need to know of the answer so far.
 
@@ -80,8 +87,10 @@ class TokenChooser:
     """
 
     __slots__ = (
+        "_best",
         "_bias",
         "_bias_ids",
+        "_early_best",
         "_end_ids",
         "_forbidden",
         "_forbidden_ids",
@@ -116,6 +125,9 @@ class TokenChooser:
         self._end_ids: Ids = np.array(sorted(end_ids), np.intp)
         self._forbidden = forbidden
         self._forbidden_ids: Ids = np.array(sorted(forbidden), np.intp)
+        # Made once: hundreds of rows ask for them in every step. That they are the same for many says much at a glance.
+        self._best = _best(params, forbidden)
+        self._early_best = _best(params, forbidden | end_ids) if params.min_tokens else self._best
         # Then the best token is all there is to know, and no computing waits for anything else between two steps.
         self._plain = params.greedy and params.logprobs is None and not self._adjusts
 
@@ -133,6 +145,41 @@ class TokenChooser:
         if self._penalties.active:
             self._penalties.observe(token_id)
 
+    def foresees(self, ahead: int) -> bool:
+        """Whether `foresee` can tell how to choose after `ahead` tokens that are not known: of those that penalties
+        have to count, whoever chooses elsewhere knows the last one alone."""
+        return ahead <= 1 or not self._penalties.active
+
+    def foresee(self, ahead: int) -> Draw:
+        """How the token will be chosen that comes after the next `ahead` ones, for who chooses it elsewhere."""
+        params, generated = self.params, self.generated + ahead
+        early = generated < params.min_tokens
+        if params.greedy and not self._penalties.active:
+            return self._early_best if early else self._best
+        return Draw(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            uniform=uniform(self._key, generated),
+            logprobs=params.logprobs,
+            bias=(self._early_best if early else self._best).bias,
+            penalties=self._penalties.seen() if self._penalties.active else None,
+            mask=None,
+        )
+
+    def take(self, drawn: Drawn) -> Choice | None:
+        """Observe a token that was chosen as `foresee` said; None if there was no finite best."""
+        token_id = drawn.token_id
+        if token_id < 0:
+            return None
+        self.generated += 1
+        if self._penalties.active:
+            self._penalties.observe(token_id)
+        if self.params.logprobs is None:
+            return _without_logprob(token_id)
+        return Choice(token_id, TokenLogprob(token_id, drawn.logprob, drawn.top))
+
     def choose(self, logits: Row, mask: Mask | None) -> Choice | None:
         """Choose and observe the next token; None if there is no finite best."""
         best = self._rows.argmax(logits)
@@ -141,7 +188,7 @@ class TokenChooser:
             return None
         if self._plain and mask is None and best not in self._forbidden:
             self.generated += 1
-            return Choice(best, None)
+            return _without_logprob(best)
         with np.errstate(over="ignore", under="ignore"):
             return self._choose(logits, best, peak, mask)
 
@@ -218,6 +265,22 @@ def choose(
         except Exception as error:  # noqa: PERF203 - one answer's parameters are not the others' business
             choices.append(error)
     return choices
+
+
+def _best(params: SamplingParams, bans: frozenset[int]) -> Draw:
+    """The best token, with `logit_bias` and without those that may not be chosen."""
+    if not params.logit_bias:
+        return _best_without(bans, params.logprobs)
+    biased = {token: bias for token, bias in params.logit_bias.items() if token not in bans}
+    ids, values = [*biased, *sorted(bans)], [*biased.values(), *[-math.inf] * len(bans)]
+    bias = Bias(np.array(ids, np.int32), np.array(values, np.float64))
+    return Draw(0.0, 0, 1.0, 0.0, 0.0, params.logprobs, bias, None, None)
+
+
+@lru_cache(maxsize=256)
+def _best_without(bans: frozenset[int], logprobs: int | None) -> Draw:
+    bias = Bias(np.array(sorted(bans), np.int32), np.full(len(bans), -math.inf)) if bans else None
+    return Draw(0.0, 0, 1.0, 0.0, 0.0, logprobs, bias, None, None)
 
 
 def _bans(mask: Mask) -> Row:

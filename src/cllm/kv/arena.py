@@ -11,6 +11,7 @@ from cllm.kv.pool import BlockPool
 from cllm.kv.prefixes import Holders, Prefixes
 from cllm.kv.radix import Node
 from cllm.kv.sequence import KVSequence
+from cllm.kv.table import held_by
 
 
 class Arena:
@@ -74,12 +75,12 @@ class Arena:
 
 def follow(sequence: KVSequence, touched: set[int], moved: dict[int, int]) -> None:
     """Bring a block table up to date: the shared part from the nodes, which have followed already, and the rest."""
-    blocks = sequence.blocks
-    end = sequence.indexed
+    blocks, held = sequence.blocks, held_by(sequence)
+    end = held.indexed
     private = blocks[end:]
     if not moved.keys().isdisjoint(private):
         blocks[end:] = [moved.get(block, block) for block in private]
-    for node in sequence.node.path():
+    for node in held.node.path():
         start = end - len(node.value)
         if node.number in touched:
             blocks[start:end] = node.value

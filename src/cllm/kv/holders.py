@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
-from typing import Any
 
 from cllm.kv.ops import SavedKV
 from cllm.kv.radix import TOKEN_BYTES, Node, RadixTree
-from cllm.kv.sequence import KVSequence
+from cllm.kv.sequence import Holding, KVSequence
 
 
-class Entry:
+class Entry(Holding):
     """One computed sequence: running or held in a slot, or saved as bytes."""
 
     __slots__ = ("hits", "length", "node", "number", "owner", "saved", "slot")
@@ -37,7 +36,13 @@ class Entry:
         return place, -self.number
 
 
-def describe(entry: Entry | None) -> dict[str, Any]:
+def entry_of(sequence: KVSequence) -> Entry:
+    holding = sequence.holding
+    assert isinstance(holding, Entry)
+    return holding
+
+
+def describe(entry: Entry | None) -> dict[str, str | int]:
     """What `/kv` shows of a slot that holds this."""
     if entry is None:
         return {"state": "free", "tokens": 0}

@@ -41,6 +41,9 @@ class KVManager(ABC):
     unit_tokens: int = 1
     """Prefixes are shared in whole multiples of this."""
 
+    verifies = True
+    """Whether the backend has an account of its own to compare with; if not, `verify` is not called."""
+
     allocation_failures: int = 0
     """Times that a sequence had to wait, or to be preempted, for want of memory. Whoever asks counts, because only it
     knows whether it asks again for the same."""
@@ -49,9 +52,6 @@ class KVManager(ABC):
     """Sequences that run or want to, for a manager that takes memory in steps. Whoever admits sets it before."""
 
     on_eviction: EvictionListener | None = None
-
-    no_window: str | None = None
-    """Why sequences cannot have a rolling window here; None: they can."""
 
     dropped_tokens: int = 0
     """Tokens that windows have dropped, of all sequences."""
@@ -116,10 +116,6 @@ class KVManager(ABC):
         """Forget all that was computed from token `length` on. Returns how many stay computed, which may be fewer by
         less than `unit_tokens`: what is shared is given up in whole units."""
         raise self._cannot("truncate a sequence")
-
-    def keep(self, sequence: KVSequence) -> None:
-        """Evict everything but what this and other running sequences hold."""
-        raise self._cannot("keep one sequence")
 
     def roll(self, sequence: KVSequence) -> bool:
         """Drop what the window no longer shows to the next token. False: there is no room to do that now."""

@@ -23,6 +23,8 @@ class KVType:
     name: str
     block_values: int
     block_bytes: int
+    row_bytes_beside: int = 0
+    """For the scale of a token's vector, if it has one."""
 
     def row_bytes(self, values: int) -> int:
         if values % self.block_values:
@@ -30,14 +32,20 @@ class KVType:
                 f"K/V type {self.name} stores {self.block_values} values together, which does not divide "
                 f"the model's head size of {values}; choose f16"
             )
-        return values // self.block_values * self.block_bytes
+        return values // self.block_values * self.block_bytes + self.row_bytes_beside
 
 
 KV_TYPES = {
     "f16": KVType("f16", 1, 2),
     "q8_0": KVType("q8_0", 32, 34),
     "q4_0": KVType("q4_0", 32, 18),
+    "bf16": KVType("bf16", 1, 2),
+    "f32": KVType("f32", 1, 4),
+    "fp8": KVType("fp8", 1, 1),
+    "int8": KVType("int8", 1, 1, row_bytes_beside=2),
 }
+CPU_KV_TYPES = ("f16", "q8_0", "q4_0")
+"""Those of native and llama.cpp; the rest are torch's."""
 
 
 def bytes_per_token(

@@ -70,9 +70,6 @@ class SlotOps(Protocol):
     def load(self, slot: int, saved: SavedKV) -> None:
         """Make `slot`, which must be empty, hold what `save` gave."""
 
-    def keep(self, slot: int) -> None:
-        """Empty every slot but this one."""
-
     def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
         """Add `delta` to the positions in the range (RoPE is re-rotated by the backend)."""
 

@@ -24,12 +24,15 @@ from cllm.kv.paged_operations import PagedOperations
 from cllm.kv.picture import picture
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
+from cllm.kv.table import BlocksHeld, held_by, own_blocks
 from cllm.kv.upkeep import EVICT_AT_ONCE, LOOK_INTERVAL_S, Upkeep, UpkeepSettings
 from cllm.kv.usage import KVUsage
 from cllm.kv.view import KVView
 
 
 class PagedKVManager(PagedOperations):
+    verifies = False
+
     def __init__(
         self,
         ops: BlockOps,
@@ -87,42 +90,48 @@ class PagedKVManager(PagedOperations):
         reserve = self._watermark_blocks if self._running else 0
         if needed + reserve > self._available() - prefixes.unused_blocks(found):
             return None
-        sequence.node, blocks = prefixes.enter(found)
-        self._begin(sequence)
+        node, blocks = prefixes.enter(found)
+        held = self._begin(sequence, BlocksHeld(node, cached_blocks))
         self._make_room(needed)
-        blocks += self._taken(self._pool.allocate(needed, sequence.number, blocks[-1] if blocks else -1))
+        blocks += self._taken(self._pool.allocate(needed, held.number, blocks[-1] if blocks else -1))
         sequence.blocks = blocks
-        sequence.indexed = cached_blocks
+        sequence.room = len(blocks) * self.block_size
         sequence.num_computed = cached_blocks * self.block_size
         if sequence.counts_as_query:
             self._queried += len(sequence.tokens)
             self._hit += sequence.num_computed
         return sequence.num_computed
 
-    def _begin(self, sequence: KVSequence) -> None:
-        sequence.number = self._arena.holders.give(sequence)
-        self._running[sequence.number] = sequence
+    def _begin(self, sequence: KVSequence, held: BlocksHeld) -> BlocksHeld:
+        sequence.holding = held
+        held.number = self._arena.holders.give(sequence)
+        self._running[held.number] = sequence
         self._upkeep.stirred()
+        return held
 
     def arrange(self) -> None:
         """No step needs its blocks in some order; upkeep moves scattered ones together if that pays."""
 
     def grow(self, sequence: KVSequence, count: int) -> bool:
-        held = sequence.num_computed - sequence.dropped
-        blocks = sequence.blocks
-        missing = self._blocks_for(held + count) - len(blocks)
-        last = held // self.block_size
-        writes_shared = last < len(blocks) and last >= sequence.indexed and self._pool.is_shared(blocks[last])
+        end = sequence.num_computed - sequence.dropped
+        if end + count <= sequence.room:
+            return True
+        blocks, held = sequence.blocks, held_by(sequence)
+        missing = self._blocks_for(end + count) - len(blocks)
+        last = end // self.block_size
+        writes_shared = last < len(blocks) and last >= held.indexed and self._pool.is_shared(blocks[last])
         if missing <= 0 and not writes_shared:
+            sequence.room = len(blocks) * self.block_size
             return True
         needed = max(missing, 0) + writes_shared
         if needed > self._available():
             return False
         self._make_room(needed)
-        own = self._taken(self._pool.extend(needed, sequence.number, blocks[-1] if blocks else -1))
+        own = self._taken(self._pool.extend(needed, held.number, blocks[-1] if blocks else -1))
         if writes_shared:
             self._copy_on_write(sequence, last, own)
         blocks += own
+        sequence.room = len(blocks) * self.block_size
         return True
 
     def _copy_on_write(self, sequence: KVSequence, index: int, own: list[int]) -> None:
@@ -139,23 +148,23 @@ class PagedKVManager(PagedOperations):
 
     def fork(self, parent: KVSequence, child: KVSequence) -> bool:
         self.commit(parent)
-        end = self._blocks_for(parent.held)
-        child.blocks = parent.blocks[:end]
-        for block in child.blocks[parent.indexed :]:
+        held = held_by(parent)
+        child.blocks = parent.blocks[: self._blocks_for(parent.held)]
+        for block in child.blocks[held.indexed :]:
             self._pool.share(block)
-        self._prefixes.lock(parent.node)
-        child.node = parent.node
-        child.indexed = parent.indexed
+        self._prefixes.lock(held.node)
         child.num_computed = parent.num_computed
         child.dropped, child.kept = parent.dropped, parent.kept
-        self._begin(child)
+        # The block that both would write to next is one: whoever does so first asks for a copy.
+        child.room = parent.room = parent.end
+        self._begin(child, BlocksHeld(held.node, held.indexed))
         return True
 
     # -- after a step ------------------------------------------------------------------------------------------
 
     def commit(self, sequence: KVSequence) -> None:
         full = sequence.num_computed // self.block_size
-        if full > sequence.indexed and sequence.intact:
+        if full > held_by(sequence).indexed and sequence.intact:
             self._prefixes.index(sequence, full)
 
     def verify(self, sequence: KVSequence) -> None:
@@ -167,24 +176,25 @@ class PagedKVManager(PagedOperations):
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         if keep:
             self.commit(sequence)
-        del self._running[sequence.number]
-        self._leave(sequence.blocks[sequence.indexed :], sequence)
-        self._arena.holders.take_back(sequence.number)
-        self._prefixes.unlock(sequence.node)
+        held = held_by(sequence)
+        del self._running[held.number]
+        self._leave(own_blocks(sequence), sequence)
+        self._arena.holders.take_back(held.number)
+        self._prefixes.unlock(held.node)
         self._upkeep.stirred()
         sequence.forget_memory()
 
     def _leave(self, private: list[int], sequence: KVSequence) -> None:
         """A sequence gives private blocks up; those that forked ones use as well are theirs from now on."""
         self._pool.release(private)
-        number, holders = sequence.number, self._pool.holders
+        number, holders = held_by(sequence).number, self._pool.holders
         orphans = {block for block in private if holders[block] == number}
-        for heir in self._running.values():
+        for heir_number, heir in self._running.items():
             if not orphans:
                 break
             if heir is not sequence:
-                inherited = orphans.intersection(heir.blocks[heir.indexed :])
-                self._pool.hand_over(list(inherited), heir.number)
+                inherited = orphans.intersection(own_blocks(heir))
+                self._pool.hand_over(list(inherited), heir_number)
                 orphans -= inherited
 
     # -- upkeep ------------------------------------------------------------------------------------------------
@@ -263,7 +273,7 @@ class PagedKVManager(PagedOperations):
                     "computed": s.num_computed,
                     "dropped": s.dropped,
                     "blocks": len(s.blocks),
-                    "shared": s.indexed,
+                    "shared": held_by(s).indexed,
                 }
                 for s in self._running.values()
             ],
@@ -278,13 +288,13 @@ class PagedKVManager(PagedOperations):
         held = np.zeros(self._pool.total, np.int32)
         uses: dict[int, int] = {}
         for sequence in self._running.values():
-            for node in sequence.node.path():
+            for node in held_by(sequence).node.path():
                 uses[node.number] = uses.get(node.number, 0) + 1
-            yield from _count(sequence.blocks[sequence.indexed :], held)
+            yield from _count(own_blocks(sequence), held)
         yield from self._prefixes.examine(uses, held, CHECK_SLICE)
         yield from self._pool.examine(held, CHECK_SLICE)
         for number, sequence in self._running.items():
-            if sequence.number != number or self._arena.holders.owners.get(number) is not sequence:
+            if held_by(sequence).number != number or self._arena.holders.owners.get(number) is not sequence:
                 raise AssertionError("a sequence is not known by its number")
             self._check_table(sequence)
             yield len(sequence.blocks)
@@ -296,18 +306,22 @@ class PagedKVManager(PagedOperations):
     def _check_table(self, sequence: KVSequence) -> None:
         spelled = bytearray()
         shared: list[int] = []
-        for node in reversed(list(sequence.node.path())):
+        held = held_by(sequence)
+        for node in reversed(list(held.node.path())):
             spelled += node.key
             shared += node.value
-        if shared != sequence.blocks[: sequence.indexed]:
+        if shared != sequence.blocks[: held.indexed]:
             raise AssertionError("a block table disagrees with the tree")
         if bytes(spelled) != sequence.tokens.tobytes()[: len(spelled)]:
             raise AssertionError("a sequence stands on a path that spells other tokens")
         if len(sequence.blocks) * self.block_size < sequence.held:
             raise AssertionError("a sequence has computed more than its blocks hold")
-        for block in sequence.blocks[sequence.indexed :]:
+        writable = sequence.blocks[sequence.end // self.block_size : -(-sequence.room // self.block_size)]
+        if sequence.room > sequence.end and any(map(self._pool.is_shared, writable)):
+            raise AssertionError("a sequence may write to a block that another one uses")
+        for block in own_blocks(sequence):
             holder = self._running.get(self._pool.holders[block])
-            if holder is None or block not in holder.blocks[holder.indexed :]:
+            if holder is None or block not in own_blocks(holder):
                 raise AssertionError(f"block {block} is said to be held by somebody who does not hold it")
 
     def _blocks_for(self, tokens: int) -> int:

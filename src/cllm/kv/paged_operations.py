@@ -15,6 +15,7 @@ from cllm.kv.operations import check_removal, check_shift, check_truncation, clo
 from cllm.kv.pool import BlockPool
 from cllm.kv.prefixes import Prefixes
 from cllm.kv.sequence import KVSequence
+from cllm.kv.table import held_by
 
 
 class PagedOperations(KVManager):
@@ -44,10 +45,11 @@ class PagedOperations(KVManager):
     def remove_range(self, sequence: KVSequence, start: int, end: int) -> bool:
         check_removal(sequence, start, end, self.block_size)
         first, last = start // self.block_size, end // self.block_size
-        if first < sequence.indexed and not self._leave_tree(sequence, first, last):
+        if first < held_by(sequence).indexed and not self._leave_tree(sequence, first, last):
             return False
         gone = sequence.blocks[first:last]
         del sequence.blocks[first:last]
+        sequence.room = 0
         self._leave(gone, sequence)
         open_hole(sequence, start, end)
         return True
@@ -59,24 +61,21 @@ class PagedOperations(KVManager):
 
     def truncate(self, sequence: KVSequence, length: int) -> int:
         check_truncation(sequence, length)
-        size = self.block_size
+        size, shared = self.block_size, held_by(sequence).indexed
         lost = sequence.dropped + sequence.hole
         held = length - lost
-        if held < sequence.indexed * size:
+        if held < shared * size:
             # A block of the tree cannot be written to, so one that would be half full is given up.
             held -= held % size
-            shared = sequence.indexed
             self._prefixes.shorten(sequence, held // size)
             del sequence.blocks[held // size : shared]
         blocks = -(-held // size)
         gone = sequence.blocks[blocks:]
         del sequence.blocks[blocks:]
+        sequence.room = 0
         self._leave(gone, sequence)
         sequence.num_computed = held + lost
         return sequence.num_computed
-
-    def keep(self, sequence: KVSequence) -> None:
-        self._evict(self._prefixes.evictable)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -86,7 +85,7 @@ class PagedOperations(KVManager):
         What the tree has stays there for others if there is free room for a copy. Otherwise the sequence takes along
         what nobody else uses, and if somebody does, cached blocks make room for the copy.
         """
-        shared = sequence.indexed
+        shared = held_by(sequence).indexed
         wanted = sequence.blocks[last:shared]
         if len(wanted) > self._pool.free and self._prefixes.take_out(sequence, first):
             return True
@@ -102,7 +101,7 @@ class PagedOperations(KVManager):
 
     def _copies(self, blocks: list[int], sequence: KVSequence) -> list[int]:
         self._make_room(len(blocks))
-        copies = self._taken(self._pool.allocate(len(blocks), sequence.number))
+        copies = self._taken(self._pool.allocate(len(blocks), held_by(sequence).number))
         try:
             self._arena.ops.copy_blocks(list(zip(blocks, copies, strict=True)))
         except BaseException:

@@ -8,14 +8,14 @@ from itertools import islice
 import numpy as np
 
 from cllm.kv.arena import Arena
-from cllm.kv.prefixes import BlockNode
+from cllm.kv.table import BlockNode, held_by
 from cllm.kv.view import FIRST_TOKENS, MOST_NODES, MOST_PREFIXES, KVView, PrefixView, SequenceView
 
 
 def picture(arena: Arena) -> KVView:
     extents = arena.pool.extents
     size = arena.geometry.block_size
-    used = {node.number: node for sequence in arena.running.values() for node in sequence.node.path()}
+    used = {node.number: node for sequence in arena.running.values() for node in held_by(sequence).node.path()}
     return KVView(
         layout="paged",
         cell_tokens=size,
@@ -27,8 +27,7 @@ def picture(arena: Arena) -> KVView:
         prefixes_in_all=len(arena.holders.owners) - len(arena.running),
         used_prefixes=frozenset(used),
         sequences=tuple(
-            SequenceView(s.number, s.request_id, len(s.tokens), s.num_computed, s.indexed * size)
-            for s in arena.running.values()
+            SequenceView(number, s.request_id, len(s.tokens), s.num_computed) for number, s in arena.running.items()
         ),
     )
 

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from cllm.kv.eviction import EvictionPolicy, make_policy
 from cllm.kv.numbers import Numbers
 from cllm.kv.pool import BlockPool
-from cllm.kv.radix import TOKEN_BYTES, Found, Node, RadixTree
+from cllm.kv.radix import TOKEN_BYTES, Found, RadixTree
 from cllm.kv.sequence import KVSequence
+from cllm.kv.table import BlockNode, BlocksHeld, held_by
 
-BlockNode = Node[list[int]]
 Holders = Numbers[BlockNode | KVSequence]
 
 
@@ -76,27 +76,27 @@ class Prefixes:
 
     def shorten(self, sequence: KVSequence, blocks: int) -> None:
         """The sequence uses only its first `blocks` blocks of the tree from now on; the others stay, for others."""
-        above = self._node_at(sequence, blocks)
-        self.unlock(sequence.node, above)
-        sequence.node, sequence.indexed = above, blocks
+        held, above = held_by(sequence), self._node_at(sequence, blocks)
+        self.unlock(held.node, above)
+        held.node, held.indexed = above, blocks
 
     def take_out(self, sequence: KVSequence, blocks: int) -> bool:
         """Make what follows the sequence's first `blocks` blocks its own, out of the tree. False: others use it, or go
         on from it."""
-        above = self._node_at(sequence, blocks)
+        held, above = held_by(sequence), self._node_at(sequence, blocks)
         below: BlockNode | None = None
-        for node in sequence.node.path():
+        for node in held.node.path():
             if node is above:
                 break
             if node.references > 1 or any(child is not below for child in node.children.values()):
                 return False
             below = node
-        node = sequence.node
+        node = held.node
         while node is not above:
-            self._pool.hand_over(node.value, sequence.number)
+            self._pool.hand_over(node.value, held.number)
             self._holders.take_back(node.number)
             node = self.tree.remove(node)
-        sequence.node, sequence.indexed = above, blocks
+        held.node, held.indexed = above, blocks
         return True
 
     def _node_at(self, sequence: KVSequence, blocks: int) -> BlockNode:
@@ -116,15 +116,15 @@ class Prefixes:
 
     def index(self, sequence: KVSequence, full: int) -> None:
         """Put the sequence's newly completed blocks into the tree, or take over those that are there already."""
-        tree = self.tree
+        tree, held = self.tree, held_by(sequence)
         unit = tree.unit_bytes
         size = unit // TOKEN_BYTES
-        key = sequence.tokens[sequence.indexed * size : full * size].tobytes()
-        node: BlockNode = sequence.node
+        key = sequence.tokens[held.indexed * size : full * size].tobytes()
+        node = held.node
         found = tree.find(key, node)
         if found.matched:
-            node = self._adopt(sequence, self._cut(found), found.matched // unit)
-        if rest := sequence.blocks[sequence.indexed : full]:
+            node = self._adopt(sequence.blocks, held, self._cut(found), found.matched // unit)
+        if rest := sequence.blocks[held.indexed : full]:
             rest_key = key[len(key) - len(rest) * unit :]
             if node.references == 1 and not node.children and node.parent is not None:
                 node.key += rest_key
@@ -134,25 +134,25 @@ class Prefixes:
                 node.references = 1
                 node.number = self._holders.give(node)
             self._pool.hand_over(rest, node.number)
-        sequence.node = node
-        sequence.indexed = full
+        held.node = node
+        held.indexed = full
 
-    def _adopt(self, sequence: KVSequence, node: BlockNode, count: int) -> BlockNode:
+    def _adopt(self, table: list[int], held: BlocksHeld, node: BlockNode, count: int) -> BlockNode:
         """Someone else computed the same `count` blocks first: use theirs, give ours back."""
         blocks: list[int] = []
         part = node
         parts: list[BlockNode] = []
-        while part is not sequence.node:
+        while part is not held.node:
             parts.append(part)
             assert part.parent is not None
             part = part.parent
         for part in reversed(parts):
             self._use(part)
             blocks += part.value
-        first = sequence.indexed
-        self._pool.release(sequence.blocks[first : first + count])
-        sequence.blocks[first : first + count] = blocks
-        sequence.indexed += count
+        first = held.indexed
+        self._pool.release(table[first : first + count])
+        table[first : first + count] = blocks
+        held.indexed += count
         return node
 
     def _cut(self, found: Found[list[int]]) -> BlockNode:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 from cllm.kv.window import Window
+
+
+class Holding:
+    """What a manager writes down of the memory that a sequence holds. Each has its own kind, and looks at no other."""
+
+    __slots__ = ()
 
 
 class KVSequence:
@@ -20,13 +25,11 @@ class KVSequence:
     __slots__ = (
         "blocks",
         "dropped",
-        "entry",
+        "holding",
         "hole",
-        "indexed",
         "kept",
-        "node",
         "num_computed",
-        "number",
+        "room",
         "slot",
         "tokens",
         "window",
@@ -47,15 +50,12 @@ class KVSequence:
     def forget_memory(self) -> None:
         """It holds none (any more)."""
         self.restart()
-        # Paged: the block table, the index node where this sequence's shared part ends, and the blocks in that part;
-        # and its number as a holder of the others.
+        self.holding: Holding | None = None
+        # Where its memory is, as the backend is told in every step: the table of its blocks, or the number of its slot.
         self.blocks: list[int] = []
-        self.node: Any = None
-        self.indexed = 0
-        self.number = 0
-        # Slots: the slot number and the manager's record of it.
-        self.slot = -1
-        self.entry: Any = None
+        self.slot = 0
+        # Positions before this one can be written without asking for more memory, from `end` on.
+        self.room = 0
 
     def restart(self) -> None:
         """Nothing of it is computed (any more), whatever memory it has."""
@@ -68,7 +68,7 @@ class KVSequence:
 
     @property
     def admitted(self) -> bool:
-        return self.node is not None or self.entry is not None
+        return self.holding is not None
 
     @property
     def held(self) -> int:

@@ -45,7 +45,6 @@ class SlotMemory(KVManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_tokens = geometry.slot_tokens
-        self.no_window = ops.no_shift
         self._geometry = geometry
         self._ops = ops
         self._bytes_per_token = bytes_per_token

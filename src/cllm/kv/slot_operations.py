@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cllm.kv.holders import entry_of
 from cllm.kv.operations import check_removal, check_shift, check_truncation, close_hole, open_hole
 from cllm.kv.sequence import KVSequence
 from cllm.kv.slot_memory import SlotMemory
@@ -12,8 +13,8 @@ class SlotOperations(SlotMemory):
         check_removal(sequence, start, end)
         self._ops.remove(sequence.slot, start, end)
         open_hole(sequence, start, end)
-        if sequence.entry.length > start:
-            self._index.cut_back(sequence.entry, sequence)
+        if (entry := entry_of(sequence)).length > start:
+            self._index.cut_back(entry, sequence)
         return True
 
     def shift(self, sequence: KVSequence, start: int, delta: int) -> None:
@@ -26,12 +27,6 @@ class SlotOperations(SlotMemory):
         check_truncation(sequence, length)
         self._ops.remove(sequence.slot, length - sequence.dropped)
         sequence.num_computed = length
-        if sequence.entry.length > length:
-            self._index.cut_back(sequence.entry, sequence)
+        if (entry := entry_of(sequence)).length > length:
+            self._index.cut_back(entry, sequence)
         return length
-
-    def keep(self, sequence: KVSequence) -> None:
-        while len(self._store):
-            self._evict(self._store.oldest())
-        for entry in self._held_in_slots():
-            self._evict(entry)

@@ -34,7 +34,7 @@ def picture(
             held.append(entry)
         else:
             tokens = owner.held
-            sequences.append(SequenceView(number, owner.request_id, len(owner.tokens), owner.num_computed, 0))
+            sequences.append(SequenceView(number, owner.request_id, len(owner.tokens), owner.num_computed))
         row[: -(-tokens // CELL_TOKENS)] = number
     ended = [*held, *islice(saved, MOST_NODES)]
     return KVView(

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from cllm.kv.holders import Entry, describe
+from cllm.kv.holders import Entry, describe, entry_of
 from cllm.kv.manager import PositionMismatchError
 from cllm.kv.memory import most_bytes
 from cllm.kv.ops import SlotGeometry, SlotOps
@@ -122,8 +122,9 @@ class SlotKVManager(SlotOperations):
 
     def commit(self, sequence: KVSequence) -> None:
         # Prompt chunks are indexed at once, for others to share; generated tokens when the sequence ends.
-        if sequence.intact and sequence.num_computed - sequence.entry.length > 1:
-            self._index.extend(sequence.entry, sequence)
+        entry = entry_of(sequence)
+        if sequence.intact and sequence.num_computed - entry.length > 1:
+            self._index.extend(entry, sequence)
 
     def verify(self, sequence: KVSequence) -> None:
         held = self._ops.length(sequence.slot)
@@ -136,7 +137,7 @@ class SlotKVManager(SlotOperations):
         self._ops.remove(sequence.slot, sequence.end)
 
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
-        entry: Entry = sequence.entry
+        entry = entry_of(sequence)
         if keep and sequence.num_computed and sequence.intact:
             self._index.extend(entry, sequence)
             sequence.forget_memory()
@@ -285,8 +286,9 @@ class SlotKVManager(SlotOperations):
     def _occupy(self, slot: int, sequence: KVSequence, computed: int) -> None:
         entry = Entry(slot, sequence)
         self._slots[slot] = entry
-        sequence.entry = entry
+        sequence.holding = entry
         sequence.slot = slot
+        sequence.room = self.max_tokens
         sequence.num_computed = computed
         self._index.extend(entry, sequence)
         self._note_running()

@@ -46,8 +46,6 @@ class SequenceView(NamedTuple):
     request_id: str
     tokens: int
     computed: int
-    shared_tokens: int
-    """Computed tokens whose memory belongs to the prefix tree."""
 
 
 @dataclass(frozen=True, slots=True)

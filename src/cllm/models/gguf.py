@@ -10,30 +10,20 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from cllm.errors import ModelError
 from cllm.models.gguf_header import DamagedError, HeaderReader, TensorInfo, short
 from cllm.models.shape import ModelShape
+from cllm.models.stamped_file import FileStamp, unreadable
 
 T = TypeVar("T")
 
+ADVICE = "give the path of a .gguf file"
+
 _MAX_SIZE = 2**31 - 1  # of any number in a model's shape
-
-
-class FileStamp(NamedTuple):
-    """A file that was written to or replaced has another one."""
-
-    device: int
-    inode: int
-    size: int
-    changed_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileStamp:
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +58,13 @@ class GGUFModel:
             raise _wrong_kind(self.path, key, f"a list of {type(value[0]).__name__}", f"a list of {kind.__name__}")
         return value
 
-    def check_unchanged(self, status: os.stat_result | None = None) -> None:
+    def check_unchanged(self) -> None:
         """Raise `ModelError` if the file is no longer the one whose header was read."""
         try:
-            found = FileStamp.of(status or self.path.stat())
+            status = self.path.stat()
         except OSError as error:
-            raise unreadable(self.path, error) from error
-        if found != self.stamp:
-            change = f" (it had {self.stamp.size} bytes and has {found.size})" if found.size != self.stamp.size else ""
-            raise ModelError(
-                f"{self.path}: has changed while it was being loaded{change}; start again when it is complete"
-            )
+            raise unreadable(self.path, error, ADVICE) from error
+        self.stamp.check(self.path, status)
 
     @classmethod
     def open(cls, path: Path) -> GGUFModel:
@@ -88,15 +74,11 @@ class GGUFModel:
                 stamp = FileStamp.of(os.fstat(file.fileno()))
                 metadata, tensors = HeaderReader(file, stamp.size).read()
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise unreadable(path, error, ADVICE) from error
         except DamagedError as error:
             raise ModelError(f"{path}: {error}; fetch it again or give another .gguf file") from error
         name = _get(metadata, "general.name", "", path) or path.stem
         return cls(path, name, _read_shape(metadata, path), stamp, metadata, tensors)
-
-
-def unreadable(path: Path, error: OSError) -> ModelError:
-    return ModelError(f"{path}: cannot be read ({error.strerror or error}); give the path of a .gguf file")
 
 
 def _wrong_kind(path: Path, key: str, found: str, wanted: str) -> ModelError:

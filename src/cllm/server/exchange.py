@@ -14,6 +14,8 @@ from starlette.types import ASGIApp, Message, Scope
 
 from cllm.server.errors import Problem
 
+DIRECT_SEND = "cllm.send"
+"""The extension of ASGI's scope with which pieces of a long answer pass the middleware, which looks at none of them."""
 log = logging.getLogger("cllm.server")
 
 _NO_BODY = frozenset({204, 304})
@@ -112,6 +114,8 @@ class Exchange:
 
     async def run(self, app: ASGIApp) -> None:
         """Have the request answered."""
+        extensions = self.scope.setdefault("extensions", {})
+        extensions[DIRECT_SEND] = self.send
         try:
             await app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:
@@ -119,6 +123,8 @@ class Exchange:
             raise
         except Exception:
             log.exception("%s %s failed", self.scope["method"], self.scope["path"])
+        finally:
+            del extensions[DIRECT_SEND]  # it leads back here: whoever is done should go without the collector
         if not self.answered and not self.gone:
             await self._give_up()
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from cllm.engine.params import MAX_BIAS, MIN_RECENT, RANGES, ContextWindow, SamplingParams
+from cllm.engine.params import MAX_BIAS, RANGES, ContextWindow, SamplingParams
+from cllm.kv.window import MIN_RECENT
 from cllm.server.validation import TOKEN_IDS_AS_KEYS, AtMost, Int32, Int64, RequestModel, TokenIds, Words, wrong
 from cllm.text.stream import MAX_STOP_CHARACTERS
 

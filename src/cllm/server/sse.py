@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from cllm.server.answers import Answers, unless_gone
 from cllm.server.errors import ClientGoneError, problem_of
+from cllm.server.exchange import DIRECT_SEND
 
 if TYPE_CHECKING:
     from cllm.generation import Delta
@@ -55,13 +56,15 @@ class EventStream(Response):
 
     async def _stream(self, scope: Scope, send: Send) -> None:
         started = False
+        direct: Send = scope.get("extensions", {}).get(DIRECT_SEND, send)
 
         async def write(text: str, *, more: bool) -> None:
             nonlocal started
             if not started:
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+            passes = direct if more else send
+            await passes({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
         try:
             async with self._answers as answers:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.backends.base import Backend, Chunk, Logits
+from cllm.backends.base import Backend, Chunk, Logits, StepResult
 from cllm.errors import BackendError
 from cllm.kv.ops import Geometry, Move, SavedKV, SlotGeometry, SlotOps
 from cllm.models.shape import ModelShape
@@ -17,7 +17,7 @@ from cllm.simulate.traces import Text
 
 
 class SimulatedBackend(Backend):
-    """`step` takes no time; `seconds` is what the last one would have taken."""
+    """`step` takes no time; `seconds` is what the last one would have taken, `total_s` what all of them would have."""
 
     name = "simulated"
 
@@ -25,6 +25,7 @@ class SimulatedBackend(Backend):
         self.cost = cost
         self.shape = ModelShape("simulated", 1, 1, 1, 1, 1, 1, 1, 1 << 30)
         self.seconds = 0.0
+        self.total_s = 0.0
         self._window = window
         self._geometry: Geometry | None = None
         self._ops: SimulatedSlots | SimulatedBlocks = SimulatedBlocks()
@@ -33,6 +34,7 @@ class SimulatedBackend(Backend):
     def allocate(self, geometry: Geometry) -> None:
         self._geometry = geometry
         if isinstance(geometry, SlotGeometry):
+            self.layout = "slots"
             self._ops = SimulatedSlots(geometry.first, self.cost.kv_bytes_per_token)
 
     @property
@@ -45,11 +47,15 @@ class SimulatedBackend(Backend):
 
     def step(self, chunks: Sequence[Chunk]) -> Logits:
         self.seconds = self.cost.compute(work_of(chunks, self._window))
+        self.total_s += self.seconds
         if isinstance(self._ops, SimulatedSlots):
             self._ops.write(chunks)
-        return self.logits(len(chunks))
+        return self._rows(len(chunks))
 
-    def logits(self, rows: int) -> Logits:
+    def result(self, rows: int) -> StepResult:
+        return StepResult(self._rows(rows))
+
+    def _rows(self, rows: int) -> Logits:
         """Enough rows; what is in them does not matter."""
         if rows > len(self._logits):
             self._logits = np.zeros((2 * rows, 1), dtype=np.float32)
@@ -156,9 +162,6 @@ class SimulatedSlots(SlotOps):
 
     def load(self, slot: int, saved: SavedKV) -> None:
         self._lengths[slot] = saved.size // self._bytes_per_token
-
-    def keep(self, slot: int) -> None:
-        self._lengths = [length if number == slot else 0 for number, length in enumerate(self._lengths)]
 
     def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
         raise BackendError("simulated slots do not shift")

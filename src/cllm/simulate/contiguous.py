@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, Literal
 
-from cllm.kv.sequence import KVSequence
+from cllm.kv.sequence import Holding, KVSequence
 from cllm.kv.usage import KVUsage
 from cllm.simulate.managers import NEVER, Refusals, SimulatedManager
 
@@ -30,7 +30,7 @@ GROWTH_TOKENS = 16
 _BY_START = attrgetter("start")
 
 
-class Segment:
+class Segment(Holding):
     """The span of one sequence: [start, start + size)."""
 
     __slots__ = ("owner", "size", "start")
@@ -45,7 +45,15 @@ class Segment:
         return self.start + self.size
 
 
+def segment_of(sequence: KVSequence) -> Segment:
+    holding = sequence.holding
+    assert isinstance(holding, Segment)
+    return holding
+
+
 class ContiguousKVManager(SimulatedManager):
+    verifies = False
+
     def __init__(
         self,
         tokens: int,
@@ -81,7 +89,7 @@ class ContiguousKVManager(SimulatedManager):
         segment = Segment(start, size, sequence)
         insort(self._segments, segment, key=_BY_START)
         self._take(size)
-        sequence.entry = segment
+        sequence.holding = segment
         sequence.num_computed = 0
         self._queried += len(sequence.tokens)
         return 0
@@ -90,11 +98,12 @@ class ContiguousKVManager(SimulatedManager):
         """Sequences are where they are."""
 
     def grow(self, sequence: KVSequence, count: int) -> bool:
-        segment: Segment = sequence.entry
+        segment = segment_of(sequence)
         needed = sequence.num_computed + count
         if needed <= segment.size:
             return True
-        for size in (min(needed + GROWTH_TOKENS - 1, self.max_tokens), needed):
+        sizes = (min(needed + GROWTH_TOKENS - 1, self.max_tokens), needed) if needed <= self.max_tokens else ()
+        for size in sizes:
             if self._extend(segment, size) or (self._tidying != "none" and self._move_to_grow(segment, size)):
                 return True
         self._refuse(needed - segment.size)
@@ -113,8 +122,9 @@ class ContiguousKVManager(SimulatedManager):
         raise NotImplementedError("traces have one answer per request")
 
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
-        self._segments.remove(sequence.entry)
-        self._free += sequence.entry.size
+        segment = segment_of(sequence)
+        self._segments.remove(segment)
+        self._free += segment.size
         sequence.forget_memory()
 
     def maintain(self, budget_s: float) -> bool:
@@ -158,7 +168,7 @@ class ContiguousKVManager(SimulatedManager):
         for segment in self._segments:
             if segment.start < end:
                 raise AssertionError("two sequences overlap, or are out of order")
-            if segment.owner.entry is not segment or segment.owner.num_computed > segment.size:
+            if segment.owner.holding is not segment or segment.owner.num_computed > segment.size:
                 raise AssertionError("a sequence is not where its segment says, or longer than that")
             end = segment.end
             taken += segment.size
@@ -169,8 +179,7 @@ class ContiguousKVManager(SimulatedManager):
     # -- for the simulation ------------------------------------------------------------------------------------
 
     def grow_due(self, sequence: KVSequence) -> int:
-        size: int = sequence.entry.size
-        return size - sequence.num_computed
+        return segment_of(sequence).size - sequence.num_computed
 
     def commit_due(self, sequence: KVSequence) -> int:
         return NEVER

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cllm.engine.plan import Plan
 from cllm.engine.request import Sequence
-from cllm.engine.scheduler import Plan
 from cllm.simulate.backend import TracedAnswer, work_of
 from cllm.simulate.cost import StepWork
 from cllm.simulate.managers import NEVER, Refusals
@@ -177,7 +177,7 @@ class _Run:
         if ends_run:
             self._settle()
         server = self._server
-        server.scheduler.apply(plan, server.backend.logits(len(plan.chunks)))
+        server.scheduler.apply(plan, server.backend.result(len(plan.chunks)))
         server.scheduler.take_outputs()
         if ends_run:
             server.kv.maintain(0.0)

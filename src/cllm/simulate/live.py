@@ -7,8 +7,9 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from cllm.backends.base import Backend, Chunk, Logits
+from cllm.backends.base import Backend, Chunk, Logits, StepResult
 from cllm.engine.budget import StepBudget
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
@@ -18,6 +19,7 @@ from cllm.errors import BackendError, CLLMError
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockOps, Geometry, SlotOps
 from cllm.simulate.backend import work_of
+from cllm.simulate.cost import StepWork
 from cllm.simulate.fit import StepRecord
 from cllm.simulate.settings import Settings
 from cllm.simulate.traces import ListTrace, TracedRequest
@@ -58,12 +60,19 @@ class Measured:
         return self.answer_tokens / self.seconds
 
 
+class _Ticket(NamedTuple):
+    inner: Any
+    started: float
+    work: StepWork
+    chosen: int
+
+
 class RecordingBackend(Backend):
     """Another backend, with every step timed. The first one waits until all requests are there."""
 
     def __init__(self, inner: Backend, clock: Clock) -> None:
-        self.name = inner.name
-        self.shape = inner.shape
+        self.name, self.shape = inner.name, inner.shape
+        self.layout, self.depth = inner.layout, inner.depth
         self.steps: list[StepRecord] = []
         self.gate = threading.Event()
         self._inner = inner
@@ -81,13 +90,20 @@ class RecordingBackend(Backend):
         return self._inner.ops
 
     def step(self, chunks: Sequence[Chunk]) -> Logits:
+        return self._inner.step(chunks)
+
+    def submit(self, chunks: Sequence[Chunk]) -> _Ticket:
         self.gate.wait()
+        work, chosen = work_of(chunks), sum(chunk.wants_logits for chunk in chunks)
         started = self._clock()
-        logits = self._inner.step(chunks)
-        ended = self._clock()
-        chosen = sum(chunk.wants_logits for chunk in chunks)
-        self.steps.append(StepRecord(started, ended, work_of(chunks), chosen))
-        return logits
+        return _Ticket(self._inner.submit(chunks), started, work, chosen)
+
+    def collect(self, ticket: _Ticket) -> StepResult:
+        """Of steps that overlap, only the time after the one before counts."""
+        result = self._inner.collect(ticket.inner)
+        started = max(ticket.started, self.steps[-1].ended) if self.steps else ticket.started
+        self.steps.append(StepRecord(started, self._clock(), ticket.work, ticket.chosen))
+        return result
 
     def abort(self) -> None:
         self._inner.abort()

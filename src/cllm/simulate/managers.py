@@ -10,6 +10,7 @@ from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.sequence import KVSequence
 from cllm.kv.slots import SlotKVManager
+from cllm.kv.table import held_by
 from cllm.simulate.backend import SimulatedBlocks
 
 NEVER = 1 << 62
@@ -131,7 +132,7 @@ class SimulatedPaged(PagedKVManager, NeverInPieces):
         return len(sequence.blocks) * self.block_size - sequence.num_computed
 
     def commit_due(self, sequence: KVSequence) -> int:
-        return (sequence.indexed + 1) * self.block_size - sequence.num_computed if self._sharing else NEVER
+        return (held_by(sequence).indexed + 1) * self.block_size - sequence.num_computed if self._sharing else NEVER
 
     @property
     def untidy(self) -> bool:

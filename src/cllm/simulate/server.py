@@ -1,6 +1,6 @@
 """One simulated server: the engine's loop with a clock that jumps by what each step would have taken.
 
-A turn is the engine's own (`engine/loop.py`): end what is overdue, plan, compute, learn, apply, tidy up.
+Steps are the engine's own (`engine/stepper.py`): plan, compute, learn, apply, tidy up.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections.abc import Callable
 from cllm.engine.budget import StepBudget
 from cllm.engine.observer import RequestRecord
 from cllm.engine.params import SamplingParams
+from cllm.engine.plan import Plan
 from cllm.engine.request import Request, Sequence
-from cllm.engine.scheduler import Plan, Scheduler
+from cllm.engine.scheduler import Scheduler
+from cllm.engine.stepper import Stepper
 from cllm.simulate.backend import SimulatedBackend, TracedAnswer
 from cllm.simulate.cost import CostModel
 from cllm.simulate.forward import forward
@@ -52,6 +54,11 @@ class SimulatedServer:
             clock=lambda: self.now,
         )
         self.scheduler.observers.append(self)
+        self._stepper = Stepper(
+            self.backend, self.scheduler, timer=lambda: self.backend.total_s, on_computed=self._computed
+        )
+        self._before = Refusals(0, 0), 0, 0
+        """Refusals, sequences that run and preemptions before the step."""
         self.max_running = settings.max_running
         self.tally = tally
         self.refusal: Refusals | None = None
@@ -102,22 +109,19 @@ class SimulatedServer:
     # -- steps -------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        scheduler, tally = self.scheduler, self.tally
-        refused, running, preempted = self.kv.refusals, len(scheduler.running), scheduler.preemptions
-        plan = scheduler.schedule()
-        if not plan.chunks:
-            return  # the first in the queue will never find room, and has ended
-        logits = self.backend.step(plan.chunks)
-        self.refusal = self._steady_refusal(plan, refused, running, preempted)
+        self._before = self.kv.refusals, len(self.scheduler.running), self.scheduler.preemptions
+        self._stepper.advance()
+        self.scheduler.take_outputs()
+
+    def _computed(self, plan: Plan) -> None:
+        """The clock goes on by what the step took, before its tokens count."""
+        tally, refused = self.tally, self._before[0]
+        self.refusal = self._steady_refusal(plan, *self._before)
         tally.steps += 1
         tally.batch_splits += self.kv.refusals.fragmented > refused.fragmented
         chosen = sum(chunk.wants_logits for chunk in plan.chunks)
         self.now += self.backend.seconds + self.move_seconds() + self.cost.overhead(chosen)
-        scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, self.backend.seconds)
         tally.computed_tokens += plan.prompt_tokens + plan.decode_rows
-        scheduler.apply(plan, logits)
-        scheduler.take_outputs()
-        self.kv.maintain(0.0)
 
     def _steady_refusal(self, plan: Plan, before: Refusals, running: int, preempted: int) -> Refusals | None:
         """If somebody waits although another one may run, there was no room; nor will there be while nothing ends."""
@@ -146,7 +150,7 @@ class SimulatedServer:
     # -- observing ---------------------------------------------------------------------------------------------
 
     def on_step(self, seconds: float, prompt_tokens: int, decode_tokens: int) -> None:
-        """The engine's loop calls this; here `_step` is the loop."""
+        """Counted when a step is computed."""
 
     def on_eviction(self, count: int, seconds: float) -> None:
         """Read from the manager at the end."""

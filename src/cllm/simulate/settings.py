@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from cllm.backends.base import Backend
 from cllm.config import SchedulerConfig
 from cllm.errors import ConfigError
 from cllm.kv.eviction import POLICIES as EVICTION_POLICIES
@@ -29,7 +30,7 @@ class Settings:
     blocks: int = 2048
     block_size: int = 16
     max_running: int = 256
-    step_tokens: int = _DEFAULTS.max_step_tokens
+    step_tokens: int = _DEFAULTS.max_step_tokens or Backend.preferred_step_tokens
     eviction: str = _DEFAULTS.eviction_policy
     threshold: float = _DEFAULTS.kv_cache_eviction_threshold
     watermark: float = _DEFAULTS.watermark

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cllm.assemble import LLAMA_CPP_MAX_GAP_MS, PAGED_MAX_RUNNING, Parts
+from cllm.assemble import PAGED_MAX_RUNNING, Parts
 from cllm.backends.base import Backend
 from cllm.config import Config
 from cllm.kv.manager import KVManager
@@ -106,19 +106,18 @@ def settings_of(parts: Parts, config: Config) -> Settings:
     """The settings under which a simulation is like these parts."""
     scheduler = config.scheduler
     usage = parts.scheduler.kv.usage()
-    least_ms = LLAMA_CPP_MAX_GAP_MS if parts.backend.name == "llama_cpp" else 0.0
     slots = parts.scheduler.kv.details().get("slots", [])
     return Settings(
         policy="slots" if slots else "paged+prefix",
         blocks=usage.total,
         block_size=usage.unit_tokens,
         max_running=len(slots) or scheduler.max_running or PAGED_MAX_RUNNING,
-        step_tokens=scheduler.max_step_tokens,
+        step_tokens=scheduler.max_step_tokens or parts.backend.preferred_step_tokens,
         eviction=scheduler.eviction_policy,
         threshold=scheduler.kv_cache_eviction_threshold,
         watermark=scheduler.watermark,
         token_ms=scheduler.inter_token_target_ms,
-        gap_ms=scheduler.max_gap_ms or max(scheduler.inter_token_target_ms, least_ms),
+        gap_ms=scheduler.max_gap_ms or max(scheduler.inter_token_target_ms, parts.backend.preferred_gap_ms),
         prefill_ms=scheduler.prefill_target_ms,
         ageing_s=scheduler.ageing_s,
         context=parts.scheduler.kv.details().get("slot_tokens", 0),

@@ -18,6 +18,11 @@ _BYTE_NAMES = [f"<0x{byte:02X}>" for byte in range(256)]
 _MERGEABLE = frozenset({TokenKind.NORMAL, TokenKind.USER_DEFINED, TokenKind.UNUSED})
 
 
+def is_byte(text: str) -> bool:
+    """Whether this is the name of a byte."""
+    return text in _BYTE_NAMES
+
+
 def token_bytes(text: str, kind: TokenKind) -> bytes:
     """What an ordinary token of a sentencepiece vocabulary stands for."""
     if kind == TokenKind.BYTE:

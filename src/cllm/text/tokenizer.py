@@ -22,8 +22,8 @@ from cllm.text.vocab import TokenKind, read_vocabulary
 
 # What building a tokenizer may take at most, with a thread's share of the allocator; the library ends the process if it
 # finds none.
-_ROOM_BYTES = 192 << 20
-_ROOM_PER_TOKEN = 2048
+ROOM_BYTES = 192 << 20
+ROOM_PER_TOKEN = 2048
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -100,14 +100,12 @@ class TableTokenizer:
             text = _LONE_SURROGATES.sub("\ufffd", text)
         markers = self._whole_or_special if special else self._whole
         fragments = _cut_out(text, markers, literal)
-        encoded = iter(self._encode([each for each in fragments if isinstance(each, str)]))
         ids = [self.bos_id] if add_bos and self.add_bos and self.bos_id is not None else []
-        for fragment in fragments:
-            if isinstance(fragment, str):
-                ids.extend(next(encoded))
-            else:
-                ids.append(fragment)
-        return ids
+        return ids + self._encode_fragments(fragments)
+
+    def _encode_fragments(self, fragments: Sequence[str | int]) -> list[int]:
+        """Text and the tokens cut out of it, as tokens."""
+        return join_encoded(fragments, self._encode)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         if skip_special:
@@ -146,7 +144,7 @@ class ByteTokenizer(TableTokenizer):
 
 def load_tokenizer(model: GGUFModel) -> Tokenizer:
     vocab = read_vocabulary(model)
-    if not has_room(_ROOM_BYTES + len(vocab.tokens) * _ROOM_PER_TOKEN):
+    if not has_room(ROOM_BYTES + len(vocab.tokens) * ROOM_PER_TOKEN):
         raise ModelError(f"{model.path}: there is not enough memory for its tokenizer (or address space: ulimit -v)")
     family = model.get("tokenizer.ggml.model", "")
     if family == "gpt2":
@@ -169,6 +167,17 @@ def load_tokenizer(model: GGUFModel) -> Tokenizer:
         eos_ids=vocab.eos_ids,
         add_bos=model.get("tokenizer.ggml.add_bos_token", add_bos),
     )
+
+
+def join_encoded(fragments: Sequence[str | int], encode: Encoder) -> list[int]:
+    encoded = iter(encode([each for each in fragments if isinstance(each, str)]))
+    ids: list[int] = []
+    for fragment in fragments:
+        if isinstance(fragment, str):
+            ids.extend(next(encoded))
+        else:
+            ids.append(fragment)
+    return ids
 
 
 def _longest_first(tokens: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:

@@ -33,7 +33,7 @@ _END_NAMES = frozenset({
     "[e~[", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
     "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 })  # fmt: skip
-_MAX_TOKEN_LENGTH = 1024
+MAX_TOKEN_LENGTH = 1024
 """Real vocabularies end at runs of 128 or 256 spaces; the time to build one grows with the square of this."""
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
@@ -64,9 +64,9 @@ def read_vocabulary(model: GGUFModel) -> Vocabulary:
     if not tokens:
         raise ModelError(f"{model.path}: has no tokenizer (tokenizer.ggml.tokens); give a complete .gguf model")
     longest = max(map(len, tokens))
-    if longest > _MAX_TOKEN_LENGTH:
+    if longest > MAX_TOKEN_LENGTH:
         raise ModelError(
-            f"{model.path}: its vocabulary holds a token of {longest} characters, more than {_MAX_TOKEN_LENGTH}; "
+            f"{model.path}: its vocabulary holds a token of {longest} characters, more than {MAX_TOKEN_LENGTH}; "
             "give another .gguf file"
         )
     tokens = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(tokens)]

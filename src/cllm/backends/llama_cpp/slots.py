@@ -84,13 +84,6 @@ class LlamaSlotOps:
             reason = self._library.log.reason()
             raise BackendError(f"llama.cpp did not take {saved.size} saved bytes into slot {slot}: {reason}")
 
-    def keep(self, slot: int) -> None:
-        # llama_memory_seq_keep looks at one stream only, so the others are emptied one by one.
-        self._checked(slot)
-        for other in range(self._context.slots):
-            if other != slot:
-                self.remove(other, 0)
-
     def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
         memory = self._context.memory
         if (reason := self.no_shift) is not None:

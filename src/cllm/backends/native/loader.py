@@ -6,28 +6,24 @@ before memory is taken for them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Any, cast
 
 import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from cllm._native import Engine
-from cllm.backends.native.header import (
+from cllm.errors import ConfigError, ModelError
+from cllm.models.gguf import GGUFModel
+from cllm.models.gguf_decoder import (
     ROPE_NEOX,
     Numbers,
     Wanted,
+    foreign,
     layer_tensors,
-    number,
     outer_tensors,
     read_numbers,
-    rope_factor,
-    shown,
 )
-from cllm.errors import ConfigError, ModelError
-from cllm.models.gguf import GGUFModel
 from cllm.models.tensor_file import TensorFile
 
 _TYPES = frozenset({
@@ -38,34 +34,16 @@ _TYPES = frozenset({
 _MAX_HEAD_DIM = 512
 _ADVICE = "fetch it again or give another .gguf file"
 _OPTIONAL = frozenset({"output", "rope_freqs", "attn_q.bias", "attn_k.bias", "attn_v.bias"})
-_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,8})\.(.+)")
-
-# Keys by which a model asks for something the engine does not do, and the values that ask for nothing.
-_FOREIGN_KEYS: dict[str, tuple[object, ...]] = {
-    "attention.scale": (0.0,),
-    "attention.clamp_kqv": (0.0,),
-    "attention.max_alibi_bias": (0.0,),
-    "attention.causal": (True,),
-    "attn_logit_softcapping": (0.0,),
-    "final_logit_softcapping": (0.0,),
-    "logit_scale": (0.0, 1.0),
-    "embedding_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
-    "nextn_predict_layers": (0,),
-    "rope.dimension_sections": (),
-    "rope.scaling.attn_factor": (1.0,),
-    "use_parallel_residual": (False,),
-}
 
 
 def unsupported(model: GGUFModel) -> str | None:
     """Why the native engine cannot run this model, as one clause; None if it can, unless the file is damaged."""
-    if model.shape.architecture not in ROPE_NEOX:
-        return f"its architecture is {model.shape.architecture}, not one of {', '.join(ROPE_NEOX)}"
-    for check in (_foreign_experts, _foreign_keys, _foreign_rope, _foreign_heads, _foreign_tensors):
-        reason = check(model)
-        if reason is not None:
-            return reason
+    reason = foreign(model, _TYPES)
+    if reason is not None:
+        return reason
+    head_dim = model.shape.head_dim_k
+    if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
+        return f"its heads have {head_dim} dimensions, no multiple of 8 up to {_MAX_HEAD_DIM}"
     return None
 
 
@@ -103,60 +81,6 @@ def load_engine(model: GGUFModel, *, threads: int, instruction_set: str = "auto"
     except RuntimeError as error:  # no more threads
         raise ConfigError(f"{error}; lower backend.threads, or raise the limit of processes or memory") from error
     return engine
-
-
-# --- what the engine does not do ---
-
-
-def _foreign_experts(model: GGUFModel) -> str | None:
-    if number(model, "expert_count", 0) > 1 or any("_exps." in name for name in model.tensors):
-        return "it is a mixture of experts"
-    return None
-
-
-def _foreign_keys(model: GGUFModel) -> str | None:
-    for suffix, harmless in _FOREIGN_KEYS.items():
-        value = model.get(f"{model.shape.architecture}.{suffix}", cast(Any, None))
-        if value is not None and value not in harmless:
-            return f"its {suffix} is {shown(value)}, which is not supported"
-    window = number(model, "attention.sliding_window", 0)
-    if 0 < window < model.shape.context_length:
-        return f"its attention has a sliding window of {window:g} tokens"
-    return None
-
-
-def _foreign_rope(model: GGUFModel) -> str | None:
-    kind = model.get(f"{model.shape.architecture}.rope.scaling.type", "linear")
-    if kind not in ("none", "linear") and not (kind == "yarn" and rope_factor(model) == 1.0):
-        return f"its RoPE scaling is {shown(kind)}, not none or linear"
-    dims = number(model, "rope.dimension_count", model.shape.head_dim_k)
-    if not 0 < dims <= model.shape.head_dim_k or dims % 2:
-        return f"its RoPE turns {dims:g} dimensions of heads of {model.shape.head_dim_k}"
-    return None
-
-
-def _foreign_heads(model: GGUFModel) -> str | None:
-    shape = model.shape
-    if shape.head_dim_k != shape.head_dim_v:
-        return f"its keys have {shape.head_dim_k} dimensions and its values {shape.head_dim_v}"
-    if shape.head_dim_k % 8 or shape.head_dim_k > _MAX_HEAD_DIM:
-        return f"its heads have {shape.head_dim_k} dimensions, no multiple of 8 up to {_MAX_HEAD_DIM}"
-    if shape.n_heads % shape.n_kv_heads:
-        return f"its {shape.n_heads} heads do not divide among {shape.n_kv_heads} kv heads"
-    return None
-
-
-def _foreign_tensors(model: GGUFModel) -> str | None:
-    known = {item.name for item in outer_tensors(model, 1)}
-    in_layers = {item.name for item in layer_tensors(model, 0, 1)}
-    for name, info in model.tensors.items():
-        match = _LAYER_TENSOR.fullmatch(name)
-        in_layer = match is not None and int(match[1]) < model.shape.n_layers and f"blk.0.{match[2]}" in in_layers
-        if not in_layer and name not in known:
-            return f"it has the tensor {shown(name)}, whose use is unknown for {model.shape.architecture}"
-        if info.type not in _TYPES or (name == "rope_freqs.weight" and info.type != GGMLQuantizationType.F32):
-            return f"its tensor {name} is of type {GGMLQuantizationType(info.type).name}"
-    return None
 
 
 # --- the weights ---

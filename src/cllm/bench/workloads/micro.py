@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
@@ -12,7 +12,7 @@ from time import monotonic, perf_counter
 from typing import Any
 from unittest.mock import patch
 
-from cllm.backends.base import Backend
+from cllm.backends.base import Chunk, Logits
 from cllm.backends.fake import FakeBackend
 from cllm.bench.figures import OURS, Figure, Metrics, Run, own
 from cllm.bench.workloads.base import LocalWorkload, Setup, busy_at_rest
@@ -22,6 +22,7 @@ from cllm.engine.params import SamplingParams
 from cllm.engine.request import build_request
 from cllm.engine.sampling import choose
 from cllm.engine.scheduler import Scheduler
+from cllm.engine.stepper import Stepper
 from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.pool import BlockPool
@@ -73,15 +74,16 @@ class Micro(LocalWorkload):
         """Median milliseconds that a step of `running` decoding sequences takes beside backend and sampling."""
         per_sequence = -(-(self.prompt_tokens + self.steps + BLOCK_SIZE) // BLOCK_SIZE)
         geometry = BlockGeometry(2 * running * per_sequence, BLOCK_SIZE)
-        with FakeBackend(vocab_size=VOCABULARY) as backend, _timed_sampling() as sampling:
+        with _TimedBackend(vocab_size=VOCABULARY) as backend, _timed_sampling() as sampling:
             backend.allocate(geometry)
             kv = PagedKVManager(backend.ops, geometry, bytes_per_token=4)  # type: ignore[arg-type]
             budget = StepBudget(inter_token_s=1.0, max_gap_s=1.0, prompt_only_s=1.0, max_tokens=1 << 16)
             scheduler = Scheduler(kv, budget, max_running=running)
+            stepper = Stepper(backend, scheduler, timer=perf_counter)
             self._add_requests(scheduler, running)
             while len(scheduler.waiting) or any(sequence.remaining > 1 for sequence in scheduler.running):
-                _bookkeeping_s(scheduler, backend, sampling)
-            return median(_bookkeeping_s(scheduler, backend, sampling) for _ in range(self.steps)) * 1e3
+                _bookkeeping_s(stepper, scheduler, backend, sampling)
+            return median(_bookkeeping_s(stepper, scheduler, backend, sampling) for _ in range(self.steps)) * 1e3
 
     def _add_requests(self, scheduler: Scheduler, count: int) -> None:
         draw = random.Random(count)
@@ -133,6 +135,21 @@ class Micro(LocalWorkload):
             yield (shared + array("i", draw.choices(range(50_000), k=self.tree_tokens - half))).tobytes()
 
 
+class _TimedBackend(FakeBackend):
+    """Knows how long it has computed so far."""
+
+    seconds = 0.0
+
+    def step(self, chunks: Sequence[Chunk]) -> Logits:
+        start = perf_counter()
+        logits = super().step(chunks)
+        self.seconds += perf_counter() - start
+        return logits
+
+    def __enter__(self) -> _TimedBackend:
+        return self
+
+
 class _Sampling:
     """How long choosing tokens took so far."""
 
@@ -154,19 +171,13 @@ def _timed_sampling() -> Iterator[_Sampling]:
         yield sampling
 
 
-def _bookkeeping_s(scheduler: Scheduler, backend: Backend, sampling: _Sampling) -> float:
+def _bookkeeping_s(stepper: Stepper, scheduler: Scheduler, backend: _TimedBackend, sampling: _Sampling) -> float:
     """One step as the engine takes it; the seconds it took beside backend and sampling."""
-    sampled_before = sampling.seconds
+    before = sampling.seconds + backend.seconds
     start = perf_counter()
     scheduler.expire()
-    plan = scheduler.schedule()
-    computing = perf_counter()
-    logits = backend.step(plan.chunks)
-    computed = perf_counter()
-    scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, computed - computing)
-    scheduler.apply(plan, logits)
+    stepper.advance()
     scheduler.take_outputs()
-    scheduler.kv.maintain(0.0)
     scheduler.kv.usage()
     everything = perf_counter() - start
-    return everything - (computed - computing) - (sampling.seconds - sampled_before)
+    return everything - (sampling.seconds + backend.seconds - before)

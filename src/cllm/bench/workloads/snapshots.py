@@ -74,10 +74,10 @@ class Snapshots(LocalWorkload):
         waits: dict[int, list[float]] = {}
         speed: dict[int, float] = {}
         with self._engine(side) as (engine, read):
-            before, begin = engine.steps, monotonic()
+            before, begin = engine.snapshot.steps, monotonic()
             for readers in self.readers:
                 waits[readers] = _waits(read, readers, self.seconds)
-            steps, seconds = engine.steps - before, monotonic() - begin
+            steps, seconds = engine.snapshot.steps - before, monotonic() - begin
             for readers in self.readers:
                 speed[readers] = _reads_per_s(read, readers, self.seconds)
         most = waits[max(self.readers)]

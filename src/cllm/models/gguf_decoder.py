@@ -1,11 +1,17 @@
-"""What the header of a GGUF file must hold for the engine: the model's numbers, and its tensors with their sizes."""
+"""What the header of a GGUF file must hold for our own engines: the model's numbers, and its tensors with their sizes.
+
+They run plain decoders: Llama and its kin. Whatever else a file asks for is named, so that it can be refused.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
+
+from gguf import GGMLQuantizationType
 
 from cllm.errors import ModelError
 from cllm.models.gguf import GGUFModel
@@ -13,6 +19,26 @@ from cllm.models.gguf_header import short
 
 # Whether an architecture pairs the dimension i of a head with i + half of them (or, if not, 2i with 2i + 1).
 ROPE_NEOX = {"llama": False, "qwen2": True, "qwen3": True}
+
+
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,8})\.(.+)")
+
+# Keys by which a model asks for something the engine does not do, and the values that ask for nothing.
+_FOREIGN_KEYS: dict[str, tuple[object, ...]] = {
+    "attention.scale": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.causal": (True,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "nextn_predict_layers": (0,),
+    "rope.dimension_sections": (),
+    "rope.scaling.attn_factor": (1.0,),
+    "use_parallel_residual": (False,),
+}
 
 
 class Wanted(NamedTuple):
@@ -34,6 +60,17 @@ class Numbers:
     rope_base: float
     rope_dims: int
     rope_frequency_scale: float
+
+
+def foreign(model: GGUFModel, types: Container[int]) -> str | None:
+    """What the model asks for that a plain decoder does not do, as one clause. Tensors may be of these `types`."""
+    if model.shape.architecture not in ROPE_NEOX:
+        return f"its architecture is {model.shape.architecture}, not one of {', '.join(ROPE_NEOX)}"
+    for check in (_foreign_experts, _foreign_keys, _foreign_rope, _foreign_heads):
+        reason = check(model)
+        if reason is not None:
+            return reason
+    return _foreign_tensors(model, types)
 
 
 def read_numbers(model: GGUFModel) -> Numbers:
@@ -120,3 +157,52 @@ def layer_tensors(model: GGUFModel, layer: int, n_ff: int) -> Iterator[Wanted]:
 def shown(value: object, limit: int = 60) -> str:
     """A value from a file, fit for one line; without quotes where it needs none."""
     return value if isinstance(value, str) and value.isprintable() and len(value) <= limit else short(value, limit)
+
+
+def _foreign_experts(model: GGUFModel) -> str | None:
+    if number(model, "expert_count", 0) > 1 or any("_exps." in name for name in model.tensors):
+        return "it is a mixture of experts"
+    return None
+
+
+def _foreign_keys(model: GGUFModel) -> str | None:
+    for suffix, harmless in _FOREIGN_KEYS.items():
+        value = model.get(f"{model.shape.architecture}.{suffix}", cast(Any, None))
+        if value is not None and value not in harmless:
+            return f"its {suffix} is {shown(value)}, which is not supported"
+    window = number(model, "attention.sliding_window", 0)
+    if 0 < window < model.shape.context_length:
+        return f"its attention has a sliding window of {window:g} tokens"
+    return None
+
+
+def _foreign_rope(model: GGUFModel) -> str | None:
+    kind = model.get(f"{model.shape.architecture}.rope.scaling.type", "linear")
+    if kind not in ("none", "linear") and not (kind == "yarn" and rope_factor(model) == 1.0):
+        return f"its RoPE scaling is {shown(kind)}, not none or linear"
+    dims = number(model, "rope.dimension_count", model.shape.head_dim_k)
+    if not 0 < dims <= model.shape.head_dim_k or dims % 2:
+        return f"its RoPE turns {dims:g} dimensions of heads of {model.shape.head_dim_k}"
+    return None
+
+
+def _foreign_heads(model: GGUFModel) -> str | None:
+    shape = model.shape
+    if shape.head_dim_k != shape.head_dim_v:
+        return f"its keys have {shape.head_dim_k} dimensions and its values {shape.head_dim_v}"
+    if shape.n_heads % shape.n_kv_heads:
+        return f"its {shape.n_heads} heads do not divide among {shape.n_kv_heads} kv heads"
+    return None
+
+
+def _foreign_tensors(model: GGUFModel, types: Container[int]) -> str | None:
+    known = {item.name for item in outer_tensors(model, 1)}
+    in_layers = {item.name for item in layer_tensors(model, 0, 1)}
+    for name, info in model.tensors.items():
+        match = _LAYER_TENSOR.fullmatch(name)
+        in_layer = match is not None and int(match[1]) < model.shape.n_layers and f"blk.0.{match[2]}" in in_layers
+        if not in_layer and name not in known:
+            return f"it has the tensor {shown(name)}, whose use is unknown for {model.shape.architecture}"
+        if info.type not in types or (name == "rope_freqs.weight" and info.type != GGMLQuantizationType.F32):
+            return f"its tensor {name} is of type {GGMLQuantizationType(info.type).name}"
+    return None

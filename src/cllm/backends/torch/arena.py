@@ -1,0 +1,91 @@
+"""K and V of all sequences, block by block, in one tensor: a block is one piece of memory.
+
+int8 stores a vector as value = scale * number, with one scale for each token and KV head. fp8 (e4m3) needs none: what a
+model's keys and values reach is far below its 448, and what is not is cut off there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from cllm.backends.torch.decoder import Decoder
+from cllm.kv.ops import BlockGeometry, Move
+
+KV_DTYPES = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+_MOVED_BYTES = 64 << 20
+"""A move whose source and target overlap goes through a copy of this many bytes at a time."""
+
+
+class Arena:
+    def __init__(
+        self,
+        decoder: Decoder,
+        geometry: BlockGeometry,
+        kv_type: str,
+        device: torch.device | str = "cpu",
+        spare_blocks: int = 0,
+    ) -> None:
+        self.kv_type = kv_type
+        self.block_size = geometry.block_size
+        self.spare_block = geometry.blocks
+        """The first of the blocks that belong to no sequence, if there are any."""
+        places = geometry.blocks + spare_blocks, decoder.n_layers, 2, decoder.n_kv_heads, geometry.block_size
+        self.data = _zeros((*places, decoder.head_dim), KV_DTYPES[kv_type], torch.device(device))
+        """[blocks, layers, keys and values, KV heads, places in the block, head_dim]"""
+        self.scales = _zeros(places, torch.float16, torch.device(device)) if kv_type == "int8" else None
+        """The same without the last dimension, for int8 alone."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(part.nbytes) for part in self._parts)
+
+    @property
+    def _parts(self) -> list[torch.Tensor]:
+        """As bytes: not every operation is there for every type."""
+        return [part.view(torch.uint8) for part in (self.data, self.scales) if part is not None]
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Blocks given as (source, target); all are read before any is written."""
+        if pairs:
+            sources, targets = torch.tensor(pairs, device=self.device).unbind(1)
+            for part in self._parts:
+                part[targets] = part[sources]
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """One after the other, and each as if it went through a copy of its source."""
+        for move in moves:
+            for part in self._parts:
+                _move(part, *move)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Where the system gives out zeros, memory is taken as it is used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * int(dtype.itemsize), np.uint8)).view(dtype).view(shape)
+
+
+def _move(part: torch.Tensor, source: int, target: int, blocks: int) -> None:
+    if abs(source - target) >= blocks:
+        part[target : target + blocks].copy_(part[source : source + blocks])
+        return
+    together = max(1, _MOVED_BYTES // int(part[0].nbytes))
+    firsts = range(0, blocks, together)
+    # From the end that is not written over before it is read.
+    for first in firsts if target < source else reversed(firsts):
+        count = min(together, blocks - first)
+        part[target + first : target + first + count] = part[source + first : source + first + count].clone()

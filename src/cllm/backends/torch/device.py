@@ -1,0 +1,125 @@
+"""Which device computes, in which type, and what it means when torch fails there."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from cllm.backends.torch.drawing import Chooser
+from cllm.backends.torch.linear import FP8
+from cllm.backends.torch.operations import Operations, PlainOperations
+from cllm.backends.torch.plain_drawing import PlainChooser
+from cllm.errors import ConfigError
+from cllm.machine import Room
+
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "fp8": FP8}
+CAPABILITIES = {"bf16": (8, 0), "fp8": (8, 9)}
+"""The compute capability that a GPU must have for a type, if not every one has it."""
+_NO_MEMORY = (
+    *("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory"),
+    "cublas_status_alloc_failed",
+)
+
+
+def choose_device(asked: str) -> torch.device:
+    """The device with this name; auto is the first GPU, or else the CPU."""
+    if asked == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(asked)
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        why = "this torch is built for the CPU alone" if torch.version.cuda is None else "torch finds no GPU"
+        raise ConfigError(f"backend.torch.device is {asked}, but {why}; use auto or cpu")
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise ConfigError(f"backend.torch.device is {asked}, but the last one is cuda:{count - 1}; use that or auto")
+    return torch.device("cuda", device.index or 0)
+
+
+def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
+    """The type with this name; auto is bf16 on a GPU that has it, f16 on an older one, and f32 on the CPU."""
+    if asked != "auto":
+        _check_capability("backend.torch.dtype", asked, device)
+        return DTYPES[asked]
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if _has_type("bf16", device) else torch.float16
+
+
+def check_kv_type(kv_type: str, device: torch.device) -> None:
+    _check_capability("resources.kv_type_k", kv_type, device)
+
+
+def _has_type(name: str, device: torch.device) -> bool:
+    needed = CAPABILITIES.get(name)
+    return needed is None or device.type == "cpu" or torch.cuda.get_device_capability(device) >= needed
+
+
+def _check_capability(setting: str, name: str, device: torch.device) -> None:
+    if not _has_type(name, device):
+        found = torch.cuda.get_device_capability(device)
+        has, needs = (".".join(map(str, each)) for each in (found, CAPABILITIES[name]))
+        raise ConfigError(
+            f"{setting} is {name}, but {device_name(device)} has compute capability {has}, and it needs {needs} "
+            "for that; use f16"
+        )
+
+
+def unsupported_heads(head_dim: int, device: torch.device) -> str | None:
+    """Why the device cannot compute heads of this size, or None."""
+    if not uses_kernels(device) or (head_dim >= 16 and head_dim & (head_dim - 1) == 0):
+        return None
+    return f"its heads have {head_dim} dimensions, and the kernels want a power of two from 16 on (use --device cpu)"
+
+
+def values_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of what is computed with such weights, and of those that are no matrices."""
+    return torch.bfloat16 if dtype == FP8 else dtype
+
+
+def choose_operations(device: torch.device) -> Operations:
+    """Kernels on a GPU, plain torch elsewhere; Triton's interpreter runs the kernels anywhere, for tests."""
+    if not uses_kernels(device):
+        return PlainOperations()
+    try:
+        from cllm.backends.torch.triton_operations import TritonOperations
+    except ImportError as error:
+        raise ConfigError(
+            f"the GPU's kernels need torch 2.8 or newer, with its Triton ({error}); install it with: "
+            'pip install "cllm[torch]", or use --device cpu'
+        ) from error
+    return TritonOperations()
+
+
+def choose_chooser(device: torch.device) -> Chooser:
+    if not uses_kernels(device):
+        return PlainChooser()
+    from cllm.backends.torch.triton_drawing import TritonChooser
+
+    return TritonChooser()
+
+
+def uses_kernels(device: torch.device) -> bool:
+    return bool(device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def read_gpu_room(device: torch.device) -> Room:
+    """What of the GPU's memory nobody has taken."""
+    free, total = torch.cuda.mem_get_info(device)
+    return Room(f"the memory of {device_name(device)}", total, free, hard=True)
+
+
+def device_name(device: torch.device) -> str:
+    return f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _NO_MEMORY)

@@ -1,0 +1,41 @@
+"""Matrix products with weights as they are, or in fp8 with a scale for each row.
+
+A product is with the transpose, as in `torch.nn.functional.linear`. Here it is plain torch; `triton_linear.py` has it
+for a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+FP8 = torch.float8_e4m3fn
+FP8_LARGEST = 448.0
+
+
+def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in fp8, and what each is to be multiplied with, in float32. Any piece of a matrix will do."""
+    wide = weight.float()
+    largest = wide.abs().amax(-1)
+    scales = torch.where(largest == 0, 1.0, largest / FP8_LARGEST)
+    return (wide / scales[:, None]).clamp_(-FP8_LARGEST, FP8_LARGEST).to(FP8), scales
+
+
+def dequantise(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (weight.float() * scales[:, None]).to(dtype)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    return functional.linear(x, weight if scales is None else dequantise(weight, scales, x.dtype), bias)
+
+
+def linear_by_row(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same, but every row by itself: its result is the same to the bit whatever the others are."""
+    wide = weight if scales is None else dequantise(weight, scales, x.dtype)
+    if not len(x):
+        return functional.linear(x, wide, bias)
+    return torch.cat([functional.linear(row, wide, bias) for row in x.split(1)])

@@ -1,0 +1,26 @@
+"""What a backend has once its memory is allocated; a rebuilt context is a new one of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cllm.backends.torch.arena import Arena
+from cllm.backends.torch.batch import Bounds, Tables
+from cllm.backends.torch.graphs import DecodeGraphs
+from cllm.backends.torch.model import Model
+from cllm.kv.ops import BlockGeometry
+
+
+@dataclass(slots=True)
+class Memory:
+    geometry: BlockGeometry
+    arena: Arena
+    """Where there are graphs, with one block more than the pool."""
+    model: Model
+    graphs: DecodeGraphs | None
+    bounds: Bounds
+    last: torch.Tensor
+    """The token that each row number drew last, int32."""
+    tables: Tables

@@ -1,0 +1,109 @@
+"""One step through the model: embeddings, layers, logits of the rows that want them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from cllm.backends.torch.arena import Arena
+from cllm.backends.torch.batch import StepBatch
+from cllm.backends.torch.decoder import Decoder
+from cllm.backends.torch.operations import FusedProduct, Operations
+
+
+@dataclass(slots=True)
+class Layer:
+    attention_norm: torch.Tensor
+    qkv: torch.Tensor
+    """Queries, keys and values, one below the other."""
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: torch.Tensor
+    ffn_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    scales: dict[str, torch.Tensor] | None = None
+    """Of the rows of each weight in fp8: qkv, output, gate_up, down."""
+    output_bias: torch.Tensor | None = None
+
+    def scales_of(self, name: str) -> torch.Tensor | None:
+        return None if self.scales is None else self.scales[name]
+
+
+@dataclass(slots=True)
+class Weights:
+    embedding: torch.Tensor
+    layers: list[Layer]
+    norm: torch.Tensor
+    head: torch.Tensor
+    """The embedding itself where the model ties them, unless the head is in fp8."""
+    head_scales: torch.Tensor | None = None
+
+
+class Model:
+    """With `invariant`, a token's logits are the same to the bit whatever else is in the step, whatever its chunk."""
+
+    def __init__(
+        self, decoder: Decoder, weights: Weights, operations: Operations, positions: int, *, invariant: bool = False
+    ) -> None:
+        self.decoder = decoder
+        self.weights = weights
+        self._ops = operations.invariant() if invariant else operations
+        self._rotations = decoder.rotations(positions).to(weights.embedding.device)
+
+    @property
+    def shares(self) -> bool:
+        """Whether decode steps gain by knowing what rows share."""
+        return self._ops.shares
+
+    def forward(self, batch: StepBatch, arena: Arena, before_layer: Callable[[], None] | None = None) -> torch.Tensor:
+        """Logits, [wanted, vocabulary]. K and V of all tokens are in the arena afterwards.
+
+        `before_layer` may end the step by raising.
+        """
+        ops, eps, weights = self._ops, self.decoder.rms_eps, self.weights
+        if ops.one_row is not None and len(batch.tokens) == 1:
+            return self._forward_one(ops.one_row, batch, arena)
+        residual = functional.embedding(batch.tokens, weights.embedding)
+        x = ops.rms_norm(residual, weights.layers[0].attention_norm, eps)
+        for index, layer in enumerate(weights.layers):
+            if before_layer is not None:
+                before_layer()
+            x = self._attention(layer, index, x, batch, arena)
+            x = ops.add_rms_norm(x, residual, layer.ffn_norm, eps)
+            x = ops.silu_multiply(ops.linear(x, layer.gate_up, layer.scales_of("gate_up")))
+            x = ops.linear(x, layer.down, layer.scales_of("down"))
+            last = index + 1 == len(weights.layers)
+            x = ops.add_rms_norm(x, residual, weights.norm if last else weights.layers[index + 1].attention_norm, eps)
+        return ops.linear(x[batch.wanted.long()], weights.head, weights.head_scales).float()
+
+    def _attention(self, layer: Layer, index: int, x: torch.Tensor, batch: StepBatch, arena: Arena) -> torch.Tensor:
+        decoder, ops = self.decoder, self._ops
+        qkv = ops.linear(x, layer.qkv, layer.scales_of("qkv"), layer.qkv_bias)
+        q = ops.rotate_and_store(qkv, layer.q_norm, layer.k_norm, decoder, self._rotations, batch, arena, index)
+        attended = ops.attend(q, arena, index, batch).view(len(x), decoder.q_size)
+        return ops.linear(attended, layer.output, layer.scales_of("output"), layer.output_bias)
+
+    def _forward_one(self, product: FusedProduct, batch: StepBatch, arena: Arena) -> torch.Tensor:
+        """The same for a single token; a norm or an activation is part of the product it belongs to."""
+        ops, eps, weights, decoder = self._ops, self.decoder.rms_eps, self.weights, self.decoder
+        residual: torch.Tensor | None = None
+        x = functional.embedding(batch.tokens, weights.embedding)
+        for index, layer in enumerate(weights.layers):
+            scales = layer.scales_of
+            norms = {"norm": layer.attention_norm, "eps": eps}
+            qkv, sums = product(x, layer.qkv, scales=scales("qkv"), bias=layer.qkv_bias, residual=residual, **norms)
+            residual = x if sums is None else sums
+            q = ops.rotate_and_store(qkv, layer.q_norm, layer.k_norm, decoder, self._rotations, batch, arena, index)
+            x = ops.attend(q, arena, index, batch).view(1, decoder.q_size)
+            x, _ = product(x, layer.output, scales=scales("output"), bias=layer.output_bias)
+            norms = {"norm": layer.ffn_norm, "eps": eps}
+            x, residual = product(x, layer.gate_up, scales=scales("gate_up"), residual=residual, gated=True, **norms)
+            x, _ = product(x, layer.down, scales=scales("down"))
+        norms = {"norm": weights.norm, "eps": eps}
+        logits, _ = product(x, weights.head, scales=weights.head_scales, residual=residual, **norms)
+        return logits[: len(batch.wanted)].float()

@@ -1,0 +1,124 @@
+"""The operations a step is made of: kernels on a GPU, plain torch elsewhere."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+
+from cllm.backends.torch import linear, twin
+from cllm.backends.torch.arena import Arena
+from cllm.backends.torch.batch import StepBatch
+from cllm.backends.torch.decoder import Decoder
+
+
+class FusedProduct(Protocol):
+    """A product with one row, the norm before it and the activation after it in one operation."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        scales: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The product, and x + residual if there is one. `gated`: silu of the first half times the second."""
+
+
+class Operations(ABC):
+    one_row: FusedProduct | None = None
+    """For steps of a single token, where there is such a thing."""
+    shares = False
+    """Whether what decode rows share is read once, if the batch says what that is."""
+
+    @abstractmethod
+    def invariant(self) -> Operations:
+        """Operations that give a token the same result, to the bit, whatever else is computed with it."""
+
+    @abstractmethod
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Times the transpose of the weight; `scales` are those of its rows, if it is in fp8."""
+
+    @abstractmethod
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    @abstractmethod
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`residual` becomes x + residual; its norm is returned."""
+
+    @abstractmethod
+    def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        decoder: Decoder,
+        rotations: torch.Tensor,
+        batch: StepBatch,
+        arena: Arena,
+        layer: int,
+    ) -> torch.Tensor:
+        """Keys are rotated and written to the arena, as values are. Gives the rotated queries, [tokens, heads, dim]."""
+
+    @abstractmethod
+    def attend(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch) -> torch.Tensor: ...
+
+
+class PlainOperations(Operations):
+    """In torch alone."""
+
+    def __init__(self, *, alone: bool = False) -> None:
+        self._alone = alone
+
+    def invariant(self) -> Operations:
+        return PlainOperations(alone=True)
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        product = linear.linear_by_row if self._alone else linear.linear
+        return product(x, weight, scales, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return twin.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return twin.add_rms_norm(x, residual, weight, eps)
+
+    def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return twin.silu_multiply(gate_up)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        decoder: Decoder,
+        rotations: torch.Tensor,
+        batch: StepBatch,
+        arena: Arena,
+        layer: int,
+    ) -> torch.Tensor:
+        q, k, v = (
+            part.view(len(qkv), -1, decoder.head_dim)
+            for part in qkv.split([decoder.q_size, decoder.kv_size, decoder.kv_size], dim=1)
+        )
+        if q_norm is not None and k_norm is not None:
+            q, k = twin.rms_norm(q, q_norm, decoder.rms_eps), twin.rms_norm(k, k_norm, decoder.rms_eps)
+        turned = rotations[batch.positions.long()]
+        twin.store(twin.rotate(k, turned), v, arena, layer, batch.slots)
+        return twin.rotate(q, turned)
+
+    def attend(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch) -> torch.Tensor:
+        return twin.attend(q, arena, layer, batch, alone=self._alone)

@@ -1,0 +1,284 @@
+"""The operations as Triton kernels. Which tile sizes are fast was measured on an H200."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+
+from cllm.backends.torch import attention_kernels, kernels
+from cllm.backends.torch.arena import Arena
+from cllm.backends.torch.batch import StepBatch
+from cllm.backends.torch.decoder import Decoder
+from cllm.backends.torch.operations import Operations
+from cllm.backends.torch.sharing import MOST_SPLITS, TOGETHER
+from cllm.backends.torch.skinny import chains, gemv
+from cllm.backends.torch.triton_linear import fast_linear, invariant_linear
+
+LOG2_E = math.log2(math.e)
+SHORTEST_SPLIT = 64
+LONGEST_SPLIT = 2048
+PROGRAMS = 1024
+FEW_SPLITS = 16
+"""So many programs keep the GPU busy. Where rows times KV heads are fewer, the context is cut, but not into more than
+these, unless splits would become too long."""
+DECODE_TILE = 64
+WIDE_DECODE_TILE = 128
+NARROW_ROW = 128
+"""Where a key has no more bytes than this, the wide tile is faster."""
+WIDE_ROW = 256
+DECODE_WARPS = 4
+DECODE_STAGES = 3
+PROMPT_QUERIES = 128
+PROMPT_TILE = 64
+INVARIANT_SPLIT = 512
+INVARIANT_QUERIES = 64
+INVARIANT_TILE = 64
+SMALLEST_DOT = 16
+SILU_TILE = 1024
+ARRIVALS = 1 << 18
+STATE_BYTES = 128 << 20
+"""What the invariant mode keeps of splits at a time."""
+
+
+class TritonOperations(Operations):
+    shares = True
+
+    def __init__(self) -> None:
+        self.one_row = gemv
+        self._arrivals: torch.Tensor | None = None
+
+    def invariant(self) -> Operations:
+        return InvariantOperations()
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return fast_linear(x, weight, scales, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return _norm(x, x, weight, eps, adds=False)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return _norm(x, residual, weight, eps, adds=True)
+
+    def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, width)
+        kernels.silu_kernel[(rows, triton.cdiv(width, SILU_TILE))](gate_up, out, width, tile=SILU_TILE)
+        return out
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        decoder: Decoder,
+        rotations: torch.Tensor,
+        batch: StepBatch,
+        arena: Arena,
+        layer: int,
+    ) -> torch.Tensor:
+        kv, tokens, half = arena.data, len(qkv), decoder.head_dim // 2
+        queries = qkv.new_empty(tokens, decoder.n_heads, decoder.head_dim)
+        kernels.rotate_store_kernel[(tokens, decoder.n_heads + 2 * decoder.n_kv_heads)](
+            *(qkv, queries, kv, _scales(arena), qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm),
+            *(rotations, batch.positions, batch.slots, decoder.rms_eps),
+            *(layer * kv.stride(1), kv.stride(0), kv.stride(2)),
+            heads=decoder.n_heads,
+            kv_heads=decoder.n_kv_heads,
+            dim=decoder.head_dim,
+            half=half,
+            padded=triton.next_power_of_2(half),
+            size=arena.block_size,
+            norms=q_norm is not None,
+            stored=arena.kv_type,
+            **_chaining(tokens == 1 and chains(qkv.device)),
+            num_warps=1,
+        )
+        return queries
+
+    def attend(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch) -> torch.Tensor:
+        out = torch.empty_like(q)
+        if batch.decode_rows:
+            self._decode(q, arena, layer, batch, out)
+        if batch.longest_chunk:
+            _attend_chunks(q, arena, layer, batch, out)
+        return out
+
+    def _decode(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch, out: torch.Tensor) -> None:
+        kv, rows, heads, dim, shared = arena.data, batch.decode_rows, q.shape[1], q.shape[2], batch.shared
+        kv_heads = kv.shape[3]
+        group = heads // kv_heads
+        split = decode_split(rows * kv_heads, batch.longest) if shared is None else shared.split
+        splits = triton.cdiv(batch.longest, split)
+        states = _states(rows, heads, splits, dim, q.device)
+        tile = halved(DECODE_TILE if dim * arena.data.itemsize > NARROW_ROW else WIDE_DECODE_TILE, q)
+        factor, strides = dim**-0.5 * LOG2_E, (layer * kv.stride(1), kv.stride(0), kv.stride(2))
+        sizes = {
+            "group": group,
+            "dim": dim,
+            "size": arena.block_size,
+            "scaled": arena.scales is not None,
+        }
+        if shared is not None:
+            attention_kernels.shared_kernel[(len(shared.members), kv_heads, splits)](
+                *(q, kv, _scales(arena), batch.tables, shared.members, shared.extents, *states, factor),
+                *(batch.tables.stride(0), *strides, splits, split),
+                **sizes,
+                heads=heads,
+                together=TOGETHER,
+                queries=triton.next_power_of_2(TOGETHER * group),
+                tile=tile,
+                num_warps=DECODE_WARPS,
+                num_stages=DECODE_STAGES,
+            )
+        attention_kernels.decode_kernel[(rows, kv_heads, splits)](
+            *(q, kv, _scales(arena), batch.tables, batch.lengths, batch.lengths if shared is None else shared.firsts),
+            *(*states, self._counters(rows * kv_heads, q.device), out, factor),
+            *(batch.tables.stride(0), *strides, splits, split),
+            **sizes,
+            heads=heads,
+            kv_heads=kv_heads,
+            group_padded=max(SMALLEST_DOT, triton.next_power_of_2(group)),
+            tile=tile,
+            shared=shared is not None,
+            **_chaining(rows == 1 and chains(q.device)),
+            num_warps=DECODE_WARPS,
+            num_stages=DECODE_STAGES,
+        )
+
+    def _counters(self, needed: int, device: torch.device) -> torch.Tensor:
+        """Zeros, and zeros again after each kernel; graphs know where they are."""
+        if self._arrivals is None:
+            self._arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
+        assert needed <= ARRIVALS, "more rows than there are counters"
+        return self._arrivals
+
+
+class InvariantOperations(TritonOperations):
+    """Tiles and splits are fixed, whatever the number of rows and whether they are tokens of a prompt or not."""
+
+    shares = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one_row = None
+
+    def invariant(self) -> Operations:
+        return self
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return invariant_linear(x, weight, scales, bias)
+
+    def attend(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch) -> torch.Tensor:
+        out = torch.empty_like(q)
+        heads, dim, kv_heads = q.shape[1], q.shape[2], arena.data.shape[3]
+        splits = triton.cdiv(batch.longest, INVARIANT_SPLIT)
+        together = max(1, STATE_BYTES // (4 * heads * splits * (dim + 2)))
+        for first in range(0, batch.decode_rows, together):
+            rows = min(together, batch.decode_rows - first)
+            states = _states(rows, heads, splits, dim, q.device)
+            self._launch(q, arena, layer, batch, out, states, first, (rows, kv_heads, splits), parted=True)
+        if batch.longest_chunk:
+            tiles = triton.cdiv(batch.longest_chunk * (heads // kv_heads), INVARIANT_QUERIES)
+            rows = len(batch.lengths) - batch.decode_rows
+            states = q, q, q
+            self._launch(q, arena, layer, batch, out, states, batch.decode_rows, (tiles, kv_heads, rows), parted=False)
+        return out
+
+    def _launch(
+        self,
+        q: torch.Tensor,
+        arena: Arena,
+        layer: int,
+        batch: StepBatch,
+        out: torch.Tensor,
+        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        first_row: int,
+        grid: tuple[int, int, int],
+        *,
+        parted: bool,
+    ) -> None:
+        kv, heads, dim = arena.data, q.shape[1], q.shape[2]
+        kv_heads = kv.shape[3]
+        attention_kernels.invariant_kernel[grid](
+            *(q, kv, _scales(arena), batch.tables, batch.starts, batch.lengths, *states),
+            *(self._counters(grid[0] * kv_heads if parted else 0, q.device), out, first_row, dim**-0.5 * LOG2_E),
+            *(batch.tables.stride(0), layer * kv.stride(1), kv.stride(0), kv.stride(2), grid[2] if parted else 1),
+            heads=heads,
+            kv_heads=kv_heads,
+            group=heads // kv_heads,
+            height=INVARIANT_QUERIES,
+            dim=dim,
+            size=arena.block_size,
+            split=INVARIANT_SPLIT,
+            tile=halved(INVARIANT_TILE, q),
+            scaled=arena.scales is not None,
+            parted=parted,
+            num_warps=4,
+            num_stages=3,
+            enable_fp_fusion=False,  # what is fused is the compiler's choice, and it compiles this twice
+        )
+
+
+def decode_split(programs: int, longest: int) -> int:
+    """Positions of a split, a power of two, for so many rows times KV heads."""
+    wanted = min(FEW_SPLITS, triton.cdiv(PROGRAMS, programs))
+    split = int(min(LONGEST_SPLIT, max(SHORTEST_SPLIT, triton.next_power_of_2(triton.cdiv(longest, wanted)))))
+    while split * MOST_SPLITS < longest:
+        split *= 2
+    return split
+
+
+def halved(tile: int, q: torch.Tensor) -> int:
+    """For heads of many bytes: a GPU may have no more than 99 KiB of memory for a program's tiles."""
+    return tile // 2 if q.shape[2] * q.element_size() > WIDE_ROW else tile
+
+
+def _chaining(chained: bool) -> dict[str, bool]:
+    return {"chained": True, "launch_pdl": True} if chained else {"chained": False}
+
+
+def _scales(arena: Arena) -> torch.Tensor:
+    return arena.data if arena.scales is None else arena.scales
+
+
+def _states(
+    rows: int, heads: int, splits: int, dim: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of every split: the sum of weighted values, the sum of weights, the highest score."""
+    sums = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=device)
+    totals, peaks = torch.empty((2, rows, heads, splits), dtype=torch.float32, device=device)
+    return sums, totals, peaks
+
+
+def _norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, adds: bool) -> torch.Tensor:
+    out = torch.empty_like(x)
+    rows, width = x.shape
+    kernels.norm_kernel[(rows,)](
+        *(x, residual, weight, out, eps), width=width, padded=triton.next_power_of_2(width), adds=adds, num_warps=8
+    )
+    return out
+
+
+def _attend_chunks(q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch, out: torch.Tensor) -> None:
+    kv, heads, dim = arena.data, q.shape[1], q.shape[2]
+    rows = len(batch.lengths) - batch.decode_rows
+    queries = halved(PROMPT_QUERIES, q)
+    attention_kernels.prompt_kernel[(triton.cdiv(batch.longest_chunk, queries), heads, rows)](
+        *(q, kv, _scales(arena), batch.tables, batch.starts, batch.lengths, out, batch.decode_rows),
+        *(dim**-0.5 * LOG2_E, batch.tables.stride(0), layer * kv.stride(1), kv.stride(0), kv.stride(2)),
+        heads=heads,
+        group=heads // kv.shape[3],
+        dim=dim,
+        size=arena.block_size,
+        q_tile=queries,
+        tile=halved(PROMPT_TILE, q),
+        scaled=arena.scales is not None,
+        num_warps=8,
+        num_stages=3,
+    )

@@ -1,0 +1,81 @@
+"""A step before it is computed: which tokens of which sequences."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from cllm.backends.base import Chunk
+from cllm.engine.request import Sequence
+
+_PROMISED = array("i", [0])
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: `chunks[i]` belongs to `sequences[i]`."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    prompt_tokens: int = 0
+    decode_rows: int = 0
+    stays: list[int] | None = None
+    """Of each sequence how often it had left the running ones, if the step is one of several under way: whoever left
+    since then, and perhaps came back, has no use for the result."""
+
+    def add_prompt(self, sequence: Sequence, count: int) -> None:
+        end = sequence.num_computed + sequence.submitted + count
+        self.sequences.append(sequence)
+        self.chunks.append(_chunk(sequence, end, end == len(sequence.tokens)))
+        self.prompt_tokens += count
+
+    @classmethod
+    def again(cls, sequence: Sequence, chunk: Chunk) -> Plan | None:
+        """What one sequence had in a step that did not happen; None if it is not there any more."""
+        if not sequence.running or sequence.end != chunk.start:
+            return None
+        end = sequence.num_computed + len(chunk.tokens)
+        return cls([sequence], [_chunk(sequence, end, chunk.wants_logits)])
+
+    def lands(self, index: int) -> bool:
+        """A chunk is no longer under way. False: its sequence has no use for it any more."""
+        sequence, chunk = self.sequences[index], self.chunks[index]
+        if not sequence.running:
+            return False
+        if self.stays is not None:
+            if sequence.stay != self.stays[index]:
+                return False
+            sequence.submitted -= len(chunk.tokens)
+            sequence.promised -= chunk.wants_logits
+        return True
+
+
+def _chunk(sequence: Sequence, end: int, wants_logits: bool) -> Chunk:
+    start, dropped = sequence.num_computed + sequence.submitted, sequence.dropped
+    return Chunk(
+        sequence.tokens[start:end],
+        start - dropped,
+        wants_logits,
+        slot=sequence.slot,
+        blocks=sequence.blocks,
+        dropped=dropped,
+        kept=sequence.kept,
+        row=sequence.row,
+    )
+
+
+def row_of(sequence: Sequence) -> Chunk:
+    """The one token that is missing, or the one that the step under way will give."""
+    start, dropped = sequence.num_computed + sequence.submitted, sequence.dropped
+    follows = sequence.promised > 0
+    return Chunk(
+        _PROMISED if follows else sequence.tokens[start:],
+        start - dropped,
+        True,
+        sequence.slot,
+        sequence.blocks,
+        dropped,
+        sequence.kept,
+        sequence.row,
+        follows,
+    )

@@ -1,0 +1,262 @@
+"""What the next step computes.
+
+There are no phases. A sequence has tokens and `num_computed`; each step closes part of the gap. One missing token is a
+decode row, more are a prompt chunk (or a resumed sequence: the same thing).
+
+Where the backend computes several steps ahead, the gap counts from what is submitted, and to a token that is promised:
+
+    tokens     p p p p p p a a ?          ?  a token that the step under way will choose
+    computed   ──────────────┤            7  `num_computed`
+    submitted                ├─┤          1  so the next row begins at 8, with what the step under way gives
+
+A `BackendError` of the cache that is not fatal concerns the sequence it was called for. Everything else that the cache
+raises goes to the caller, who renews the memory; until then the roster is right, whatever call it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from operator import attrgetter, itemgetter
+
+from cllm.engine.budget import StepBudget
+from cllm.engine.faults import MAX_RECOVERIES, Faults
+from cllm.engine.plan import Plan, row_of
+from cllm.engine.request import FinishReason, Sequence
+from cllm.errors import BackendError, describe
+from cllm.kv.manager import KVManager
+
+log = logging.getLogger("cllm.engine")
+
+ADMIT_SCAN = 64
+"""Most waiting sequences looked at in one step."""
+
+WAIT_FOR_PREFIX_TOKENS = 8
+"""A sequence waits for another one's prompt to be computed if it can share at least this much more of it."""
+
+OLDEST_EVERY = 4
+"""Every so many steps with prompts the oldest one goes first, however long it is."""
+
+_BY_SLOT = attrgetter("slot")
+_BY_TURN = attrgetter("turn")
+
+
+class Planner(Faults):
+    def __init__(
+        self,
+        kv: KVManager,
+        budget: StepBudget,
+        *,
+        max_running: int,
+        ageing_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(kv, ageing_s=ageing_s, clock=clock)
+        self.budget = budget
+        self._max_running = max_running
+        self._prompt_steps = 0
+        self._turns = 0
+
+    def schedule(self) -> Plan:
+        plan = Plan()
+        rows, prompts = plan.sequences, list[Sequence]()
+        self._sort_out(rows, prompts)
+        if len(self.waiting) and len(self.running) < self._max_running:
+            self._admit()
+            self._sort_out(rows, prompts)  # anew: to make more room, memory may have been lost that is computed again
+        self.kv.arrange()
+        # In slot order, rows come back without a copy; where there are no slots this changes nothing.
+        rows.sort(key=_BY_SLOT)
+        most = self.budget.rows_at_once(len(rows))
+        if most < len(rows):
+            rows[:] = self._whose_turn(rows, most)
+        plan.chunks = [row_of(sequence) for sequence in rows]
+        plan.decode_rows = len(rows)
+        if prompts:
+            self.plan_prompts(plan, prompts)
+        return plan
+
+    def _sort_out(self, rows: list[Sequence], prompts: list[Sequence]) -> None:
+        """Who can have a row, with room for its token, and who a chunk of its prompt; for which some may have to go."""
+        while not self._sorted_out(rows, prompts):
+            self.raise_doubt()  # memory that did not come back is no reason for anyone else to go
+
+    def _sorted_out(self, rows: list[Sequence], prompts: list[Sequence]) -> bool:
+        """False: one sequence had to go, and the others try again."""
+        rows.clear()
+        prompts.clear()
+        for sequence in self.running:  # a plain loop: this runs for every sequence in every step
+            submitted, promised = sequence.submitted, sequence.promised
+            start = sequence.num_computed + submitted
+            missing = len(sequence.tokens) + promised - start
+            if sequence.window is None:
+                if missing == 1:
+                    # A row can follow on a token that is not known yet, unless that is the last one or says more.
+                    if promised and (
+                        start >= sequence.max_length - 1 or sequence.twins or not sequence.chooser.foresees(promised)
+                    ):
+                        continue
+                    if start >= sequence.room:
+                        if promised and not self._has_room_ahead(sequence):
+                            continue
+                        if not promised and not self._make_room(sequence):
+                            return False
+                    rows.append(sequence)
+                elif missing > 1:
+                    prompts.append(sequence)
+            elif not submitted:  # a window moves only when nothing is under way
+                if not self._make_room(sequence):
+                    return False
+                (rows if missing == 1 else prompts).append(sequence)
+        return True
+
+    def launch(self, plan: Plan) -> None:
+        """The step is about to be submitted, and others will be before its result is here."""
+        plan.stays = [sequence.stay for sequence in plan.sequences]
+        for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
+            if chunk.wants_logits:
+                chunk.draws = (sequence.chooser.foresee(sequence.promised),)
+                if sequence.twins:
+                    chunk.draws += tuple(twin.chooser.foresee(0) for twin in sequence.twins)
+                sequence.promised += 1
+            sequence.submitted += len(chunk.tokens)
+
+    def _whose_turn(self, rows: list[Sequence], most: int) -> list[Sequence]:
+        """Some of the answers, in the order of `rows`. Of each request the one that has waited longest, then a second
+        one of each, and so on: who asks for many answers does not make those wait who ask for one."""
+        asked: Counter[int] = Counter()
+        places: list[tuple[int, int, Sequence]] = []
+        for sequence in sorted(rows, key=_BY_TURN):
+            request = id(sequence.request)
+            places.append((asked[request], sequence.turn, sequence))
+            asked[request] += 1
+        places.sort(key=itemgetter(0, 1))
+        self._turns += 1
+        for _, _, sequence in places[:most]:
+            sequence.turn = self._turns
+        return [sequence for sequence in rows if sequence.turn == self._turns]
+
+    def _has_room_ahead(self, sequence: Sequence) -> bool:
+        """Nobody has to go for a row that could as well wait for the step that it is in."""
+        try:
+            return self.kv.grow(sequence, sequence.submitted + 1)
+        except BackendError as error:
+            if error.fatal:
+                raise
+            return False  # it is tried again once the row is behind nothing
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Have memory for a sequence's next token, or move its window on. False: somebody had to go for it."""
+        kv = self.kv
+        try:
+            if sequence.window is None:
+                if kv.grow(sequence, sequence.submitted + 1):
+                    return True
+            elif kv.roll(sequence) and kv.grow(sequence, sequence.next_chunk):
+                return True
+        except BackendError as error:
+            if error.fatal:
+                raise
+            log.error("request %s cannot grow: %s; it is recomputed", sequence.request.id, error)
+            self.set_back(sequence, error)
+        else:
+            kv.allocation_failures += 1
+            self._preempt(max(self.running, key=self.waiting.rank))
+        return False
+
+    def plan_prompts(self, plan: Plan, prompts: list[Sequence]) -> None:
+        """Prompt chunks within the budget, for whoever is done soonest; every few steps for the oldest instead. A
+        chunk ends where a window has to move on.
+
+        So a short prompt passes a long one, and the long one still advances. Few chunks are better than many: the
+        backend computes chunks of different lengths one after the other. Their memory was taken at admission.
+        """
+        wanted = sum(sequence.remaining for sequence in prompts)
+        budget = self.budget.prompt_tokens(plan.decode_rows, len(prompts) + len(self.waiting), wanted)
+        if budget == 0:
+            return
+        rank = self.waiting.rank
+        prompts.sort(key=lambda sequence: (sequence.remaining, rank(sequence)))
+        self._prompt_steps += 1
+        if self._prompt_steps % OLDEST_EVERY == 0:
+            oldest = min(prompts, key=rank)
+            prompts.remove(oldest)
+            prompts.insert(0, oldest)
+        for sequence in prompts:
+            count = min(sequence.next_chunk, budget)
+            if count == 0:
+                break
+            plan.add_prompt(sequence, count)
+            budget -= count
+
+    def _admit(self) -> None:
+        """Take sequences from the queue while there is room, in order; those that better wait are passed over."""
+        passed: list[Sequence] = []
+        self.kv.demand = len(self.running) + len(self.waiting)
+        in_progress = [sequence for sequence in self.running if sequence.uncomputed > 1]
+        try:
+            for _ in range(min(ADMIT_SCAN, len(self.waiting))):
+                if len(self.running) >= self._max_running:
+                    break
+                sequence = self.waiting.pop()
+                if sequence is None:
+                    break
+                passed.append(sequence)  # it stands in the queue until it has started, whatever is raised
+                if self._better_waits(sequence, in_progress):
+                    continue
+                cached = self._place(sequence)
+                if cached is None:
+                    break
+                passed.pop()
+                self._start(sequence, cached)
+                if sequence.uncomputed > 1:
+                    in_progress.append(sequence)
+        finally:
+            for sequence in passed:
+                if not sequence.ended:
+                    self.waiting.push(sequence)
+
+    def _place(self, sequence: Sequence) -> int | None:
+        """Find memory for a sequence that waits; None: not now, or never, and then it has ended."""
+        try:
+            cached = self.kv.admit(sequence)
+        except Exception as error:
+            sequence.recoveries += 1
+            if sequence.recoveries > MAX_RECOVERIES:
+                failure = error if isinstance(error, BackendError) else BackendError(describe(error))
+                self._end(sequence, FinishReason.ERROR, error=failure)
+            # What failed and took memory all the same is not to be relied on.
+            if not isinstance(error, BackendError) or error.fatal or sequence.admitted:
+                raise
+            log.error("request %s could not be admitted: %s", sequence.request.id, error)
+            return None
+        if cached is not None:
+            return cached
+        if not self.running:
+            # It has all the memory there is to itself, so waiting would not help.
+            no_room = BackendError(f"there is no room in the KV cache for {len(sequence.tokens)} tokens")
+            self.finish(sequence.request, None, FinishReason.ERROR, no_room)
+        elif not sequence.refused:
+            sequence.refused = True
+            self.kv.allocation_failures += 1
+        return None
+
+    def _better_waits(self, sequence: Sequence, in_progress: list[Sequence]) -> bool:
+        """Is someone computing a prompt right now that this sequence could share instead of computing it again?"""
+        # Waiting costs no time: the other one computes exactly what this one would have to.
+        held: int | None = None
+        for other in in_progress:
+            if not sequence.shares(other, self._worth_sharing(other.num_computed)):
+                continue
+            if held is None:
+                held = self.kv.peek(sequence.key)
+            if held <= other.num_computed or sequence.shares(other, self._worth_sharing(held)):
+                return True
+        return False
+
+    def _worth_sharing(self, computed: int) -> int:
+        """How much two prompts must have in common, of which so much is computed, for one to wait for the other."""
+        unit = self.kv.unit_tokens
+        return -(-(computed + WAIT_FOR_PREFIX_TOKENS) // unit) * unit

@@ -1,0 +1,43 @@
+"""Tensors of a GGUF file as float32, some rows at a time, so that no more of them than that is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from cllm.models.gguf import GGUFModel
+from cllm.models.tensor_file import TensorFile
+
+_PIECE_VALUES = 4 << 20
+
+
+def _can_dequantise(kind: GGMLQuantizationType) -> bool:
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+DEQUANTISED: frozenset[int] = frozenset(int(kind) for kind in GGMLQuantizationType if _can_dequantise(kind))
+"""The types of tensors that can be read so, by GGML's numbers."""
+
+
+def dequantised_rows(file: TensorFile, model: GGUFModel, name: str, together: int = 1) -> Iterator[NDArray[np.float32]]:
+    """Consecutive rows, always a multiple of `together` of them; a vector is one row."""
+    info = model.tensors[name]
+    kind = GGMLQuantizationType(info.type)
+    columns = info.shape[0]
+    rows = info.shape[1] if len(info.shape) > 1 else 1
+    row_bytes = info.size // rows
+    step = max(1, _PIECE_VALUES // (columns * together)) * together
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        raw = file.read(name, first * row_bytes, count * row_bytes)
+        values = dequantize(raw.reshape(count, row_bytes), kind)
+        yield values.astype(np.float32, copy=False).reshape(count, columns)

@@ -1,0 +1,332 @@
+"""The kernels against the plain twin in float64: on a GPU, or in Triton's interpreter if TRITON_INTERPRET was set
+before anything was imported. Prints the errors found, by name, as JSON. Run by `test_torch_kernels.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from triton.runtime import interpreter
+
+from cllm.backends.base import Chunk
+from cllm.backends.torch import sharing, skinny, triton_linear, triton_operations
+from cllm.backends.torch.arena import KV_DTYPES, Arena
+from cllm.backends.torch.batch import StepBatch, make_batch
+from cllm.backends.torch.decoder import Decoder
+from cllm.backends.torch.linear import dequantise, quantise_rows
+from cllm.backends.torch.model import Layer, Model, Weights
+from cllm.backends.torch.operations import PlainOperations
+from cllm.backends.torch.sharing import SharedPrefixes, find_shared
+from cllm.backends.torch.triton_linear import ProductTile
+from cllm.backends.torch.triton_operations import TritonOperations
+from cllm.kv.ops import BlockGeometry
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+BLOCK = 16
+BLOCKS = 48
+TRITON, PLAIN = TritonOperations(), PlainOperations()
+Errors = dict[str, float]
+
+
+def small_tiles() -> None:
+    """So that small shapes have several of them."""
+    triton_operations.SHORTEST_SPLIT, triton_operations.LONGEST_SPLIT = 32, 32
+    triton_operations.DECODE_TILE, triton_operations.WIDE_DECODE_TILE = 16, 16
+    triton_operations.PROMPT_QUERIES, triton_operations.PROMPT_TILE = 16, 16
+    triton_operations.INVARIANT_SPLIT, triton_operations.INVARIANT_QUERIES = 16, 16
+    triton_operations.INVARIANT_TILE = 16
+    triton_operations.STATE_BYTES = 1
+    sharing.SHARED_SPLIT, sharing.LEAST_TOKENS = 32, 32
+    skinny.tile_of = lambda *_: skinny.Tile(8, 32, 4)
+    triton_linear.fast_tile = lambda rows: ProductTile(16 if rows < 16 else 32, 32, 64, 4, 2)
+    triton_linear.invariant_tile = lambda _: ProductTile(16, 32, 32, 4, 2)
+
+
+def round_to_fp8_as_torch_does() -> None:
+    """The interpreter forgets to carry from the mantissa into the exponent."""
+    convert: Callable[..., Any] = interpreter._convert_float
+
+    def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if str(target) != "fp8e4nv" or str(source) != "fp32":
+            return convert(values, source, target, rounding)
+        floats = torch.from_numpy(np.frombuffer(values.tobytes(), np.float32).copy())
+        return floats.to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(values.shape)
+
+    interpreter._convert_float = converted
+
+
+def multiply_row_by_row() -> None:
+    """The interpreter leaves matrices to a library whose sums depend on where in the matrix a row is."""
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        products = a.data[:, :, None].astype(d.data.dtype) * b.data[None].astype(d.data.dtype)
+        return interpreter.TensorHandle(products.sum(1) + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = dot
+
+
+def decoder(*, head_norm: bool = False, group: int = 2, head_dim: int = 16) -> Decoder:
+    return Decoder(2, 64, 2 * group, 2, head_dim, 96, 100, 1e-5, 10000.0, 512, head_norm=head_norm)
+
+
+def chunk(tokens: Sequence[int], start: int, blocks: Sequence[int]) -> Chunk:
+    return Chunk(array("i", tokens), start, True, blocks=list(blocks))
+
+
+def batch_of(chunks: Sequence[Chunk]) -> StepBatch:
+    return make_batch(chunks, BLOCK, DEVICE)
+
+
+FAR = [40, 3, 17, 5, 22, 9]
+
+
+def batches() -> Iterator[tuple[str, StepBatch]]:
+    mixed = [
+        chunk(range(18), 7, [30, 31]),  # a chunk over what is cached
+        chunk([9], 80, FAR),  # three splits
+        chunk([9], 0, [41]),
+        chunk(range(3), 0, [42]),
+        chunk([9], 31, [43, 44]),  # one split, full
+        chunk(range(5), 79, FAR[::-1]),
+    ]
+    yield "mixed", batch_of(mixed)
+    yield "decode", batch_of([mixed[1], mixed[2], mixed[4]])
+    yield "prompt", batch_of([chunk(range(17), 0, [1, 2])])
+
+
+def sharing_batch() -> StepBatch:
+    """Nine rows on two blocks, nine on four of which two are those, and one alone."""
+    few = [chunk([9], 40 + row, [40, 3, 10 + row, 20 + row]) for row in range(9)]
+    many = [chunk([9], 70, [40, 3, 17, 5, 30 + row]) for row in range(9)]
+    batch = batch_of([*few, *many, chunk([9], 80, [6, 7, 8, 45, 46, 47])])
+    tables, lengths = (part.cpu().numpy() for part in (batch.tables, batch.lengths))
+    found = find_shared(tables, lengths, BLOCK, batch.longest)
+    assert found is not None and sorted(found.firsts.tolist()) == [0] + [1] * 9 + [2] * 9
+    parts = (torch.from_numpy(part).to(DEVICE) for part in found[:3])
+    return replace(batch, shared=SharedPrefixes(*parts, found.split))
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert torch.isfinite(found.float()).all()
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def values_of(arena: Arena) -> torch.Tensor:
+    values = arena.data.double()
+    return values if arena.scales is None else values * arena.scales.double()[..., None]
+
+
+def arenas(shape: Decoder, kv_type: str) -> tuple[Arena, Arena]:
+    """Two of the same type, filled alike."""
+    pair = tuple(Arena(shape, BlockGeometry(BLOCKS, BLOCK), kv_type, DEVICE) for _ in range(2))
+    data = torch.randn(pair[0].data.shape)
+    for arena in pair:
+        arena.data.copy_((data * 40).round() if kv_type == "int8" else data)
+        if arena.scales is not None:
+            arena.scales.copy_(torch.rand(arena.scales.shape, generator=torch.Generator().manual_seed(1)) / 40)
+    return pair[0], pair[1]
+
+
+def attention(shape: Decoder, batch: StepBatch, dtype: torch.dtype, kv_type: str, invariant: bool = False) -> Errors:
+    torch.manual_seed(0)
+    arena, other = arenas(shape, kv_type)
+    qkv = torch.randn(len(batch.tokens), shape.qkv_size).to(DEVICE, dtype)
+    norms = [torch.rand(shape.head_dim).to(DEVICE, dtype) if shape.head_norm else None for _ in range(2)]
+    rotations = shape.rotations(512).to(DEVICE)
+    operations = TRITON.invariant() if invariant else TRITON
+    queries = operations.rotate_and_store(qkv, *norms, shape, rotations, batch, arena, 1)
+    wide = [None if norm is None else norm.double() for norm in norms]
+    expected = PLAIN.rotate_and_store(qkv.double(), *wide, shape, rotations.double(), batch, other, 1)
+    errors = {"queries": relative(queries, expected), "kv": relative(values_of(arena), values_of(other))}
+    exact = Arena(shape, BlockGeometry(BLOCKS, BLOCK), "f32", DEVICE)
+    exact.data = values_of(arena)
+    found = operations.attend(queries, arena, 1, batch)
+    errors["attend"] = relative(found, PLAIN.attend(queries.double(), exact, 1, batch))
+    return errors
+
+
+def elementwise(dtype: torch.dtype) -> Errors:
+    torch.manual_seed(1)
+    x, residual, weight = (torch.randn(*size).to(DEVICE, dtype) for size in ((5, 72), (5, 72), (72,)))
+    gate_up = torch.randn(5, 2 * 1500).to(DEVICE, dtype)
+    summed, exact = residual.clone(), residual.double()
+    normed = TRITON.add_rms_norm(x, summed, weight, 1e-5)
+    expected = PLAIN.add_rms_norm(x.double(), exact, weight.double(), 1e-5)
+    return {
+        "norm": relative(TRITON.rms_norm(x, weight, 1e-5), PLAIN.rms_norm(x.double(), weight.double(), 1e-5)),
+        "add_norm": relative(normed, expected),
+        "residual": relative(summed, exact),
+        "silu": relative(TRITON.silu_multiply(gate_up), PLAIN.silu_multiply(gate_up.double())),
+    }
+
+
+def products(dtype: torch.dtype) -> Errors:
+    """Of one row, few rows and many, with fp8 and without, in both modes."""
+    torch.manual_seed(3)
+    weight, bias = torch.randn(50, 72).to(DEVICE, dtype), torch.randn(50).to(DEVICE, dtype)
+    quantised, scales = quantise_rows(weight)
+    errors: Errors = {}
+    for rows in (1, 3, 20):
+        x = torch.randn(rows, 72).to(DEVICE, dtype)
+        plain = x.double() @ weight.double().T + bias.double()
+        wide = x.double() @ dequantise(quantised, scales, torch.float64).T + bias.double()
+        for mode, operations in (("fast", TRITON), ("invariant", TRITON.invariant())):
+            label = f"{rows} rows {mode}"
+            errors[label] = relative(operations.linear(x, weight, None, bias), plain)
+            errors[f"{label} fp8"] = relative(operations.linear(x, quantised, scales, bias), wide)
+    return errors
+
+
+def quantised_rows() -> Errors:
+    """Rows in fp8, as they meet weights in fp8."""
+    torch.manual_seed(4)
+    x = torch.randn(5, 72).to(DEVICE) * torch.logspace(-3, 3, 5).to(DEVICE)[:, None]
+    x[3] = 0
+    found, scales = triton_linear.quantise(x)
+    expected, expected_scales = quantise_rows(x)
+    errors = {"values": relative(found, expected.float()), "scales": relative(scales[:, 0], expected_scales)}
+    if not INTERPRETED:
+        rows, weight = torch.randn(20, 128).to(DEVICE, torch.bfloat16), torch.randn(96, 128).to(DEVICE)
+        quantised, scales = quantise_rows(weight)
+        wide = rows.double() @ dequantise(quantised, scales, torch.float64).T
+        errors["product"] = relative(TRITON.linear(rows, quantised, scales), wide) / 20  # e4m3 of the rows is 3 % off
+    return errors
+
+
+def random_weights(shape: Decoder, dtype: torch.dtype = torch.float32, *, fp8: bool = False) -> Weights:
+    torch.manual_seed(2)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns) * columns**-0.5).to(DEVICE, dtype)
+
+    def layer() -> Layer:
+        sizes = (shape.n_embd, shape.head_dim, shape.head_dim, shape.n_embd)
+        norms = [torch.rand(size).to(DEVICE, dtype) for size in sizes]
+        bias, output = torch.randn(shape.qkv_size).to(DEVICE, dtype), matrix(shape.n_embd, shape.q_size)
+        gate_up, down = matrix(2 * shape.n_ff, shape.n_embd), matrix(shape.n_embd, shape.n_ff)
+        made = Layer(norms[0], matrix(shape.qkv_size, shape.n_embd), bias, *norms[1:3], output, norms[3], gate_up, down)
+        if fp8:
+            made.scales = {}
+            for name in ("qkv", "output", "gate_up", "down"):
+                quantised, made.scales[name] = quantise_rows(getattr(made, name))
+                setattr(made, name, quantised)
+        return made
+
+    embedding = torch.randn(shape.n_vocab, shape.n_embd).to(DEVICE, dtype)
+    layers = [layer() for _ in range(shape.n_layers)]
+    weights = Weights(embedding, layers, torch.rand(shape.n_embd).to(DEVICE, dtype), embedding * shape.n_embd**-0.5)
+    if fp8:
+        weights.head, weights.head_scales = quantise_rows(weights.head)
+    return weights
+
+
+def whole_step(batch: StepBatch, *, fp8: bool = False) -> Errors:
+    shape = decoder(head_norm=True)
+    weights = random_weights(shape, fp8=fp8)
+    arena, other = arenas(shape, "f32")
+    found = Model(shape, weights, TRITON, 512, invariant=False).forward(batch, arena)
+    expected = Model(shape, weights, PLAIN, 512, invariant=False).forward(batch, other)
+    return {"logits": relative(found, expected), "kv": relative(arena.data, other.data)}
+
+
+def invariance(shape: Decoder, dtype: torch.dtype, kv_type: str, *, fp8: bool = False, length: int = 36) -> Errors:
+    """Logits near the end of a sequence: generated one by one, as a chunk, in other chunks, among others."""
+    model = Model(shape, random_weights(shape, dtype, fp8=fp8), TRITON, 4096, invariant=True)
+    sequence = [int(token) for token in np.random.default_rng(0).integers(0, shape.n_vocab, length)]
+    size = -(-length // BLOCK)
+    blocks, others = list(range(size, 0, -1)), [list(range(size * at, size * (at + 1))) for at in (2, 3)]
+    arena = Arena(shape, BlockGeometry(4 * size + 1, BLOCK), kv_type, DEVICE)
+
+    def run(*chunks: Chunk) -> torch.Tensor:
+        return model.forward(batch_of(chunks), arena)
+
+    def piece(first: int, last: int) -> Chunk:
+        return chunk(sequence[first:last], first, blocks)
+
+    for each in others:
+        run(chunk(sequence[::-1][: length - 3], 0, each))
+    half, tail = length // 2 - 1, length - 4
+    run(piece(0, half))
+    run(piece(half, tail))
+    alone = torch.cat([run(piece(at, at + 1)) for at in range(tail, length)])
+    cached = values_of(arena)[blocks].clone()
+    run(piece(0, tail), chunk([7], length - 3, others[0]))
+    company = [chunk([7], length - 3, others[0]), chunk([8, 9], length - 3, others[1])]
+    among = torch.cat([run(*company, piece(at, at + 1))[2:] for at in range(tail, length)])
+    whole = run(piece(0, length))
+    split = torch.cat([run(piece(0, half), *company)[:1], run(piece(half, length), *company)[:1]])[1:]
+    return {
+        "among": float(not torch.equal(alone, among)),
+        "as one chunk": float(not torch.equal(alone[-1:], whole)),
+        "in two chunks": float(not torch.equal(alone[-1:], split)),
+        "kv": float(not torch.equal(cached, values_of(arena)[blocks])),
+        "graph": 0.0 if INTERPRETED else float(not torch.equal(alone[-1:], _in_graph(model, arena, piece, length))),
+        "nothing": float(not (alone[0] != alone[1]).any()),
+    }
+
+
+def _in_graph(model: Model, arena: Arena, piece: Callable[[int, int], Chunk], length: int) -> torch.Tensor:
+    batch = batch_of([piece(length - 1, length)])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = model.forward(batch, arena)
+    graph.replay()
+    torch.cuda.synchronize()
+    return logits
+
+
+def all_errors() -> Iterator[tuple[str, Callable[[], Errors]]]:
+    shapes = {"plain": decoder(), "norms": decoder(head_norm=True), "group of 3": decoder(group=3, head_dim=32)}
+    known, f32 = dict(batches()), torch.float32
+    mixed, one = known["mixed"], batch_of([chunk([9], 80, FAR)])
+    for label, shape in shapes.items():
+        yield f"f32 mixed {label}", lambda shape=shape: attention(shape, mixed, f32, "f32")
+    for name in ("decode", "prompt"):
+        yield f"f32 {name}", lambda name=name: attention(shapes["norms"], known[name], f32, "f32")
+    yield "f32 invariant", lambda: attention(shapes["group of 3"], mixed, f32, "f32", True)
+    yield "f32 shared", lambda: attention(shapes["group of 3"], sharing_batch(), f32, "f32")
+    for kv_type in ("fp8", "int8"):
+        yield f"{kv_type} cache fast", lambda kv=kv_type: attention(shapes["plain"], mixed, f32, kv)
+        yield (
+            f"{kv_type} cache invariant",
+            lambda kv=kv_type: attention(shapes["plain"], known["decode"], f32, kv, True),
+        )
+    yield "int8 cache shared", lambda: attention(shapes["plain"], sharing_batch(), f32, "int8")
+    for fp8 in (False, True):
+        yield f"f32 one row, fp8 {fp8}", lambda fp8=fp8: whole_step(one, fp8=fp8)
+    yield "fp8 rows", quantised_rows
+    yield "f32 step", lambda: whole_step(mixed, fp8=True)
+    # The interpreter multiplies matrices of f16, but not of bf16.
+    half = torch.float16 if INTERPRETED else torch.bfloat16
+    for kv_type in ("f16", "bf16") if INTERPRETED else KV_DTYPES:
+        yield f"bf16 with {kv_type}", lambda kv=kv_type: attention(shapes["norms"], known["decode"], half, kv)
+    for dtype, label in ((f32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16")):
+        yield label, lambda dtype=dtype: elementwise(dtype)
+        if not (INTERPRETED and dtype == torch.bfloat16):
+            yield f"{label} product", lambda dtype=dtype: products(dtype)
+    small = replace(decoder(head_norm=True), n_layers=1, n_heads=2, n_kv_heads=1)
+    yield "bits int8", lambda: invariance(small, f32, "int8", fp8=True)
+    thirds = replace(decoder(), n_layers=1, n_heads=3, n_kv_heads=1)
+    yield "bits f16", lambda: invariance(thirds, torch.float16, "f16")
+
+
+def main() -> None:
+    torch.set_grad_enabled(False)
+    if INTERPRETED:
+        round_to_fp8_as_torch_does()
+        multiply_row_by_row()
+    small_tiles()
+    errors = {f"{label} {name}": error for label, check in all_errors() for name, error in check().items()}
+    json.dump(errors, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
