@@ -15,7 +15,8 @@ from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from cllm.text.chat import CHATML, ROLES, ChatTemplate, load_chat_template
 from cllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from gguf_kit import LLAMA_KEYS, LlamaVocabulary, write_gguf
+from gguf_kit import LLAMA_KEYS, write_gguf
+from llama_vocabulary import LlamaVocabulary
 
 TRIMMED = "{% for m in messages %}<eos>{{ m.content | trim }}{% endfor %}<eos>"
 BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"
