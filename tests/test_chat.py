@@ -15,7 +15,8 @@ from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from cllm.text.chat import CHATML, ROLES, ChatTemplate, load_chat_template
 from cllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from gguf_kit import LLAMA_KEYS, LlamaVocabulary, write_gguf
+from gguf_kit import LLAMA_KEYS, write_gguf
+from llama_vocabulary import LlamaVocabulary
 
 TRIMMED = "{% for m in messages %}<eos>{{ m.content | trim }}{% endfor %}<eos>"
 BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -234,3 +235,10 @@ def test_the_files_template_or_the_given_one_or_chatml(tmp_path: Path) -> None:
     own = GGUFModel.open(write_gguf(tmp_path / "own.gguf", keys | {"tokenizer.chat_template": "{{ bos_token }}own"}))
     assert load_chat_template(own).render(user("x")) == "<b>own"
     assert load_chat_template(own, "given{{ eos_token }}").render(user("x")) == "given<e>"
+
+
+@pytest.mark.parametrize("source", ["{{ 'x' * 10 ** 10 }}", "{{ [1] * 4000000000 }}", "{{ 9 ** 999999999 }}"])
+def test_a_template_does_not_take_all_memory(source: str) -> None:
+    template = ChatTemplate(source, bos="", eos="")
+    with pytest.raises((InvalidRequestError, ModelError), match="too large"):
+        template.render([{"role": "user", "content": "hi"}])

@@ -240,3 +240,27 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
             file.read_bytes(50, 100, "the tensor x")
     with pytest.raises(ModelError, match="has changed"), StampedFile(path, stamp, "try again"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_scaling",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention"),
+        ({"rope_parameters": {}, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+    ],
+)
+def test_no_kind_of_rope_is_passed_over(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=named):
+        HFModel.open(write_directory(tmp_path, config=settings))
+
+
+def test_a_pipe_in_a_files_place_is_refused(tmp_path: Path) -> None:
+    path = write_directory(tmp_path)
+    (path / "config.json").unlink()
+    os.mkfifo(path / "config.json")
+    with pytest.raises(ModelError, match="no regular file"):
+        HFModel.open(path)

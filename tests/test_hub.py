@@ -91,6 +91,30 @@ def test_a_repository_is_fetched_but_for_what_is_not_used(hub: Hub) -> None:
     assert seen[-1] == (size, size) and all(0 <= done <= total == size for done, total in seen)
 
 
+def test_weights_that_are_there_twice_are_fetched_once(hub: Hub) -> None:
+    twice = {
+        "consolidated.safetensors": b"once more",
+        "original/model.safetensors": b"once more",
+        "onnx/config.json": b"once more",
+    }
+    hub.repositories["org/twice"] = FILES | twice
+    wanted = {name: data for name, data in FILES.items() if name not in UNUSED}
+    assert files_in(resolve("hf:org/twice", progress=silent)) == wanted
+
+
+def test_what_the_index_names_is_fetched(hub: Hub) -> None:
+    index = b'{"weight_map": {"a": "weights-1.safetensors", "b": "model-00001-of-00002.safetensors"}}'
+    changed = {"model.safetensors.index.json": index, "weights-1.safetensors": b"a", "consolidated.safetensors": b"b"}
+    hub.repositories["org/named"] = FILES | changed
+    seen: list[tuple[int, int]] = []
+    directory = resolve("hf:org/named", progress=lambda done, total: seen.append((done, total)))
+    wanted = (FILES | changed).keys() - UNUSED - {"consolidated.safetensors"}
+    assert files_in(directory).keys() == wanted
+    assert seen[-1] == (sum(len((FILES | changed)[name]) for name in wanted),) * 2
+    hub.asked.clear()
+    assert resolve("hf:org/named", progress=silent, refresh=True) == directory and not hub.downloads()
+
+
 def test_what_was_fetched_is_used_without_the_hub(hub: Hub) -> None:
     directory = resolve("hf:org/repo", progress=silent)
     hub.asked.clear()

@@ -42,6 +42,7 @@ async def test_what_is_cancelled_while_it_waits_is_never_done() -> None:
     second = asyncio.ensure_future(tested.run(50, lambda: done.append("second")))
     await asyncio.sleep(0)
     second.cancel()
+    await asyncio.wait([second])  # the lane hears of it on the loop's next round
     go.set()
     await first
     await tested.run(50, lambda: done.append("third"))

@@ -23,7 +23,7 @@ from cllm.backends.llama_cpp.library import load_library
 from cllm.config.tree import WindowConfig
 from cllm.engine.params import SamplingParams
 from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError, UnsupportedOperationError
-from cllm.kv.memory import KV_TYPES
+from cllm.kv.memory import CPU_KV_TYPES
 from cllm.kv.ops import BlockGeometry, SlotGeometry, SlotOps
 from cllm.kv.slots import SlotKVManager
 from cllm.machine import Room
@@ -535,7 +535,7 @@ def test_shape_and_description(backend: LlamaCppBackend) -> None:
 
 @pytest.mark.parametrize(
     ("kv_type_k", "kv_type_v", "flash_attention"),
-    [(*pair, True) for pair in product(KV_TYPES, repeat=2)] + [(type_k, "f16", False) for type_k in KV_TYPES],
+    [(*pair, True) for pair in product(CPU_KV_TYPES, repeat=2)] + [(type_k, "f16", False) for type_k in CPU_KV_TYPES],
 )
 def test_kv_types(
     prompts: list[array[int]],

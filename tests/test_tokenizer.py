@@ -17,7 +17,8 @@ from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from cllm.text.bounded import SLACK
 from cllm.text.tokenizer import ByteTokenizer, TableTokenizer, Tokenizer, load_tokenizer
-from gguf_kit import LLAMA_KEYS, LlamaVocabulary, write_gguf
+from gguf_kit import LLAMA_KEYS, write_gguf
+from llama_vocabulary import LlamaVocabulary
 
 CORPUS = [
     "",

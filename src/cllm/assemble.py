@@ -24,7 +24,7 @@ from cllm.machine import offers_large_pages, read_cpus, read_rooms
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from cllm.models.registry import resolve
-from cllm.on_torch import Model, asks_for_gpu, has_gpu, open_torch, torch_refusal
+from cllm.on_torch import Model, asks_for_gpu, gpu_refusal, has_gpu, open_torch, torch_refusal
 from cllm.resources import Weights, choose_kv_bytes, choose_threads
 from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
 from cllm.text.hf_tokenizer import load_hf_chat_template, load_hf_tokenizer
@@ -130,13 +130,15 @@ def _choose_backend(config: Config, model: Model) -> Literal["native", "llama_cp
         )
     must = asked == "torch" or (asked == "auto" and asks_for_gpu(config))
     if isinstance(model, HFModel) or must or (asked == "auto" and has_gpu(config)):
-        refusal = torch_refusal(model)
+        by_choice = not (must or isinstance(model, HFModel))
+        refusal = torch_refusal(model) or (gpu_refusal(config, model) if by_choice else None)
         if refusal is None:
             return "torch"
         if isinstance(model, HFModel):
             raise ModelError(f"torch cannot run {model.name}: {refusal}")
         if must:
             raise ModelError(f"torch cannot run {model.path.name}: {refusal}; use --backend auto and --device auto")
+        log.warning("the GPU is not used: torch cannot run %s: %s", model.path.name, refusal)
     assert isinstance(model, GGUFModel)
     return _choose_for_cpu(config, model)
 
@@ -340,7 +342,11 @@ def _idle_bytes(config: Config, budget: int, context_bytes: int) -> int:
     return min(budget, max(budget // 4, context_bytes) if asked is None else int(asked * MIB))
 
 
-def _upkeep(config: Config, geometry: BlockGeometry, token_bytes: int, context: int) -> UpkeepSettings:
+def _upkeep(
+    config: Config, backend: Backend, geometry: BlockGeometry, token_bytes: int, context: int
+) -> UpkeepSettings:
+    if not backend.gives_memory_back:
+        return UpkeepSettings(compaction="always" if config.kv.compaction == "always" else "off")
     idle = _idle_bytes(config, geometry.tokens * token_bytes, context * token_bytes)
     return UpkeepSettings(
         release_after_s=config.kv.release_after_s,
@@ -364,7 +370,7 @@ def _block_memory(config: Config, backend: Backend, budget: int, token_bytes: in
         eviction_policy=config.scheduler.eviction_policy,
         watermark=config.scheduler.watermark,
         placement=config.kv.placement,
-        upkeep=_upkeep(config, geometry, token_bytes, context),
+        upkeep=_upkeep(config, backend, geometry, token_bytes, context),
     )
     if geometry.tokens < context:
         log.warning(

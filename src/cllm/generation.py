@@ -124,6 +124,7 @@ class Generation:
         if not self.done:
             self._cancel(self.request_id)
             self.fail(RequestCancelledError(f"request {self.request_id} was cancelled"))
+        self._on_news = None  # whoever listened holds this one: without the collector neither would go
 
     async def __aenter__(self) -> Generation:
         return self

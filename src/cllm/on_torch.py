@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from cllm.config import Config
-from cllm.errors import ModelError
+from cllm.config.relations import check_backend_relations
+from cllm.errors import BackendError, CLLMError, ConfigError, ModelError
 from cllm.kv.memory import bytes_per_token
 from cllm.machine import Room, mib, read_rooms
 from cllm.models.fetch import show_progress
@@ -21,6 +22,8 @@ from cllm.models.hf_directory import HFModel
 from cllm.resources import Weights, choose_kv_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from cllm.backends.torch.backend import TorchBackend
 
 GPU_KV_FRACTION = 0.9
@@ -54,25 +57,51 @@ def torch_refusal(model: Model) -> str | None:
     return unsupported(model)
 
 
+def gpu_refusal(config: Config, model: Model) -> str | None:
+    """Why a model that torch can run would not start with these settings on this GPU, or None. Nothing is loaded."""
+    from cllm.backends.torch.device import choose_device, choose_operations, unsupported_heads
+
+    if problems := check_backend_relations(config, "torch"):
+        return problems[0]
+    if config.kv.window.recent is not None:
+        return f"kv.window.recent is {config.kv.window.recent}, and torch has no rolling windows"
+    try:
+        device = choose_device(config.backend.torch.device)
+        if reason := unsupported_heads(model.shape.head_dim_k, device):
+            return reason
+        choose_operations(device)
+        _check_device(config, model, model.path.name, device)
+    except CLLMError as error:
+        return str(error)
+    return None
+
+
+def _check_device(config: Config, model: Model, name: str, device: torch.device) -> Weights:
+    """Raise before anything is loaded if it cannot end well."""
+    from cllm.backends.torch.device import check_kv_type, choose_dtype, dtype_name, read_gpu_room
+    from cllm.backends.torch.sources import decoder_of
+    from cllm.backends.torch.weights import weight_bytes
+
+    dtype = choose_dtype(config.backend.torch.dtype, device)
+    check_kv_type(config.resources.kv_type_k, device)
+    weights = Weights(name, weight_bytes(decoder_of(model), dtype))
+    if device.type == "cuda":
+        check_gpu_room(weights, dtype_name(dtype), read_gpu_room(device))
+    return weights
+
+
 def open_torch(config: Config, model: Model, name: str, threads: int, running: int) -> tuple[TorchBackend, int]:
     """The backend and its K/V budget: on a GPU what is free there after loading, otherwise as on every CPU.
 
     `running` sequences may be computed at once.
     """
     from cllm.backends.torch.backend import TorchBackend
-    from cllm.backends.torch.device import choose_device, choose_dtype, dtype_name, read_gpu_room
-    from cllm.backends.torch.sources import decoder_of
-    from cllm.backends.torch.weights import weight_bytes
+    from cllm.backends.torch.device import choose_device
 
     settings, resources = config.backend.torch, config.resources
     device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, device)
-    weights = Weights(name, weight_bytes(decoder_of(model), dtype))
-    kv_bytes: int | None = None
-    if device.type == "cuda":
-        check_gpu_room(weights, dtype_name(dtype), read_gpu_room(device))
-    else:
-        kv_bytes = choose_kv_bytes(resources, weights, read_rooms())
+    weights = _check_device(config, model, name, device)
+    kv_bytes = None if device.type == "cuda" else choose_kv_bytes(resources, weights, read_rooms())
     with show_progress(f"Loading {name}", None) as report:
         backend = TorchBackend(
             model,
@@ -94,7 +123,6 @@ def open_torch(config: Config, model: Model, name: str, threads: int, running: i
 
 
 def check_gpu_room(weights: Weights, dtype: str, room: Room) -> None:
-    """Raise before anything is loaded if it cannot end well."""
     if weights.size >= room.free:
         raise ModelError(
             f"the weights of {weights.name} take {mib(weights.size)} as {dtype}, but {mib(room.free)} of {room.name} "
@@ -108,7 +136,20 @@ def _gpu_kv_bytes(config: Config, backend: TorchBackend, weights: Weights, runni
     resources = config.resources
     if "kv_memory_fraction" not in resources.model_fields_set:
         resources = resources.model_copy(update={"kv_memory_fraction": GPU_KV_FRACTION})
-    left = backend.room((config.scheduler.max_step_tokens or backend.preferred_step_tokens) + running, running)
+    step_tokens = config.scheduler.max_step_tokens or backend.preferred_step_tokens
+    advice = (
+        f"lower scheduler.max_step_tokens (now {step_tokens}) and scheduler.max_running (now {running}), or use a "
+        "smaller model or backend.torch.dtype"
+    )
+    try:
+        left = backend.room(step_tokens + running, running)
+    except (BackendError, ConfigError) as error:
+        if isinstance(error, BackendError) and error.fatal:
+            raise
+        raise ConfigError(
+            f"the weights of {weights.name} take {mib(weights.size)} of the GPU's memory, and the rest is too little "
+            f"for a step of {step_tokens + running} tokens; {advice}"
+        ) from error
     room = replace(left, free=left.free + weights.size)
     shape = backend.shape
     token_bytes = bytes_per_token(
@@ -120,4 +161,9 @@ def _gpu_kv_bytes(config: Config, backend: TorchBackend, weights: Weights, runni
         type_v=resources.kv_type_v,
     )
     spare = backend.spare_blocks * resources.block_size * token_bytes
+    if int(left.free * resources.kv_memory_fraction) <= spare:
+        raise ConfigError(
+            f"{left.name} ({mib(left.limit)}) has {mib(left.free)} left for the KV cache beside the weights of "
+            f"{weights.name} ({mib(weights.size)}) and a step of {step_tokens + running} tokens; {advice}"
+        )
     return choose_kv_bytes(resources, weights, [room]) - spare

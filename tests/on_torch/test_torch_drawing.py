@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cllm.backends.base import Chunk, Drawn
+from cllm.backends.base import Chunk, Draw, Drawn
 from cllm.backends.torch.drawing import choose, read_draws
 from cllm.backends.torch.plain_drawing import PlainChooser
 from cllm.backends.torch.staging import upload
@@ -153,3 +153,17 @@ def test_a_greedy_draw_is_made_once() -> None:
     early, late = plain.foresee(1), plain.foresee(2)
     assert early.bias is not None and early.bias.ids.tolist() == [1] and late.bias is None
     assert plain.foresee(0) is early and plain.foresee(7) is late
+
+
+def test_everybody_is_told_as_many_likely_tokens_as_they_asked_for() -> None:
+    logits = torch.randn((4, SIZE), generator=torch.Generator().manual_seed(3))
+    asked = (2, 5, 0, None)
+    chunks = [
+        Chunk(array("i", [0]), 0, True, row=row, draws=(Draw(0.0, 0, 1.0, 0.0, 0.5, count, None, None, None),))
+        for row, count in enumerate(asked)
+    ]
+    draws = read_draws(chunks, SIZE)
+    last = torch.zeros(8, dtype=torch.int32)
+    drawn = choose(logits, draws, upload(draws.parts(), torch.device("cpu")), PlainChooser(), last).read()
+    assert [len(each.top) for (each,) in drawn] == [2, 5, 0, 0]
+    assert [each.top[0][0] for (each,) in drawn[:2]] == logits[:2].argmax(1).tolist()

@@ -205,8 +205,13 @@ def test_a_gpu_that_has_too_little_is_one_line_with_the_numbers(directory: Path)
         ConfigError, match=r"kv_cache_max_memory_mb is 20000, but beside the weights \(4,096 MiB\) the mem"
     ):
         sized(directory, 10 << 30, resources__kv_cache_max_memory_mb=20_000)
-    with pytest.raises(ConfigError, match=r"tiny takes 4,096 MiB of .* nothing is left for the KV cache"):
-        sized(directory, 0)
+    for changes in ({}, {"resources__kv_cache_max_memory_mb": 100}):
+        with pytest.raises(ConfigError) as nothing:
+            sized(directory, 0, **changes)
+        assert str(nothing.value).startswith(
+            "the memory of cuda:0 (24,576 MiB) has 0 MiB left for the KV cache beside the weights of tiny (4,096 MiB) "
+            "and a step of 8448 tokens; lower scheduler.max_step_tokens (now 8192) and scheduler.max_running (now 256)"
+        )
     room = Room("the memory of cuda:1, A Small GPU", 8 << 30, 3 << 30, hard=True)
     with pytest.raises(ModelError) as caught:
         check_gpu_room(Weights("tiny", 4 << 30), "bf16", room)

@@ -69,7 +69,8 @@ class TorchConfig(Section):
     )
     dtype: Literal["auto", "bf16", "f16", "f32", "fp8"] = Field(
         default="auto",
-        description="type of the weights in memory; auto is bf16 on a GPU and f32 on a CPU; fp8 halves bf16 "
+        description="type of the weights in memory; auto is bf16 on a GPU (f16 below compute "
+        "capability 8.0) and f32 on a CPU; fp8 halves bf16 "
         "(a GPU needs compute capability 8.9 or newer for it)",
     )
     batch_invariant: bool = Field(

@@ -98,8 +98,11 @@ class Planner(Faults):
                         start >= sequence.max_length - 1 or sequence.twins or not sequence.chooser.foresees(promised)
                     ):
                         continue
-                    if start >= sequence.room and not self._make_room(sequence):
-                        return False
+                    if start >= sequence.room:
+                        if promised and not self._has_room_ahead(sequence):
+                            continue
+                        if not promised and not self._make_room(sequence):
+                            return False
                     rows.append(sequence)
                 elif missing > 1:
                     prompts.append(sequence)
@@ -134,6 +137,15 @@ class Planner(Faults):
         for _, _, sequence in places[:most]:
             sequence.turn = self._turns
         return [sequence for sequence in rows if sequence.turn == self._turns]
+
+    def _has_room_ahead(self, sequence: Sequence) -> bool:
+        """Nobody has to go for a row that could as well wait for the step that it is in."""
+        try:
+            return self.kv.grow(sequence, sequence.submitted + 1)
+        except BackendError as error:
+            if error.fatal:
+                raise
+            return False  # it is tried again once the row is behind nothing
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Have memory for a sequence's next token, or move its window on. False: somebody had to go for it."""

@@ -44,6 +44,8 @@ KV_TYPES = {
     "fp8": KVType("fp8", 1, 1),
     "int8": KVType("int8", 1, 1, row_bytes_beside=2),
 }
+CPU_KV_TYPES = ("f16", "q8_0", "q4_0")
+"""Those of native and llama.cpp; the rest are torch's."""
 
 
 def bytes_per_token(

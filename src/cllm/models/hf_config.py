@@ -128,15 +128,25 @@ def _check_window(fields: Fields, shape: ModelShape) -> None:
         )
 
 
+def _rope_kind(rope: Fields) -> str:
+    return rope.text("rope_type" if "rope_type" in rope else "type", "default")
+
+
 def _read_rope(fields: Fields) -> tuple[float, float, Llama3Rope | None]:
     """Base, scale and stretching. Newer configurations have all in `rope_parameters`."""
-    rope = fields.part("rope_parameters") or fields.part("rope_scaling")
     base = fields.number("rope_theta", _DEFAULT_ROPE_BASE)
-    if rope is None:
+    named = [part for key in ("rope_parameters", "rope_scaling") if (part := fields.part(key)) and part.values]
+    if not named:
         return base, 1.0, None
+    rope = named[0]
+    if any(_rope_kind(part) != _rope_kind(rope) for part in named):
+        raise fields.refusal("rope_scaling", "and rope_parameters names another kind")
+    per_layer = next((key for key, value in rope.values.items() if isinstance(value, dict)), None)
+    if per_layer is not None:
+        raise rope.refusal(per_layer, "and only one kind for all layers is supported")
     base = rope.number("rope_theta", base)
     key = "rope_type" if "rope_type" in rope else "type"
-    kind = rope.text(key, "default")
+    kind = _rope_kind(rope)
     if "partial_rotary_factor" in rope and rope.values["partial_rotary_factor"] != 1:
         raise rope.refusal("partial_rotary_factor", "and only whole heads can be rotated")
     if kind == "default":

@@ -25,10 +25,10 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FETCHED = (
-    *(CONFIG, "generation_config.json", "*.safetensors", INDEX),
+    *(CONFIG, "generation_config.json", "model*.safetensors", INDEX),
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
 )
-"""The files of a repository that are used."""
+"""The files of a repository that are used, beside those that its index names."""
 
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_INDEX_BYTES = 64 << 20

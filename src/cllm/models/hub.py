@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -22,11 +22,13 @@ import psutil
 
 from cllm.errors import ModelError
 from cllm.models.fetch import Progress, directory_bytes, not_stored, show_progress, storage_error, watch
+from cllm.models.json_file import read_json
 
 log = logging.getLogger("cllm")
 
 _UNFINISHED = "*.incomplete"
 _ABANDONED_AFTER_S = 3600.0
+_MOST_INDEX_BYTES = 64 << 20
 _DOWNLOAD = """
 import sys
 from huggingface_hub import snapshot_download
@@ -37,12 +39,18 @@ snapshot_download(repository, revision=revision, cache_dir=cache, allow_patterns
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """Files of a repository: those that match one of the patterns."""
+    """Files of a repository: those that match one of the patterns, in the same folder, and those the index names."""
 
     name: str
     """As the user wrote it."""
     repository: str
     patterns: tuple[str, ...]
+    index: str | None = None
+    """The file whose `weight_map` names further ones, beside it."""
+
+    def wants(self, file: str) -> bool:
+        """Here `*` is no folder, as it would be to `fnmatch`."""
+        return any(fnmatch(file, each) and file.count("/") == each.count("/") for each in self.patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,8 @@ class _Revision:
     commit: str
     sizes: dict[str, int | None]
     """Of the files that are wanted; None: the hub does not say."""
+    others: dict[str, int | None]
+    """Of safetensors files beside them, which the index may name."""
 
 
 def fetch_hub_model(model: HubModel, cache: Path, progress: Progress | None, *, refresh: bool) -> Path:
@@ -71,6 +81,8 @@ def fetch_hub_model(model: HubModel, cache: Path, progress: Progress | None, *, 
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(directory)
+        revision = _with_what_the_index_names(model, revision, cache, directory)
+        total = sum(size or 0 for size in revision.sizes.values())
         if not _is_whole(directory, revision):
             with show_progress(f"Fetching {model.name}", progress) as report:
                 _download(
@@ -108,12 +120,28 @@ def _ask(model: HubModel) -> _Revision:
     except Exception as error:  # the client has many kinds of errors, and they change between its versions
         raise ModelError(f"{model.name} could not be fetched: {_reason(model, error)}") from error
     files = {each.rfilename: each.size for each in info.siblings or ()}
-    sizes = {name: size for name, size in files.items() if any(fnmatch(name, each) for each in model.patterns)}
+    sizes = {name: size for name, size in files.items() if model.wants(name)}
     if not sizes:
         some = ", ".join(sorted(name for name in files if name.endswith(".gguf"))[:5])
         advice = f"; it has {some}" if some else ""
         raise ModelError(f"{model.name} could not be fetched: the repository has no such file{advice}")
-    return _Revision(str(info.sha), sizes)
+    others = files.keys() - sizes.keys() if model.index in sizes else ()
+    beside = {name: files[name] for name in others if "/" not in name and name.endswith(".safetensors")}
+    return _Revision(str(info.sha), sizes, beside)
+
+
+def _with_what_the_index_names(model: HubModel, revision: _Revision, cache: Path, directory: Path) -> _Revision:
+    """The index is fetched ahead, but only where it can make a difference."""
+    if not revision.others or model.index is None:
+        return revision
+    index = replace(revision, sizes={model.index: revision.sizes[model.index]})
+    if not _is_whole(directory, index):
+        _download(model, index, cache, lambda: None)
+    found = read_json(_snapshot(directory, revision) / model.index, _MOST_INDEX_BYTES) or {}
+    places = found.get("weight_map")
+    named = set(map(str, places.values())) if isinstance(places, dict) else set()
+    more = {name: size for name, size in revision.others.items() if name in named}
+    return replace(revision, sizes=revision.sizes | more)
 
 
 def _reason(model: HubModel, error: Exception) -> str:

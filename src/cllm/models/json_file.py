@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from cllm.errors import ModelError
 from cllm.models.gguf_header import short
@@ -15,10 +17,19 @@ from cllm.models.gguf_header import short
 AGAIN = "fetch the model again"
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; whoever put a pipe or a device in its place would have us wait for ever."""
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return os.fdopen(number, "rb")
+
+
 def read_text(path: Path, most_bytes: int) -> str | None:
     """The file's text, or None if there is no such file."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > most_bytes:
                 raise ModelError(
                     f"{path}: has more than {most_bytes >> 10} KiB, so it is not what it should be; {AGAIN}"

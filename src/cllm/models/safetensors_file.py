@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from cllm.errors import ModelError
 from cllm.models.gguf_header import short
-from cllm.models.json_file import AGAIN, parse_json
+from cllm.models.json_file import AGAIN, open_regular, parse_json
 from cllm.models.stamped_file import FileStamp, unreadable
 
 _LENGTH_BYTES = 8
@@ -42,7 +42,7 @@ class StoredTensor(NamedTuple):
 def read_header(path: Path) -> tuple[FileStamp, dict[str, StoredTensor]]:
     """Everything is checked against the file's size. Whatever is wrong is a `ModelError`."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             stamp = FileStamp.of(os.fstat(file.fileno()))
             header = _read_header_bytes(path, file, stamp.size)
     except OSError as error:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cllm.errors import InvalidRequestError, ModelError
@@ -38,6 +39,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _FIELDS = ("role", "content", "name")
 _SLICE = 1 << 16
 """Characters that are looked at before other threads get their turn."""
+_MOST_BITS = 1 << 16
+_MOST_REPEATED = 1 << 20
+"""Of numbers and of texts that a template makes by multiplying."""
 
 
 class ChatTemplate:
@@ -234,8 +238,25 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """One that does not compute what would take all memory, either: a template came with a model."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            too_much = isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MOST_BITS
+        else:
+            counts = [each for each in (left, right) if isinstance(each, int)]
+            pieces = [each for each in (left, right) if isinstance(each, str | bytes | list | tuple)]
+            too_much = bool(counts and pieces) and len(pieces[0]) * counts[0] > _MOST_REPEATED
+        if too_much:
+            raise TemplateError(f"the result of {operator} would be too large")
+        return super().call_binop(context, operator, left, right)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         optimized=False,  # else {{ 9 ** 9 ** 9 }} in a file is computed when the model is loaded

@@ -23,7 +23,7 @@ from cllm.backends.llama_cpp.library import load_library
 from cllm.backends.llama_cpp.model import load_model, read_shape
 from cllm.backends.llama_cpp.slots import LlamaSlotOps
 from cllm.errors import BackendError, ConfigError, ModelError
-from cllm.kv.memory import KV_TYPES, bytes_per_token
+from cllm.kv.memory import CPU_KV_TYPES, bytes_per_token
 from cllm.kv.ops import Geometry, SlotGeometry
 
 log = logging.getLogger("cllm.llama_cpp")
@@ -226,8 +226,8 @@ class LlamaCppBackend(Backend):
 
 def _check_types(kv_type_k: str, kv_type_v: str, flash_attention: bool) -> None:
     for key, value in (("kv_type_k", kv_type_k), ("kv_type_v", kv_type_v)):
-        if value not in KV_TYPES:
-            raise ConfigError(f"resources.{key} is {value!r}: use one of {', '.join(KV_TYPES)}")
+        if value not in CPU_KV_TYPES:
+            raise ConfigError(f"resources.{key} is {value!r}: use one of {', '.join(CPU_KV_TYPES)}")
     if kv_type_v != "f16" and not flash_attention:
         raise ConfigError(
             f"resources.kv_type_v {kv_type_v} needs flash attention: set backend.llama_cpp.flash_attention to true, "

@@ -6,8 +6,10 @@ model's keys and values reach is far below its 448, and what is not is cut off t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from cllm.backends.torch.decoder import Decoder
@@ -38,9 +40,9 @@ class Arena:
         self.spare_block = geometry.blocks
         """The first of the blocks that belong to no sequence, if there are any."""
         places = geometry.blocks + spare_blocks, decoder.n_layers, 2, decoder.n_kv_heads, geometry.block_size
-        self.data = torch.zeros((*places, decoder.head_dim), dtype=KV_DTYPES[kv_type], device=device)
+        self.data = _zeros((*places, decoder.head_dim), KV_DTYPES[kv_type], torch.device(device))
         """[blocks, layers, keys and values, KV heads, places in the block, head_dim]"""
-        self.scales = torch.zeros(places, dtype=torch.float16, device=device) if kv_type == "int8" else None
+        self.scales = _zeros(places, torch.float16, torch.device(device)) if kv_type == "int8" else None
         """The same without the last dimension, for int8 alone."""
 
     @property
@@ -68,6 +70,13 @@ class Arena:
         for move in moves:
             for part in self._parts:
                 _move(part, *move)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Where the system gives out zeros, memory is taken as it is used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * int(dtype.itemsize), np.uint8)).view(dtype).view(shape)
 
 
 def _move(part: torch.Tensor, source: int, target: int, blocks: int) -> None:

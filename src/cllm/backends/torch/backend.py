@@ -31,12 +31,12 @@ from cllm.backends.torch.device import (
     device_name,
     dtype_name,
     is_out_of_memory,
+    unsupported_heads,
 )
 from cllm.backends.torch.drawing import Chooser, Chosen, HostDraws, choose, chosen_already, read_draws
 from cllm.backends.torch.graphs import DecodeGraphs, Ran
 from cllm.backends.torch.memory import Memory
 from cllm.backends.torch.model import Model, Weights
-from cllm.backends.torch.operations import PlainOperations
 from cllm.backends.torch.padded import PaddedStep
 from cllm.backends.torch.profiling import draws_of_all_kinds, kept_bytes, peak_bytes, whole_prompts
 from cllm.backends.torch.sources import decoder_of, open_source, unsupported
@@ -70,6 +70,7 @@ class _Ticket:
 
 class TorchBackend(Backend):
     name = "torch"
+    gives_memory_back = False
     depth = 2
 
     def __init__(
@@ -101,21 +102,13 @@ class TorchBackend(Backend):
         self._aborted = threading.Event()
         self._geometry: BlockGeometry | None = None
         self._memory: Memory | None = None
-        reason = unsupported(model) or self._unsupported_heads()
+        reason = unsupported(model) or unsupported_heads(self.shape.head_dim_k, self._device)
         if reason is not None:
             raise ModelError(f"{self._label}: torch cannot run it: {reason}")
         self._decoder = decoder_of(model)
         if self._device.type == "cpu":
             torch.set_num_threads(threads)
         self._weights: Weights | None = self._load(model, progress)
-
-    def _unsupported_heads(self) -> str | None:
-        head_dim = self.shape.head_dim_k
-        if isinstance(self._operations, PlainOperations) or (head_dim >= 16 and head_dim & (head_dim - 1) == 0):
-            return None
-        return (
-            f"its heads have {head_dim} dimensions, and the kernels want a power of two from 16 on (use --device cpu)"
-        )
 
     def _load(self, model: GGUFModel | HFModel, progress: Progress | None) -> Weights:
         try:

@@ -130,7 +130,7 @@ class Tables:
             _check_range("block", table, most)
         self._together = table, _running(np.array([len(part) for part in parts], np.int32))
         if -1 not in rows:
-            self._lists = tuple([self._known[row][0] for row in rows])
+            self._lists = tuple([self._known.get(row, _NOTHING)[0] for row in rows])
             self._rows = rows
         return self._together
 

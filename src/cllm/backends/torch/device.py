@@ -14,8 +14,12 @@ from cllm.errors import ConfigError
 from cllm.machine import Room
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "fp8": FP8}
-FP8_CAPABILITY = (8, 9)
-_NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+CAPABILITIES = {"bf16": (8, 0), "fp8": (8, 9)}
+"""The compute capability that a GPU must have for a type, if not every one has it."""
+_NO_MEMORY = (
+    *("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory"),
+    "cublas_status_alloc_failed",
+)
 
 
 def choose_device(asked: str) -> torch.device:
@@ -35,21 +39,39 @@ def choose_device(asked: str) -> torch.device:
 
 
 def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
-    if asked == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if asked == "fp8" and device.type == "cuda":
-        _check_fp8(device)
-    return DTYPES[asked]
+    """The type with this name; auto is bf16 on a GPU that has it, f16 on an older one, and f32 on the CPU."""
+    if asked != "auto":
+        _check_capability("backend.torch.dtype", asked, device)
+        return DTYPES[asked]
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if _has_type("bf16", device) else torch.float16
 
 
-def _check_fp8(device: torch.device) -> None:
-    found = torch.cuda.get_device_capability(device)
-    if found < FP8_CAPABILITY:
-        has, needs = (".".join(map(str, each)) for each in (found, FP8_CAPABILITY))
+def check_kv_type(kv_type: str, device: torch.device) -> None:
+    _check_capability("resources.kv_type_k", kv_type, device)
+
+
+def _has_type(name: str, device: torch.device) -> bool:
+    needed = CAPABILITIES.get(name)
+    return needed is None or device.type == "cpu" or torch.cuda.get_device_capability(device) >= needed
+
+
+def _check_capability(setting: str, name: str, device: torch.device) -> None:
+    if not _has_type(name, device):
+        found = torch.cuda.get_device_capability(device)
+        has, needs = (".".join(map(str, each)) for each in (found, CAPABILITIES[name]))
         raise ConfigError(
-            f"backend.torch.dtype is fp8, but {device_name(device)} has compute capability {has}, and it needs {needs} "
-            "for that; use bf16"
+            f"{setting} is {name}, but {device_name(device)} has compute capability {has}, and it needs {needs} "
+            "for that; use f16"
         )
+
+
+def unsupported_heads(head_dim: int, device: torch.device) -> str | None:
+    """Why the device cannot compute heads of this size, or None."""
+    if not uses_kernels(device) or (head_dim >= 16 and head_dim & (head_dim - 1) == 0):
+        return None
+    return f"its heads have {head_dim} dimensions, and the kernels want a power of two from 16 on (use --device cpu)"
 
 
 def values_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -65,7 +87,8 @@ def choose_operations(device: torch.device) -> Operations:
         from cllm.backends.torch.triton_operations import TritonOperations
     except ImportError as error:
         raise ConfigError(
-            f"the GPU's kernels need Triton ({error}); pip install triton, or use --device cpu"
+            f"the GPU's kernels need torch 2.8 or newer, with its Triton ({error}); install it with: "
+            'pip install "cllm[torch]", or use --device cpu'
         ) from error
     return TritonOperations()
 

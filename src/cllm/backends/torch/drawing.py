@@ -97,8 +97,8 @@ class HostDraws:
     masks: list[Mask] = field(default_factory=list)
     told: list[int] = field(default_factory=list)
     """Draws that ask for log probabilities."""
-    most: int = 0
-    """Most likely tokens that any of them asks for."""
+    tops: list[int] = field(default_factory=list)
+    """How many of the most likely tokens each of them asks for."""
 
     @property
     def simple(self) -> bool:
@@ -154,7 +154,7 @@ def _of_many_kinds(wanting: Sequence[Chunk], drawn: HostDraws, draws: list[Draw]
         masked=[place for place, mask in enumerate(masks) if mask is not None],
         masks=[_checked(mask, vocab_size) for mask in masks if mask is not None],
         told=told,
-        most=max((logprobs[place] for place in told), default=0),
+        tops=[logprobs[place] for place in told],
     )
 
 
@@ -213,6 +213,7 @@ class Chosen:
     counts: list[int]
     tokens: torch.Tensor
     told: list[int]
+    tops: list[int]
     logprobs: torch.Tensor | None
     """Of each draw that is told its log probability, then ids and then log probabilities of the most likely tokens."""
 
@@ -220,9 +221,10 @@ class Chosen:
         """Once the copies are there."""
         drawn = list(map(_plain, self.tokens.tolist()))
         if self.logprobs is not None:
-            for place, (logprob, *top) in zip(self.told, self.logprobs.tolist(), strict=True):
-                most = len(top) // 2
-                pairs = zip(map(int, top[:most]), top[most:], strict=True)
+            for place, asked, (logprob, *top) in zip(self.told, self.tops, self.logprobs.tolist(), strict=True):
+                most = len(top) // 2  # what the one that asks for the most is told
+                count = min(asked, most)
+                pairs = zip(map(int, top[:count]), top[most : most + count], strict=True)
                 drawn[place] = Drawn(drawn[place].token_id, logprob, tuple(pair for pair in pairs if pair[1] > -np.inf))
         if len(drawn) == len(self.counts):
             return [[each] for each in drawn]
@@ -231,7 +233,7 @@ class Chosen:
 
 
 def chosen_already(draws: HostDraws, tokens: torch.Tensor) -> Chosen:
-    return Chosen(draws.counts, download(tokens), [], None)
+    return Chosen(draws.counts, download(tokens), [], [], None)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -264,8 +266,8 @@ def choose(
         chooser.penalise(logits, Penalised(*(next(part) for _ in range(5))), last)
     params = None if draws.params is None else next(part)
     tokens = chooser.choose(logits, params, owners, last)
-    logprobs = None if told is None else download(_logprobs(kept, tokens[told], draws.most))
-    return Chosen(draws.counts, download(tokens), draws.told, logprobs)
+    logprobs = None if told is None else download(_logprobs(kept, tokens[told], max(draws.tops)))
+    return Chosen(draws.counts, download(tokens), draws.told, draws.tops, logprobs)
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:

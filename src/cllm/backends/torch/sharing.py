@@ -1,8 +1,7 @@
 """Rows that begin with the same blocks: what they share is read once in a decode step, for all of them.
 
 The context is cut into splits anyway, and a split that lies in the shared beginning is computed for up to `TOGETHER`
-rows at a time; each row goes on from its first own split. Sequences only grow, and blocks that move do so for all rows
-that name them: groups stay right as long as the rows of a step are the same.
+rows at a time; each row goes on from its first own split. Who shares what is found anew for every step.
 """
 
 from __future__ import annotations

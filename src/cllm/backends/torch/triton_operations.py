@@ -27,6 +27,7 @@ DECODE_TILE = 64
 WIDE_DECODE_TILE = 128
 NARROW_ROW = 128
 """Where a key has no more bytes than this, the wide tile is faster."""
+WIDE_ROW = 256
 DECODE_WARPS = 4
 DECODE_STAGES = 3
 PROMPT_QUERIES = 128
@@ -113,7 +114,7 @@ class TritonOperations(Operations):
         split = decode_split(rows * kv_heads, batch.longest) if shared is None else shared.split
         splits = triton.cdiv(batch.longest, split)
         states = _states(rows, heads, splits, dim, q.device)
-        tile = DECODE_TILE if dim * arena.data.itemsize > NARROW_ROW else WIDE_DECODE_TILE
+        tile = halved(DECODE_TILE if dim * arena.data.itemsize > NARROW_ROW else WIDE_DECODE_TILE, q)
         factor, strides = dim**-0.5 * LOG2_E, (layer * kv.stride(1), kv.stride(0), kv.stride(2))
         sizes = {
             "group": group,
@@ -215,7 +216,7 @@ class InvariantOperations(TritonOperations):
             dim=dim,
             size=arena.block_size,
             split=INVARIANT_SPLIT,
-            tile=INVARIANT_TILE,
+            tile=halved(INVARIANT_TILE, q),
             scaled=arena.scales is not None,
             parted=parted,
             num_warps=4,
@@ -231,6 +232,11 @@ def decode_split(programs: int, longest: int) -> int:
     while split * MOST_SPLITS < longest:
         split *= 2
     return split
+
+
+def halved(tile: int, q: torch.Tensor) -> int:
+    """For heads of many bytes: a GPU may have no more than 99 KiB of memory for a program's tiles."""
+    return tile // 2 if q.shape[2] * q.element_size() > WIDE_ROW else tile
 
 
 def _chaining(chained: bool) -> dict[str, bool]:
@@ -262,15 +268,16 @@ def _norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: fl
 def _attend_chunks(q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch, out: torch.Tensor) -> None:
     kv, heads, dim = arena.data, q.shape[1], q.shape[2]
     rows = len(batch.lengths) - batch.decode_rows
-    attention_kernels.prompt_kernel[(triton.cdiv(batch.longest_chunk, PROMPT_QUERIES), heads, rows)](
+    queries = halved(PROMPT_QUERIES, q)
+    attention_kernels.prompt_kernel[(triton.cdiv(batch.longest_chunk, queries), heads, rows)](
         *(q, kv, _scales(arena), batch.tables, batch.starts, batch.lengths, out, batch.decode_rows),
         *(dim**-0.5 * LOG2_E, batch.tables.stride(0), layer * kv.stride(1), kv.stride(0), kv.stride(2)),
         heads=heads,
         group=heads // kv.shape[3],
         dim=dim,
         size=arena.block_size,
-        q_tile=PROMPT_QUERIES,
-        tile=PROMPT_TILE,
+        q_tile=queries,
+        tile=halved(PROMPT_TILE, q),
         scaled=arena.scales is not None,
         num_warps=8,
         num_stages=3,

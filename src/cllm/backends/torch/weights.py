@@ -50,7 +50,9 @@ class Source(Protocol):
 
 
 def weight_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
-    return sum(_stored_bytes(name, shape, dtype) for name, shape in _wanted(decoder))
+    """However many layers are claimed, this takes no time."""
+    layer = sum(_stored_bytes(name, shape, dtype) for name, shape in _wanted_in_layer(decoder))
+    return layer * decoder.n_layers + sum(_stored_bytes(name, shape, dtype) for name, shape in _wanted_beside(decoder))
 
 
 def _stored_bytes(name: str, shape: Shape, dtype: torch.dtype) -> int:
@@ -159,14 +161,18 @@ class Loader:
 
 def _wanted(decoder: Decoder) -> Iterator[tuple[str, Shape]]:
     """Every tensor of the model with its shape."""
-    yield EMBEDDING, (decoder.n_vocab, decoder.n_embd)
-    yield NORM, (decoder.n_embd,)
-    if not decoder.tied:
-        yield HEAD, (decoder.n_vocab, decoder.n_embd)
+    yield from _wanted_beside(decoder)
     sizes = list(_wanted_in_layer(decoder))
     for index in range(decoder.n_layers):
         for name, shape in sizes:
             yield f"model.layers.{index}.{name}", shape
+
+
+def _wanted_beside(decoder: Decoder) -> Iterator[tuple[str, Shape]]:
+    yield EMBEDDING, (decoder.n_vocab, decoder.n_embd)
+    yield NORM, (decoder.n_embd,)
+    if not decoder.tied:
+        yield HEAD, (decoder.n_vocab, decoder.n_embd)
 
 
 def _wanted_in_layer(decoder: Decoder) -> Iterator[tuple[str, Shape]]:

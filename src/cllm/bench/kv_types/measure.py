@@ -16,7 +16,7 @@ from cllm.bench.kernels.streams import fill, median_step_s
 from cllm.bench.kernels.works import Work
 from cllm.bench.kv_types.quality import Comparison, blocks_for, log_softmax, logits_in_turn
 from cllm.bench.machine import busy_percent
-from cllm.kv.memory import KV_TYPES, bytes_per_token
+from cllm.kv.memory import CPU_KV_TYPES, bytes_per_token
 from cllm.machine import mib, read_rooms, tightest
 from cllm.models.shape import ModelShape
 
@@ -44,7 +44,7 @@ class Pair:
         return f"{self.type_k}/{self.type_v}"
 
 
-PAIRS = tuple(Pair(type_k, type_v) for type_k, type_v in product(KV_TYPES, repeat=2))
+PAIRS = tuple(Pair(type_k, type_v) for type_k, type_v in product(CPU_KV_TYPES, repeat=2))
 REFERENCE = Pair("f16", "f16")
 
 

@@ -13,7 +13,7 @@ from cllm.bench.kv_types.results import headings, lines, notes, ratios, title, v
 from cllm.bench.page.html import FILE, banner, facts_html, figure_html, framed, machine_facts, table_html
 from cllm.bench.page.plots import Plot
 from cllm.bench.page.svg import Series, line_plot
-from cllm.kv.memory import KV_TYPES
+from cllm.kv.memory import CPU_KV_TYPES
 
 BYTES = "bytes per token"
 
@@ -58,7 +58,7 @@ def plots(found: Measured) -> Iterator[Plot]:
 def _by_keys(found: Measured, height: Callable[[OfPair], float | None]) -> list[Series]:
     """A line for each type of K, over the types of V."""
     series = []
-    for colour, type_k in enumerate(KV_TYPES):
+    for colour, type_k in enumerate(CPU_KV_TYPES):
         of_type = [of for pair, of in found.pairs.items() if pair.type_k == type_k]
         points = [(float(of.bytes_per_token), y) for of in of_type if (y := height(of)) is not None]
         if points:
