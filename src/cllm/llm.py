@@ -69,7 +69,7 @@ class AsyncLLM:
                 self.config.kv.window, parts.scheduler.kv, parts.max_context, parts.backend.no_window
             )
         except ConfigError:
-            parts.backend.close()
+            parts.close()
             raise
         self._parts = parts
         engine = Engine(
@@ -99,7 +99,7 @@ class AsyncLLM:
             generation.fail(ShuttingDownError("the server shut down before the request was done"))
         self._live.clear()
         if parts is not None:
-            await asyncio.to_thread(parts.backend.close)
+            await asyncio.to_thread(parts.close)
         self._parts = None
         _open.discard(self)
 
@@ -111,7 +111,7 @@ class AsyncLLM:
         engine, parts = self._engine, self._parts
         if engine is not None and parts is not None:
             engine.stop(0)
-            parts.backend.close()
+            parts.close()
         self._parts = None
         _open.discard(self)
 
@@ -184,6 +184,7 @@ class AsyncLLM:
         unit = usage.bytes_per_unit
         return {
             **numbers,
+            "disk": None if usage.disk is None else usage.disk._asdict(),
             "bytes": {
                 "total": usage.total * unit,
                 "free": usage.free * unit,

@@ -183,15 +183,18 @@ class Planner(Faults):
         """Take sequences from the queue while there is room, in order; those that better wait are passed over."""
         passed: list[Sequence] = []
         self.kv.demand = len(self.running) + len(self.waiting)
+        self.kv.token_s = self.budget.token_s
         in_progress = [sequence for sequence in self.running if sequence.uncomputed > 1]
+        looked_at = 0
         try:
-            for _ in range(min(ADMIT_SCAN, len(self.waiting))):
-                if len(self.running) >= self._max_running:
-                    break
+            while looked_at < ADMIT_SCAN and len(self.running) < self._max_running:
                 sequence = self.waiting.pop()
                 if sequence is None:
                     break
                 passed.append(sequence)  # it stands in the queue until it has started, whatever is raised
+                if self.kv.fetch(sequence):
+                    continue
+                looked_at += 1
                 if self._better_waits(sequence, in_progress):
                     continue
                 cached = self._place(sequence)
@@ -222,7 +225,7 @@ class Planner(Faults):
             return None
         if cached is not None:
             return cached
-        if not self.running:
+        if not (self.running or self.kv.loading):
             # It has all the memory there is to itself, so waiting would not help.
             no_room = BackendError(f"there is no room in the KV cache for {len(sequence.tokens)} tokens")
             self.finish(sequence.request, None, FinishReason.ERROR, no_room)

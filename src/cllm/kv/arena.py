@@ -30,6 +30,8 @@ class Arena:
         self.geometry = geometry
         self.block_bytes = block_bytes
         self.extent_blocks = extent or extent_blocks(geometry.blocks, block_bytes)
+        self.pinned = 0
+        """Blocks that others write to and that must stay where they are."""
         self._policy = policy
         self._apart = apart
         self.clear()

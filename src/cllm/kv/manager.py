@@ -51,7 +51,13 @@ class KVManager(ABC):
     demand: int = 0
     """Sequences that run or want to, for a manager that takes memory in steps. Whoever admits sets it before."""
 
+    token_s: float = 0.0
+    """What computing a token takes, as measured by who computes; 0: not known yet."""
+
     on_eviction: EvictionListener | None = None
+
+    on_arrival: Callable[[], None] | None = None
+    """Called from another thread when something arrived that a sequence waits for, or may now be looked for."""
 
     dropped_tokens: int = 0
     """Tokens that windows have dropped, of all sequences."""
@@ -59,6 +65,17 @@ class KVManager(ABC):
     @abstractmethod
     def peek(self, key: bytes, space: bytes = b"") -> int:
         """Tokens of `key` (int32 bytes) that `admit` would find now for a sequence of `space`. Changes nothing."""
+
+    def fetch(self, sequence: KVSequence) -> bool:
+        """Whether `sequence`, which waits, has to wait for something of it that is brought from elsewhere, because that
+        is there sooner than computed. Asked before `admit`, until the answer is False; other sequences may be admitted
+        meanwhile. Whoever does not wait any more need not say so."""
+        return False
+
+    @property
+    def loading(self) -> int:
+        """How many such things are on their way. They hold memory, which comes free again."""
+        return 0
 
     @abstractmethod
     def admit(self, sequence: KVSequence) -> int | None:
@@ -145,6 +162,9 @@ class KVManager(ABC):
         """The time, by the manager's clock, at which `maintain` has something to do though nothing happens until
         then; None: never."""
         return None
+
+    def wind_up(self, seconds: float) -> None:
+        """No more sequences come: hand over what is to be kept elsewhere, for about so long at most."""
 
     @abstractmethod
     def reset(self) -> None:

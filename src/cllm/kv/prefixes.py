@@ -38,6 +38,14 @@ class Prefixes:
         usable = len(key) - TOKEN_BYTES
         return self.tree.find(key[: usable - usable % self.tree.unit_bytes], self.tree.root_of(space))
 
+    def blocks_of(self, key: bytes, space: bytes) -> list[int]:
+        """The blocks that spell the longest prefix of `key` that is cached. Nobody uses them for that."""
+        found = self.tree.find(key, self.tree.root_of(space))
+        parts = [node.value for node in found.node.path()]
+        if parts:
+            parts[0] = parts[0][: found.inside // self.tree.unit_bytes]
+        return [block for part in reversed(parts) for block in part]
+
     def unused_blocks(self, found: Found[list[int]]) -> int:
         """Evictable blocks of a prefix that was found: whoever takes it keeps them from being evicted."""
         # Whoever uses a node uses its ancestors, so the first used one ends the way up.

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from cllm.kv.window import Window
+
+if TYPE_CHECKING:
+    from cllm.kv.loads import Load
 
 
 class Holding:
@@ -28,6 +32,7 @@ class KVSequence:
         "holding",
         "hole",
         "kept",
+        "load",
         "num_computed",
         "room",
         "slot",
@@ -54,6 +59,8 @@ class KVSequence:
         """It holds none (any more)."""
         self.restart()
         self.holding: Holding | None = None
+        # What is being brought from disk for it, or was, while it waits.
+        self.load: Load | None = None
         # Where its memory is, as the backend is told in every step: the table of its blocks, or the number of its slot.
         self.blocks: list[int] = []
         self.slot = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from cllm.kv.tier import TierNumbers
+
 
 class KVUsage(NamedTuple):
     """One moment of the cache. A unit is a block (paged) or the cell of one token (slots).
@@ -52,6 +54,8 @@ class KVUsage(NamedTuple):
     """Slots that have memory; 0 on paged backends."""
     context_rebuilds: int = 0
     """Times the backend's context was made anew with more or fewer slots."""
+    disk: TierNumbers | None = None
+    """What was written to disk and loaded from it; None: nothing is kept there."""
 
     @property
     def used_fraction(self) -> float:

@@ -129,6 +129,10 @@ class DiskStore:
         with self._keeper.lock:
             return self.reader.speed.seconds(nbytes + self.reader.queued_bytes)
 
+    @property
+    def read_bytes_per_s(self) -> float:
+        return self.reader.speed.bytes_per_s
+
     def stats(self) -> DiskStats:
         keeper = self._keeper
         with keeper.lock:
@@ -221,6 +225,12 @@ class Space:
             with self._keeper.lock:
                 self._store.reader.look(self._shelf)
             self._store.wake()
+
+    def used(self, name: bytes) -> None:
+        """The chain up to this block is in use, though nothing of it was loaded."""
+        with self._keeper.lock:
+            self._store.reader.note_use(self._shelf, name)
+        self._store.wake()
 
     def put(self, parent: bytes, first: int, names: Sequence[bytes], blocks: Sequence[Block]) -> int:
         """Hand over consecutive blocks that follow `parent`, the first of which is number `first` of its chain.

@@ -1,0 +1,54 @@
+"""Blocks on their way from disk into the arena.
+
+A load has a sequence of its own, which nobody sees: it holds the prefix that is in memory already and the blocks that are
+being read, as running sequences do. When reading is done, what is right of it joins the tree and the sequence ends. So
+whoever waited finds the blocks as he finds all others, several may wait for one load, and who does not wait any more has
+nothing to give back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.kv.disk.reader import Ticket
+from cllm.kv.sequence import KVSequence
+
+
+class Load:
+    __slots__ = ("asker", "buffers", "first", "holder", "names", "over", "ticket", "until")
+
+    def __init__(
+        self,
+        asker: KVSequence | None,
+        holder: KVSequence | None = None,
+        *,
+        first: int = 0,
+        names: Sequence[bytes] = (),
+        until: float = 0.0,
+    ) -> None:
+        self.asker = asker
+        self.holder = holder
+        self.first = first
+        """The first of the holder's blocks that is read."""
+        self.names = frozenset(names)
+        self.until = until
+        """Nobody waits for it longer than this."""
+        self.buffers: Sequence[NDArray[np.uint8]] = ()
+        self.ticket: Ticket | None = None
+        self.over = holder is None
+
+    @property
+    def arrived(self) -> bool:
+        return self.ticket is not None and self.ticket.done
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more. The blocks are the reader's until it says so."""
+        if self.ticket is not None:
+            self.ticket.cancel()
+
+
+NOTHING = Load(None)
+"""There is nothing on disk that is worth waiting for."""

@@ -1,0 +1,105 @@
+"""What a manager knows of the disk that keeps its blocks: where they go, what they are called, how it went so far."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable
+from typing import NamedTuple
+
+from cllm.kv.disk.names import chain
+from cllm.kv.disk.store import DiskStore, Space
+from cllm.kv.ops import BlockBytes
+
+log = logging.getLogger("cllm.kv")
+
+LATENCY_S = 0.005
+"""What loading takes whatever its size: another turn of the engine, opening files."""
+
+LEAST_TOKENS = 64
+"""Fewer are computed sooner than they are looked for."""
+
+STRIKES = 3
+"""Faults in a row of our own, not of the disk, after which the disk is not used any more."""
+
+
+class TierNumbers(NamedTuple):
+    """Since the start."""
+
+    loads: int = 0
+    loaded_tokens: int = 0
+    failed_loads: int = 0
+    """Loads that brought less than was asked for, or came too late."""
+    written_bytes: int = 0
+    read_bytes: int = 0
+    queued_bytes: int = 0
+
+
+class Tier:
+    """One model's blocks on disk. Nothing is found or kept until `attach`, which another thread may call."""
+
+    def __init__(self, store: DiskStore, blocks: BlockBytes, *, block_tokens: int) -> None:
+        self.store = store
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        self.block_bytes = blocks.block_bytes
+        self.token_s = 0.0
+        """What computing a token takes; 0: not known yet."""
+        self.wake: Callable[[], None] | None = None
+        """Called from other threads when there is something to take in."""
+        self.loads = self.loaded_tokens = self.failed_loads = 0
+        self._space: Space | None = None
+        self._strikes = 0
+
+    def attach(self, space: Space) -> None:
+        """It is known now what the model's blocks are called."""
+        if space.block_bytes != self.block_bytes:
+            raise ValueError(f"blocks have {self.block_bytes} bytes, those on disk {space.block_bytes}")
+        self._space = space
+        self.tell()
+
+    @property
+    def space(self) -> Space | None:
+        """None: nothing can be found or kept, now or at all."""
+        space = self._space
+        return space if self._strikes < STRIKES and space is not None and space.ready() else None
+
+    def names(self, space: Space, owner: bytes, tokens: array[int] | bytes) -> list[bytes]:
+        """Of all whole blocks of a sequence; `owner` is the space of the cache that it belongs to."""
+        return chain(space.root(owner), tokens, self.block_tokens)
+
+    def load_seconds(self, blocks: int) -> float:
+        return self.store.load_seconds(blocks * self.block_bytes) + LATENCY_S
+
+    def compute_seconds(self, blocks: int) -> float:
+        """0: not known yet."""
+        return blocks * self.block_tokens * self.token_s
+
+    @property
+    def pays(self) -> bool:
+        """Whether a block is loaded sooner than computed, once loading has begun."""
+        return self.token_s == 0.0 or self.block_bytes / self.store.read_bytes_per_s < self.compute_seconds(1)
+
+    def tell(self) -> None:
+        if self.wake is not None:
+            self.wake()
+
+    def fault(self, doing: str, error: Exception) -> None:
+        """Something of ours failed, of which no request may suffer."""
+        self._strikes += 1
+        last = "; the disk is not used any more" if self._strikes >= STRIKES else ""
+        log.error("%s failed: %s%s", doing, error or type(error).__name__, last, exc_info=error)
+
+    def worked(self) -> None:
+        self._strikes = 0
+
+    def numbers(self) -> TierNumbers:
+        store = self.store
+        return TierNumbers(
+            self.loads,
+            self.loaded_tokens,
+            self.failed_loads,
+            store.writer.speed.total,
+            store.reader.speed.total,
+            store.writer.queued_bytes,
+        )
