@@ -180,11 +180,10 @@ class AsyncLLM:
         """The cache as it is: the numbers of the last step, and who holds what."""
         snapshot = self.snapshot()
         usage = snapshot.kv
-        numbers = usage._asdict()
+        numbers = usage.as_dict()
         unit = usage.bytes_per_unit
         return {
             **numbers,
-            "disk": None if usage.disk is None else usage.disk._asdict(),
             "bytes": {
                 "total": usage.total * unit,
                 "free": usage.free * unit,

@@ -109,7 +109,7 @@ def keep_on_disk(config: Config, backend: Backend, name: str, files: ModelFiles 
     elif Files.why_not is not None:
         reason = Files.why_not
     else:
-        about = {
+        about: dict[str, str | int] = {
             "model": name,
             "backend": backend.name,
             "kv_type_k": config.resources.kv_type_k,

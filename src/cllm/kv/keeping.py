@@ -1,8 +1,8 @@
 """Which blocks are written to disk, and when.
 
-A sequence that ends offers what it has in the tree, if that is worth a place on disk: it is long, or was used before. An
-offer is only the tokens; they are looked up in the tree when there is time, so blocks may move or go meanwhile. Handing a
-block over copies it on the engine's thread, which is why that is done a few blocks at a time, between steps.
+A sequence that ends offers what it has in the tree, if that is worth a place on disk: it is long, or was used before.
+An offer is only the tokens; they are looked up in the tree when there is time, so blocks may move or go meanwhile.
+Handing a block over copies it on the engine's thread, so that is done a few blocks at a time, between steps.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from collections import deque
 from collections.abc import Callable
 
 from cllm.kv.arena import Arena
+from cllm.kv.disk.names import TOKEN_BYTES
 from cllm.kv.disk.store import Space
 from cllm.kv.sequence import KVSequence
 from cllm.kv.table import held_by
-from cllm.kv.tier import LEAST_TOKENS, Tier
-
-WORTH_TOKENS = 512
-"""A prefix of so many tokens is kept, though nobody has used it a second time."""
+from cllm.kv.tier import Tier
 
 MOST_OFFERS = 256
 FIRST_GUESS = 2e9
@@ -52,6 +50,8 @@ class Keeping:
         self._tier = tier
         self._clock = clock
         self._offers: deque[Offer] = deque()
+        self.blocks = 0
+        """That were offered and not dealt with yet."""
         self._credit_s = 0.0
         self._bytes_per_s = FIRST_GUESS
         self._retry_s = SHORTEST_RETRY_S
@@ -62,6 +62,7 @@ class Keeping:
 
     def clear(self) -> None:
         self._offers.clear()
+        self.blocks = 0
 
     def offer(self, sequence: KVSequence) -> None:
         """A sequence ends, with all it has computed in the tree."""
@@ -69,18 +70,19 @@ class Keeping:
         if blocks and len(self._offers) < MOST_OFFERS and self._tier.pays:
             tokens = blocks * self._tier.block_tokens
             self._offers.append(Offer(sequence.space, sequence.tokens[:tokens].tobytes()))
+            self.blocks += blocks
 
     def _worth(self, sequence: KVSequence) -> int:
         """How many of its first blocks are worth being kept: all if they are many, else those that were used again."""
-        held, size = held_by(sequence), self._tier.block_tokens
+        held = held_by(sequence)
         blocks = held.indexed
-        if blocks * size >= WORTH_TOKENS:
+        if blocks >= self._tier.worth_blocks:
             return blocks
         for node in held.node.path():
             if node.hits:
                 break
             blocks -= len(node.value)
-        return blocks if blocks * size >= LEAST_TOKENS else 0
+        return blocks if blocks >= self._tier.least_blocks else 0
 
     # -- handing over ------------------------------------------------------------------------------------------
 
@@ -106,7 +108,7 @@ class Keeping:
                 self._credit_s -= now - started
                 started = now
         except Exception as error:
-            self._offers.popleft()
+            self._next()
             self._tier.fault("keeping blocks on disk", error)
             return False
         self._credit_s = max(self._credit_s, 0.0)
@@ -117,13 +119,13 @@ class Keeping:
         tier = self._tier
         if not offer.names:
             offer.names = tier.names(space, offer.owner, offer.key)
-            offer.done = space.held(offer.names)
+            self._progress(offer, space.held(offer.names))
             if offer.done == len(offer.names):
                 space.used(offer.names[-1])
         blocks = self._arena.prefixes.blocks_of(offer.key, offer.owner)[offer.done :]
         most = min(most, max(1, AT_ONCE_BYTES // tier.block_bytes))
         if not blocks:
-            self._offers.popleft()
+            self._next()
             return True
         blocks = blocks[:most]
         end = offer.done + len(blocks)
@@ -131,11 +133,20 @@ class Keeping:
         started = self._clock()
         kept = space.put(before, offer.done, offer.names[offer.done : end], tier.blocks.read_blocks(blocks))
         self._learn(kept, self._clock() - started)
-        offer.done += kept
+        self._progress(offer, kept)
         if kept:
             self._retry_s = SHORTEST_RETRY_S
             tier.worked()
         return kept == len(blocks)
+
+    def _progress(self, offer: Offer, blocks: int) -> None:
+        offer.done += blocks
+        self.blocks -= blocks
+
+    def _next(self) -> None:
+        """There is nothing more to do about the first offer."""
+        offer = self._offers.popleft()
+        self.blocks -= len(offer.key) // (TOKEN_BYTES * self._tier.block_tokens) - offer.done
 
     def _learn(self, blocks: int, seconds: float) -> None:
         if blocks and seconds > 0:
@@ -144,8 +155,8 @@ class Keeping:
 
     def drain(self, seconds: float) -> None:
         """Hand all over that was offered, for so long: nothing else will be done any more."""
-        until = self._clock() + seconds
-        while self._offers and self._tier.space is not None and self._clock() < until:
+        until, writer = self._clock() + seconds, self._tier.store.writer
+        while self._offers and self._tier.space is not None and not writer.trouble and self._clock() < until:
             self._retry_at = float("-inf")
             if not self.work(0.1):
                 self._tier.store.flush(max(0.0, min(0.1, until - self._clock())))

@@ -1,9 +1,9 @@
 """Blocks on their way from disk into the arena.
 
-A load has a sequence of its own, which nobody sees: it holds the prefix that is in memory already and the blocks that are
-being read, as running sequences do. When reading is done, what is right of it joins the tree and the sequence ends. So
-whoever waited finds the blocks as he finds all others, several may wait for one load, and who does not wait any more has
-nothing to give back.
+A load has a sequence of its own: it holds the prefix that is in memory already and the blocks that are being read, as
+running sequences do. When reading is done, what is right of it joins the tree and the sequence ends. So whoever waited
+finds the blocks as he finds all others, several may wait for one load, and who does not wait any more has nothing to
+give back.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from cllm.kv.disk.reader import Ticket
 from cllm.kv.sequence import KVSequence
 
 
+class Incoming(KVSequence):
+    """Holds the memory of a load. Its tokens are all that is in memory when that has succeeded."""
+
+    __slots__ = ()
+    counts_as_query = False
+
+
 class Load:
-    __slots__ = ("asker", "buffers", "first", "holder", "names", "over", "ticket", "until")
+    __slots__ = ("asker", "buffers", "first", "holder", "late", "names", "over", "ticket", "until")
 
     def __init__(
         self,
         asker: KVSequence | None,
-        holder: KVSequence | None = None,
+        holder: Incoming | None = None,
         *,
         first: int = 0,
         names: Sequence[bytes] = (),
@@ -39,13 +46,15 @@ class Load:
         self.buffers: Sequence[NDArray[np.uint8]] = ()
         self.ticket: Ticket | None = None
         self.over = holder is None
+        self.late = False
+        """Nobody waits for it any more, though the blocks are the reader's until it says so."""
 
     @property
     def arrived(self) -> bool:
         return self.ticket is not None and self.ticket.done
 
     def cancel(self) -> None:
-        """Nobody waits for it any more. The blocks are the reader's until it says so."""
+        self.late = True
         if self.ticket is not None:
             self.ticket.cancel()
 

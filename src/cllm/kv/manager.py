@@ -163,7 +163,7 @@ class KVManager(ABC):
         then; None: never."""
         return None
 
-    def wind_up(self, seconds: float) -> None:
+    def wind_up(self, seconds: float) -> None:  # noqa: B027 - most have nothing to do
         """No more sequences come: hand over what is to be kept elsewhere, for about so long at most."""
 
     @abstractmethod

@@ -364,7 +364,7 @@ class PagedKVManager(PagedTiers):
 
     def _evict(self, count: int) -> None:
         """Free at least `count` evictable blocks, those used longest ago first."""
-        self._rescue()
+        self._rescue(count)
         started = self._clock()
         freed = self._prefixes.evict(count)
         self._evictions += freed

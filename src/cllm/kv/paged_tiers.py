@@ -9,12 +9,12 @@ from typing import Any
 
 from cllm.errors import BackendError
 from cllm.kv.keeping import RESCUE_S, Keeping
-from cllm.kv.loads import NOTHING, Load
+from cllm.kv.loads import NOTHING, Incoming, Load
 from cllm.kv.paged_operations import PagedOperations
 from cllm.kv.radix import Found
 from cllm.kv.sequence import KVSequence
 from cllm.kv.table import BlocksHeld
-from cllm.kv.tier import LEAST_TOKENS, Tier, TierNumbers
+from cllm.kv.tier import Tier, TierNumbers
 
 UNKNOWN_SPEED = 4.0
 """How many times as long as expected a load may take, while it is not known how long computing would."""
@@ -58,10 +58,9 @@ class PagedTiers(PagedOperations):
         self._take_in()
         load = sequence.load
         if load is not None and not load.over:
-            if self._clock() < load.until:
+            if not load.late:
                 return True
-            load.cancel()  # computing is the safer way now
-            sequence.load = NOTHING
+            sequence.load = NOTHING  # computing is the safer way now
             return False
         if load is NOTHING or (load is not None and load.asker is sequence):
             return False  # what came is in the tree; what did not is computed
@@ -76,8 +75,7 @@ class PagedTiers(PagedOperations):
         size, prefix = self.block_size, sequence.prefix
         found = self._prefixes.find(prefix.tobytes(), sequence.space)
         cached, whole = found.matched // self._prefixes.tree.unit_bytes, (len(prefix) - 1) // size
-        least = -(-LEAST_TOKENS // size)
-        if whole - cached < least:
+        if whole - cached < tier.least_blocks or any(load.late for load in self._loads):
             return NOTHING
         if not self._room_for(sequence, found):
             return None
@@ -87,10 +85,10 @@ class PagedTiers(PagedOperations):
                 return load
         count = space.held(names)
         expected, computing = tier.load_seconds(count), tier.compute_seconds(count)
-        if count < least or (computing and expected >= computing):
+        if count < tier.least_blocks or (computing and expected >= computing):
             return NOTHING
         patience = max(2 * expected, computing) + GRACE_S if computing else UNKNOWN_SPEED * expected + 1.0
-        holder = KVSequence(prefix[: (cached + count) * size], space=sequence.space)
+        holder = Incoming(prefix[: (cached + count) * size], space=sequence.space)
         load = Load(sequence, holder, first=cached, names=names[:count], until=self._clock() + patience)
         return load if self._begin_load(tier, load, found, names[:count]) else NOTHING
 
@@ -117,10 +115,16 @@ class PagedTiers(PagedOperations):
         return True
 
     def _take_in(self) -> None:
-        """What has arrived joins the tree."""
-        for load in [load for load in self._loads if load.arrived]:
-            self._loads.remove(load)
-            self._land(load)
+        """What has arrived joins the tree; what has not, though it is time, is not waited for any more."""
+        if not self._loads:
+            return
+        now = self._clock()
+        for load in list(self._loads):
+            if load.arrived:
+                self._loads.remove(load)
+                self._land(load)
+            elif now >= load.until and not load.late:
+                load.cancel()
 
     def _land(self, load: Load) -> None:
         tier, holder, ticket = self._tier, load.holder, load.ticket
@@ -149,13 +153,13 @@ class PagedTiers(PagedOperations):
 
     def _offer(self, sequence: KVSequence) -> None:
         """A sequence ends: what it has in the tree may be worth a place on disk."""
-        if self._keeping is not None and self._tier is not None:
+        if self._keeping is not None and self._tier is not None and not isinstance(sequence, Incoming):
             self._tier.token_s = self.token_s
             self._keeping.offer(sequence)
 
-    def _rescue(self) -> None:
-        """Blocks are about to be evicted: those that were offered first are the first to go."""
-        if self._keeping is not None and len(self._keeping):
+    def _rescue(self, count: int) -> None:
+        """So many blocks are about to be evicted. If offered ones may be among them, some of those go to disk first."""
+        if self._keeping is not None and self._keeping.blocks > self._prefixes.evictable - count:
             self._keeping.work(RESCUE_S)
 
     def _keep(self, budget_s: float) -> tuple[bool, float]:
@@ -171,7 +175,7 @@ class PagedTiers(PagedOperations):
         """When offers are to be looked at again, or a load is too late."""
         if self._keeping is None:
             return None
-        moments = [load.until for load in self._loads]
+        moments = [load.until for load in self._loads if not load.late]
         if (due := self._keeping.due_at()) is not None:
             moments.append(due)
         return min(moments, default=None)
@@ -215,5 +219,5 @@ class PagedTiers(PagedOperations):
             "counts": dict(stats.counts),
         }
 
-    def _disk_numbers(self) -> TierNumbers | None:
-        return None if self._tier is None else self._tier.numbers()
+    def _disk_numbers(self) -> TierNumbers:
+        return TierNumbers() if self._tier is None else self._tier.numbers()

@@ -19,12 +19,15 @@ LATENCY_S = 0.005
 LEAST_TOKENS = 64
 """Fewer are computed sooner than they are looked for."""
 
+WORTH_TOKENS = 512
+"""A prefix of so many tokens is kept, though nobody has used it a second time."""
+
 STRIKES = 3
 """Faults in a row of our own, not of the disk, after which the disk is not used any more."""
 
 
 class TierNumbers(NamedTuple):
-    """Since the start."""
+    """Of the disk, since the start; nothing is kept there: zeros."""
 
     loads: int = 0
     loaded_tokens: int = 0
@@ -38,8 +41,18 @@ class TierNumbers(NamedTuple):
 class Tier:
     """One model's blocks on disk. Nothing is found or kept until `attach`, which another thread may call."""
 
-    def __init__(self, store: DiskStore, blocks: BlockBytes, *, block_tokens: int) -> None:
+    def __init__(
+        self,
+        store: DiskStore,
+        blocks: BlockBytes,
+        *,
+        block_tokens: int,
+        least_tokens: int = LEAST_TOKENS,
+        worth_tokens: int = WORTH_TOKENS,
+    ) -> None:
         self.store = store
+        self.least_blocks = -(-least_tokens // block_tokens)
+        self.worth_blocks = -(-worth_tokens // block_tokens)
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.block_bytes = blocks.block_bytes

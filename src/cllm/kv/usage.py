@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cllm.kv.tier import TierNumbers
 
@@ -54,8 +54,10 @@ class KVUsage(NamedTuple):
     """Slots that have memory; 0 on paged backends."""
     context_rebuilds: int = 0
     """Times the backend's context was made anew with more or fewer slots."""
-    disk: TierNumbers | None = None
-    """What was written to disk and loaded from it; None: nothing is kept there."""
+    disk: TierNumbers = TierNumbers()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self._asdict(), "disk": self.disk._asdict()}
 
     @property
     def used_fraction(self) -> float:
