@@ -19,6 +19,7 @@ from cllm.kv.tier import Tier, TierNumbers
 UNKNOWN_SPEED = 4.0
 """How many times as long as expected a load may take, while it is not known how long computing would."""
 
+LOOK_S = 0.25
 GRACE_S = 0.1
 """How much later than computing would have been a load may be before nobody waits for it any more."""
 
@@ -172,12 +173,15 @@ class PagedTiers(PagedOperations):
         return more, max(0.0, budget_s - (self._clock() - started))
 
     def _disk_due_at(self) -> float | None:
-        """When offers are to be looked at again, or a load is too late."""
+        """When offers are to be looked at again, or a load is too late; and while something is written, soon, so that
+        what is published of it is right."""
         if self._keeping is None:
             return None
         moments = [load.until for load in self._loads if not load.late]
         if (due := self._keeping.due_at()) is not None:
             moments.append(due)
+        if self._tier is not None and self._tier.store.writer.queued_bytes:
+            moments.append(self._clock() + LOOK_S)
         return min(moments, default=None)
 
     def wind_up(self, seconds: float) -> None:
