@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cllm.errors import BackendError
+from cllm.kv.upkeep import UpkeepSettings
 from disk_kit import FaultyFiles
 from tier_kit import BLOCK, Cache
 
 LONG = list(range(100, 100 + 10 * BLOCK + 1))
-SPACES = (b"", b"one", b"two")
+SPACES = (b"", b"", b"one")
 
 
 def prompt(trunk: int, shared: int, branch: int, length: int) -> list[int]:
@@ -26,7 +27,10 @@ def prompt(trunk: int, shared: int, branch: int, length: int) -> list[int]:
     return [(1000 * trunk + i) if i < shared else (5000 + 1000 * branch + i) for i in range(length)]
 
 
-PROMPTS = st.builds(prompt, st.integers(0, 2), st.integers(0, 32), st.integers(0, 2), st.integers(1, 40))
+PROMPTS = st.one_of(
+    st.builds(prompt, st.just(0), st.sampled_from([16, 32]), st.integers(0, 1), st.just(40)),
+    st.builds(prompt, st.integers(0, 1), st.integers(0, 32), st.integers(0, 1), st.integers(1, 40)),
+)
 
 
 class Tiers(RuleBasedStateMachine):
@@ -36,16 +40,25 @@ class Tiers(RuleBasedStateMachine):
     def begin(self) -> None:
         self.directory = Path(tempfile.mkdtemp())
         self.files = FaultyFiles()
-        self.cache = Cache(self.directory, files=self.files)
+        self.cache = Cache(self.directory, files=self.files, upkeep=UpkeepSettings(compaction="always"))
 
     @rule(tokens=PROMPTS, space=st.sampled_from(SPACES))
     def ask(self, tokens: list[int], space: bytes) -> None:
         self.cache.ask(tokens, space)
 
+    @rule(tokens=PROMPTS, harm=st.none() | st.tuples(st.integers(0, 100), st.integers(0, 1 << 20)))
+    def same_after_restart(self, tokens: list[int], harm: tuple[int, int] | None) -> None:
+        self.whole_request(tokens, b"")
+        self.restart(True)
+        if harm is not None:
+            self.damage(*harm, 0)
+        self.cache.ask(tokens)
+        self.cache.admit()
+
     @rule(tokens=PROMPTS, space=st.sampled_from(SPACES))
     def whole_request(self, tokens: list[int], space: bytes) -> None:
-        if not (self.cache.running or self.cache.waiting or self.cache.kv.loading):
-            self.cache.run(tokens, space)
+        self.end_all()
+        self.cache.run(tokens, space)
 
     @rule()
     def admit(self) -> None:
@@ -106,13 +119,20 @@ class Tiers(RuleBasedStateMachine):
             content[offset % len(content)] ^= 1 << bit
             path.write_bytes(content)
 
+    def end_all(self) -> None:
+        for sequence in list(self.cache.running):
+            self.cache.finish(sequence)
+        self.cache.waiting.clear()
+        self.cache.settle()
+
     @rule(orderly=st.booleans())
     def restart(self, orderly: bool) -> None:
         if orderly:
+            self.end_all()
             self.cache.kv.wind_up(0.0)
             self.cache.store.close()
         self.files = FaultyFiles()
-        self.cache = Cache(self.directory, files=self.files)
+        self.cache = Cache(self.directory, files=self.files, upkeep=UpkeepSettings(compaction="always"))
 
     @invariant()
     def sound(self) -> None:
@@ -122,11 +142,8 @@ class Tiers(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
+        self.end_all()
         cache = self.cache
-        for sequence in list(cache.running):
-            cache.finish(sequence)
-        cache.waiting.clear()
-        cache.settle()
         cache.assert_sound()
         assert cache.kv.loading == 0 and cache.kv.usage().referenced == 0
         shutil.rmtree(self.directory)
@@ -267,8 +284,6 @@ def test_whoever_leaves_while_it_loads_leaves_nothing_behind(cache: Cache, tmp_p
 
 
 def test_blocks_that_are_read_are_not_moved(cache: Cache, tmp_path: Path) -> None:
-    from cllm.kv.upkeep import UpkeepSettings
-
     cache.run(LONG)
     later = again(cache, tmp_path, upkeep=UpkeepSettings(compaction="always"))
     bystander, sequence = later.ask([1, 2, 3]), later.ask(LONG)
