@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.kv.disk.reader import Ticket
-from cllm.kv.sequence import KVSequence
+from cllm.kv.sequence import Awaited, KVSequence
 
 
 class Incoming(KVSequence):
@@ -24,7 +24,7 @@ class Incoming(KVSequence):
     counts_as_query = False
 
 
-class Load:
+class Load(Awaited):
     __slots__ = ("asker", "buffers", "first", "holder", "late", "names", "over", "ticket", "until")
 
     def __init__(

@@ -14,7 +14,8 @@ from cllm.kv.paged_operations import PagedOperations
 from cllm.kv.radix import Found
 from cllm.kv.sequence import KVSequence
 from cllm.kv.table import BlocksHeld
-from cllm.kv.tier import Tier, TierNumbers
+from cllm.kv.tier import Tier
+from cllm.kv.usage import TierNumbers
 
 UNKNOWN_SPEED = 4.0
 """How many times as long as expected a load may take, while it is not known how long computing would."""
@@ -58,6 +59,7 @@ class PagedTiers(PagedOperations):
         self._tier.token_s = self.token_s
         self._take_in()
         load = sequence.load
+        assert load is None or isinstance(load, Load)
         if load is not None and not load.over:
             if not load.late:
                 return True
@@ -65,8 +67,8 @@ class PagedTiers(PagedOperations):
             return False
         if load is NOTHING or (load is not None and load.asker is sequence):
             return False  # what came is in the tree; what did not is computed
-        sequence.load = self._look(self._tier, sequence)
-        return sequence.load is not None and not sequence.load.over
+        sequence.load = load = self._look(self._tier, sequence)
+        return load is not None and not load.over
 
     def _look(self, tier: Tier, sequence: KVSequence) -> Load | None:
         """What to wait for. None: there is no saying now, for want of room or of knowledge."""

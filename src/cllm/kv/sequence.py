@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from cllm.kv.window import Window
-
-if TYPE_CHECKING:
-    from cllm.kv.loads import Load
 
 
 class Holding:
     """What a manager writes down of the memory that a sequence holds. Each has its own kind, and looks at no other."""
+
+    __slots__ = ()
+
+
+class Awaited:
+    """Something that is brought from elsewhere for a sequence, or was. Managers have their own kinds of that, too."""
 
     __slots__ = ()
 
@@ -60,7 +62,7 @@ class KVSequence:
         self.restart()
         self.holding: Holding | None = None
         # What is being brought from disk for it, or was, while it waits.
-        self.load: Load | None = None
+        self.load: Awaited | None = None
         # Where its memory is, as the backend is told in every step: the table of its blocks, or the number of its slot.
         self.blocks: list[int] = []
         self.slot = 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
-from typing import NamedTuple
 
 from cllm.kv.disk.names import chain
 from cllm.kv.disk.store import DiskStore, Space
 from cllm.kv.ops import BlockBytes
+from cllm.kv.usage import TierNumbers
 
 log = logging.getLogger("cllm.kv")
 
@@ -24,18 +24,6 @@ WORTH_TOKENS = 512
 
 STRIKES = 3
 """Faults in a row of our own, not of the disk, after which the disk is not used any more."""
-
-
-class TierNumbers(NamedTuple):
-    """Of the disk, since the start; nothing is kept there: zeros."""
-
-    loads: int = 0
-    loaded_tokens: int = 0
-    failed_loads: int = 0
-    """Loads that brought less than was asked for, or came too late."""
-    written_bytes: int = 0
-    read_bytes: int = 0
-    queued_bytes: int = 0
 
 
 class Tier:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cllm.kv.tier import TierNumbers
+
+class TierNumbers(NamedTuple):
+    """Of the disk, since the start; nothing is kept there: zeros."""
+
+    loads: int = 0
+    loaded_tokens: int = 0
+    failed_loads: int = 0
+    """Loads that brought less than was asked for, or came too late."""
+    written_bytes: int = 0
+    read_bytes: int = 0
+    queued_bytes: int = 0
 
 
 class KVUsage(NamedTuple):
