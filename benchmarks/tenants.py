@@ -66,7 +66,7 @@ class Side:
 @contextmanager
 def serving(args: argparse.Namespace, keys: list[str], settings: list[str]) -> Iterator[Side]:
     command = [sys.executable, "-m", "cllm", "serve", "--backend", args.backend, "--port", "0"]
-    for setting in ("log.level=warning", f"resources.kv_cache_max_memory_mb={args.kv_mb}", *settings):
+    for setting in ("log.level=warning", "kv.disk.enabled=false", f"resources.kv_cache_max_memory_mb={args.kv_mb}", *settings):
         command += ["--set", setting]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cllm.errors import BackendError
+from cllm.kv.disk.speed import GUESS_BYTES
 from cllm.kv.upkeep import UpkeepSettings
 from disk_kit import FaultyFiles
 from tier_kit import BLOCK, Cache
@@ -212,15 +213,25 @@ def test_one_off_prompts_do_not_wear_the_disk(cache: Cache) -> None:
 
 def test_nothing_is_written_that_is_computed_sooner(cache: Cache) -> None:
     cache.kv.token_s = 1e-9
+    cache.store.reader.speed.add(GUESS_BYTES, 1.0)
     cache.run(LONG)
     cache.settle()
     assert cache.store.stats().written_bytes == 0
+
+
+def test_a_disk_that_was_never_measured_is_tried(cache: Cache, tmp_path: Path) -> None:
+    cache.kv.token_s = 1e-9
+    cache.run(LONG)
+    later = again(cache, tmp_path)
+    later.kv.token_s = 1e-9
+    assert later.run(LONG) == 40
 
 
 def test_nothing_is_loaded_that_is_computed_sooner(cache: Cache, tmp_path: Path) -> None:
     cache.run(LONG)
     later = again(cache, tmp_path)
     later.kv.token_s = 1e-9
+    later.store.reader.speed.add(GUESS_BYTES, 1.0)
     assert later.run(LONG) == 0 and later.kv.usage().disk.loads == 0
 
 

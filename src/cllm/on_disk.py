@@ -15,6 +15,7 @@ from typing import NamedTuple
 from cllm import __version__
 from cllm.backends.base import Backend
 from cllm.config import Config
+from cllm.errors import ModelError
 from cllm.kv.disk.contents import Identity, StoppedError, content_digest, identity
 from cllm.kv.disk.directory import KNOWN_NAME
 from cllm.kv.disk.files import Files
@@ -48,7 +49,10 @@ class ModelFiles(NamedTuple):
 
 def files_of(model: GGUFModel | HFModel) -> ModelFiles:
     paths = (model.path,) if isinstance(model, GGUFModel) else (model.path / CONFIG, *sorted(model.stamps))
-    return ModelFiles(paths, tuple(identity(path) for path in paths))
+    try:
+        return ModelFiles(paths, tuple(identity(path) for path in paths))
+    except OSError as error:
+        raise ModelError(f"{model.path}: cannot be read: {error.strerror or error}") from error
 
 
 class OnDisk:

@@ -88,7 +88,7 @@ class PagedTiers(PagedOperations):
                 return load
         count = space.held(names)
         expected, computing = tier.load_seconds(count), tier.compute_seconds(count)
-        if count < tier.least_blocks or (computing and expected >= computing):
+        if count < tier.least_blocks or (computing and tier.measured and expected >= computing):
             return NOTHING
         patience = max(2 * expected, computing) + GRACE_S if computing else UNKNOWN_SPEED * expected + 1.0
         holder = Incoming(prefix[: (cached + count) * size], space=sequence.space)

@@ -77,9 +77,16 @@ class Tier:
         return blocks * self.block_tokens * self.token_s
 
     @property
+    def measured(self) -> bool:
+        """Whether it is known how fast the disk is. As long as it is not, it is tried."""
+        return self.store.read_speed_known
+
+    @property
     def pays(self) -> bool:
-        """Whether a block is loaded sooner than computed, once loading has begun."""
-        return self.token_s == 0.0 or self.block_bytes / self.store.read_bytes_per_s < self.compute_seconds(1)
+        """Whether a block is loaded sooner than computed, once loading has begun, as far as that is known."""
+        if self.token_s == 0.0 or not self.measured:
+            return True
+        return self.block_bytes / self.store.read_bytes_per_s < self.compute_seconds(1)
 
     def tell(self) -> None:
         if self.wake is not None:

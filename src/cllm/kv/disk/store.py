@@ -30,6 +30,7 @@ from cllm.kv.disk.keeper import Keeper, Shelf, space_of
 from cllm.kv.disk.names import TOKEN_BYTES, root_name, tail_name
 from cllm.kv.disk.reader import Reader, Ticket
 from cllm.kv.disk.runs import Run, Saved, Sums
+from cllm.kv.disk.speed import GUESS_BYTES
 from cllm.kv.disk.staging import Staging
 from cllm.kv.disk.worker import Worker
 from cllm.kv.disk.writer import Writer
@@ -132,6 +133,11 @@ class DiskStore:
     @property
     def read_bytes_per_s(self) -> float:
         return self.reader.speed.bytes_per_s
+
+    @property
+    def read_speed_known(self) -> bool:
+        """Whether what was read weighs more than the first guess."""
+        return self.reader.speed.total >= GUESS_BYTES
 
     def stats(self) -> DiskStats:
         keeper = self._keeper
