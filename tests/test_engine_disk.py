@@ -50,9 +50,9 @@ class Server:
         assert isinstance(kv, PagedKVManager) and isinstance(ops, BlockBytes)
         self.kv = kv
         self.store = DiskStore(directory, limit=1 << 20, linger_s=0.0, files=self.files)
-        tier = Tier(self.store, ops, block_tokens=4, least_tokens=8, worth_tokens=12)
+        size = {"block_tokens": 4, "block_bytes": ops.block_bytes}
+        tier = Tier(self.store, **size, least_tokens=8, worth_tokens=12)
         kv.use_disk(tier)
-        size = {"block_tokens": 4, "block_bytes": tier.block_bytes}
         space = self.store.space(fingerprint(b"fake", {}), **size, about={"model": "fake"})
         assert space.ready(LIMIT_S)
         tier.attach(space)

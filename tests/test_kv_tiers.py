@@ -340,7 +340,7 @@ def test_a_backend_that_refuses_costs_no_request(
     later = again(cache, tmp_path)
     for name in ("land", "read_blocks", "landing", "landing", "landing"):
         with monkeypatch.context() as patch:
-            patch.setattr(later.tier.blocks, name, refuse)
+            patch.setattr(later.backend.memory, name, refuse)
             assert later.run(LONG) == 0
         later.assert_sound()
         later.kv.reset()

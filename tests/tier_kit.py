@@ -43,9 +43,10 @@ class Cache:
         assert isinstance(ops, BlockOps) and isinstance(ops, BlockBytes)
         self.kv = PagedKVManager(ops, geometry, bytes_per_token=8, clock=self.clock, **options)
         self.store: DiskStore = make_store(directory, limit=limit, files=files, monotonic=self.clock)
-        self.tier = Tier(self.store, ops, block_tokens=BLOCK, least_tokens=2 * BLOCK, worth_tokens=3 * BLOCK)
+        sizes = {"block_tokens": BLOCK, "block_bytes": ops.block_bytes}
+        self.tier = Tier(self.store, **sizes, least_tokens=2 * BLOCK, worth_tokens=3 * BLOCK)
         self.kv.use_disk(self.tier)
-        space = self.store.space(MODEL, block_tokens=BLOCK, block_bytes=self.tier.block_bytes, about={"model": "fake"})
+        space = self.store.space(MODEL, **sizes, about={"model": "fake"})
         self.store.work()
         self.tier.attach(space)
         self.waiting: list[KVSequence] = []

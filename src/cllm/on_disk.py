@@ -140,6 +140,6 @@ def _begin(config: Config, ops: BlockBytes, kv: PagedKVManager) -> OnDisk:
         settings.max_mb,
     )
     store = DiskStore(directory, limit=int(settings.max_mb * MIB))
-    tier = Tier(store, ops, block_tokens=kv.block_size)
+    tier = Tier(store, block_tokens=kv.block_size, block_bytes=ops.block_bytes)
     kv.use_disk(tier)
     return OnDisk(store, tier, directory)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from cllm.kv.arena import Arena
 from cllm.kv.disk.names import TOKEN_BYTES
 from cllm.kv.disk.store import Space
+from cllm.kv.ops import BlockBytes
 from cllm.kv.sequence import KVSequence
 from cllm.kv.table import held_by
 from cllm.kv.tier import Tier
@@ -45,8 +46,9 @@ class Offer:
 
 
 class Keeping:
-    def __init__(self, arena: Arena, tier: Tier, clock: Callable[[], float]) -> None:
+    def __init__(self, arena: Arena, blocks: BlockBytes, tier: Tier, clock: Callable[[], float]) -> None:
         self._arena = arena
+        self._bytes = blocks
         self._tier = tier
         self._clock = clock
         self._offers: deque[Offer] = deque()
@@ -131,7 +133,7 @@ class Keeping:
         end = offer.done + len(blocks)
         before = offer.names[offer.done - 1] if offer.done else space.root(offer.owner)
         started = self._clock()
-        kept = space.put(before, offer.done, offer.names[offer.done : end], tier.blocks.read_blocks(blocks))
+        kept = space.put(before, offer.done, offer.names[offer.done : end], self._bytes.read_blocks(blocks))
         self._learn(kept, self._clock() - started)
         self._progress(offer, kept)
         if kept:

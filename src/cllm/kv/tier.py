@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from cllm.kv.disk.names import chain
 from cllm.kv.disk.store import DiskStore, Space
-from cllm.kv.ops import BlockBytes
 from cllm.kv.usage import TierNumbers
 
 log = logging.getLogger("cllm.kv")
@@ -22,6 +21,12 @@ LEAST_TOKENS = 64
 WORTH_TOKENS = 512
 """A prefix of so many tokens is kept, though nobody has used it a second time."""
 
+UNKNOWN_SPEED = 4.0
+"""How many times as long as expected a load may take, while it is not known how long computing would."""
+
+GRACE_S = 0.1
+"""How much later than computing would have been a load may be before nobody waits for it any more."""
+
 STRIKES = 3
 """Faults in a row of our own, not of the disk, after which the disk is not used any more."""
 
@@ -32,18 +37,17 @@ class Tier:
     def __init__(
         self,
         store: DiskStore,
-        blocks: BlockBytes,
         *,
         block_tokens: int,
+        block_bytes: int,
         least_tokens: int = LEAST_TOKENS,
         worth_tokens: int = WORTH_TOKENS,
     ) -> None:
         self.store = store
         self.least_blocks = -(-least_tokens // block_tokens)
         self.worth_blocks = -(-worth_tokens // block_tokens)
-        self.blocks = blocks
         self.block_tokens = block_tokens
-        self.block_bytes = blocks.block_bytes
+        self.block_bytes = block_bytes
         self.token_s = 0.0
         """What computing a token takes; 0: not known yet."""
         self.wake: Callable[[], None] | None = None
@@ -69,8 +73,12 @@ class Tier:
         """Of all whole blocks of a sequence; `owner` is the space of the cache that it belongs to."""
         return chain(space.root(owner), tokens, self.block_tokens)
 
-    def load_seconds(self, blocks: int) -> float:
-        return self.store.load_seconds(blocks * self.block_bytes) + LATENCY_S
+    def patience(self, blocks: int, nbytes: int) -> float | None:
+        """How long to wait for so many bytes, which save computing so many blocks. None: it is better not to."""
+        expected, computing = self.store.load_seconds(nbytes) + LATENCY_S, self.compute_seconds(blocks)
+        if blocks < self.least_blocks or (computing and self.measured and expected >= computing):
+            return None
+        return max(2 * expected, computing) + GRACE_S if computing else UNKNOWN_SPEED * expected + 1.0
 
     def compute_seconds(self, blocks: int) -> float:
         """0: not known yet."""
@@ -87,6 +95,12 @@ class Tier:
         if self.token_s == 0.0 or not self.measured:
             return True
         return self.block_bytes / self.store.read_bytes_per_s < self.compute_seconds(1)
+
+    def note_load(self, tokens: int, asked: int) -> None:
+        """A load is over."""
+        self.loads += 1
+        self.loaded_tokens += tokens
+        self.failed_loads += tokens < asked
 
     def tell(self) -> None:
         if self.wake is not None:
