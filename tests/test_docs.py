@@ -252,11 +252,11 @@ KV_LAYERS = [
     {"sequence", "window", "usage", "view", "ops", "memory", "slot_sizes"},
     {"radix", "eviction", "numbers", "trigger", "extents", "pool"},
     {"prefixes", "arena", "fragmentation", "holders", "store", "table", "tier", "loads"},
-    {"manager", "operations", "compaction", "upkeep", "keeping", "picture", "slot_memory", "slot_picture"},
-    {"paged", "paged_operations", "paged_tiers", "slots", "slot_operations"},
+    {"manager", "operations", "compaction", "tiered", "upkeep", "keeping", "picture", "slot_memory", "slot_picture"},
+    {"paged", "paged_operations", "paged_tiers", "slot_tiers", "slots", "slot_operations"},
 ]
 
-USES_DISK = {"tier", "loads", "keeping"}
+USES_DISK = {"tier", "loads", "keeping", "slot_tiers"}
 
 DISK_LAYERS = [
     {"names", "files", "speed", "staging", "worker"},

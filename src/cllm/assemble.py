@@ -285,7 +285,7 @@ def _build(config: Config, opened: _Opened) -> Parts:
         memory.max_context,
         memory.max_running,
     )
-    disk = keep_on_disk(config, backend, opened.name, opened.files, memory.kv)
+    disk = keep_on_disk(config, backend, opened.name, opened.files, memory.kv, token_bytes)
     return Parts(
         opened.name,
         opened.tokenizer,

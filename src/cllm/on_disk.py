@@ -22,10 +22,11 @@ from cllm.kv.disk.files import Files
 from cllm.kv.disk.names import fingerprint
 from cllm.kv.disk.store import DiskStore
 from cllm.kv.manager import KVManager
-from cllm.kv.memory import MIB
+from cllm.kv.memory import MIB, most_bytes
 from cllm.kv.ops import BlockBytes
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.tier import Tier
+from cllm.kv.tiered import Tiered
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import CONFIG, HFModel
 from cllm.models.registry import kv_directory
@@ -35,6 +36,9 @@ log = logging.getLogger("cllm")
 OPEN_WAIT_S = 0.5
 """How long the start waits until it is known what lies on disk, so that the first request finds it. Where the model's
 files have to be read for that, it does not get in time, and there is nothing of them on disk yet."""
+
+QUEUE_BYTES = 64 * MIB
+"""Copies that may wait to be written."""
 
 FLUSH_S = 5.0
 """At the end, for what waits to be written."""
@@ -102,13 +106,16 @@ class OnDisk:
         self.store.close(FLUSH_S)
 
 
-def keep_on_disk(config: Config, backend: Backend, name: str, files: ModelFiles | None, kv: KVManager) -> OnDisk | None:
+def keep_on_disk(
+    config: Config, backend: Backend, name: str, files: ModelFiles | None, kv: KVManager, token_bytes: int
+) -> OnDisk | None:
     """Have the manager use the disk, if that is wanted and can be done."""
     settings, own, ops = config.kv.disk, backend.kv_identity, backend.ops
     asked = "enabled" in settings.model_fields_set
     if not settings.enabled or (files is None and not asked):
         return None
-    if own is None or not isinstance(kv, PagedKVManager) or not isinstance(ops, BlockBytes):
+    paged = isinstance(kv, PagedKVManager)
+    if own is None or not isinstance(kv, Tiered) or (paged and not isinstance(ops, BlockBytes)):
         reason = f"the backend {backend.name} cannot do that yet"
     elif Files.why_not is not None:
         reason = Files.why_not
@@ -118,19 +125,23 @@ def keep_on_disk(config: Config, backend: Backend, name: str, files: ModelFiles 
             "backend": backend.name,
             "kv_type_k": config.resources.kv_type_k,
             "kv_type_v": config.resources.kv_type_v,
-            "block_tokens": kv.block_size,
+            "block_tokens": config.resources.block_size,
+            "memory": backend.layout,
             "version": __version__,
         }
         # What people call the model does not matter: its files do.
         bits = {key: value for key, value in {**about, **own}.items() if key != "model"}
-        disk = _begin(config, ops, kv)
+        block_bytes = ops.block_bytes if isinstance(ops, BlockBytes) else config.resources.block_size * token_bytes
+        # Sequences are handed over whole, so there must be room for the longest.
+        longest = 0 if paged else most_bytes(kv.max_tokens, token_bytes)
+        disk = _begin(config, kv, block_bytes, QUEUE_BYTES + longest)
         disk.open(files, bits, about)
         return disk
     log.log(logging.WARNING if asked else logging.DEBUG, "K/V are not kept on disk: %s", reason)
     return None
 
 
-def _begin(config: Config, ops: BlockBytes, kv: PagedKVManager) -> OnDisk:
+def _begin(config: Config, kv: Tiered, block_bytes: int, queue_bytes: int) -> OnDisk:
     settings = config.kv.disk
     directory = kv_directory(settings.directory)
     log.info(
@@ -139,7 +150,7 @@ def _begin(config: Config, ops: BlockBytes, kv: PagedKVManager) -> OnDisk:
         directory,
         settings.max_mb,
     )
-    store = DiskStore(directory, limit=int(settings.max_mb * MIB))
-    tier = Tier(store, block_tokens=kv.block_size, block_bytes=ops.block_bytes)
+    store = DiskStore(directory, limit=int(settings.max_mb * MIB), queue_bytes=queue_bytes)
+    tier = Tier(store, block_tokens=config.resources.block_size, block_bytes=block_bytes)
     kv.use_disk(tier)
     return OnDisk(store, tier, directory)

@@ -13,12 +13,15 @@ from cllm.kv.sequence import Holding, KVSequence
 class Entry(Holding):
     """One computed sequence: running or held in a slot, or saved as bytes."""
 
-    __slots__ = ("hits", "length", "node", "number", "owner", "saved", "slot")
+    __slots__ = ("hits", "length", "node", "number", "offered", "owner", "saved", "slot", "space")
     _numbers = count()
 
     def __init__(self, slot: int, owner: KVSequence) -> None:
         self.number = next(Entry._numbers)
         self.slot: int | None = slot
+        self.space = owner.space
+        self.offered = False
+        """Whether it was handed over to be kept on disk, or comes from there."""
         self.owner: KVSequence | None = owner
         """The running sequence, None once it has ended."""
         self.saved: SavedKV | None = None

@@ -16,6 +16,7 @@ import numpy as np
 
 from cllm.errors import BackendError
 from cllm.kv.holders import Entry, HolderIndex
+from cllm.kv.loads import Load
 from cllm.kv.manager import KVManager
 from cllm.kv.memory import most_bytes
 from cllm.kv.ops import SavedKV, SlotGeometry, SlotOps
@@ -53,6 +54,9 @@ class SlotMemory(KVManager):
         self._clock = clock
         self._evictions = self._moves = self._moved_bytes = 0
         self._resizes = self._resizes_failed = self._released_bytes = 0
+        self._coming_bytes = 0
+        """Of sequences that are being loaded, and will be in the store."""
+        self._loads: list[Load] = []
         self._policy_name = eviction_policy
         self._slots: list[Entry | None] = [None] * geometry.first
         self._start_empty()
@@ -191,7 +195,7 @@ class SlotMemory(KVManager):
         """Keep a held sequence's content as bytes; its slot is the caller's to empty. False: there is no room."""
         assert entry.slot is not None
         needed = most_bytes(entry.length, self._bytes_per_token)
-        if needed > self._store_bytes:
+        if needed + self._coming_bytes > self._store_bytes:
             return False
         self._make_room(needed, self._store_bytes)
         saved = self._read(entry)
@@ -215,6 +219,7 @@ class SlotMemory(KVManager):
     def _make_room(self, needed: int, limit: int) -> None:
         """Evict saved sequences until `needed` more bytes keep the store within `limit`."""
         store = self._store
+        needed += self._coming_bytes
         if store.bytes + needed <= limit:
             return
         started = self._clock()
@@ -277,6 +282,7 @@ class SlotMemory(KVManager):
         limit = self._store_bytes + (self._geometry.slots - max(slots, len(self._slots))) * self._slot_bytes
         staying = [entry for entry in self._slots if entry is not None and entry.owner is not None]
         needed = sum(self._most_bytes(entry) for entry in staying)
+        limit -= self._coming_bytes
         if needed > limit:
             log.warning("%d bytes that run cannot be moved to %d slots: there is room for %d", needed, slots, limit)
             return None
@@ -290,7 +296,7 @@ class SlotMemory(KVManager):
                 leaving.append(entry.slot)
         for slot in reversed(leaving):  # the oldest first, and so they are evicted
             self._vacate(slot)
-        self._make_room(needed, limit)
+        self._make_room(needed, limit + self._coming_bytes)
         carried: list[tuple[Entry, SavedKV]] = []
         for entry in staying:
             saved = self._read(entry) if self._tokens_in(entry) else _NOTHING

@@ -26,14 +26,14 @@ from cllm.kv.memory import most_bytes
 from cllm.kv.ops import SlotGeometry, SlotOps
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
-from cllm.kv.slot_operations import SlotOperations
 from cllm.kv.slot_picture import picture
 from cllm.kv.slot_sizes import SlotSizes, possible_sizes
+from cllm.kv.slot_tiers import SlotTiers
 from cllm.kv.usage import KVUsage
 from cllm.kv.view import KVView
 
 
-class SlotKVManager(SlotOperations):
+class SlotKVManager(SlotTiers):
     def __init__(
         self,
         ops: SlotOps,
@@ -141,7 +141,8 @@ class SlotKVManager(SlotOperations):
         if keep and sequence.num_computed and sequence.intact:
             self._index.extend(entry, sequence)
             sequence.forget_memory()
-            entry.owner = None
+            entry.owner, entry.offered = None, False
+            self._note_end()
             for other in self._index.covered_by(entry):
                 if other.owner is None:
                     self._discard(other)
@@ -154,17 +155,22 @@ class SlotKVManager(SlotOperations):
 
     def maintain(self, budget_s: float) -> bool:
         """Taking fewer slots cannot be done in parts, and so may pass `budget_s`; it is for quiet times."""
+        more = self._keep(budget_s)
         self._make_room(0, self._threshold_bytes)
         if self._max_sequences is not None:
             occupied = sum(entry is not None for entry in self._slots)
             while len(self._store) and len(self._store) + occupied > self._max_sequences:
                 self._evict(self._store.oldest())
-        due = self.upkeep_at()
+        due = self._quiet_at()
         if due is not None and due <= self._clock():
             self._give_back()
-        return False
+        return more
 
     def upkeep_at(self) -> float | None:
+        moments = (self._quiet_at(), self._disk_due_at())
+        return min((moment for moment in moments if moment is not None), default=None)
+
+    def _quiet_at(self) -> float | None:
         idle_at = self._sizes.idle_at()
         return self._sizes.few_at(len(self._slots)) if idle_at is None else idle_at
 
@@ -212,6 +218,7 @@ class SlotKVManager(SlotOperations):
             upkeep_failures=self._resizes_failed,
             slots=slots,
             context_rebuilds=self._resizes,
+            disk=self._disk_numbers(),
         )
 
     def details(self) -> dict[str, Any]:
@@ -223,12 +230,8 @@ class SlotKVManager(SlotOperations):
             "slot_bytes": self._slot_bytes,
             "rebuilds": self._resizes,
             "moved_bytes": self._moved_bytes,
-            "store": {
-                "sequences": len(self._store),
-                "tokens": self._store.tokens,
-                "bytes": self._store.bytes,
-                "capacity_bytes": self._store_bytes,
-            },
+            "store": self._store_details(),
+            "disk": self._disk_details(),
         }
 
     def view(self) -> KVView:

@@ -307,6 +307,11 @@ class Space:
 
     # -- whole sequences ---------------------------------------------------------------------------------------
 
+    def room(self) -> int:
+        """Bytes that can be handed over now."""
+        with self._keeper.lock:
+            return self._store.writer.room()
+
     def put_sequence(self, names: Sequence[bytes], tokens: bytes, payload: NDArray[np.uint8] | bytes) -> bool:
         """Hand over a sequence that a backend saved: the names of its whole blocks, all its tokens, its bytes.
 
