@@ -6,6 +6,7 @@ import errno
 import random
 import shutil
 import tempfile
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cllm.errors import BackendError
+from cllm.kv.disk.files import ID_BYTES
 from cllm.kv.disk.speed import GUESS_BYTES
 from cllm.kv.upkeep import UpkeepSettings
 from disk_kit import FaultyFiles
-from tier_kit import BLOCK, Cache
+from tier_kit import BLOCK, Cache, SlotCache
 
 LONG = list(range(100, 100 + 10 * BLOCK + 1))
 SPACES = (b"", b"", b"one")
@@ -40,8 +42,17 @@ class Tiers(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.directory = Path(tempfile.mkdtemp())
+        self.ids = count()
+        self.start()
+
+    def start(self) -> None:
         self.files = FaultyFiles()
-        self.cache = Cache(self.directory, files=self.files, upkeep=UpkeepSettings(compaction="always"))
+        # Files are picked by their names, so these have to be the same when an example is tried again.
+        self.files.fresh_id = lambda: next(self.ids).to_bytes(ID_BYTES, "little")  # type: ignore[method-assign]
+        self.cache = self.make_cache()
+
+    def make_cache(self) -> Cache:
+        return Cache(self.directory, files=self.files, upkeep=UpkeepSettings(compaction="always"))
 
     @rule(tokens=PROMPTS, space=st.sampled_from(SPACES))
     def ask(self, tokens: list[int], space: bytes) -> None:
@@ -102,7 +113,7 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(blocks=st.integers(1, 24))
     def evict(self, blocks: int) -> None:
-        self.cache.kv._evict(blocks)
+        self.cache.lose(blocks)
 
     @rule()
     def memory_is_lost(self) -> None:
@@ -132,8 +143,7 @@ class Tiers(RuleBasedStateMachine):
             self.end_all()
             self.cache.kv.wind_up(0.0)
             self.cache.store.close()
-        self.files = FaultyFiles()
-        self.cache = Cache(self.directory, files=self.files, upkeep=UpkeepSettings(compaction="always"))
+        self.start()
 
     @invariant()
     def sound(self) -> None:
@@ -150,8 +160,14 @@ class Tiers(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
+class SlotTiers(Tiers):
+    def make_cache(self) -> Cache:
+        return SlotCache(self.directory, files=self.files)
+
+
 TestTiers = Tiers.TestCase
-TestTiers.settings = settings(
+TestSlotTiers = SlotTiers.TestCase
+TestTiers.settings = TestSlotTiers.settings = settings(
     max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
@@ -348,19 +364,55 @@ def test_a_backend_that_refuses_costs_no_request(
     assert later.run(LONG) == 0
 
 
+@pytest.fixture
+def slots(tmp_path: Path) -> SlotCache:
+    return SlotCache(tmp_path)
+
+
+def test_sequences_in_slots_outlive_a_restart(slots: SlotCache, tmp_path: Path) -> None:
+    assert slots.run(LONG) == 0
+    slots.settle()
+    slots.store.close()
+    later = SlotCache(tmp_path)
+    assert later.run([*LONG, 7]) == 41, "all that it has is used, to the token"
+    assert later.run([*LONG[:30], 7, 7, 7]) == 30
+    assert later.run(LONG, b"other") == 0
+    disk = later.kv.usage().disk
+    assert (disk.loads, disk.loaded_tokens, disk.failed_loads) == (1, 41, 0)
+    later.assert_sound()
+
+
+def test_a_server_that_ends_saves_what_is_in_slots(slots: SlotCache, tmp_path: Path) -> None:
+    slots.run(LONG)
+    slots.kv.wind_up(1.0)
+    slots.store.close()
+    assert SlotCache(tmp_path).run(LONG) == 40
+
+
+def test_what_a_slot_is_saved_for_is_saved_once(slots: SlotCache) -> None:
+    slots.run(LONG)
+    slots.settle()
+    written = slots.store.stats().written_bytes
+    assert written > 0
+    slots.run(LONG[:20])
+    slots.settle()
+    assert slots.store.stats().written_bytes == written, "a prefix of it is nothing new"
+
+
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
-def test_every_call_fails_in_turn(tmp_path: Path, error: int) -> None:
+@pytest.mark.parametrize("kind", [Cache, SlotCache])
+def test_every_call_fails_in_turn(tmp_path: Path, kind: type[Cache], error: int) -> None:
     """Through the manager: answers stay right, everybody is served, and nothing is held at the end."""
     whole = 0
     for number in range(1, 400):
         directory = tmp_path / str(number)
         files = FaultyFiles(number, error)
         rng = random.Random(number)
-        cache = Cache(directory, files=files)
+        cache = kind(directory, files=files)
         for turn in range(3):
             cache.run(prompt(0, 16, turn % 2, 30 + turn))
             cache.settle()
-            cache.kv._evict(rng.randint(0, 24))
+            cache.lose(rng.randint(0, 24))
         cache.assert_sound()
         assert cache.kv.usage().referenced == 0
         cache.store.close()
