@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cllm.errors import UnsupportedOperationError
+from cllm.kv.pins import PinMark
 from cllm.kv.sequence import KVSequence
 from cllm.kv.usage import KVUsage
 from cllm.kv.view import KVView
@@ -114,6 +115,21 @@ class KVManager(ABC):
     @abstractmethod
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         """Take everything back. `keep` leaves the computed part in the cache, evictable."""
+
+    # -- what stays --------------------------------------------------------------------------------------------
+
+    def pin(self, sequence: KVSequence, mark: PinMark) -> None:
+        """Keep the beginning of a sequence, which is about to be released, from being evicted. `mark` says how much of
+        it, for how long, and, from now on, what came of it: a pin that is refused is no error."""
+        mark.refusal = f"{type(self).__name__} has no pins"
+
+    def unpin(self, name: str) -> bool:
+        """End a pin before its time. False: there is none of that name."""
+        return False
+
+    def held_names(self) -> tuple[int, set[bytes]]:
+        """The names of all blocks in the prefix tree, and the number of the event after which they are so."""
+        raise self._cannot("name what it holds")
 
     # -- operations on a sequence's memory ---------------------------------------------------------------------
     # Positions are places in memory, [0, held). What cannot be done raises `UnsupportedOperationError`; nothing that

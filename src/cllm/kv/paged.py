@@ -20,8 +20,10 @@ from cllm.kv.arena import Arena
 from cllm.kv.fragmentation import extents_needed, measure
 from cllm.kv.manager import CHECK_SLICE
 from cllm.kv.ops import BlockGeometry, BlockOps
+from cllm.kv.paged_pins import PagedPins
 from cllm.kv.paged_tiers import PagedTiers
 from cllm.kv.picture import picture
+from cllm.kv.pins import Pins
 from cllm.kv.radix import TOKEN_BYTES, Found
 from cllm.kv.sequence import KVSequence
 from cllm.kv.table import BlocksHeld, held_by, own_blocks
@@ -30,7 +32,7 @@ from cllm.kv.usage import KVUsage
 from cllm.kv.view import KVView
 
 
-class PagedKVManager(PagedTiers):
+class PagedKVManager(PagedPins, PagedTiers):
     verifies = False
 
     def __init__(
@@ -43,6 +45,7 @@ class PagedKVManager(PagedTiers):
         eviction_threshold: float = 1.0,
         eviction_policy: str = "lru",
         watermark: float = 0.0,
+        pin_limit: float = 0.25,
         placement: str = "runs",
         extent_blocks: int | None = None,
         upkeep: UpkeepSettings | None = None,
@@ -66,11 +69,14 @@ class PagedKVManager(PagedTiers):
         self._evictions = self._queried = self._hit = 0
         self._copied_bytes = 0
         self._loads = []
+        limit_bytes = int(geometry.blocks * pin_limit) * self._arena.block_bytes
+        self._pins = Pins(limit_bytes, clock, self._drop_pin)
         self._start_empty()
 
     def _start_empty(self) -> None:
         arena = self._arena
         arena.clear()
+        self._pins.forget()
         self._upkeep.restart()
         self._pool, self._prefixes, self._running = arena.pool, arena.prefixes, arena.running
         self._peak = 0
@@ -85,8 +91,9 @@ class PagedKVManager(PagedTiers):
     def admit(self, sequence: KVSequence) -> int | None:
         prefixes = self._prefixes
         found = prefixes.find(sequence.prefix.tobytes(), sequence.space)
-        if not self._room_for(sequence, found):
-            return None
+        while not self._room_for(sequence, found):
+            if not self._pins_give_way(running=0):
+                return None
         cached_blocks = found.matched // prefixes.tree.unit_bytes
         needed = self._blocks_for(sequence.needed) - cached_blocks
         node, blocks = prefixes.enter(found)
@@ -206,6 +213,7 @@ class PagedKVManager(PagedTiers):
     # -- upkeep ------------------------------------------------------------------------------------------------
 
     def maintain(self, budget_s: float) -> bool:
+        self._pins.expire()
         keeps, budget_s = self._keep(budget_s)
         excess = self._threshold_excess()
         if excess > 0:
@@ -226,7 +234,7 @@ class PagedKVManager(PagedTiers):
         return more or keeps
 
     def upkeep_at(self) -> float | None:
-        moments = (self._upkeep.due_at(), self._disk_due_at())
+        moments = (self._upkeep.due_at(), self._disk_due_at(), self._pins.next_at)
         return min((moment for moment in moments if moment is not None), default=None)
 
     def reset(self) -> None:
@@ -268,6 +276,11 @@ class PagedKVManager(PagedTiers):
             prepared_bytes=upkeep.prepared_bytes,
             upkeep_failures=upkeep.failures,
             disk=self._disk_numbers(),
+            pins=len(self._pins),
+            pinned=self._prefixes.pinned,
+            pins_refused=self._pins.refused,
+            blocks_stored=self._arena.events.blocks_stored,
+            blocks_removed=self._arena.events.blocks_removed,
         )
 
     @property
@@ -290,6 +303,7 @@ class PagedKVManager(PagedTiers):
             "prefix_nodes_evictable": len(self._prefixes.policy),
             "upkeep": self._upkeep.details(),
             "disk": self._disk_details(),
+            "pins": self._pin_details(),
         }
 
     def view(self) -> KVView:
@@ -302,7 +316,7 @@ class PagedKVManager(PagedTiers):
             for node in held_by(sequence).node.path():
                 uses[node.number] = uses.get(node.number, 0) + 1
             yield from _count(own_blocks(sequence), held)
-        yield from self._prefixes.examine(uses, held, CHECK_SLICE)
+        yield from self._prefixes.examine(uses, self._pin_uses(uses), held, CHECK_SLICE)
         yield from self._pool.examine(held, CHECK_SLICE)
         for number, sequence in self._running.items():
             if held_by(sequence).number != number or self._arena.holders.owners.get(number) is not sequence:

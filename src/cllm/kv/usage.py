@@ -65,6 +65,13 @@ class KVUsage(NamedTuple):
     context_rebuilds: int = 0
     """Times the backend's context was made anew with more or fewer slots."""
     disk: TierNumbers = TierNumbers()
+    pins: int = 0
+    pinned: int = 0
+    """Units that pins use. They count as referenced, whoever else uses them."""
+    pins_refused: int = 0
+    blocks_stored: int = 0
+    """Blocks that have come into the prefix tree since the start; paged backends."""
+    blocks_removed: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return {**self._asdict(), "disk": self.disk._asdict()}
