@@ -47,7 +47,7 @@ class SlotTiers(SlotOperations, Tiered):
             return NOTHING
         names = tier.names(space, sequence.space, key)
         found = space.find_sequence(names, key)
-        if found is None or found.nbytes + self._coming_bytes > self._store_bytes:
+        if found is None or found.nbytes + self._reserved_bytes > self._store_bytes:
             return NOTHING
         wanted = names[: found.matched // size]
         for load in self._loads:
