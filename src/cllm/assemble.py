@@ -346,6 +346,7 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
         max_sequences=config.resources.kv_cache_max_size,
         eviction_threshold=config.scheduler.kv_cache_eviction_threshold,
         eviction_policy=config.scheduler.eviction_policy,
+        pin_limit=config.kv.pin_limit,
         release_after_s=config.kv.release_after_s,
         idle_bytes=_idle_bytes(config, budget, plan.geometry.slot_tokens * token_bytes),
     )
@@ -380,6 +381,7 @@ def _block_memory(config: Config, backend: Backend, budget: int, token_bytes: in
         max_sequences=config.resources.kv_cache_max_size,
         eviction_threshold=config.scheduler.kv_cache_eviction_threshold,
         eviction_policy=config.scheduler.eviction_policy,
+        pin_limit=config.kv.pin_limit,
         watermark=config.scheduler.watermark,
         placement=config.kv.placement,
         upkeep=_upkeep(config, geometry, token_bytes, context),

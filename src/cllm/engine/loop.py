@@ -14,7 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from cllm.backends.base import Backend
 from cllm.engine.outbox import ATTEMPTS, Deliver, Outbox
@@ -26,6 +27,7 @@ from cllm.engine.watch import Watch
 from cllm.errors import BackendError, OverloadedError, ShuttingDownError, describe
 
 log = logging.getLogger("cllm.engine")
+T = TypeVar("T")
 
 DETAILS_INTERVAL_S = 0.25
 CHECK_INTERVAL_S = 10.0
@@ -129,6 +131,25 @@ class Engine:
         self._wake.set()
         if request_id in self._stepper.in_step:
             self._abort()
+
+    def ask(self, question: Callable[[], T]) -> Future[T]:
+        """Have something done on the engine's thread, between two steps, and its answer."""
+        answer: Future[T] = Future()
+
+        def work() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
+
+        with self._submit_lock:
+            if not self.accepting:
+                raise ShuttingDownError("the server is shutting down and answers no more questions")
+            self._inbox.append(work)
+        self._wake.set()
+        return answer
 
     def stop(self, grace_s: float) -> None:
         """Take no more requests, refuse those that wait, let running ones end within `grace_s`; then join."""

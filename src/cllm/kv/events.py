@@ -5,8 +5,8 @@ disk/names.py): the same after a restart, and the same on every server. A name t
 not know them.
 
 Events are numbered. A listener has a queue of its own that holds so many; who does not keep up loses what is in it,
-and finds a *gap* instead: then the picture has to be made anew, from `KVManager.held_names`. Numbers are without holes, but
-for gaps and for *cleared*, which stands for all before it.
+and finds a *gap* instead: then the picture has to be made anew, from `KVManager.held_names`. Numbers are without holes,
+but for gaps and for *cleared*, which stands for all before it.
 """
 
 from __future__ import annotations

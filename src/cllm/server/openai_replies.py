@@ -112,6 +112,7 @@ _CAUSES = {
     403: "The API key may not do this; it takes the operator's (only where the server has several).",
     404: "No such model.",
     408: "The request passed its deadline.",
+    409: "It cannot be done beside what is there.",
     413: "The body is larger than server.max_body_bytes.",
     429: "The queue is full, or as many requests run as the API key may have; try again after `Retry-After` seconds.",
     500: "The server failed on this request; its log has the details under `x-request-id`.",
