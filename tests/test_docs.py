@@ -31,6 +31,7 @@ NAMES = [
     *("docs/architecture.md", "docs/benchmarks.md", "docs/containers.md", "docs/kv-types.md", "docs/simulate.md"),
     "docs/tenants.md",
     "docs/kv-store.md",
+    "docs/warm.md",
     "src/cllm/kv/README.md",
 ]
 DOCUMENTS = [ROOT / name for name in NAMES]
@@ -240,7 +241,7 @@ LAYERS = [
     {"engine", "on_disk", "on_torch"},
     {"observe", "assemble", "generation", "windows"},
     {"llm"},
-    {"offline", "simulate"},
+    {"offline", "simulate", "warm"},
     {"bench"},
     {"server"},
     {"cli"},
@@ -250,13 +251,13 @@ LAYERS = [
 
 KV_LAYERS = [
     {"sequence", "window", "usage", "view", "ops", "memory", "slot_sizes"},
-    {"radix", "eviction", "numbers", "trigger", "extents", "pool"},
+    {"radix", "eviction", "numbers", "trigger", "extents", "pool", "pins", "events"},
     {"prefixes", "arena", "fragmentation", "holders", "store", "table", "tier", "loads"},
     {"manager", "operations", "compaction", "tiered", "upkeep", "keeping", "picture", "slot_memory", "slot_picture"},
-    {"paged", "paged_operations", "paged_tiers", "slot_tiers", "slots", "slot_operations"},
+    {"paged", "paged_operations", "paged_tiers", "slot_tiers", "slots", "slot_operations", "paged_pins", "slot_pins"},
 ]
 
-USES_DISK = {"tier", "loads", "keeping", "slot_tiers"}
+USES_DISK = {"tier", "loads", "keeping", "slot_tiers", "prefixes"}
 
 DISK_LAYERS = [
     {"names", "files", "speed", "staging", "worker"},

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cllm.config import Config
+from cllm.config import Config, load_config
 from cllm.errors import ConfigError
 from cllm.llm import AsyncLLM
 from cllm.server.app import create_app
@@ -113,11 +113,23 @@ async def test_beside_requests_it_is_computed_later() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", [{}, {"prompt": "a", "file": "b"}, {"messages": []}, {"prompt": "a", "ttl_s": 0}, {"prompt": ""}, 5]
+    ("entry", "problem"),
+    [
+        ({}, "kv.warm[0] is {} (flag): it must be one of prompt, messages and file, not none of them"),
+        ({"prompt": "a", "file": "b"}, "it must be one of prompt, messages and file, not prompt and file"),
+        ({"messages": [{"role": "user", "content": "a"}], "role": "user"}, "a role for a text, not both"),
+        ({"messages": []}, "kv.warm[0].messages is [] (flag): it must be a list that is not empty"),
+        ({"messages": [{"role": "bot", "content": ""}]}, "kv.warm[0].messages[0].role is 'bot'"),
+        ({"prompt": "a", "ttl_s": 0}, "kv.warm[0].ttl_s is 0 (flag): it must be more than 0"),
+        ({"prompt": ""}, "kv.warm[0].prompt is '' (flag): it must be text that is not empty"),
+        ({"prompts": "a"}, "kv.warm[0].prompts is 'a' (flag): it must be left out: there is no such name"),
+        (5, "kv.warm[0] is 5 (flag): it must be text, or an object"),
+    ],
 )
-def test_an_entry_is_one_thing(entry: Any) -> None:
-    with pytest.raises(ConfigError, match=r"kv\.warm"):
-        fake_config(warm=[entry])
+def test_an_entry_that_is_wrong_is_named(entry: Any, problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(overrides={"kv.warm": [entry]})
+    assert problem in str(raised.value)
 
 
 async def test_keys_that_are_kept_apart_do_not_share_what_is_warm(

@@ -150,6 +150,12 @@ _GAUGES = (
     _Value("kv_slots", "Slots that have memory (0 on paged backends).", lambda s: s.kv.slots),
     _Value("kv_resident_bytes", "KV bytes in memory, as last seen while nothing ran.", lambda s: s.kv.resident_bytes),
     _Value("kv_disk_queued_bytes", "KV bytes that wait to be written to disk.", lambda s: s.kv.disk.queued_bytes),
+    _Value("kv_pins", "Prefixes that are pinned.", lambda s: s.kv.pins),
+    _Value(
+        "kv_pinned_bytes",
+        "KV bytes that pins hold; they count as referenced.",
+        lambda s: s.kv.pinned * s.kv.bytes_per_unit,
+    ),
     _Value("step_token_budget", "Tokens the next step may hold.", lambda s: s.step_token_budget),
     _Value("uptime_seconds", "Since the engine started.", lambda s: s.uptime_s),
 )
@@ -192,6 +198,9 @@ _COUNTERS = (
     _Value("kv_disk_loads", "Loads of KV from disk that are over.", lambda s: s.kv.disk.loads),
     _Value("kv_disk_load_failures", "Those that brought less than expected.", lambda s: s.kv.disk.failed_loads),
     _Value("kv_disk_hits", "Prompt tokens loaded from disk.", lambda s: s.kv.disk.loaded_tokens),
+    _Value("kv_pins_refused", "Pins that were asked for and not made.", lambda s: s.kv.pins_refused),
+    _Value("kv_blocks_stored", "Blocks that came into the prefix tree.", lambda s: s.kv.blocks_stored),
+    _Value("kv_blocks_removed", "Blocks that left it.", lambda s: s.kv.blocks_removed),
     _Value("batch_splits", "Batches the backend had to split.", lambda s: s.batch_splits),
     _Value("engine_steps", "Steps of the engine.", lambda s: s.steps),
     _Value("backend_rebuilds", "Times the backend's context was rebuilt.", lambda s: s.rebuilds),
