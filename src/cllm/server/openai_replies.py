@@ -110,7 +110,7 @@ _CAUSES = {
     400: "The request can never succeed as it is; `param` names what is wrong.",
     401: "The API key is missing or wrong (only where the server has one).",
     403: "The API key may not do this; it takes the operator's (only where the server has several).",
-    404: "No such model.",
+    404: "There is nothing of that name.",
     408: "The request passed its deadline.",
     409: "It cannot be done beside what is there.",
     413: "The body is larger than server.max_body_bytes.",
