@@ -14,10 +14,12 @@ import httpx
 import pytest
 
 from cllm.config import Config, load_config
+from cllm.engine.tenant import NOBODY
 from cllm.errors import ConfigError
 from cllm.llm import AsyncLLM
 from cllm.server.app import create_app
 from cllm.server.key_file import add_key
+from cllm.warm import warm_up
 from http_fakes import FakeLLM, client_for
 
 SYSTEM = "You answer in one word, whatever you are asked, and never say why. " * 2
@@ -257,6 +259,19 @@ async def test_there_are_four_marks_at_most() -> None:
     async with client_for(FakeLLM()) as client:
         refused = await client.post("/v1/chat/completions", json={"messages": [marked]})
     assert "5 marks of cache_control; at most 4" in refused.json()["error"]["message"]
+
+
+async def test_the_page_shows_what_is_pinned() -> None:
+    for layout in ("paged", "slots"):
+        config = fake_config(layout=layout, warm=[LONG, {"prompt": SYSTEM, "pin": False}])
+        async with AsyncLLM(config) as llm:
+            await warm_up(llm, config.kv.warm, NOBODY)
+            llm.watch()
+            while (picture := llm.picture()) is None:
+                await asyncio.sleep(0.01)
+            llm.unwatch()
+        pins = {prefix.pins: prefix.users for prefix in picture.kv.prefixes}
+        assert pins == {0: 0, 1: 0}
 
 
 # -- who may -------------------------------------------------------------------------------------------------------
