@@ -129,6 +129,8 @@ class SlotMemory(KVManager):
             raise AssertionError("what is pinned is not what pins hold")
         if sum(0 if entry.saved is None else entry.saved.nbytes for entry in pinned) != self._pinned_bytes:
             raise AssertionError("the bytes of pins are counted wrong")
+        if self._store.bytes + self._reserved_bytes > self._store_bytes:
+            raise AssertionError("the store and what is pinned beside it are more than the store may be")
 
     # -- slots -------------------------------------------------------------------------------------------------
 

@@ -78,5 +78,5 @@ class KVUsage(NamedTuple):
 
     @property
     def used_fraction(self) -> float:
-        """Share of the memory that running sequences need; what is merely cached does not count."""
+        """Share of the memory that running sequences need, and pins; what is merely cached does not count."""
         return self.referenced / self.total if self.total else 0.0

@@ -120,7 +120,9 @@ _GAUGES = (
     _Value("num_requests_running", "Requests being computed.", lambda s: s.running),
     _Value("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
     _Value(
-        "kv_cache_usage_perc", "Share of the KV cache that running requests hold, 0 to 1.", lambda s: s.kv.used_fraction
+        "kv_cache_usage_perc",
+        "Share of the KV cache that running requests and pins hold, 0 to 1.",
+        lambda s: s.kv.used_fraction,
     ),
     _Value("kv_blocks", "Blocks (paged) or token cells (slots) of the KV cache.", _kv_units, "state"),
     _Value("kv_bytes", "Bytes of the KV cache.", _kv_bytes, "state"),
