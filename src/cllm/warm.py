@@ -71,7 +71,8 @@ async def warm_up(llm: AsyncLLM, prefixes: Sequence[WarmPrefix], tenant: Tenant)
     for number, prefix in enumerate(prefixes):
         try:
             prompt = await asyncio.to_thread(_encode, llm, prefix)
-            done = await warm(llm, prompt, pin=prefix.pin, ttl_s=prefix.ttl_s, tenant=tenant)
+            name = f"warm-{number}"
+            done = await warm(llm, prompt, pin=prefix.pin, ttl_s=prefix.ttl_s, tenant=tenant, request_id=name)
         except (CLLMError, OSError, ValueError) as error:
             log.warning("kv.warm[%d] could not be computed: %s", number, error)
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -136,7 +137,7 @@ class Pins(Generic[H]):
     # -- looking -----------------------------------------------------------------------------------------------
 
     def details(self, pinned_bytes: int) -> dict[str, Any]:
-        now = self._clock()
+        to_time = time.time() - self._clock()  # whoever reads this may do so much later
         return {
             "limit_bytes": self.limit_bytes,
             "pinned_bytes": pinned_bytes,
@@ -150,8 +151,8 @@ class Pins(Generic[H]):
                     "bytes": pin.bytes,
                     "source": pin.source,
                     "uses": pin.uses,
-                    "age_s": round(now - pin.since, 1),
-                    "ends_in_s": None if math.isinf(pin.until) else round(max(0.0, pin.until - now), 1),
+                    "since": round(pin.since + to_time, 1),
+                    "until": None if math.isinf(pin.until) else round(pin.until + to_time, 1),
                 }
                 for pin in self.by_id.values()
             ],

@@ -116,7 +116,7 @@ async def warm_prefix(
     return Response(reply.model_dump_json(), media_type="application/json")
 
 
-@router.delete("/kv/warm/{pin_id}", status_code=204, responses=error_responses(ErrorReply, 401, 403, 404))
+@router.delete("/kv/warm/{pin_id}", status_code=204, responses=error_responses(ErrorReply, 401, 403, 404, 503))
 async def unpin(pin_id: str, state: State) -> Response:
     """End a pin. What it held stays cached like anything else."""
     if not await state.llm.unpin(pin_id):
