@@ -15,6 +15,9 @@ from cllm.kv.table import BlocksHeld
 from cllm.kv.tier import Tier
 from cllm.kv.tiered import Tiered
 
+BUSY_SHARE = 0.5
+"""Of the time for upkeep while something runs: what is handed over also has to be written, beside the steps."""
+
 
 class PagedTiers(PagedOperations, Tiered):
     _keeping: Keeping | None = None
@@ -98,7 +101,7 @@ class PagedTiers(PagedOperations, Tiered):
             tier.fault("loading blocks from disk", error)
             loaded = 0
         finally:
-            load.over, load.buffers = True, ()
+            load.end()
         tier.note_load(loaded * self.block_size, len(own) * self.block_size)
         holder.num_computed += loaded * self.block_size
         self.release(holder)
@@ -122,7 +125,7 @@ class PagedTiers(PagedOperations, Tiered):
             return False, budget_s
         started = self._clock()
         self._take_in()
-        more = self._keeping.work(budget_s)
+        more = self._keeping.work(budget_s * BUSY_SHARE if self._arena.running else budget_s)
         return more, max(0.0, budget_s - (self._clock() - started))
 
     def _disk_due_at(self) -> float | None:
@@ -138,7 +141,7 @@ class PagedTiers(PagedOperations, Tiered):
         """The memory that they were for is gone; the reader has what it writes to until it is done."""
         for load in self._loads:
             load.cancel()
-            load.over = True
+            load.end()
         self._loads = []
         self._arena.pinned = 0
         if self._keeping is not None:

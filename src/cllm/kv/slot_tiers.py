@@ -72,7 +72,7 @@ class SlotTiers(SlotOperations, Tiered):
     def _land(self, tier: Tier, load: Load) -> None:
         holder, ticket, (saved,) = load.holder, load.ticket, load.buffers
         assert holder is not None and ticket is not None
-        load.over, load.buffers = True, ()
+        load.end()
         self._coming_bytes -= saved.nbytes
         tokens = len(holder.tokens)
         tier.note_load(tokens if ticket.complete else 0, tokens)
