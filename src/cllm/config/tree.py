@@ -140,7 +140,7 @@ class WindowConfig(Section):
 class DiskConfig(Section):
     enabled: bool = Field(
         default=True,
-        description="keep K/V of prompts and answers on disk, so that they outlive the server (native, llama_cpp; fake "
+        description="keep K/V of prompts and answers on disk, so that they outlive the server (with the fake backend "
         "only where this is set)",
     )
     directory: Path | None = Field(

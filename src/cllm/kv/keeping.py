@@ -95,7 +95,7 @@ class Keeping:
     def work(self, budget_s: float) -> bool:
         """For about so many seconds. True: there is more to do, at once."""
         space = self._tier.space
-        if not self._offers or space is None or self._clock() < self._retry_at:
+        if not self._offers or space is None or budget_s <= 0 or self._clock() < self._retry_at:
             return False
         block_s = self._tier.block_bytes / self._bytes_per_s
         self._credit_s = min(self._credit_s, block_s) + budget_s

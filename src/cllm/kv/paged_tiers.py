@@ -117,7 +117,7 @@ class PagedTiers(PagedOperations, Tiered):
     def _rescue(self, count: int) -> None:
         """So many blocks are about to be evicted. If offered ones may be among them, some of those go to disk first."""
         if self._keeping is not None and self._keeping.blocks > self._prefixes.evictable - count:
-            self._keeping.work(RESCUE_S)
+            self._keeping.work(self._time_to_keep(RESCUE_S, RESCUE_S))
 
     def _keep(self, budget_s: float) -> tuple[bool, float]:
         """Take in what came, hand over what was offered. Whether there is more of it, and what the budget leaves."""
@@ -125,8 +125,13 @@ class PagedTiers(PagedOperations, Tiered):
             return False, budget_s
         started = self._clock()
         self._take_in()
-        more = self._keeping.work(budget_s * BUSY_SHARE if self._arena.running else budget_s)
+        more = self._keeping.work(self._time_to_keep(budget_s * BUSY_SHARE, budget_s))
         return more, max(0.0, budget_s - (self._clock() - started))
+
+    def _time_to_keep(self, busy_s: float, idle_s: float) -> float:
+        if not self._arena.running:
+            return idle_s
+        return 0.0 if self._bytes.reads_wait else busy_s
 
     def _disk_due_at(self) -> float | None:
         moments = (super()._disk_due_at(), None if self._keeping is None else self._keeping.due_at())
