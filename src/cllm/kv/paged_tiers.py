@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from cllm.errors import BackendError
+from cllm.errors import BackendError, describe
 from cllm.kv.keeping import RESCUE_S, Keeping
 from cllm.kv.loads import NOTHING, Incoming, Load
 from cllm.kv.ops import BlockBytes
@@ -30,7 +30,7 @@ class PagedTiers(PagedOperations, Tiered):
 
     def use_disk(self, tier: Tier) -> None:
         super().use_disk(tier)
-        self._keeping = Keeping(self._arena, self._bytes, tier, self._clock)
+        self._keeping = Keeping(self._arena, tier, self._clock)
 
     @property
     def _bytes(self) -> BlockBytes:
@@ -78,7 +78,7 @@ class PagedTiers(PagedOperations, Tiered):
             load.buffers = self._bytes.landing(own)
             load.ticket = space.load(names, load.buffers, lambda _: tier.tell())
         except Exception as error:
-            self.release(holder, keep=False)
+            self._let_go(holder, keep=False)
             tier.fault("loading blocks from disk", error)
             return False
         self._loads.append(load)
@@ -104,7 +104,14 @@ class PagedTiers(PagedOperations, Tiered):
             load.end()
         tier.note_load(loaded * self.block_size, len(own) * self.block_size)
         holder.num_computed += loaded * self.block_size
-        self.release(holder)
+        self._let_go(holder, keep=True)
+
+    def _let_go(self, holder: Incoming, *, keep: bool) -> None:
+        """A load is over. Nobody else knows of its memory, so if that does not come back, all memory is in doubt."""
+        try:
+            self.release(holder, keep=keep)
+        except Exception as error:
+            raise BackendError(f"blocks that were loaded did not come back: {describe(error)}", fatal=True) from error
 
     # -- keeping -----------------------------------------------------------------------------------------------
 

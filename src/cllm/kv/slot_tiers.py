@@ -7,7 +7,7 @@ off when it is brought into a slot.
 
 from __future__ import annotations
 
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -157,14 +157,14 @@ class SlotTiers(SlotOperations, Tiered):
     def wind_up(self, seconds: float) -> None:
         if self._tier is None:
             return
-        until = self._clock() + seconds
+        until = monotonic() + seconds
         self._tier.token_s = self.token_s
-        while self._keep_at is not None and self._clock() < until and not self._tier.store.writer.trouble:
+        while self._keep_at is not None and monotonic() < until and not self._tier.store.writer.trouble:
             kept = self._keep_one(self._tier)
             if kept is None:
                 self._keep_at = None
             elif not kept:
-                self._tier.store.flush(max(0.0, min(0.1, until - self._clock())))
+                self._tier.store.flush(max(0.0, min(0.1, until - monotonic())))
                 sleep(0.001)
         self._end_loads(seconds)
 
