@@ -51,10 +51,14 @@ class PagedTiers(PagedOperations, Tiered):
             return NOTHING
         if not self._room_for(sequence, found):
             return None
-        names = tier.names(space, sequence.space, prefix[: whole * size])[cached:]
+        next_block = (cached + 1) * size
+        first = tier.names(space, sequence.space, prefix[:next_block])[-1]
         for load in self._loads:
-            if names[0] in load.names:
+            if first in load.names:
                 return load
+        if not space.held([first]):  # most prompts are not there, and need no more names
+            return NOTHING
+        names = [first, *tier.next_names(first, prefix[next_block : whole * size])]
         names = names[: space.held(names)]
         patience = tier.patience(len(names), len(names) * tier.block_bytes)
         if patience is None:
@@ -136,7 +140,7 @@ class PagedTiers(PagedOperations, Tiered):
         return more, max(0.0, budget_s - (self._clock() - started))
 
     def _time_to_keep(self, busy_s: float, idle_s: float) -> float:
-        if not self._arena.running:
+        if len(self._arena.running) == self.loading:
             return idle_s
         return 0.0 if self._bytes.reads_wait else busy_s
 
