@@ -19,6 +19,7 @@ from cllm.engine.request import FinishReason, Request
 from cllm.engine.scheduler import Scheduler
 from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.manager import KVManager
+from cllm.kv.ops import BlockBytes
 from cllm.kv.paged import PagedKVManager
 from engine_kit import Collector, make_request
 
@@ -40,11 +41,11 @@ LASTING_WAYS = ("error", "aborted", "bug")
 
 KV_CALLS = (
     "peek", "admit", "arrange", "grow", "commit", "verify", "rewind", "fork", "release", "maintain", "reset", "usage",
-    "details", "examine", "remove_range", "shift",
+    "details", "examine", "remove_range", "shift", "fetch", "wind_up",
 )  # fmt: skip
 OPS_CALLS = (
     "copy_blocks", "move_blocks", "release_pages", "prepare_pages", "resident_bytes",
-    "length", "remove", "copy", "save", "load", "resize", "shift", "no_room",
+    "length", "remove", "copy", "save", "load", "resize", "shift", "no_room", "read_blocks", "landing", "land",
 )  # fmt: skip
 BACKEND_CALLS = ("step", "rebuild", "abort")
 AHEAD_CALLS = ("submit", "collect", "rebuild", "abort")
@@ -54,6 +55,7 @@ WITHOUT_EFFECT = {f"kv.{name}" for name in ("peek", "verify", "usage", "details"
     "ops.length",
     "ops.resident_bytes",
     "ops.no_room",
+    "ops.read_blocks",
 }
 TOLD = ("deliver", "observer.")
 """Who is told something and fails was not told."""
@@ -61,6 +63,7 @@ TOLD = ("deliver", "observer.")
 HARMLESS = (
     *("observer.", "deliver", "kv.usage", "kv.details", "backend.abort"),
     *("ops.release_pages", "ops.prepare_pages", "ops.resident_bytes"),
+    *("ops.read_blocks", "ops.landing", "ops.land"),
 )
 """Calls whose failing no request may notice."""
 
@@ -119,6 +122,8 @@ class _Ops:
         for name in OPS_CALLS:
             if hasattr(ops, name):
                 setattr(self, name, calls.wrap(f"ops.{name}", getattr(ops, name)))
+        if isinstance(ops, BlockBytes):
+            self.block_bytes, self.reads_wait = ops.block_bytes, ops.reads_wait
 
 
 class _Observer:
@@ -148,6 +153,8 @@ class Machine:
     expected: Callable[[Request, int], list[int]]
     """What an answer consists of, when nothing else happens."""
     max_running: int = 3
+    idle: Callable[[], bool] = lambda: False
+    """Does what other threads would. Whether there was anything to do."""
     clock: Clock = field(default_factory=Clock)
 
 
@@ -225,7 +232,7 @@ class Rig:
         """So many turns; False if there is nothing left to do before."""
         for _ in range(count):
             self.now += 0.01
-            if self.engine.should_stop or not self.engine.turn():
+            if self.engine.should_stop or not (self.engine.turn() or self.machine.idle()):
                 return False
         return True
 

@@ -179,6 +179,7 @@ def server() -> Iterator[str]:
     """The address of a server with the fake backend, which accepts the default model's name."""
     command = [sys.executable, "-m", "cllm", "serve", "--backend", "fake", "--port", "0"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CLLM_")}
+    environment["CLLM_KV__DISK__ENABLED"] = "false"
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cllm import LLM, SamplingParams
 from cllm.engine.loop import Engine
 from cllm.engine.request import FinishReason, Request
 from cllm.kv.disk.files import Files
@@ -192,3 +193,17 @@ def test_ends_are_counted(written: Path) -> None:
         disk = server.engine.snapshot.kv.disk
         assert (disk.loads, disk.loaded_tokens) == (1, 96)
         assert isinstance(server.collector, Collector) and len(server.collector.ends) == 3
+
+
+@pytest.mark.parametrize("layout", ["paged", "slots"])
+def test_the_fake_backend_keeps_what_it_is_asked_to(tmp_path: Path, layout: str) -> None:
+    keys = {"backend.fake.layout": layout, "kv.disk.directory": str(tmp_path)}
+    greedy = SamplingParams(temperature=0.0, max_tokens=4)
+    prompt = [number % 250 for number in range(700)]
+    answers = []
+    for enabled in ({}, {"kv.disk.enabled": True}, {"kv.disk.enabled": True}):
+        with LLM("fake", backend="fake", settings={**keys, **enabled}) as llm:
+            answers.append(llm.generate([prompt], greedy)[0])
+            assert (llm.kv()["details"]["disk"] is None) == (not enabled)
+    assert [answer.cached_tokens for answer in answers[:2]] == [0, 0] and answers[2].cached_tokens >= 688
+    assert answers[0].token_ids == answers[1].token_ids == answers[2].token_ids

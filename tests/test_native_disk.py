@@ -135,3 +135,16 @@ def test_a_server_may_be_killed_while_it_writes(model: Path, uncached: list[Any]
         answers = [llm.generate([prompt(number)], EXACT)[0] for number in range(PROMPTS)]
         assert [bits(answer) for answer in answers] == uncached
         assert llm.kv()["details"]["disk"]["counts"].get("damaged", 0) == 0
+
+
+@pytest.mark.model
+def test_llama_cpp_finds_it_too(tmp_path: Path) -> None:
+    sentence = "It was a quiet morning in the village, and nothing had happened yet. "
+    keys = settings(str(tmp_path)) | {"kv.disk.max_mb": 512, "resources.kv_cache_max_memory_mb": 200}
+    answers = []
+    for _ in range(2):
+        with LLM("smollm2", backend="llama_cpp", settings=keys) as llm:
+            answers.append(llm.generate(sentence * 40 + "Then", EXACT)[0])
+    first, second = answers
+    assert first.cached_tokens == 0 and second.cached_tokens >= 512
+    assert second.token_ids == first.token_ids

@@ -209,6 +209,8 @@ class _FakeBlocks:
         self._arena.fill(-1)
         self._resident = np.zeros(self._geometry.blocks, np.bool_)
 
+    reads_wait = False
+
     @property
     def block_bytes(self) -> int:
         return int(self._cells[0].nbytes)

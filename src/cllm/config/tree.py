@@ -141,8 +141,8 @@ class WindowConfig(Section):
 class DiskConfig(Section):
     enabled: bool = Field(
         default=True,
-        description="keep K/V of prompts and answers on disk, so that they outlive the server (native; with the fake "
-        "backend only where this is set)",
+        description="keep K/V of prompts and answers on disk, so that they outlive the server (with the fake backend "
+        "only where this is set)",
     )
     directory: Path | None = Field(
         default=None,

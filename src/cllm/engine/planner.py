@@ -19,6 +19,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from enum import Enum
 from operator import attrgetter, itemgetter
 
 from cllm.engine.budget import StepBudget
@@ -38,6 +39,14 @@ WAIT_FOR_PREFIX_TOKENS = 8
 
 OLDEST_EVERY = 4
 """Every so many steps with prompts the oldest one goes first, however long it is."""
+
+
+class Loading(Enum):
+    LOADING = "loading"
+
+
+LOADING = Loading.LOADING
+"""Something of the sequence is on its way from elsewhere, and will be there sooner than computed."""
 
 _BY_SLOT = attrgetter("slot")
 _BY_TURN = attrgetter("turn")
@@ -192,14 +201,15 @@ class Planner(Faults):
                 if sequence is None:
                     break
                 passed.append(sequence)  # it stands in the queue until it has started, whatever is raised
-                if self.kv.fetch(sequence):
-                    continue
                 looked_at += 1
                 if self._better_waits(sequence, in_progress):
                     continue
                 cached = self._place(sequence)
                 if cached is None:
                     break
+                if cached is LOADING:
+                    looked_at -= 1
+                    continue
                 passed.pop()
                 self._start(sequence, cached)
                 if sequence.uncomputed > 1:
@@ -209,9 +219,11 @@ class Planner(Faults):
                 if not sequence.ended:
                     self.waiting.push(sequence)
 
-    def _place(self, sequence: Sequence) -> int | None:
+    def _place(self, sequence: Sequence) -> int | Loading | None:
         """Find memory for a sequence that waits; None: not now, or never, and then it has ended."""
         try:
+            if self.kv.fetch(sequence):
+                return LOADING
             cached = self.kv.admit(sequence)
         except Exception as error:
             sequence.recoveries += 1

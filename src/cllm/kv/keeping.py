@@ -46,9 +46,8 @@ class Offer:
 
 
 class Keeping:
-    def __init__(self, arena: Arena, blocks: BlockBytes, tier: Tier, clock: Callable[[], float]) -> None:
+    def __init__(self, arena: Arena, tier: Tier, clock: Callable[[], float]) -> None:
         self._arena = arena
-        self._bytes = blocks
         self._tier = tier
         self._clock = clock
         self._offers: deque[Offer] = deque()
@@ -95,7 +94,7 @@ class Keeping:
     def work(self, budget_s: float) -> bool:
         """For about so many seconds. True: there is more to do, at once."""
         space = self._tier.space
-        if not self._offers or space is None or self._clock() < self._retry_at:
+        if not self._offers or space is None or budget_s <= 0 or self._clock() < self._retry_at:
             return False
         block_s = self._tier.block_bytes / self._bytes_per_s
         self._credit_s = min(self._credit_s, block_s) + budget_s
@@ -132,8 +131,10 @@ class Keeping:
         blocks = blocks[:most]
         end = offer.done + len(blocks)
         before = offer.names[offer.done - 1] if offer.done else space.root(offer.owner)
+        ops = self._arena.ops
+        assert isinstance(ops, BlockBytes)
         started = self._clock()
-        kept = space.put(before, offer.done, offer.names[offer.done : end], self._bytes.read_blocks(blocks))
+        kept = space.put(before, offer.done, offer.names[offer.done : end], ops.read_blocks(blocks))
         self._learn(kept, self._clock() - started)
         self._progress(offer, kept)
         if kept:
@@ -157,9 +158,9 @@ class Keeping:
 
     def drain(self, seconds: float) -> None:
         """Hand all over that was offered, for so long: nothing else will be done any more."""
-        until, writer = self._clock() + seconds, self._tier.store.writer
-        while self._offers and self._tier.space is not None and not writer.trouble and self._clock() < until:
+        until, writer = time.monotonic() + seconds, self._tier.store.writer
+        while self._offers and self._tier.space is not None and not writer.trouble and time.monotonic() < until:
             self._retry_at = float("-inf")
             if not self.work(0.1):
-                self._tier.store.flush(max(0.0, min(0.1, until - self._clock())))
+                self._tier.store.flush(max(0.0, min(0.1, until - time.monotonic())))
                 time.sleep(0.001)

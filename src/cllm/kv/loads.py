@@ -53,6 +53,10 @@ class Load(Awaited):
     def arrived(self) -> bool:
         return self.ticket is not None and self.ticket.done
 
+    def end(self) -> None:
+        """It keeps no memory from going, then, however long somebody remembers it."""
+        self.over, self.buffers, self.ticket = True, (), None
+
     def cancel(self) -> None:
         self.late = True
         if self.ticket is not None:

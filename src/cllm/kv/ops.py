@@ -125,6 +125,10 @@ class BlockBytes(Protocol):
     def block_bytes(self) -> int:
         """Of one block, all that it holds."""
 
+    @property
+    def reads_wait(self) -> bool:
+        """Whether reading waits for the steps under way, so that it is better done while there are none."""
+
     def read_blocks(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:
         """What these blocks hold, to be copied before anything else is asked of the backend."""
 

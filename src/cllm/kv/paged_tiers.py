@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from cllm.errors import BackendError
+from cllm.errors import BackendError, describe
 from cllm.kv.keeping import RESCUE_S, Keeping
 from cllm.kv.loads import NOTHING, Incoming, Load
 from cllm.kv.ops import BlockBytes
@@ -14,6 +14,9 @@ from cllm.kv.sequence import KVSequence
 from cllm.kv.table import BlocksHeld
 from cllm.kv.tier import Tier
 from cllm.kv.tiered import Tiered
+
+BUSY_SHARE = 0.5
+"""Of the time for upkeep while something runs: what is handed over also has to be written, beside the steps."""
 
 
 class PagedTiers(PagedOperations, Tiered):
@@ -27,7 +30,7 @@ class PagedTiers(PagedOperations, Tiered):
 
     def use_disk(self, tier: Tier) -> None:
         super().use_disk(tier)
-        self._keeping = Keeping(self._arena, self._bytes, tier, self._clock)
+        self._keeping = Keeping(self._arena, tier, self._clock)
 
     @property
     def _bytes(self) -> BlockBytes:
@@ -48,10 +51,14 @@ class PagedTiers(PagedOperations, Tiered):
             return NOTHING
         if not self._room_for(sequence, found):
             return None
-        names = tier.names(space, sequence.space, prefix[: whole * size])[cached:]
+        next_block = (cached + 1) * size
+        first = tier.names(space, sequence.space, prefix[:next_block])[-1]
         for load in self._loads:
-            if names[0] in load.names:
+            if first in load.names:
                 return load
+        if not space.held([first]):  # most prompts are not there, and need no more names
+            return NOTHING
+        names = [first, *tier.next_names(first, prefix[next_block : whole * size])]
         names = names[: space.held(names)]
         patience = tier.patience(len(names), len(names) * tier.block_bytes)
         if patience is None:
@@ -75,7 +82,7 @@ class PagedTiers(PagedOperations, Tiered):
             load.buffers = self._bytes.landing(own)
             load.ticket = space.load(names, load.buffers, lambda _: tier.tell())
         except Exception as error:
-            self.release(holder, keep=False)
+            self._let_go(holder, keep=False)
             tier.fault("loading blocks from disk", error)
             return False
         self._loads.append(load)
@@ -98,10 +105,17 @@ class PagedTiers(PagedOperations, Tiered):
             tier.fault("loading blocks from disk", error)
             loaded = 0
         finally:
-            load.over, load.buffers = True, ()
+            load.end()
         tier.note_load(loaded * self.block_size, len(own) * self.block_size)
         holder.num_computed += loaded * self.block_size
-        self.release(holder)
+        self._let_go(holder, keep=True)
+
+    def _let_go(self, holder: Incoming, *, keep: bool) -> None:
+        """A load is over. Nobody else knows of its memory, so if that does not come back, all memory is in doubt."""
+        try:
+            self.release(holder, keep=keep)
+        except Exception as error:
+            raise BackendError(f"blocks that were loaded did not come back: {describe(error)}", fatal=True) from error
 
     # -- keeping -----------------------------------------------------------------------------------------------
 
@@ -114,7 +128,7 @@ class PagedTiers(PagedOperations, Tiered):
     def _rescue(self, count: int) -> None:
         """So many blocks are about to be evicted. If offered ones may be among them, some of those go to disk first."""
         if self._keeping is not None and self._keeping.blocks > self._prefixes.evictable - count:
-            self._keeping.work(RESCUE_S)
+            self._keeping.work(self._time_to_keep(RESCUE_S, RESCUE_S))
 
     def _keep(self, budget_s: float) -> tuple[bool, float]:
         """Take in what came, hand over what was offered. Whether there is more of it, and what the budget leaves."""
@@ -122,8 +136,13 @@ class PagedTiers(PagedOperations, Tiered):
             return False, budget_s
         started = self._clock()
         self._take_in()
-        more = self._keeping.work(budget_s)
+        more = self._keeping.work(self._time_to_keep(budget_s * BUSY_SHARE, budget_s))
         return more, max(0.0, budget_s - (self._clock() - started))
+
+    def _time_to_keep(self, busy_s: float, idle_s: float) -> float:
+        if len(self._arena.running) == self.loading:
+            return idle_s
+        return 0.0 if self._bytes.reads_wait else busy_s
 
     def _disk_due_at(self) -> float | None:
         moments = (super()._disk_due_at(), None if self._keeping is None else self._keeping.due_at())
@@ -138,7 +157,7 @@ class PagedTiers(PagedOperations, Tiered):
         """The memory that they were for is gone; the reader has what it writes to until it is done."""
         for load in self._loads:
             load.cancel()
-            load.over = True
+            load.end()
         self._loads = []
         self._arena.pinned = 0
         if self._keeping is not None:

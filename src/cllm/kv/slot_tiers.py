@@ -7,7 +7,7 @@ off when it is brought into a slot.
 
 from __future__ import annotations
 
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,7 @@ class SlotTiers(SlotOperations, Tiered):
     def _land(self, tier: Tier, load: Load) -> None:
         holder, ticket, (saved,) = load.holder, load.ticket, load.buffers
         assert holder is not None and ticket is not None
-        load.over, load.buffers = True, ()
+        load.end()
         self._coming_bytes -= saved.nbytes
         tokens = len(holder.tokens)
         tier.note_load(tokens if ticket.complete else 0, tokens)
@@ -157,14 +157,14 @@ class SlotTiers(SlotOperations, Tiered):
     def wind_up(self, seconds: float) -> None:
         if self._tier is None:
             return
-        until = self._clock() + seconds
+        until = monotonic() + seconds
         self._tier.token_s = self.token_s
-        while self._keep_at is not None and self._clock() < until and not self._tier.store.writer.trouble:
+        while self._keep_at is not None and monotonic() < until and not self._tier.store.writer.trouble:
             kept = self._keep_one(self._tier)
             if kept is None:
                 self._keep_at = None
             elif not kept:
-                self._tier.store.flush(max(0.0, min(0.1, until - self._clock())))
+                self._tier.store.flush(max(0.0, min(0.1, until - monotonic())))
                 sleep(0.001)
         self._end_loads(seconds)
 

@@ -71,7 +71,11 @@ class Tier:
 
     def names(self, space: Space, owner: bytes, tokens: array[int] | bytes) -> list[bytes]:
         """Of all whole blocks of a sequence; `owner` is the space of the cache that it belongs to."""
-        return chain(space.root(owner), tokens, self.block_tokens)
+        return self.next_names(space.root(owner), tokens)
+
+    def next_names(self, last: bytes, tokens: array[int] | bytes) -> list[bytes]:
+        """Of all whole blocks of what follows the block of that name."""
+        return chain(last, tokens, self.block_tokens)
 
     def patience(self, blocks: int, nbytes: int) -> float | None:
         """How long to wait for so many bytes, which save computing so many blocks. None: it is better not to."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 from cllm.kv.loads import NOTHING, Load
@@ -84,10 +84,12 @@ class Tiered(KVManager):
         return min(moments, default=None)
 
     def _end_loads(self, seconds: float) -> None:
+        """Nobody waits for any of them. By the time of the threads that read, whatever the cache's clock says."""
         for load in self._loads:
             load.cancel()
-        until = self._clock() + seconds
-        while self._loads and self._clock() < until:
+        until = monotonic() + seconds
+        while self._tier is not None and self._loads and monotonic() < until:
+            self._tier.store.flush(0.0)
             self._take_in()
             sleep(0.001)
 

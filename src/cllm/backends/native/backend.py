@@ -86,6 +86,8 @@ class NativeBackend(Backend):
         with self._memory_work("say what is in memory") as engine:
             return engine.resident_bytes()
 
+    reads_wait = False
+
     @property
     def block_bytes(self) -> int:
         assert self._geometry is not None

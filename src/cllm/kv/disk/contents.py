@@ -13,8 +13,8 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,10 +100,27 @@ def _hash(file: int, size: int, stopped: Callable[[], bool]) -> bytes:
             start += len(data)
         return found.digest()
 
+    starts = range(0, size, PIECE_BYTES)
+    digests, failures, numbers = [b""] * len(starts), list[Exception](), count()
+
+    def work() -> None:
+        try:
+            while (number := next(numbers)) < len(starts) and not failures:
+                digests[number] = piece(starts[number])
+        except Exception as error:
+            failures.append(error)
+
+    # Daemons: a program that ends does not wait for them.
+    threads = [threading.Thread(target=work, name="cllm-kv-hash", daemon=True) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
     whole = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=NAME_BYTES)
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="cllm-kv-hash") as pool:
-        for digest in pool.map(piece, range(0, size, PIECE_BYTES)):
-            whole.update(digest)
+    for digest in digests:
+        whole.update(digest)
     return whole.digest()
 
 

@@ -32,7 +32,7 @@ from cllm.kv.disk.reader import Reader, Ticket
 from cllm.kv.disk.runs import Run, Saved, Sums
 from cllm.kv.disk.speed import GUESS_BYTES
 from cllm.kv.disk.staging import Staging
-from cllm.kv.disk.worker import Worker
+from cllm.kv.disk.worker import Worker, be_patient
 from cllm.kv.disk.writer import Writer
 
 Block = NDArray[np.uint8] | memoryview | bytes
@@ -90,10 +90,13 @@ class DiskStore:
         self.staging = Staging(queue_bytes)
         cores = min(MOST_HELPERS, os.cpu_count() or 1) if threads else 1
         self._helpers = ThreadPoolExecutor(cores, thread_name_prefix="cllm-kv-help") if cores > 1 else None
+        self._patient_helper: ThreadPoolExecutor | None = None
+        if threads:
+            self._patient_helper = ThreadPoolExecutor(1, thread_name_prefix="cllm-kv-sums", initializer=be_patient)
         self.writer = Writer(
             self._keeper,
             staging=self.staging,
-            helpers=self._helpers,
+            helpers=self._patient_helper,
             queue_bytes=queue_bytes,
             linger_s=linger_s,
             rate=rate,
@@ -101,7 +104,10 @@ class DiskStore:
             sleep=sleep,
         )
         self.reader = Reader(self._keeper, helpers=self._helpers, monotonic=monotonic)
-        self._workers = (Worker("cllm-kv-write", self.writer.work), Worker("cllm-kv-read", self.reader.work))
+        self._workers = (
+            Worker("cllm-kv-write", self.writer.work, patient=True),
+            Worker("cllm-kv-read", self.reader.work),
+        )
         self._threads = threads
         self._closed = False
         if threads:
@@ -192,8 +198,9 @@ class DiskStore:
             for worker in self._workers:
                 worker.stop(1.0)
         self.reader.give_up()
-        if self._helpers is not None:
-            self._helpers.shutdown(wait=False, cancel_futures=True)
+        for helpers in (self._helpers, self._patient_helper):
+            if helpers is not None:
+                helpers.shutdown(wait=False, cancel_futures=True)
 
 
 class Space:
