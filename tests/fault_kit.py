@@ -41,7 +41,7 @@ LASTING_WAYS = ("error", "aborted", "bug")
 
 KV_CALLS = (
     "peek", "admit", "arrange", "grow", "commit", "verify", "rewind", "fork", "release", "maintain", "reset", "usage",
-    "details", "examine", "remove_range", "shift", "fetch", "wind_up",
+    "details", "examine", "remove_range", "shift", "fetch", "wind_up", "pin",
 )  # fmt: skip
 OPS_CALLS = (
     "copy_blocks", "move_blocks", "release_pages", "prepare_pages", "resident_bytes",
@@ -210,10 +210,10 @@ class Rig:
 
     def submit(self, prompt: str, max_tokens: int = 4, **options: Any) -> Request:
         timeout_s, priority = options.pop("timeout_s", 1e9), options.pop("priority", 0)
-        window = options.pop("window", None)
+        window, pins = options.pop("window", None), options.pop("pins", ())
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **options})
         name = f"r{len(self.requests)}"
-        limits = {"timeout_s": timeout_s, "priority": priority, "max_context": 96, "window": window}
+        limits = {"timeout_s": timeout_s, "priority": priority, "max_context": 96, "window": window, "pins": pins}
         request = make_request(prompt, params, arrival=self.now, request_id=name, **limits)
         self.requests.append(request)
         self.engine.submit(request)
@@ -269,8 +269,8 @@ class Rig:
         assert not self.raised
         assert not engine._stepper.under_way
         usage = scheduler.kv.usage()
-        assert usage.referenced == 0 and usage.sequences_running == 0
-        assert usage.free + usage.evictable == usage.total
+        assert usage.referenced == usage.pinned and usage.sequences_running == 0
+        assert usage.free + usage.evictable + usage.pinned == usage.total
         assert not scheduler.running and len(scheduler.waiting) == 0 and not scheduler.requests
         assert list(scheduler.waiting) == [] and scheduler.take_outputs() == [] and not engine._outbox.waiting
         assert engine._submitted == scheduler.dequeued == len(self.requests) == sum(scheduler.finished.values())

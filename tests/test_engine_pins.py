@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 from typing import Any
 
 import pytest
 
+from cllm.backends.fake import FakeBackend
 from cllm.engine.params import SamplingParams
 from cllm.errors import BackendError, ShuttingDownError
+from cllm.kv.manager import KVManager
+from cllm.kv.memory import most_bytes
+from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
+from cllm.kv.paged import PagedKVManager
 from cllm.kv.pins import PinMark
+from cllm.kv.slots import SlotKVManager
 from cllm.kv.window import Window
 from engine_kit import GREEDY, make_engine, make_request, reference
+from fault_kit import Machine, Rig, fail_every_call
+from pipelined import PipelinedFake
 
 LAYOUTS = ("paged", "ahead", "slots")
 PROMPT = list(range(40, 80))
@@ -155,3 +165,56 @@ def test_a_question_is_answered_on_the_engines_thread() -> None:
         assert engine.ask(lambda: engine.rebuilds).result(10) == 0
     finally:
         engine.stop(5)
+
+
+def machine(layout: str) -> Machine:
+    """Little memory, of which most may be pinned."""
+    backend = (PipelinedFake if layout == "ahead" else FakeBackend)(context_length=96)
+    if layout == "slots":
+        slots = SlotGeometry(2, 96)
+        backend.allocate(slots)
+        assert isinstance(backend.ops, SlotOps)
+        store = 3 * most_bytes(96, 8)
+        kv: KVManager = SlotKVManager(backend.ops, slots, bytes_per_token=8, store_bytes=store, pin_limit=0.7)
+    else:
+        blocks = BlockGeometry(24, 4)
+        backend.allocate(blocks)
+        assert isinstance(backend.ops, BlockOps)
+        kv = PagedKVManager(backend.ops, blocks, bytes_per_token=8, pin_limit=0.7)
+    return Machine(
+        backend, kv, lambda request, _: _alone(bytes(request.prompt), request.params.max_tokens), max_running=2
+    )
+
+
+@functools.cache
+def _alone(prompt: bytes, max_tokens: int) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return reference(make_request(memoryview(prompt).cast("i"), params, max_context=96))
+
+
+def pins_come_and_go(rig: Rig) -> None:
+    """Pinned, found again, renewed, over the limit, and in the way of somebody who needs all there is."""
+    prefix = "all of them begin like this "
+    rig.submit(prefix, 2, pins=[PinMark(16), PinMark(len(prefix))])
+    rig.run()
+    rig.submit("x" * 40, 2, pins=[PinMark(40)])
+    rig.submit(prefix + "one", 2, pins=[PinMark(len(prefix))])
+    rig.run()
+    rig.submit("y" * 40, 2, pins=[PinMark(40)])
+    rig.run()
+    rig.submit("z" * 90, 5)
+    rig.run()
+    rig.submit(prefix + "two", 2)
+    rig.run()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whatever_call_fails_while_pins_come_and_go(layout: str) -> None:
+    logging.disable(logging.CRITICAL)
+    try:
+        rig = Rig(machine(layout))
+        pins_come_and_go(rig)
+        assert "kv.pin" in rig.calls.names and (layout != "slots" or "ops.save" in rig.calls.names)
+        assert fail_every_call(lambda: machine(layout), pins_come_and_go, ("error", "bug")) > 0
+    finally:
+        logging.disable(logging.NOTSET)
