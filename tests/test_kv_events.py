@@ -107,3 +107,19 @@ def test_who_is_gone_is_told_nothing() -> None:
     assert len(events._listeners) == 1
     del listener
     assert len(events._listeners) == 0
+
+
+def test_what_a_window_takes_out_of_the_tree_is_told() -> None:
+    backend, kv = paged(blocks=8, block_size=4)
+    listener = kv._arena.events.listen()
+    sequence = run_to_end(backend, kv, list(range(30)))
+    assert kv.remove_range(sequence, 4, 12)  # there is no room for a copy: what follows leaves the tree
+    kv.shift(sequence, 12, -8)
+    kv.check()
+    told = listener.take()
+    stored, removed = (
+        {name for event in told if event.kind == kind for name in event.names} for kind in ("stored", "removed")
+    )
+    assert len(stored) == 7 and len(removed) == 6
+    assert stored - removed == kv.held_names()[1] == names_in(kv)
+    kv.release(sequence)
