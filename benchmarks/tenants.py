@@ -66,7 +66,8 @@ class Side:
 @contextmanager
 def serving(args: argparse.Namespace, keys: list[str], settings: list[str]) -> Iterator[Side]:
     command = [sys.executable, "-m", "cllm", "serve", "--backend", args.backend, "--port", "0"]
-    for setting in ("log.level=warning", f"resources.kv_cache_max_memory_mb={args.kv_mb}", *settings):
+    memory = f"resources.kv_cache_max_memory_mb={args.kv_mb}"
+    for setting in ("log.level=warning", "kv.disk.enabled=false", memory, *settings):
         command += ["--set", setting]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

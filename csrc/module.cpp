@@ -68,7 +68,7 @@ public:
     std::string instruction_set() const { return model_.kernels.name; }
     int threads() const { return pool_.size(); }
     size_t weight_bytes() const { return model_.weight_bytes(); }
-    size_t kv_bytes() const { return arena_.size(); }
+    size_t kv_bytes() const { return arena_->size(); }
 
     void load(int layer, const std::string& role, int type, int64_t rows, int64_t cols, const Bytes& data) {
         model_.load(layer, role, GgmlType(type), rows, cols, data.data(), data.size());
@@ -89,8 +89,8 @@ public:
             learn_key_shifts(model_, forward_);
         }
         if (size_t(blocks) > (size_t(1) << 46) / layout.block_bytes()) throw std::bad_alloc();
-        arena_ = Region();
-        arena_ = Region(size_t(blocks) * layout.block_bytes(), large_pages ? Pages::large : Pages::usual);
+        arena_ = std::make_shared<Region>();
+        arena_ = std::make_shared<Region>(size_t(blocks) * layout.block_bytes(), large_pages ? Pages::large : Pages::usual);
         layout_ = layout;
         blocks_ = blocks;
     }
@@ -98,7 +98,7 @@ public:
     bool step(const Ints& tokens, const IntTable& chunks, const Ints& blocks, const FloatTable& logits) {
         require_ready();
         read_chunks(tokens, chunks, blocks, logits);
-        return forward_.step(tokens.data(), chunks_, layout_, arena_.data(), logits.data());
+        return forward_.step(tokens.data(), chunks_, layout_, arena_->data(), logits.data());
     }
     void abort() { forward_.abort(); }
 
@@ -109,7 +109,7 @@ public:
         copies.reserve(pairs.shape(0));
         for (size_t i = 0; i < pairs.shape(0) * 2; ++i) check_block(pairs.data()[i]);
         for (size_t i = 0; i < pairs.shape(0); ++i) copies.push_back({pairs.data()[i * 2], pairs.data()[i * 2 + 1], 1});
-        mover_.move(copies.data(), copies.size(), arena_.data(), layout_.block_bytes(), blocks_, pool_);
+        mover_.move(copies.data(), copies.size(), arena_->data(), layout_.block_bytes(), blocks_, pool_);
     }
 
     void move_blocks(const IntTable& moves) {
@@ -126,21 +126,29 @@ public:
             checked.push_back({move[0], move[1], move[2]});
         }
         if (total > INT32_MAX) refuse("the moves have " + number(total) + " blocks together");
-        mover_.move(checked.data(), checked.size(), arena_.data(), layout_.block_bytes(), blocks_, pool_);
+        mover_.move(checked.data(), checked.size(), arena_->data(), layout_.block_bytes(), blocks_, pool_);
     }
     void release_pages(int64_t first, int64_t count) {
         require_ready();
         check_run(first, count);
-        arena_.release(size_t(first) * layout_.block_bytes(), size_t(count) * layout_.block_bytes());
+        arena_->release(size_t(first) * layout_.block_bytes(), size_t(count) * layout_.block_bytes());
     }
     void prepare_pages(int64_t first, int64_t count) {
         require_ready();
         check_run(first, count);
-        arena_.prepare(size_t(first) * layout_.block_bytes(), size_t(count) * layout_.block_bytes(), pool_);
+        arena_->prepare(size_t(first) * layout_.block_bytes(), size_t(count) * layout_.block_bytes(), pool_);
     }
     size_t resident_bytes() const {
         require_ready();
-        return arena_.resident();
+        return arena_->resident();
+    }
+
+    // All blocks as bytes. They stay where they are as long as somebody has this view, also after `allocate`.
+    nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> memory() const {
+        require_ready();
+        nb::capsule owner(new std::shared_ptr<Region>(arena_),
+                          [](void* p) noexcept { delete static_cast<std::shared_ptr<Region>*>(p); });
+        return {arena_->data(), {size_t(blocks_), layout_.block_bytes()}, owner};
     }
 
     void set_profiling(bool on) { forward_.set_profiling(on); }
@@ -157,7 +165,7 @@ private:
     }
     void require_ready() const {
         require_sealed();
-        if (!arena_.data()) refuse("no K/V memory is allocated");
+        if (!arena_->data()) refuse("no K/V memory is allocated");
     }
     void check_block(int32_t block) const {
         if (block < 0 || block >= blocks_) refuse("block " + number(block) + " is not one of " + number(blocks_));
@@ -202,7 +210,7 @@ private:
     ThreadPool& pool_;
     Model model_;
     Forward forward_;
-    Region arena_;
+    std::shared_ptr<Region> arena_ = std::make_shared<Region>();  // whoever views it holds it
     BlockMover mover_;
     KVLayout layout_;
     int64_t blocks_ = 0;
@@ -322,6 +330,7 @@ NB_MODULE(_native, m) {
         .def("release_pages", &Engine::release_pages, "first"_a, "count"_a, no_gil)
         .def("prepare_pages", &Engine::prepare_pages, "first"_a, "count"_a, no_gil)
         .def("resident_bytes", &Engine::resident_bytes, no_gil)
+        .def("memory", &Engine::memory)
         .def("set_profiling", &Engine::set_profiling, "on"_a)
         .def("profile", &Engine::profile);
 }

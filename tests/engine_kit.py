@@ -19,6 +19,7 @@ from cllm.engine.tenant import NOBODY, Tenant
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged import PagedKVManager
+from cllm.kv.pins import PinMark
 from cllm.kv.slots import SlotKVManager
 from cllm.kv.window import Window
 from pipelined import PipelinedFake
@@ -60,6 +61,7 @@ def make_request(
     request_id: str | None = None,
     window: Window | None = None,
     tenant: Tenant = NOBODY,
+    pins: Sequence[PinMark] = (),
 ) -> Request:
     ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
     return build_request(
@@ -75,6 +77,7 @@ def make_request(
         vocab_size=320,
         window=window,
         tenant=tenant,
+        pins=pins,
     )
 
 

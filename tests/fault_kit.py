@@ -19,6 +19,7 @@ from cllm.engine.request import FinishReason, Request
 from cllm.engine.scheduler import Scheduler
 from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.manager import KVManager
+from cllm.kv.ops import BlockBytes
 from cllm.kv.paged import PagedKVManager
 from engine_kit import Collector, make_request
 
@@ -40,11 +41,11 @@ LASTING_WAYS = ("error", "aborted", "bug")
 
 KV_CALLS = (
     "peek", "admit", "arrange", "grow", "commit", "verify", "rewind", "fork", "release", "maintain", "reset", "usage",
-    "details", "examine", "remove_range", "shift",
+    "details", "examine", "remove_range", "shift", "fetch", "wind_up", "pin",
 )  # fmt: skip
 OPS_CALLS = (
     "copy_blocks", "move_blocks", "release_pages", "prepare_pages", "resident_bytes",
-    "length", "remove", "copy", "save", "load", "resize", "shift", "no_room",
+    "length", "remove", "copy", "save", "load", "resize", "shift", "no_room", "read_blocks", "landing", "land",
 )  # fmt: skip
 BACKEND_CALLS = ("step", "rebuild", "abort")
 AHEAD_CALLS = ("submit", "collect", "rebuild", "abort")
@@ -54,6 +55,7 @@ WITHOUT_EFFECT = {f"kv.{name}" for name in ("peek", "verify", "usage", "details"
     "ops.length",
     "ops.resident_bytes",
     "ops.no_room",
+    "ops.read_blocks",
 }
 TOLD = ("deliver", "observer.")
 """Who is told something and fails was not told."""
@@ -61,6 +63,7 @@ TOLD = ("deliver", "observer.")
 HARMLESS = (
     *("observer.", "deliver", "kv.usage", "kv.details", "backend.abort"),
     *("ops.release_pages", "ops.prepare_pages", "ops.resident_bytes"),
+    *("ops.read_blocks", "ops.landing", "ops.land"),
 )
 """Calls whose failing no request may notice."""
 
@@ -119,6 +122,8 @@ class _Ops:
         for name in OPS_CALLS:
             if hasattr(ops, name):
                 setattr(self, name, calls.wrap(f"ops.{name}", getattr(ops, name)))
+        if isinstance(ops, BlockBytes):
+            self.block_bytes, self.reads_wait = ops.block_bytes, ops.reads_wait
 
 
 class _Observer:
@@ -148,6 +153,8 @@ class Machine:
     expected: Callable[[Request, int], list[int]]
     """What an answer consists of, when nothing else happens."""
     max_running: int = 3
+    idle: Callable[[], bool] = lambda: False
+    """Does what other threads would. Whether there was anything to do."""
     clock: Clock = field(default_factory=Clock)
 
 
@@ -203,10 +210,10 @@ class Rig:
 
     def submit(self, prompt: str, max_tokens: int = 4, **options: Any) -> Request:
         timeout_s, priority = options.pop("timeout_s", 1e9), options.pop("priority", 0)
-        window = options.pop("window", None)
+        window, pins = options.pop("window", None), options.pop("pins", ())
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **options})
         name = f"r{len(self.requests)}"
-        limits = {"timeout_s": timeout_s, "priority": priority, "max_context": 96, "window": window}
+        limits = {"timeout_s": timeout_s, "priority": priority, "max_context": 96, "window": window, "pins": pins}
         request = make_request(prompt, params, arrival=self.now, request_id=name, **limits)
         self.requests.append(request)
         self.engine.submit(request)
@@ -225,7 +232,7 @@ class Rig:
         """So many turns; False if there is nothing left to do before."""
         for _ in range(count):
             self.now += 0.01
-            if self.engine.should_stop or not self.engine.turn():
+            if self.engine.should_stop or not (self.engine.turn() or self.machine.idle()):
                 return False
         return True
 
@@ -262,8 +269,8 @@ class Rig:
         assert not self.raised
         assert not engine._stepper.under_way
         usage = scheduler.kv.usage()
-        assert usage.referenced == 0 and usage.sequences_running == 0
-        assert usage.free + usage.evictable == usage.total
+        assert usage.referenced == usage.pinned and usage.sequences_running == 0
+        assert usage.free + usage.evictable + usage.pinned == usage.total
         assert not scheduler.running and len(scheduler.waiting) == 0 and not scheduler.requests
         assert list(scheduler.waiting) == [] and scheduler.take_outputs() == [] and not engine._outbox.waiting
         assert engine._submitted == scheduler.dequeued == len(self.requests) == sum(scheduler.finished.values())

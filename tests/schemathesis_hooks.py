@@ -20,6 +20,8 @@ def breaks_a_relation(body: dict[str, Any]) -> bool:
         or _number(body, "min_tokens", 0) > _number(body, "max_tokens", 16)
         or (None not in most and most[0] != most[1])
         or _tokens_of_window(body) > 4096
+        or _marks_in(body.get("messages")) > 4
+        or len(str(body.get("messages"))) > 100_000  # the context is 4,096 characters
         or (isinstance(body.get("prompt"), list) and len(body["prompt"]) * _number(body, "n", 1) > 128)
     )
 
@@ -38,6 +40,13 @@ def _tokens_of_window(body: dict[str, Any]) -> float:
     """About what a rolling window takes; it must not be more than the context."""
     window = body.get("context_window")
     return _number(window, "keep", 4) + _number(window, "recent", 0) + 300 if isinstance(window, dict) else 0
+
+
+def _marks_in(part: Any) -> int:
+    """How many marks of cache_control are in messages, and in parts of these."""
+    if isinstance(part, dict):
+        return (part.get("cache_control") is not None) + _marks_in(part.get("content"))
+    return sum(map(_marks_in, part)) if isinstance(part, list) else 0
 
 
 def _number(body: dict[str, Any], name: str, default: float) -> float:

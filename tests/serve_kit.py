@@ -80,6 +80,7 @@ def serving(
         names = " ".join(number.name.removeprefix("SIG") for number in ignoring)
         command = ["sh", "-c", f"trap '' {names}; exec \"$@\"", "sh", *command]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CLLM_")}
+    environment["CLLM_KV__DISK__ENABLED"] = "false"  # a setting says otherwise where it is wanted
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
         try:

@@ -22,10 +22,10 @@ from cllm.server.app import create_app
 from cllm.server.connection import Connection
 from cllm.server.connections import Connections
 
-# A request that passes the deadline it asked for was taken; 408 is its answer.
+# A request that passes the deadline it asked for was taken; 408 is its answer. What is too short to be pinned gets 409.
 SETTINGS = """
 [checks.positive_data_acceptance]
-expected-statuses = ["2xx", "404", "408"]
+expected-statuses = ["2xx", "404", "408", "409"]
 """
 
 

@@ -31,6 +31,7 @@ NAMES = [
     *("docs/architecture.md", "docs/benchmarks.md", "docs/containers.md", "docs/kv-types.md", "docs/simulate.md"),
     "docs/tenants.md",
     "docs/kv-store.md",
+    "docs/warm.md",
     "src/cllm/kv/README.md",
 ]
 DOCUMENTS = [ROOT / name for name in NAMES]
@@ -178,6 +179,7 @@ def server() -> Iterator[str]:
     """The address of a server with the fake backend, which accepts the default model's name."""
     command = [sys.executable, "-m", "cllm", "serve", "--backend", "fake", "--port", "0"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CLLM_")}
+    environment["CLLM_KV__DISK__ENABLED"] = "false"
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -237,10 +239,10 @@ LAYERS = [
     {"kv"},
     {"models", "config"},
     {"backends", "text", "resources"},
-    {"engine", "on_torch"},
+    {"engine", "on_disk", "on_torch"},
     {"observe", "assemble", "generation", "windows"},
     {"llm"},
-    {"offline", "simulate"},
+    {"offline", "simulate", "warm"},
     {"bench"},
     {"server"},
     {"cli"},
@@ -250,11 +252,13 @@ LAYERS = [
 
 KV_LAYERS = [
     {"sequence", "window", "usage", "view", "ops", "memory", "slot_sizes"},
-    {"radix", "eviction", "numbers", "trigger", "extents", "pool"},
-    {"prefixes", "arena", "fragmentation", "holders", "store", "table"},
-    {"manager", "operations", "compaction", "upkeep", "picture", "slot_memory", "slot_picture"},
-    {"paged", "paged_operations", "slots", "slot_operations"},
+    {"radix", "eviction", "numbers", "trigger", "extents", "pool", "pins", "events"},
+    {"prefixes", "arena", "fragmentation", "holders", "store", "table", "tier", "loads"},
+    {"manager", "operations", "compaction", "tiered", "upkeep", "keeping", "picture", "slot_memory", "slot_picture"},
+    {"paged", "paged_operations", "paged_tiers", "slot_tiers", "slots", "slot_operations", "paged_pins", "slot_pins"},
 ]
+
+USES_DISK = {"tier", "loads", "keeping", "slot_tiers", "prefixes"}
 
 DISK_LAYERS = [
     {"names", "files", "speed", "staging", "worker"},
@@ -294,7 +298,9 @@ def test_no_layer_imports_upwards() -> None:
 def test_kv_imports_nothing_from_above() -> None:
     for file in (SOURCE / "kv").glob("*.py"):
         for module in imported(file):
-            if module.startswith("cllm.kv."):
+            if module.startswith("cllm.kv.disk."):
+                assert file.stem in USES_DISK, f"{file.name} imports {module}"
+            elif module.startswith("cllm.kv."):
                 name = module.rpartition(".")[2]
                 assert rank(KV_LAYERS, name) <= rank(KV_LAYERS, file.stem), f"{file.name} imports {module}"
             elif module.startswith("cllm"):

@@ -167,7 +167,7 @@ async def test_the_api_description_tells_the_truth() -> None:
             assert "422" not in operation["responses"], path
             if method == "post":
                 errors = operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"]
-                assert errors.endswith("ErrorReply" if path.startswith("/v1") else "FailureReply")
+                assert errors.endswith("ErrorReply" if path.startswith(("/v1", "/kv")) else "FailureReply")
                 body = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
                 assert schema["components"]["schemas"][body]["additionalProperties"] is False
     assert "x-" not in json.dumps(schema["components"]).replace("x-request-id", "")

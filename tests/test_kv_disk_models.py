@@ -38,7 +38,9 @@ def test_a_digest_is_remembered_until_the_file_changes(tmp_path: Path, monkeypat
     file.write_bytes(b"weights" * 100)
     hashed: list[int] = []
     real = contents._hash
-    monkeypatch.setattr(contents, "_hash", lambda opened, size: hashed.append(size) or real(opened, size))
+    monkeypatch.setattr(
+        contents, "_hash", lambda opened, size, stopped: hashed.append(size) or real(opened, size, stopped)
+    )
     digest = content_digest([file], known)
     assert content_digest([file], known) == digest
     assert len(hashed) == 1
@@ -148,3 +150,11 @@ def test_a_running_store_survives_clearing(tmp_path: Path) -> None:
 def test_the_directory_can_be_set(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["cache", "--set", f"kv.disk.directory={tmp_path}", "--set", "kv.disk.max_mb=100"])
     assert result.output == f"{tmp_path}: 0.0 MiB of K/V, at most 100 MiB (kv.disk.max_mb)\n"
+
+
+def test_nobody_waits_for_a_digest_that_is_not_needed_any_more(tmp_path: Path) -> None:
+    file = tmp_path / "model"
+    file.write_bytes(bytes(100))
+    with pytest.raises(contents.StoppedError):
+        contents.content_digest([file], tmp_path / "known", stopped=lambda: True)
+    assert not (tmp_path / "known").exists()

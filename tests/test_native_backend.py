@@ -21,7 +21,7 @@ from cllm.backends.native import NativeBackend
 from cllm.config import load_config
 from cllm.errors import BackendError, ConfigError, StepAbortedError
 from cllm.kv.memory import MIB, bytes_per_token
-from cllm.kv.ops import BlockGeometry, BlockOps, Move, SlotGeometry
+from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, Move, SlotGeometry
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 
@@ -135,6 +135,38 @@ def test_moved_blocks_go_on_like_their_sources(backend: NativeBackend) -> None:
     row(backend, chunk(0, 80, table(8, 80)))  # where they were is written over
     assert np.array_equal(row(backend, chunk(49, 50, [40, 41, 3, 4])), expected)
     ops.move_blocks([])
+
+
+def test_a_block_that_comes_back_goes_on_like_before(backend: NativeBackend) -> None:
+    row(backend, chunk(0, 24, [5, 6]))
+    assert isinstance(backend.ops, BlockBytes)
+    kept = [content.copy() for content in backend.read_blocks([5, 6])]
+    assert [content.nbytes for content in kept] == 2 * [backend.kv_bytes // BLOCKS] == 2 * [backend.block_bytes]
+    expected = row(backend, chunk(24, 30, [5, 6]))
+    row(backend, chunk(0, 24, [6, 5]))  # the source is written over
+    places = backend.landing([71, 70])
+    for place, content in zip(places, kept, strict=True):
+        place[:] = content
+    backend.land([71, 70], places)
+    assert np.array_equal(row(backend, chunk(24, 30, [71, 70])), expected)
+    with pytest.raises(BackendError, match="has 128 blocks"):
+        backend.read_blocks([BLOCKS])
+
+
+def test_whoever_still_writes_to_old_memory_harms_nobody() -> None:
+    backend = make()
+    backend.allocate(BlockGeometry(BLOCKS, BLOCK_SIZE))
+    places = backend.landing([0, 1])
+    expected = row(backend, chunk(0, 30, [0, 1]))
+    backend.rebuild()
+    assert np.array_equal(row(backend, chunk(0, 30, [0, 1])), expected)
+    for place in places:
+        place[:] = 255
+    assert np.array_equal(row(backend, chunk(29, 30, [0, 1])), expected)
+    places = backend.landing([0])
+    backend.close()
+    places[0][:] = 255
+    assert places[0].min() == 255
 
 
 def test_what_the_os_or_the_engine_refuses_is_an_error_of_the_call(

@@ -150,6 +150,10 @@ class Engine:
     def resident_bytes(self) -> int:
         """How much of the arena is in memory, as the OS says; RuntimeError if it does not say."""
 
+    def memory(self) -> NDArray[np.uint8]:
+        """All blocks of the arena as bytes, a row each; not a copy. It stays valid, and its memory taken, as long as
+        somebody has it, also after `allocate` has made another arena."""
+
     def set_profiling(self, on: bool) -> None:
         """Whether steps note how long their phases take."""
 

@@ -24,6 +24,7 @@ from cllm.machine import offers_large_pages, read_cpus, read_rooms
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from cllm.models.registry import resolve
+from cllm.on_disk import ModelFiles, OnDisk, files_of, keep_on_disk
 from cllm.on_torch import Model, asks_for_gpu, gpu_refusal, has_gpu, open_torch, torch_refusal
 from cllm.resources import Weights, choose_kv_bytes, choose_threads
 from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
@@ -48,6 +49,13 @@ class Parts:
     scheduler: Scheduler
     bytes_per_token: int
     max_context: int
+    disk: OnDisk | None = None
+
+    def close(self) -> None:
+        """When the engine has ended. Calling it again does nothing."""
+        if self.disk is not None:
+            self.disk.close()
+        self.backend.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,7 @@ class _Opened:
     backend: Backend
     kv_bytes: int | None
     """The K/V budget; None where memory is only imitated."""
+    files: ModelFiles | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +103,7 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None) -> _O
         return _Opened("fake", ByteTokenizer(fake.vocab_size), _chat_template(config, None), backend, None)
     path = resolve(config.model.name)
     model = HFModel.open(path) if path.is_dir() else GGUFModel.open(path)
+    files = files_of(model)
     name, tokenizer, template = _name(config, model), _load_tokenizer(model), _chat_template(config, model)
     kind = _choose_backend(config, model)
     _check_relations(config, kind)
@@ -105,7 +115,7 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None) -> _O
         if before_mapping is not None and kind == "llama_cpp" and config.backend.llama_cpp.mmap:
             before_mapping()
         backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
-    return _Opened(name, tokenizer, template, backend, kv_bytes)
+    return _Opened(name, tokenizer, template, backend, kv_bytes, files)
 
 
 def _name(config: Config, model: Model) -> str:
@@ -277,8 +287,16 @@ def _build(config: Config, opened: _Opened) -> Parts:
         memory.max_context,
         memory.max_running,
     )
+    disk = keep_on_disk(config, backend, opened.name, opened.files, memory.kv, token_bytes)
     return Parts(
-        *(opened.name, opened.tokenizer, opened.chat_template, backend, scheduler, token_bytes, memory.max_context)
+        opened.name,
+        opened.tokenizer,
+        opened.chat_template,
+        backend,
+        scheduler,
+        token_bytes,
+        memory.max_context,
+        disk,
     )
 
 
@@ -330,6 +348,7 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
         max_sequences=config.resources.kv_cache_max_size,
         eviction_threshold=config.scheduler.kv_cache_eviction_threshold,
         eviction_policy=config.scheduler.eviction_policy,
+        pin_limit=config.kv.pin_limit,
         release_after_s=config.kv.release_after_s,
         idle_bytes=_idle_bytes(config, budget, plan.geometry.slot_tokens * token_bytes),
     )
@@ -368,6 +387,7 @@ def _block_memory(config: Config, backend: Backend, budget: int, token_bytes: in
         max_sequences=config.resources.kv_cache_max_size,
         eviction_threshold=config.scheduler.kv_cache_eviction_threshold,
         eviction_policy=config.scheduler.eviction_policy,
+        pin_limit=config.kv.pin_limit,
         watermark=config.scheduler.watermark,
         placement=config.kv.placement,
         upkeep=_upkeep(config, backend, geometry, token_bytes, context),

@@ -27,6 +27,7 @@ from cllm.engine.tenant import NOBODY, Tenant
 from cllm.engine.watch import Picture
 from cllm.errors import ConfigError, InvalidRequestError, ShuttingDownError
 from cllm.generation import Generation
+from cllm.kv.pins import PinMark
 from cllm.kv.window import Window
 from cllm.models.shape import ModelShape
 from cllm.text.bounded import TokenLimit
@@ -69,7 +70,7 @@ class AsyncLLM:
                 self.config.kv.window, parts.scheduler.kv, parts.max_context, parts.backend.no_window
             )
         except ConfigError:
-            parts.backend.close()
+            parts.close()
             raise
         self._parts = parts
         engine = Engine(
@@ -99,7 +100,7 @@ class AsyncLLM:
             generation.fail(ShuttingDownError("the server shut down before the request was done"))
         self._live.clear()
         if parts is not None:
-            await asyncio.to_thread(parts.backend.close)
+            await asyncio.to_thread(parts.close)
         self._parts = None
         _open.discard(self)
 
@@ -111,7 +112,7 @@ class AsyncLLM:
         engine, parts = self._engine, self._parts
         if engine is not None and parts is not None:
             engine.stop(0)
-            parts.backend.close()
+            parts.close()
         self._parts = None
         _open.discard(self)
 
@@ -180,7 +181,7 @@ class AsyncLLM:
         """The cache as it is: the numbers of the last step, and who holds what."""
         snapshot = self.snapshot()
         usage = snapshot.kv
-        numbers = usage._asdict()
+        numbers = usage.as_dict()
         unit = usage.bytes_per_unit
         return {
             **numbers,
@@ -220,6 +221,13 @@ class AsyncLLM:
         stable = self._volatile.strip(messages)
         return self.chat_template.encode(self.tokenizer, stable, self.prompt_limit(params))
 
+    def encode_beginning(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
+    ) -> list[int]:
+        """What prompts begin with whose first messages are these."""
+        stable = self._volatile.strip(messages)
+        return self.chat_template.encode(self.tokenizer, stable, self.prompt_limit(params), asks=False)
+
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -229,11 +237,13 @@ class AsyncLLM:
         priority: int = 0,
         timeout_s: float | None = None,
         tenant: Tenant = NOBODY,
+        pins: Sequence[PinMark] = (),
     ) -> Generation:
         """Queue a prompt. Raises at once what can be known at once: see `cllm.errors`.
 
         `timeout_s` may shorten scheduler.request_timeout_s, never lengthen it. Prefixes are shared with requests whose
-        `tenant` has the same space.
+        `tenant` has the same space. `pins` are what of the prompt is to stay in the cache; they say what came of it
+        when the generation has ended.
         """
         engine = self._running
         params = params or SamplingParams()
@@ -257,6 +267,7 @@ class AsyncLLM:
             window=self._window_of(params),
             rows=self._rows,
             tenant=tenant,
+            pins=pins,
         )
         generation = Generation(request_id, ids, params, self.tokenizer, self._cancel)
         self._live[request_id] = generation
@@ -266,6 +277,11 @@ class AsyncLLM:
             del self._live[request_id]
             raise
         return generation
+
+    async def unpin(self, name: str) -> bool:
+        """End a pin. False: there is none of that name."""
+        kv = self._loaded.scheduler.kv
+        return await asyncio.wrap_future(self._running.ask(lambda: kv.unpin(name)))
 
     # -- inside ------------------------------------------------------------------------------------------------
 

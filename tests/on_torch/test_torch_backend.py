@@ -22,7 +22,7 @@ from cllm.backends.torch.sources import decoder_of, open_source
 from cllm.backends.torch.weights import Loader, weight_bytes
 from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError
 from cllm.kv.memory import bytes_per_token
-from cllm.kv.ops import BlockGeometry, BlockOps, Move, SlotGeometry
+from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, Move, SlotGeometry
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from hf_kit import header_of, tensors, write_directory, write_safetensors
@@ -119,6 +119,22 @@ def test_a_copied_block_goes_on_like_its_source(backend: TorchBackend) -> None:
     row(backend, part(0, 24, [6, 5]))  # the source is written over
     assert_same(row(backend, part(24, 30, [40, 41])), expected)
     ops.copy_blocks([])
+
+
+def test_a_block_that_comes_back_goes_on_like_before(backend: TorchBackend) -> None:
+    row(backend, part(0, 24, [5, 6]))
+    assert isinstance(backend, BlockBytes)
+    kept = [content.copy() for content in backend.read_blocks([5, 6])]
+    assert [content.nbytes for content in kept] == 2 * [backend.block_bytes]
+    expected = row(backend, part(24, 30, [5, 6]))
+    row(backend, part(0, 24, [6, 5]))  # the source is written over
+    places = backend.landing([41, 40])
+    for place, content in zip(places, kept, strict=True):
+        place[:] = content
+    backend.land([41, 40], places)
+    assert_same(row(backend, part(24, 30, [41, 40])), expected)
+    with pytest.raises(BackendError, match=f"there is no block {BLOCKS}"):
+        backend.read_blocks([BLOCKS])
 
 
 @pytest.mark.parametrize("together", [1, 3, 1000])

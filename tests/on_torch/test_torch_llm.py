@@ -16,6 +16,7 @@ from cllm.assemble import _choose_backend, assemble
 from cllm.backends.torch.backend import TorchBackend
 from cllm.config import load_config
 from cllm.errors import ConfigError, ModelError
+from cllm.kv.tier import Tier
 from cllm.machine import Room
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
@@ -228,6 +229,20 @@ def test_a_gpu_has_larger_steps_and_the_models_own_context(directory: Path, monk
     monkeypatch.setattr(TorchBackend, "_load", lambda *_: None)
     on_gpu = TorchBackend(HFModel.open(directory), device="cpu")
     assert (on_gpu.preferred_step_tokens, on_gpu.context_cap) == (8192, None)
+
+
+@pytest.mark.parametrize("types", [{}, {"resources__kv_type_k": "int8", "resources__kv_type_v": "int8"}])
+def test_what_was_used_again_outlives_the_server(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: dict[str, str]
+) -> None:
+    monkeypatch.setattr(Tier, "compute_seconds", lambda tier, blocks: 60.0)
+    keys = {"kv__disk__enabled": True, "kv__disk__directory": str(tmp_path), **types}
+    with open_llm(directory, **keys) as first:
+        before = [generated(first, [LONG]) for _ in range(2)]
+    with open_llm(directory, **keys) as later:
+        answer = later.generate([LONG], GREEDY)[0]
+        assert answer.cached_tokens == 384 and later.kv()["disk"]["loaded_tokens"] == 384
+        assert list(answer.token_ids) == before[1][0]
 
 
 # -- which backend runs --------------------------------------------------------------------------------------------

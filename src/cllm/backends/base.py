@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -140,6 +140,12 @@ class Backend(ABC):
     def resizes_slots(self) -> bool:
         """Whether it keeps its K/V in slots whose number can change, and what is saved can be loaded afterwards."""
         return False
+
+    @property
+    def kv_identity(self) -> Mapping[str, str | int] | None:
+        """All that the bits of its K/V depend on beside the model's files, the types of K and V, the tokens in a block
+        and the version of cLLM; None: its K/V cannot be kept outside its memory."""
+        return None
 
     @abstractmethod
     def allocate(self, geometry: Geometry) -> None:

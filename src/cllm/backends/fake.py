@@ -63,6 +63,10 @@ class FakeBackend(Backend):
     def resizes_slots(self) -> bool:
         return True
 
+    @property
+    def kv_identity(self) -> dict[str, str | int]:
+        return {"vocabulary": self.shape.n_vocab}
+
     def allocate(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self.layout = "slots" if isinstance(geometry, SlotGeometry) else "blocks"
@@ -141,9 +145,8 @@ class _FakeBlocks:
 
     def __init__(self, geometry: BlockGeometry) -> None:
         self._size = geometry.block_size
-        self._arena = np.full((geometry.blocks, geometry.block_size), -1, dtype=np.int32)
-        self._dropped = np.zeros_like(self._arena)
-        self._resident = np.zeros(geometry.blocks, np.bool_)
+        self._geometry = geometry
+        self.wipe()
 
     @property
     def nbytes(self) -> int:
@@ -200,8 +203,27 @@ class _FakeBlocks:
             raise BackendError(f"{count} blocks from {first} on are not among {len(self._arena)}")
 
     def wipe(self) -> None:
+        """With new memory: somebody may still write to the old one."""
+        self._cells = np.zeros((self._geometry.blocks, 2, self._size), np.int32)
+        self._arena, self._dropped = self._cells[:, 0], self._cells[:, 1]
         self._arena.fill(-1)
-        self._resident.fill(False)
+        self._resident = np.zeros(self._geometry.blocks, np.bool_)
+
+    reads_wait = False
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self._cells[0].nbytes)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
+        return [self._cells[block].reshape(-1).view(np.uint8) for block in blocks]
+
+    def landing(self, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
+        self._resident[list(blocks)] = True
+        return self.read_blocks(blocks)
+
+    def land(self, blocks: Sequence[int], content: Sequence[NDArray[np.uint8]]) -> None:
+        """They lie there already."""
 
 
 class _FakeSlots:

@@ -57,7 +57,7 @@ class Bare:
 async def start_cllm(
     model: str, threads: int, backend: str, settings: Mapping[str, Any] | None = None
 ) -> AsyncIterator[Server]:
-    """`cllm serve` with its defaults, but for what is given."""
+    """`cllm serve` with its defaults, but for what is given, and nothing kept on disk."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     effective = {
@@ -65,6 +65,7 @@ async def start_cllm(
         "backend.type": backend,
         "backend.threads": threads,
         "log.level": "warning",
+        "kv.disk.enabled": "false",  # what an earlier run computed is not to be found in this one
         **(settings or {}),
         "server.host": "127.0.0.1",
         "server.port": port,

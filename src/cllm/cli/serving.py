@@ -26,6 +26,8 @@ from cllm.observe.log import EfficiencyLog, RequestLog, setup_logging, stop_logg
 from cllm.server.app import create_app
 from cllm.server.connection import Connection
 from cllm.server.connections import Connections, room_for
+from cllm.server.state import ServerState
+from cllm.server.warming import under_way
 
 log = logging.getLogger("cllm.serve")
 
@@ -96,7 +98,8 @@ class Server(uvicorn.Server):
             log.warning("the limit of open files leaves room for %d connections (server.max_connections)", most)
         connections = Connections(config.server, most)
         app = create_app(self._llm, config)
-        app.state.cllm.registry.register(connections)
+        self._state: ServerState = app.state.cllm
+        self._state.registry.register(connections)
         protocol: Any = partial(Connection, connections)
         super().__init__(
             uvicorn.Config(
@@ -127,8 +130,9 @@ class Server(uvicorn.Server):
         efficiency = EfficiencyLog(self._llm.snapshot, self._settings.log.efficiency_interval_s)
         background = asyncio.create_task(efficiency.run())
         try:
-            self._listen()
-            await super().serve(sockets)
+            async with under_way(self._state):
+                self._listen()
+                await super().serve(sockets)
         finally:
             background.cancel()
             await (self._closing or self._llm.shutdown(0))

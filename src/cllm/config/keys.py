@@ -38,6 +38,12 @@ def is_nullable(key: str) -> bool:
     return type(None) in get_args(KEYS[key].annotation)
 
 
+def holds_objects(key: str) -> bool:
+    """Whether the key's value is a list of objects."""
+    parts = get_args(KEYS[key].annotation)
+    return bool(parts) and isinstance(parts[0], type) and issubclass(parts[0], BaseModel)
+
+
 def _plain_types(annotation: Any) -> set[Any]:
     if annotation in (int, float, bool):
         return {annotation}

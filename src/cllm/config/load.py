@@ -6,17 +6,21 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from cllm.config.keys import KEYS, SECRET_KEYS, is_nullable
+from cllm.config.keys import KEYS, SECRET_KEYS, holds_objects, is_nullable
 from cllm.config.problems import HIDDEN, InvalidConfigError, as_written
 from cllm.config.sources import Misfit, Setting, read_environment, read_file, read_overrides
 from cllm.config.tree import Config
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
+
+_SHORT = Repr()  # of what may be a whole prompt, the beginning and the end
+_SHORT.maxstring = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,10 @@ def _nest(settings: Mapping[str, Setting]) -> dict[str, Any]:
 def _explain(detail: ErrorDetails, settings: Mapping[str, Setting]) -> str:
     path = [str(part) for part in detail["loc"]]
     key = next(key for end in range(len(path), 0, -1) if (key := ".".join(path[:end])) in settings)
+    inner = detail["loc"][len(key.split(".")) :]
+    if inner and holds_objects(key):
+        place = key + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inner)
+        return f"{place} is {_SHORT.repr(detail['input'])} ({settings[key].origin}): it must be {_wanted(detail)}"
     value = settings[key].value
     secret = key in SECRET_KEYS and str(value).strip()
     shown = HIDDEN if secret else repr(value) if isinstance(value, str) else as_written(value)
@@ -90,6 +98,10 @@ _TYPES = {
     "path_type": "the path of a file",
     "tuple_type": "a list such as [a, b]",
     "string_too_short": "text that is not empty",
+    "too_short": "a list that is not empty",
+    "model_type": "text, or an object",
+    "extra_forbidden": "left out: there is no such name",
+    "missing": "an object in which nothing is missing",
 }
 _LIMITS = {
     "greater_than_equal": ("at least", "ge"),

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from cllm.config.problems import InvalidConfigError
 from cllm.config.relations import check_relations
+from cllm.config.warm import WarmPrefix
 from cllm.kv.window import MIN_RECENT
 
 BackendType = Literal["auto", "native", "llama_cpp", "torch", "fake"]
@@ -139,6 +140,11 @@ class WindowConfig(Section):
 
 
 class DiskConfig(Section):
+    enabled: bool = Field(
+        default=True,
+        description="keep K/V of prompts and answers on disk, so that they outlive the server (with the fake backend "
+        "only where this is set)",
+    )
     directory: Path | None = Field(
         default=None,
         strict=False,
@@ -183,6 +189,23 @@ class KVConfig(Section):
     )
     window: WindowConfig = WindowConfig()
     disk: DiskConfig = DiskConfig()
+    warm: tuple[WarmPrefix, ...] = Field(
+        default=(),
+        strict=False,
+        description="prompts, messages or files whose K/V are computed when the server starts; see docs/warm.md",
+    )
+    warm_before_ready: bool = Field(
+        default=True, description="take requests only when kv.warm is computed; false computes it beside them"
+    )
+    pin_limit: float = Field(
+        default=0.25,
+        ge=0,
+        lt=1,
+        description="share of KV memory that pinned prefixes may take (llama_cpp: of the store); 0: no pins",
+    )
+    pin_marks: bool = Field(
+        default=True, description="pin what requests mark with cache_control, for as long as the mark says"
+    )
 
 
 class SchedulerConfig(Section):

@@ -61,6 +61,11 @@ class StepBudget:
         self._mixed_steps = REMEASURE_ROWS_EVERY
         self._crowded = False
 
+    @property
+    def token_s(self) -> float:
+        """What a token of a prompt costs; 0: not known yet."""
+        return self._token_s
+
     def rows_at_once(self, rows: int) -> int:
         """How many of the answers' rows the next step computes."""
         if rows <= MANY_ROWS or self._longest_s is None:

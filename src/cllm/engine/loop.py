@@ -14,7 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from cllm.backends.base import Backend
 from cllm.engine.outbox import ATTEMPTS, Deliver, Outbox
@@ -26,6 +27,7 @@ from cllm.engine.watch import Watch
 from cllm.errors import BackendError, OverloadedError, ShuttingDownError, describe
 
 log = logging.getLogger("cllm.engine")
+T = TypeVar("T")
 
 DETAILS_INTERVAL_S = 0.25
 CHECK_INTERVAL_S = 10.0
@@ -34,6 +36,9 @@ IDLE_SLICE_S = 0.005
 
 LONGEST_WAIT_S = 3600.0
 """A thread cannot wait for any number of seconds that a setting may have."""
+
+WIND_UP_S = 2.0
+"""At the end, for handing over what is to be kept."""
 
 REBUILD_ATTEMPTS = 3
 """Times that a new context is asked for before the engine gives up."""
@@ -64,6 +69,9 @@ class Engine:
         self._clock = clock
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
+        self._arrived = False
+        """Whether something came, since the last step was planned, that a sequence waits for."""
+        scheduler.kv.on_arrival = self._on_arrival
         self._submit_lock = threading.Lock()
         self._submitted = 0
         self._accepting = False
@@ -124,6 +132,25 @@ class Engine:
         if request_id in self._stepper.in_step:
             self._abort()
 
+    def ask(self, question: Callable[[], T]) -> Future[T]:
+        """Have something done on the engine's thread, between two steps, and its answer."""
+        answer: Future[T] = Future()
+
+        def work() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
+
+        with self._submit_lock:
+            if not self.accepting:
+                raise ShuttingDownError("the server is shutting down and answers no more questions")
+            self._inbox.append(work)
+        self._wake.set()
+        return answer
+
     def stop(self, grace_s: float) -> None:
         """Take no more requests, refuse those that wait, let running ones end within `grace_s`; then join."""
         self.begin_stop(grace_s)
@@ -144,6 +171,10 @@ class Engine:
 
     def wake(self) -> None:
         """Have a turn now, and whatever is published with it."""
+        self._wake.set()
+
+    def _on_arrival(self) -> None:
+        self._arrived = True
         self._wake.set()
 
     def _abort(self) -> None:
@@ -186,6 +217,7 @@ class Engine:
     def _advance(self) -> bool:
         """A step, if there is anything to compute; False: there is not."""
         scheduler = self.scheduler
+        self._arrived = False
         self._drain_inbox()
         scheduler.expire()
         if self._stop_at is not None:
@@ -193,8 +225,8 @@ class Engine:
         scheduler.raise_doubt()
         if not (scheduler.has_work or self._stepper.under_way):
             return False
-        self._stepper.advance()
-        return True
+        # Who waits for the disk, with nobody else to compute for, needs no turns until it has answered.
+        return self._stepper.advance() or not scheduler.kv.loading
 
     def _rebuild(self, cause: BackendError) -> None:
         """Last resort: a new context. What ran is recomputed from its tokens."""
@@ -229,15 +261,20 @@ class Engine:
     def _tidy(self) -> bool:
         """Nothing to compute: tidy up and check the cache, piece by piece, until somebody comes."""
         kv = self.scheduler.kv
-        while not self._inbox and self._stop_at is None and kv.maintain(IDLE_SLICE_S):
+        while not self._called and kv.maintain(IDLE_SLICE_S):
             pass
         now = self._clock()
         if now - self._checked_at >= CHECK_INTERVAL_S:
             self._checked_at = now
             for _ in kv.check_in_slices():
-                if self._inbox or self._stop_at is not None:
+                if self._called:
                     break
         return False
+
+    @property
+    def _called(self) -> bool:
+        """Whether there is something else to do than to tidy up."""
+        return bool(self._inbox) or self._arrived or self._stop_at is not None
 
     def _wait(self) -> None:
         """Until someone comes, or for a deadline, or until the cache wants to tidy up or watchers want a picture."""
@@ -273,6 +310,7 @@ class Engine:
             scheduler.raise_doubt()
             if self._failure is not None:
                 scheduler.kv.reset()
+            scheduler.kv.wind_up(WIND_UP_S)
         except Exception:
             log.exception("the cache was left in doubt")
             self._reset_cache()

@@ -19,6 +19,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from enum import Enum
 from operator import attrgetter, itemgetter
 
 from cllm.engine.budget import StepBudget
@@ -38,6 +39,14 @@ WAIT_FOR_PREFIX_TOKENS = 8
 
 OLDEST_EVERY = 4
 """Every so many steps with prompts the oldest one goes first, however long it is."""
+
+
+class Loading(Enum):
+    LOADING = "loading"
+
+
+LOADING = Loading.LOADING
+"""Something of the sequence is on its way from elsewhere, and will be there sooner than computed."""
 
 _BY_SLOT = attrgetter("slot")
 _BY_TURN = attrgetter("turn")
@@ -195,20 +204,24 @@ class Planner(Faults):
         """Take sequences from the queue while there is room, in order; those that better wait are passed over."""
         passed: list[Sequence] = []
         self.kv.demand = len(self.running) + len(self.waiting)
+        self.kv.token_s = self.budget.token_s
         in_progress = [sequence for sequence in self.running if sequence.uncomputed > 1]
+        looked_at = 0
         try:
-            for _ in range(min(ADMIT_SCAN, len(self.waiting))):
-                if len(self.running) >= self._max_running:
-                    break
+            while looked_at < ADMIT_SCAN and len(self.running) < self._max_running:
                 sequence = self.waiting.pop()
                 if sequence is None:
                     break
                 passed.append(sequence)  # it stands in the queue until it has started, whatever is raised
+                looked_at += 1
                 if self._better_waits(sequence, in_progress):
                     continue
                 cached = self._place(sequence)
                 if cached is None:
                     break
+                if cached is LOADING:
+                    looked_at -= 1
+                    continue
                 passed.pop()
                 self._start(sequence, cached)
                 if sequence.uncomputed > 1:
@@ -218,9 +231,11 @@ class Planner(Faults):
                 if not sequence.ended:
                     self.waiting.push(sequence)
 
-    def _place(self, sequence: Sequence) -> int | None:
+    def _place(self, sequence: Sequence) -> int | Loading | None:
         """Find memory for a sequence that waits; None: not now, or never, and then it has ended."""
         try:
+            if self.kv.fetch(sequence):
+                return LOADING
             cached = self.kv.admit(sequence)
         except Exception as error:
             sequence.recoveries += 1
@@ -234,7 +249,7 @@ class Planner(Faults):
             return None
         if cached is not None:
             return cached
-        if not self.running:
+        if not (self.running or self.kv.loading):
             # It has all the memory there is to itself, so waiting would not help.
             no_room = BackendError(f"there is no room in the KV cache for {len(sequence.tokens)} tokens")
             self.finish(sequence.request, None, FinishReason.ERROR, no_room)

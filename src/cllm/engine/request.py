@@ -16,6 +16,7 @@ from cllm.engine.params import SamplingParams
 from cllm.engine.rows import RowSampler
 from cllm.engine.sampling import TokenChooser, TokenLogprob
 from cllm.engine.tenant import NOBODY, Tenant
+from cllm.kv.pins import PinMark
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
 from cllm.kv.window import Window
@@ -191,6 +192,7 @@ class Request:
         "id",
         "last_token_at",
         "params",
+        "pins",
         "preemptions",
         "priority",
         "prompt",
@@ -212,11 +214,14 @@ class Request:
         priority: int = 0,
         end_ids: frozenset[int] = frozenset(),
         tenant: Tenant = NOBODY,
+        pins: Tokens[PinMark] = (),
     ) -> None:
         self.id = request_id
         self.tenant = tenant
         self.prompt: array[int] = array("i", prompt)
         self.params = params
+        self.pins = pins
+        """What of the prompt is to stay in the cache when the first answer ends."""
         self.arrival = arrival
         self.deadline = deadline
         self.priority = priority
@@ -253,6 +258,7 @@ def build_request(
     window: Window | None = None,
     rows: RowSampler | None = None,
     tenant: Tenant = NOBODY,
+    pins: Tokens[PinMark] = (),
 ) -> Request:
     """A request with its sequences, ready for the engine. Answer i draws with seed + i; `rows` does the work of it.
 
@@ -270,6 +276,7 @@ def build_request(
         priority=priority,
         end_ids=end_ids,
         tenant=tenant,
+        pins=pins,
     )
     limit = len(prompt) + (max_context if params.max_tokens is None else params.max_tokens)
     if window is None:

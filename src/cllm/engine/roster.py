@@ -120,6 +120,9 @@ class Roster(ABC):
         try:
             if rewind:
                 self.kv.rewind(sequence)
+            if keep and sequence.ended and sequence.index == 0:
+                for mark in sequence.request.pins:
+                    self.kv.pin(sequence, mark)
             self.kv.release(sequence, keep=keep)
         except Exception as error:
             self.distrust(error)

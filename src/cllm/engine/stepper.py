@@ -67,8 +67,9 @@ class Stepper:
     def under_way(self) -> bool:
         return bool(self._flights)
 
-    def advance(self) -> None:
-        """Plan and submit a step, if there is anything to compute; take in the oldest one's result, if it is time."""
+    def advance(self) -> bool:
+        """Plan and submit a step, if there is anything to compute; take in the oldest one's result, if it is time.
+        False: there was neither."""
         scheduler = self._scheduler
         plan = scheduler.schedule()
         scheduler.raise_doubt()
@@ -78,6 +79,8 @@ class Stepper:
             self._land(self._flights.popleft())
             scheduler.raise_doubt()
             scheduler.kv.maintain(self._upkeep_share * self.last_step_s)
+            return True
+        return bool(plan.chunks)
 
     def _submit(self, plan: Plan) -> None:
         if self._backend.depth > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cllm.kv.events import KVEvents
 from cllm.kv.extents import extent_blocks
 from cllm.kv.numbers import Numbers
 from cllm.kv.ops import BlockGeometry, BlockOps, Move
@@ -30,6 +31,9 @@ class Arena:
         self.geometry = geometry
         self.block_bytes = block_bytes
         self.extent_blocks = extent or extent_blocks(geometry.blocks, block_bytes)
+        self.pinned = 0
+        """Blocks that others write to and that must stay where they are."""
+        self.events = KVEvents()
         self._policy = policy
         self._apart = apart
         self.clear()
@@ -37,7 +41,14 @@ class Arena:
     def clear(self) -> None:
         self.pool = BlockPool(self.geometry.blocks, self.extent_blocks, apart=self._apart)
         self.holders = Numbers()
-        self.prefixes = Prefixes(self.pool, self.holders, block_size=self.geometry.block_size, policy=self._policy)
+        self.prefixes = Prefixes(
+            self.pool,
+            self.holders,
+            block_size=self.geometry.block_size,
+            policy=self._policy,
+            events=self.events,
+        )
+        self.events.cleared()
         self.running = {}
 
     @property

@@ -13,15 +13,20 @@ from cllm.kv.sequence import Holding, KVSequence
 class Entry(Holding):
     """One computed sequence: running or held in a slot, or saved as bytes."""
 
-    __slots__ = ("hits", "length", "node", "number", "owner", "saved", "slot")
+    __slots__ = ("hits", "length", "node", "number", "offered", "owner", "pinned", "saved", "slot", "space")
     _numbers = count()
 
     def __init__(self, slot: int, owner: KVSequence) -> None:
         self.number = next(Entry._numbers)
         self.slot: int | None = slot
+        self.space = owner.space
+        self.offered = False
+        """Whether it was handed over to be kept on disk, or comes from there."""
         self.owner: KVSequence | None = owner
         """The running sequence, None once it has ended."""
         self.saved: SavedKV | None = None
+        self.pinned = False
+        """Whether its bytes are a pin's, and none of the store's."""
         self.node: Node[set[Entry]] | None = None
         self.length = 0
         """Tokens the index knows of; a running sequence may be ahead by what it has generated since."""
@@ -95,8 +100,9 @@ class HolderIndex:
             node = self._tree.remove(node) if not node.value else node.parent
 
     def covered_by(self, entry: Entry) -> set[Entry]:
-        """The entries that are a prefix of this one, or equal to it."""
-        return {other for node in entry.path() for other in node.value if other.node is node and other is not entry}
+        """The entries that are a prefix of this one, or equal to it, without those that are pinned."""
+        on_path = (other for node in entry.path() for other in node.value if other.node is node)
+        return {other for other in on_path if other is not entry and not other.pinned}
 
     def examine(self) -> Iterator[tuple[Entry | None, int]]:
         """Check all nodes, then all entries. Yields how many tokens were looked at, with the entry if it was one."""

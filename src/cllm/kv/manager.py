@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cllm.errors import UnsupportedOperationError
+from cllm.kv.pins import PinMark
 from cllm.kv.sequence import KVSequence
 from cllm.kv.usage import KVUsage
 from cllm.kv.view import KVView
@@ -51,7 +52,13 @@ class KVManager(ABC):
     demand: int = 0
     """Sequences that run or want to, for a manager that takes memory in steps. Whoever admits sets it before."""
 
+    token_s: float = 0.0
+    """What computing a token takes, as measured by who computes; 0: not known yet."""
+
     on_eviction: EvictionListener | None = None
+
+    on_arrival: Callable[[], None] | None = None
+    """Called from another thread when something arrived that a sequence waits for, or may now be looked for."""
 
     dropped_tokens: int = 0
     """Tokens that windows have dropped, of all sequences."""
@@ -59,6 +66,17 @@ class KVManager(ABC):
     @abstractmethod
     def peek(self, key: bytes, space: bytes = b"") -> int:
         """Tokens of `key` (int32 bytes) that `admit` would find now for a sequence of `space`. Changes nothing."""
+
+    def fetch(self, sequence: KVSequence) -> bool:
+        """Whether `sequence`, which waits, has to wait for something of it that is brought from elsewhere, because that
+        is there sooner than computed. Asked before `admit`, until the answer is False; other sequences may be admitted
+        meanwhile. Whoever does not wait any more need not say so."""
+        return False
+
+    @property
+    def loading(self) -> int:
+        """How many such things are on their way. They hold memory, which comes free again."""
+        return 0
 
     @abstractmethod
     def admit(self, sequence: KVSequence) -> int | None:
@@ -97,6 +115,21 @@ class KVManager(ABC):
     @abstractmethod
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         """Take everything back. `keep` leaves the computed part in the cache, evictable."""
+
+    # -- what stays --------------------------------------------------------------------------------------------
+
+    def pin(self, sequence: KVSequence, mark: PinMark) -> None:
+        """Keep the beginning of a sequence, which is about to be released, from being evicted. `mark` says how much of
+        it, for how long, and, from now on, what came of it: a pin that is refused is no error."""
+        mark.refusal = f"{type(self).__name__} has no pins"
+
+    def unpin(self, name: str) -> bool:
+        """End a pin before its time. False: there is none of that name."""
+        return False
+
+    def held_names(self) -> tuple[int, set[bytes]]:
+        """The names of all blocks in the prefix tree, and the number of the event after which they are so."""
+        raise self._cannot("name what it holds")
 
     # -- operations on a sequence's memory ---------------------------------------------------------------------
     # Positions are places in memory, [0, held). What cannot be done raises `UnsupportedOperationError`; nothing that
@@ -145,6 +178,9 @@ class KVManager(ABC):
         """The time, by the manager's clock, at which `maintain` has something to do though nothing happens until
         then; None: never."""
         return None
+
+    def wind_up(self, seconds: float) -> None:  # noqa: B027 - most have nothing to do
+        """No more sequences come: hand over what is to be kept elsewhere, for about so long at most."""
 
     @abstractmethod
     def reset(self) -> None:

@@ -115,3 +115,26 @@ class BlockOps(Protocol):
 
     def resident_bytes(self) -> int:
         """How much of the arena is in memory, as the OS says."""
+
+
+@runtime_checkable
+class BlockBytes(Protocol):
+    """The content of blocks as bytes, for who keeps it outside the arena. A backend may have it beside `BlockOps`."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, all that it holds."""
+
+    @property
+    def reads_wait(self) -> bool:
+        """Whether reading waits for the steps under way, so that it is better done while there are none."""
+
+    def read_blocks(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:
+        """What these blocks hold, to be copied before anything else is asked of the backend."""
+
+    def landing(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:
+        """Memory to write what these blocks, which nobody uses, are to hold; another thread does that while steps are
+        computed. It is there as long as somebody has it, also after the backend's memory was renewed."""
+
+    def land(self, blocks: Sequence[int], content: Sequence[NDArray[np.uint8]]) -> None:
+        """What `landing` gave for these blocks is written: from now on they hold it."""

@@ -20,9 +20,11 @@ from cllm.kv.arena import Arena
 from cllm.kv.fragmentation import extents_needed, measure
 from cllm.kv.manager import CHECK_SLICE
 from cllm.kv.ops import BlockGeometry, BlockOps
-from cllm.kv.paged_operations import PagedOperations
+from cllm.kv.paged_pins import PagedPins
+from cllm.kv.paged_tiers import PagedTiers
 from cllm.kv.picture import picture
-from cllm.kv.radix import TOKEN_BYTES
+from cllm.kv.pins import Pins
+from cllm.kv.radix import TOKEN_BYTES, Found
 from cllm.kv.sequence import KVSequence
 from cllm.kv.table import BlocksHeld, held_by, own_blocks
 from cllm.kv.upkeep import EVICT_AT_ONCE, LOOK_INTERVAL_S, Upkeep, UpkeepSettings
@@ -30,7 +32,7 @@ from cllm.kv.usage import KVUsage
 from cllm.kv.view import KVView
 
 
-class PagedKVManager(PagedOperations):
+class PagedKVManager(PagedPins, PagedTiers):
     verifies = False
 
     def __init__(
@@ -43,6 +45,7 @@ class PagedKVManager(PagedOperations):
         eviction_threshold: float = 1.0,
         eviction_policy: str = "lru",
         watermark: float = 0.0,
+        pin_limit: float = 0.25,
         placement: str = "runs",
         extent_blocks: int | None = None,
         upkeep: UpkeepSettings | None = None,
@@ -65,11 +68,15 @@ class PagedKVManager(PagedOperations):
         self._clock = clock
         self._evictions = self._queried = self._hit = 0
         self._copied_bytes = 0
+        self._loads = []
+        limit_bytes = int(geometry.blocks * pin_limit) * self._arena.block_bytes
+        self._pins = Pins(limit_bytes, clock, self._drop_pin)
         self._start_empty()
 
     def _start_empty(self) -> None:
         arena = self._arena
         arena.clear()
+        self._pins.forget()
         self._upkeep.restart()
         self._pool, self._prefixes, self._running = arena.pool, arena.prefixes, arena.running
         self._peak = 0
@@ -84,12 +91,11 @@ class PagedKVManager(PagedOperations):
     def admit(self, sequence: KVSequence) -> int | None:
         prefixes = self._prefixes
         found = prefixes.find(sequence.prefix.tobytes(), sequence.space)
+        while not self._room_for(sequence, found):
+            if not self._pins_give_way(running=0):
+                return None
         cached_blocks = found.matched // prefixes.tree.unit_bytes
         needed = self._blocks_for(sequence.needed) - cached_blocks
-        # The watermark keeps room for running sequences to grow, so it does not apply when there are none.
-        reserve = self._watermark_blocks if self._running else 0
-        if needed + reserve > self._available() - prefixes.unused_blocks(found):
-            return None
         node, blocks = prefixes.enter(found)
         held = self._begin(sequence, BlocksHeld(node, cached_blocks))
         self._make_room(needed)
@@ -101,6 +107,12 @@ class PagedKVManager(PagedOperations):
             self._queried += len(sequence.tokens)
             self._hit += sequence.num_computed
         return sequence.num_computed
+
+    def _room_for(self, sequence: KVSequence, found: Found[list[int]]) -> bool:
+        needed = self._blocks_for(sequence.needed) - found.matched // self._prefixes.tree.unit_bytes
+        # The watermark keeps room for running sequences to grow, so it does not apply when there are none.
+        reserve = self._watermark_blocks if self._running else 0
+        return needed + reserve <= self._available() - self._prefixes.unused_blocks(found)
 
     def _begin(self, sequence: KVSequence, held: BlocksHeld) -> BlocksHeld:
         sequence.holding = held
@@ -176,6 +188,7 @@ class PagedKVManager(PagedOperations):
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         if keep:
             self.commit(sequence)
+            self._offer(sequence)
         held = held_by(sequence)
         del self._running[held.number]
         self._leave(own_blocks(sequence), sequence)
@@ -200,6 +213,8 @@ class PagedKVManager(PagedOperations):
     # -- upkeep ------------------------------------------------------------------------------------------------
 
     def maintain(self, budget_s: float) -> bool:
+        self._pins.expire()
+        keeps, budget_s = self._keep(budget_s)
         excess = self._threshold_excess()
         if excess > 0:
             self._evict(min(excess, EVICT_AT_ONCE))
@@ -216,12 +231,14 @@ class PagedKVManager(PagedOperations):
             self._measured_at = now
             if not self._running:
                 self._upkeep.look(now)
-        return more
+        return more or keeps
 
     def upkeep_at(self) -> float | None:
-        return self._upkeep.due_at()
+        moments = (self._upkeep.due_at(), self._disk_due_at(), self._pins.next_at)
+        return min((moment for moment in moments if moment is not None), default=None)
 
     def reset(self) -> None:
+        self._forget_loads()
         for sequence in self._running.values():
             sequence.forget_memory()
         self._start_empty()
@@ -238,7 +255,7 @@ class PagedKVManager(PagedOperations):
             evictable=self._prefixes.evictable,
             referenced=self._referenced(),
             peak=self._peak,
-            sequences_running=len(self._running),
+            sequences_running=len(self._running) - self.loading,
             sequences_held=self._prefixes.tree.leaves,
             free_segments=measured.free_runs,
             largest_free_span=measured.largest_free_run,
@@ -258,6 +275,12 @@ class PagedKVManager(PagedOperations):
             released_bytes=upkeep.released_bytes,
             prepared_bytes=upkeep.prepared_bytes,
             upkeep_failures=upkeep.failures,
+            disk=self._disk_numbers(),
+            pins=len(self._pins),
+            pinned=self._prefixes.pinned,
+            pins_refused=self._pins.refused,
+            blocks_stored=self._arena.events.blocks_stored,
+            blocks_removed=self._arena.events.blocks_removed,
         )
 
     @property
@@ -279,6 +302,8 @@ class PagedKVManager(PagedOperations):
             ],
             "prefix_nodes_evictable": len(self._prefixes.policy),
             "upkeep": self._upkeep.details(),
+            "disk": self._disk_details(),
+            "pins": self._pin_details(),
         }
 
     def view(self) -> KVView:
@@ -291,7 +316,7 @@ class PagedKVManager(PagedOperations):
             for node in held_by(sequence).node.path():
                 uses[node.number] = uses.get(node.number, 0) + 1
             yield from _count(own_blocks(sequence), held)
-        yield from self._prefixes.examine(uses, held, CHECK_SLICE)
+        yield from self._prefixes.examine(uses, self._pin_uses(uses), held, CHECK_SLICE)
         yield from self._pool.examine(held, CHECK_SLICE)
         for number, sequence in self._running.items():
             if held_by(sequence).number != number or self._arena.holders.owners.get(number) is not sequence:
@@ -353,6 +378,7 @@ class PagedKVManager(PagedOperations):
 
     def _evict(self, count: int) -> None:
         """Free at least `count` evictable blocks, those used longest ago first."""
+        self._rescue(count)
         started = self._clock()
         freed = self._prefixes.evict(count)
         self._evictions += freed

@@ -38,6 +38,9 @@ class PagedOperations(KVManager):
     def _evict(self, count: int) -> None: ...
 
     @abstractmethod
+    def _pins_give_way(self, running: int) -> bool: ...
+
+    @abstractmethod
     def _leave(self, private: list[int], sequence: KVSequence) -> None: ...
 
     # -- operations --------------------------------------------------------------------------------------------
@@ -91,7 +94,9 @@ class PagedOperations(KVManager):
             return True
         if len(wanted) > self._available():
             self._evict(self._prefixes.evictable)  # what branches off the path may be all that holds it
-            return self._prefixes.take_out(sequence, first)
+            if self._prefixes.take_out(sequence, first):
+                return True
+            return self._pins_give_way(running=1) and self._leave_tree(sequence, first, last)
         copies = self._copies(wanted, sequence)
         for block in sequence.blocks[first : min(last, shared)]:
             self._pool.share(block)  # for the caller to give up

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.kv.disk.names import chain, root_name
+from cllm.kv.events import KVEvents
 from cllm.kv.eviction import EvictionPolicy, make_policy
 from cllm.kv.numbers import Numbers
 from cllm.kv.pool import BlockPool
@@ -22,11 +24,16 @@ Holders = Numbers[BlockNode | KVSequence]
 
 
 class Prefixes:
-    def __init__(self, pool: BlockPool, holders: Holders, *, block_size: int, policy: str) -> None:
+    def __init__(
+        self, pool: BlockPool, holders: Holders, *, block_size: int, policy: str, events: KVEvents | None = None
+    ) -> None:
         self.tree: RadixTree[list[int]] = RadixTree(block_size, [], _split_blocks)
         self.policy: EvictionPolicy[BlockNode] = make_policy(policy)
         self.evictable = 0
-        """Blocks that no running sequence uses."""
+        """Blocks that no running sequence uses, and no pin."""
+        self.pinned = 0
+        """Blocks that pins use, whoever else does."""
+        self._events = events or KVEvents()
         self._pool = pool
         self._holders = holders
 
@@ -37,6 +44,14 @@ class Prefixes:
         computed."""
         usable = len(key) - TOKEN_BYTES
         return self.tree.find(key[: usable - usable % self.tree.unit_bytes], self.tree.root_of(space))
+
+    def blocks_of(self, key: bytes, space: bytes) -> list[int]:
+        """The blocks that spell the longest prefix of `key` that is cached. Nobody uses them for that."""
+        found = self.tree.find(key, self.tree.root_of(space))
+        parts = [node.value for node in found.node.path()]
+        if parts:
+            parts[0] = parts[0][: found.inside // self.tree.unit_bytes]
+        return [block for part in reversed(parts) for block in part]
 
     def unused_blocks(self, found: Found[list[int]]) -> int:
         """Evictable blocks of a prefix that was found: whoever takes it keeps them from being evicted."""
@@ -75,6 +90,41 @@ class Prefixes:
                 self.policy.add(part, part.hits)
                 self.evictable += len(part.value)
 
+    # -- pins --------------------------------------------------------------------------------------------------
+
+    def find_held(self, sequence: KVSequence, blocks: int) -> Found[list[int]]:
+        """Where the first `blocks` blocks of a sequence end, which are in the tree."""
+        tokens = blocks * self.tree.unit_bytes // TOKEN_BYTES
+        return self.tree.find(sequence.tokens[:tokens].tobytes(), self.tree.root_of(sequence.space))
+
+    def unpinned_blocks(self, found: Found[list[int]]) -> int:
+        """Blocks on the way to what was found that no pin uses yet."""
+        # A pin is on its ancestors, too, so the first pinned one ends the way up.
+        node, blocks, unpinned = found.node, found.inside // self.tree.unit_bytes, 0
+        while node.parent is not None and node.pins == 0:
+            unpinned += blocks
+            node = node.parent
+            blocks = len(node.value)
+        return unpinned
+
+    def pin(self, found: Found[list[int]]) -> BlockNode:
+        node = self._cut(found)
+        self.lock(node)
+        for part in node.path():
+            if part.pins == 0:
+                self.pinned += len(part.value)
+            part.pins += 1
+        return node
+
+    def unpin(self, node: BlockNode) -> None:
+        for part in node.path():
+            part.pins -= 1
+            if part.pins == 0:
+                self.pinned -= len(part.value)
+        self.unlock(node)
+
+    # -- leaving the tree --------------------------------------------------------------------------------------
+
     def shorten(self, sequence: KVSequence, blocks: int) -> None:
         """The sequence uses only its first `blocks` blocks of the tree from now on; the others stay, for others."""
         held, above = held_by(sequence), self._node_at(sequence, blocks)
@@ -96,15 +146,14 @@ class Prefixes:
         while node is not above:
             self._pool.hand_over(node.value, held.number)
             self._holders.take_back(node.number)
+            self._events.removed(node.names)
             node = self.tree.remove(node)
         held.node, held.indexed = above, blocks
         return True
 
     def _node_at(self, sequence: KVSequence, blocks: int) -> BlockNode:
         """The node of the sequence's path that ends after so many blocks; an edge is cut for it if need be."""
-        tokens = blocks * self.tree.unit_bytes // TOKEN_BYTES
-        root = self.tree.root_of(sequence.space)
-        return self._cut(self.tree.find(sequence.tokens[:tokens].tobytes(), root))
+        return self._cut(self.find_held(sequence, blocks))
 
     def _use(self, node: BlockNode) -> None:
         if node.references == 0:
@@ -128,11 +177,16 @@ class Prefixes:
             node = self._adopt(sequence.blocks, held, self._cut(found), found.matched // unit)
         if rest := sequence.blocks[held.indexed : full]:
             rest_key = key[len(key) - len(rest) * unit :]
+            parent = node.names[-1] if node.parent is not None else root_name(b"", sequence.space)
+            names = chain(parent, rest_key, size)
+            self._events.stored(parent, names)
             if node.references == 1 and not node.children and node.parent is not None:
                 node.key += rest_key
                 node.value += rest
+                node.names += names
             else:
                 node = tree.add(node, rest_key, rest)
+                node.names = names
                 node.references = 1
                 node.number = self._holders.give(node)
             self._pool.hand_over(rest, node.number)
@@ -175,9 +229,10 @@ class Prefixes:
             take = min(count - freed, len(node.value))
             keep = len(node.value) - take
             self._pool.release(node.value[keep:])
+            self._events.removed(node.names[keep:])
             freed += take
             if keep:
-                del node.value[keep:]
+                del node.value[keep:], node.names[keep:]
                 del node.key[keep * self.tree.unit_bytes :]
             else:
                 self.policy.remove(node)
@@ -188,15 +243,18 @@ class Prefixes:
 
     # -- checking ----------------------------------------------------------------------------------------------
 
-    def examine(self, uses: dict[int, int], held: NDArray[np.int32], piece: int) -> Iterator[int]:
-        """Count every block of the tree once more in `held`; `uses` has the users of each node by its number."""
-        evictable = 0
+    def examine(self, uses: dict[int, int], pins: dict[int, int], held: NDArray[np.int32], piece: int) -> Iterator[int]:
+        """Count every block of the tree once more in `held`; `uses` has the users of each node by its number, `pins`
+        those of them that are pins."""
+        evictable = pinned = 0
         blocks: list[int] = []  # looked at together: for single blocks numpy takes longer than Python
         numbers: list[int] = []
         for node in self.tree.examine():
             size = len(node.value)
-            if size * self.tree.unit_bytes != len(node.key):
-                raise AssertionError("an edge has another number of blocks than its tokens need")
+            if size * self.tree.unit_bytes != len(node.key) or size != len(node.names):
+                raise AssertionError("an edge has another number of blocks, or of names, than its tokens need")
+            if node.pins != pins.get(node.number, 0):
+                raise AssertionError(f"a node counts {node.pins} pins, {pins.get(node.number, 0)} exist")
             if node.references != uses.get(node.number, 0):
                 raise AssertionError(f"a node counts {node.references} users, {uses.get(node.number, 0)} exist")
             if (node.references == 0) != (node in self.policy):
@@ -204,6 +262,7 @@ class Prefixes:
             if self._holders.owners.get(node.number) is not node:
                 raise AssertionError("a node is not known by its number")
             evictable += size if node.references == 0 else 0
+            pinned += size if node.pins else 0
             if size >= piece:
                 for begin in range(0, size, piece):
                     yield self._count(node.value[begin : begin + piece], node.number, held)
@@ -216,6 +275,8 @@ class Prefixes:
         yield self._count(blocks, numbers, held)
         if evictable != self.evictable:
             raise AssertionError(f"{evictable} blocks are evictable, {self.evictable} were counted")
+        if pinned != self.pinned:
+            raise AssertionError(f"{pinned} blocks are pinned, {self.pinned} were counted")
 
     def _count(self, blocks: list[int], numbers: list[int] | int, held: NDArray[np.int32]) -> int:
         part = np.array(blocks, np.int64)

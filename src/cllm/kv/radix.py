@@ -27,7 +27,7 @@ V = TypeVar("V")
 class Node(Generic[V]):
     """An edge and the node it leads to. `references` counts the sequences whose path runs through it."""
 
-    __slots__ = ("children", "hits", "key", "number", "parent", "references", "value")
+    __slots__ = ("children", "hits", "key", "names", "number", "parent", "pins", "references", "value")
 
     def __init__(self, parent: Node[V] | None, key: bytearray, value: V) -> None:
         self.parent = parent
@@ -36,8 +36,12 @@ class Node(Generic[V]):
         self.children: dict[bytes, Node[V]] = {}
         self.references = 0
         self.hits = 0
+        self.pins = 0
+        """How many of the references are pins."""
         self.number = 0
         """The owner's name for it."""
+        self.names: list[bytes] = []
+        """One for each unit of the edge, where the owner gives them names."""
 
     def path(self) -> Iterator[Node[V]]:
         """This node and its ancestors, deepest first, without the root."""
@@ -165,6 +169,8 @@ class RadixTree(Generic[V]):
         upper = Node(parent, node.key[:at], upper_value)
         upper.references = node.references
         upper.hits = node.hits
+        upper.pins = node.pins
+        upper.names, node.names = node.names[: at // unit], node.names[at // unit :]
         parent.children[bytes(node.key[:unit])] = upper
         node.key = node.key[at:]
         node.value = lower_value

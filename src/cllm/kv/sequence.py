@@ -14,6 +14,12 @@ class Holding:
     __slots__ = ()
 
 
+class Awaited:
+    """Something that is brought from elsewhere for a sequence, or was. Managers have their own kinds of that, too."""
+
+    __slots__ = ()
+
+
 class KVSequence:
     """Tokens, how many of them are computed, and the memory that holds those.
 
@@ -28,6 +34,7 @@ class KVSequence:
         "holding",
         "hole",
         "kept",
+        "load",
         "num_computed",
         "room",
         "slot",
@@ -54,6 +61,8 @@ class KVSequence:
         """It holds none (any more)."""
         self.restart()
         self.holding: Holding | None = None
+        # What is being brought from disk for it, or was, while it waits.
+        self.load: Awaited | None = None
         # Where its memory is, as the backend is told in every step: the table of its blocks, or the number of its slot.
         self.blocks: list[int] = []
         self.slot = 0

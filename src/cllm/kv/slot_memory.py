@@ -16,9 +16,11 @@ import numpy as np
 
 from cllm.errors import BackendError
 from cllm.kv.holders import Entry, HolderIndex
+from cllm.kv.loads import Load
 from cllm.kv.manager import KVManager
 from cllm.kv.memory import most_bytes
 from cllm.kv.ops import SavedKV, SlotGeometry, SlotOps
+from cllm.kv.pins import Pins
 from cllm.kv.store import Store
 
 log = logging.getLogger("cllm.kv")
@@ -42,6 +44,7 @@ class SlotMemory(KVManager):
         bytes_per_token: int,
         store_bytes: int = 0,
         eviction_policy: str = "lru",
+        pin_limit: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_tokens = geometry.slot_tokens
@@ -53,6 +56,11 @@ class SlotMemory(KVManager):
         self._clock = clock
         self._evictions = self._moves = self._moved_bytes = 0
         self._resizes = self._resizes_failed = self._released_bytes = 0
+        self._coming_bytes = 0
+        """Of sequences that are being loaded, and will be in the store."""
+        self._loads: list[Load] = []
+        self._pins: Pins[Entry] = Pins(int(store_bytes * pin_limit), clock, self._drop_pin)
+        self._pinned_bytes = 0
         self._policy_name = eviction_policy
         self._slots: list[Entry | None] = [None] * geometry.first
         self._start_empty()
@@ -60,6 +68,13 @@ class SlotMemory(KVManager):
     def _start_empty(self) -> None:
         self._index = HolderIndex()
         self._store = Store(self._store_bytes, self._policy_name)
+        self._pins.forget()
+        self._pinned_bytes = 0
+
+    @property
+    def _reserved_bytes(self) -> int:
+        """What of the store's memory is not the store's to fill."""
+        return self._coming_bytes + self._pinned_bytes
 
     def _running_slots(self) -> list[int]:
         return [number for number, entry in enumerate(self._slots) if entry is not None and entry.owner is not None]
@@ -98,15 +113,24 @@ class SlotMemory(KVManager):
     def _examine_store(self) -> Iterator[int]:
         """The index, and what it says of the store and the slots."""
         saved: list[Entry] = []
+        pinned: list[Entry] = []
         for entry, tokens in self._index.examine():
             yield tokens
             if entry is None:
                 continue
-            if entry.saved is not None:
+            if entry.pinned:
+                pinned.append(entry)
+            elif entry.saved is not None:
                 saved.append(entry)
             elif entry.slot is None or self._slots[entry.slot] is not entry:
                 raise AssertionError("the index names a sequence that is nowhere")
         self._store.check(saved)
+        if {id(entry) for entry in pinned} != {id(pin.holder) for pin in self._pins.by_id.values()}:
+            raise AssertionError("what is pinned is not what pins hold")
+        if sum(0 if entry.saved is None else entry.saved.nbytes for entry in pinned) != self._pinned_bytes:
+            raise AssertionError("the bytes of pins are counted wrong")
+        if self._store.bytes + self._reserved_bytes > self._store_bytes:
+            raise AssertionError("the store and what is pinned beside it are more than the store may be")
 
     # -- slots -------------------------------------------------------------------------------------------------
 
@@ -142,7 +166,8 @@ class SlotMemory(KVManager):
     def _load(self, source: Entry, slot: int) -> None:
         saved = source.saved
         assert saved is not None
-        self._store.touch(source)
+        if not source.pinned:
+            self._store.touch(source)
         # Saving what is in the slot may evict the source; its bytes are in hand.
         self._vacate(slot)
         self._ops.load(slot, saved)
@@ -191,7 +216,7 @@ class SlotMemory(KVManager):
         """Keep a held sequence's content as bytes; its slot is the caller's to empty. False: there is no room."""
         assert entry.slot is not None
         needed = most_bytes(entry.length, self._bytes_per_token)
-        if needed > self._store_bytes:
+        if needed + self._reserved_bytes > self._store_bytes:
             return False
         self._make_room(needed, self._store_bytes)
         saved = self._read(entry)
@@ -215,6 +240,7 @@ class SlotMemory(KVManager):
     def _make_room(self, needed: int, limit: int) -> None:
         """Evict saved sequences until `needed` more bytes keep the store within `limit`."""
         store = self._store
+        needed += self._reserved_bytes
         if store.bytes + needed <= limit:
             return
         started = self._clock()
@@ -232,8 +258,18 @@ class SlotMemory(KVManager):
         if entry.slot is not None:
             self._empty(entry.slot)
             entry.slot = None
+        if entry.pinned:
+            name = next(pin.id for pin in self._pins.by_id.values() if pin.holder is entry)
+            self._pins.remove(name)
+            return
         if entry.saved is not None:
             self._store.remove(entry)
+        self._index.remove(entry)
+
+    def _drop_pin(self, entry: Entry) -> None:
+        assert entry.saved is not None
+        self._pinned_bytes -= entry.saved.nbytes
+        entry.saved, entry.pinned = None, False
         self._index.remove(entry)
 
     # -- another number of slots -------------------------------------------------------------------------------
@@ -277,6 +313,9 @@ class SlotMemory(KVManager):
         limit = self._store_bytes + (self._geometry.slots - max(slots, len(self._slots))) * self._slot_bytes
         staying = [entry for entry in self._slots if entry is not None and entry.owner is not None]
         needed = sum(self._most_bytes(entry) for entry in staying)
+        while slots > len(self._slots) and needed > limit - self._reserved_bytes and self._pins.give_way():
+            pass
+        limit -= self._reserved_bytes
         if needed > limit:
             log.warning("%d bytes that run cannot be moved to %d slots: there is room for %d", needed, slots, limit)
             return None
@@ -290,7 +329,7 @@ class SlotMemory(KVManager):
                 leaving.append(entry.slot)
         for slot in reversed(leaving):  # the oldest first, and so they are evicted
             self._vacate(slot)
-        self._make_room(needed, limit)
+        self._make_room(needed, limit + self._reserved_bytes)
         carried: list[tuple[Entry, SavedKV]] = []
         for entry in staying:
             saved = self._read(entry) if self._tokens_in(entry) else _NOTHING

@@ -61,4 +61,4 @@ def _prefix_view(entry: Entry) -> PrefixView:
         first += memoryview(node.key[: (FIRST_TOKENS - len(first)) * 4]).cast("i")
         if len(first) >= FIRST_TOKENS:
             break
-    return PrefixView(_number_of(entry), 0, entry.length, entry.hits, 0, tuple(first))
+    return PrefixView(_number_of(entry), 0, entry.length, entry.hits, 0, tuple(first), int(entry.pinned))

@@ -26,14 +26,14 @@ from cllm.kv.memory import most_bytes
 from cllm.kv.ops import SlotGeometry, SlotOps
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
-from cllm.kv.slot_operations import SlotOperations
 from cllm.kv.slot_picture import picture
 from cllm.kv.slot_sizes import SlotSizes, possible_sizes
+from cllm.kv.slot_tiers import SlotTiers
 from cllm.kv.usage import KVUsage
 from cllm.kv.view import KVView
 
 
-class SlotKVManager(SlotOperations):
+class SlotKVManager(SlotTiers):
     def __init__(
         self,
         ops: SlotOps,
@@ -44,6 +44,7 @@ class SlotKVManager(SlotOperations):
         max_sequences: int | None = None,
         eviction_threshold: float = 1.0,
         eviction_policy: str = "lru",
+        pin_limit: float = 0.25,
         release_after_s: float | None = None,
         idle_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -54,6 +55,7 @@ class SlotKVManager(SlotOperations):
             bytes_per_token=bytes_per_token,
             store_bytes=store_bytes,
             eviction_policy=eviction_policy,
+            pin_limit=pin_limit,
             clock=clock,
         )
         movable = store_bytes // most_bytes(geometry.slot_tokens, bytes_per_token) if geometry.at_start else 0
@@ -141,7 +143,8 @@ class SlotKVManager(SlotOperations):
         if keep and sequence.num_computed and sequence.intact:
             self._index.extend(entry, sequence)
             sequence.forget_memory()
-            entry.owner = None
+            entry.owner, entry.offered = None, False
+            self._note_end()
             for other in self._index.covered_by(entry):
                 if other.owner is None:
                     self._discard(other)
@@ -154,17 +157,23 @@ class SlotKVManager(SlotOperations):
 
     def maintain(self, budget_s: float) -> bool:
         """Taking fewer slots cannot be done in parts, and so may pass `budget_s`; it is for quiet times."""
+        self._pins.expire()
+        more = self._keep(budget_s)
         self._make_room(0, self._threshold_bytes)
         if self._max_sequences is not None:
             occupied = sum(entry is not None for entry in self._slots)
             while len(self._store) and len(self._store) + occupied > self._max_sequences:
                 self._evict(self._store.oldest())
-        due = self.upkeep_at()
+        due = self._quiet_at()
         if due is not None and due <= self._clock():
             self._give_back()
-        return False
+        return more
 
     def upkeep_at(self) -> float | None:
+        moments = (self._quiet_at(), self._disk_due_at(), self._pins.next_at)
+        return min((moment for moment in moments if moment is not None), default=None)
+
+    def _quiet_at(self) -> float | None:
         idle_at = self._sizes.idle_at()
         return self._sizes.few_at(len(self._slots)) if idle_at is None else idle_at
 
@@ -176,7 +185,8 @@ class SlotKVManager(SlotOperations):
         running = [entry.owner for entry in self._slots if entry is not None and entry.owner is not None]
         held, slots = self._held_in_slots(), len(self._slots)
         used = len(running) + len(held)
-        referenced = sum(owner.held for owner in running)
+        pinned = self._pinned_tokens()
+        referenced = sum(owner.held for owner in running) + pinned
         evictable = sum(entry.length for entry in held) + self._store.tokens
         total = self._geometry.tokens + self._store_bytes // self._bytes_per_token
         self._peak = max(self._peak, referenced)
@@ -193,7 +203,7 @@ class SlotKVManager(SlotOperations):
             referenced=referenced,
             peak=self._peak,
             sequences_running=len(running),
-            sequences_held=len(held) + len(self._store),
+            sequences_held=len(held) + len(self._store) + len(self._pins),
             free_segments=len(free_runs),
             largest_free_span=max(map(len, free_runs), default=0) * self._geometry.slot_tokens,
             evictions=self._evictions,
@@ -207,11 +217,15 @@ class SlotKVManager(SlotOperations):
             extents_ready=slots - used,
             extents_fresh=self._geometry.slots - slots,
             extent_bytes=self._slot_bytes,
-            resident_bytes=slots * self._slot_bytes + self._store.bytes,
+            resident_bytes=slots * self._slot_bytes + self._store.bytes + self._pinned_bytes,
             released_bytes=self._released_bytes,
             upkeep_failures=self._resizes_failed,
             slots=slots,
             context_rebuilds=self._resizes,
+            disk=self._disk_numbers(),
+            pins=len(self._pins),
+            pinned=pinned,
+            pins_refused=self._pins.refused,
         )
 
     def details(self) -> dict[str, Any]:
@@ -223,17 +237,14 @@ class SlotKVManager(SlotOperations):
             "slot_bytes": self._slot_bytes,
             "rebuilds": self._resizes,
             "moved_bytes": self._moved_bytes,
-            "store": {
-                "sequences": len(self._store),
-                "tokens": self._store.tokens,
-                "bytes": self._store.bytes,
-                "capacity_bytes": self._store_bytes,
-            },
+            "store": self._store_details(),
+            "disk": self._disk_details(),
+            "pins": self._pin_details(),
         }
 
     def view(self) -> KVView:
-        store = self._store
-        return picture(self._slots, store.entries, len(store), self._geometry, self._bytes_per_token)
+        saved = [*(pin.holder for pin in self._pins.by_id.values()), *self._store.entries]
+        return picture(self._slots, saved, len(saved), self._geometry, self._bytes_per_token)
 
     # -- inside: slots -----------------------------------------------------------------------------------------
 
@@ -264,7 +275,7 @@ class SlotKVManager(SlotOperations):
             return
         self._sizes.idle_done()
         # What may stay goes to saved sequences first, which take no more than they need.
-        room = (self._idle_bytes - self._store.bytes) // self._slot_bytes
+        room = (self._idle_bytes - self._store.bytes - self._pinned_bytes) // self._slot_bytes
         needed = self._sizes.at_least(len(self._held_in_slots()))
         slots = self._sizes.at_most(min(room, needed, len(self._slots)))
         if slots < len(self._slots):

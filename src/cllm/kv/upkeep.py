@@ -194,6 +194,8 @@ class Upkeep:
 
     def _compact(self, budget_s: float) -> bool:
         """A slice of the compaction in progress, or of one that pays; False: there is nothing to move."""
+        if self._arena.pinned:
+            return False
         if self._left_to_move <= 0 and not self._begin_compaction():
             return False
         moved = self._move(self._fill_holes, self._left_to_move, budget_s)
@@ -240,7 +242,7 @@ class Upkeep:
 
     def _keep_moving(self, budget_s: float) -> bool:
         """For measuring: blocks go up and come down again, all the time."""
-        if self._strikes["move_blocks"] >= STRIKES:
+        if self._strikes["move_blocks"] >= STRIKES or self._arena.pinned:
             return False
         moved = self._move(plan_slide if self._sliding else plan_lift, self._arena.pool.total, budget_s)
         if moved == 0:

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+
+class TierNumbers(NamedTuple):
+    """Of the disk, since the start; nothing is kept there: zeros."""
+
+    loads: int = 0
+    loaded_tokens: int = 0
+    failed_loads: int = 0
+    """Loads that brought less than was asked for, or came too late."""
+    written_bytes: int = 0
+    read_bytes: int = 0
+    queued_bytes: int = 0
 
 
 class KVUsage(NamedTuple):
@@ -52,8 +64,19 @@ class KVUsage(NamedTuple):
     """Slots that have memory; 0 on paged backends."""
     context_rebuilds: int = 0
     """Times the backend's context was made anew with more or fewer slots."""
+    disk: TierNumbers = TierNumbers()
+    pins: int = 0
+    pinned: int = 0
+    """Units that pins use. They count as referenced, whoever else uses them."""
+    pins_refused: int = 0
+    blocks_stored: int = 0
+    """Blocks that have come into the prefix tree since the start; paged backends."""
+    blocks_removed: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self._asdict(), "disk": self.disk._asdict()}
 
     @property
     def used_fraction(self) -> float:
-        """Share of the memory that running sequences need; what is merely cached does not count."""
+        """Share of the memory that running sequences need, and pins; what is merely cached does not count."""
         return self.referenced / self.total if self.total else 0.0

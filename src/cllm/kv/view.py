@@ -33,9 +33,11 @@ class PrefixView(NamedTuple):
     hits: int
     """Times it was found in the cache."""
     users: int
-    """Running sequences whose path runs through it; 0: evictable."""
+    """Running sequences whose path runs through it."""
     first_tokens: tuple[int, ...]
     """How its edge begins."""
+    pins: int = 0
+    """Pins on it; without users and pins it is evictable."""
 
 
 class SequenceView(NamedTuple):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
     from cllm.engine.sampling import TokenLogprob
     from cllm.generation import Delta, Generation
+    from cllm.kv.pins import PinMark
     from cllm.llm import AsyncLLM
 
 T = TypeVar("T")
@@ -72,9 +73,12 @@ class Answers:
         timeout_s: float | None = None,
         batch: int = BATCH,
         tenant: Tenant = NOBODY,
+        pins: Sequence[Sequence[PinMark]] = (),
     ) -> None:
+        """`pins` are those of each prompt, or none."""
         self.request_id = request_id
         self._tenant = tenant
+        self._pins = pins
         self.generations: list[Generation] = []
         self._llm = llm
         self._prompts = prompts
@@ -155,6 +159,7 @@ class Answers:
             priority=self._priority,
             timeout_s=self._timeout_s,
             tenant=self._tenant,
+            pins=self._pins[number] if self._pins else (),
         )
 
     def _on_news(self, number: int) -> None:

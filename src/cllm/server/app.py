@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cllm import __version__
 from cllm.observe.metrics import EngineCollector, MetricsObserver, create_registry
-from cllm.server import generate, openai, ops
+from cllm.server import generate, openai, ops, warming
 from cllm.server.errors import install_handlers
 from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, RequestContext
 from cllm.server.openapi import describe
@@ -37,7 +37,7 @@ def create_app(llm: AsyncLLM, config: Config) -> FastAPI:
         version=__version__,
         description=_DESCRIPTION,
         redirect_slashes=False,  # where to would be the client's to say, in its Host header
-        lifespan=lambda _app: _lifespan(llm),
+        lifespan=lambda app: _lifespan(llm, app.state.cllm),
     )
     observer = MetricsObserver()
     llm.observers.append(observer)
@@ -53,7 +53,8 @@ def create_app(llm: AsyncLLM, config: Config) -> FastAPI:
     if tenants is not None:
         llm.observers.append(tenants)
         registry.register(tenants)
-    for router in (openai.router, generate.router, ops.router):
+        app.state.cllm.warm_tenant = tenants.warm_tenant
+    for router in (openai.router, generate.router, ops.router, warming.router):
         app.include_router(router)
     if config.server.page:
         add_page(app, Hub(llm, config))
@@ -64,13 +65,14 @@ def create_app(llm: AsyncLLM, config: Config) -> FastAPI:
 
 
 @asynccontextmanager
-async def _lifespan(llm: AsyncLLM) -> AsyncIterator[None]:
+async def _lifespan(llm: AsyncLLM, state: ServerState) -> AsyncIterator[None]:
     if llm.ready:
         yield
         return
     await llm.start()
     try:
-        yield
+        async with warming.under_way(state):
+            yield
     finally:
         await llm.shutdown()
 

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from cllm.server.answers import Answer, Answers, unless_gone
 from cllm.server.benchmark import run_benchmark
 from cllm.server.bodies import taken
+from cllm.server.cache_control import pins_of
 from cllm.server.errors import ApiError
 from cllm.server.generate_schema import (
     DEFAULT_MAX_TOKENS,
@@ -180,5 +181,6 @@ async def _prepare(body: GenerateRequest, request: Request, state: ServerState) 
         priority=body.priority,
         timeout_s=body.timeout,
         tenant=tenant_of(request),
+        pins=[pins_of(state, body, prompt)],
     )
     return run, answers

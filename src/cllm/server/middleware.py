@@ -12,7 +12,7 @@ from cllm.server.errors import ApiError, problem_of, problem_of_http
 from cllm.server.tenants import Caller, Tenants
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-OPERATOR_PATHS = frozenset({"/kv", "/kv/stream", "/benchmark"})
+OPERATOR_PATHS = frozenset({"/kv", "/kv/stream", "/kv/warm", "/benchmark"})
 """What shows, or takes, what belongs to all keys."""
 _SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -72,7 +72,7 @@ class ApiKey:
         caller = self._caller(scope)
         if caller is None:
             await _refuse(_UNKNOWN_KEY, scope, receive, send)
-        elif scope["path"] in OPERATOR_PATHS and not self._tenants.sees_all(caller):
+        elif _is_operators(scope["path"]) and not self._tenants.sees_all(caller):
             await _refuse(_NOT_THE_OPERATOR, scope, receive, send)
         else:
             scope["state"]["tenant"] = caller.tenant
@@ -94,6 +94,10 @@ class ApiKey:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         # Back to the bytes that came.
         return self._tenants.find(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
+
+
+def _is_operators(path: str) -> bool:
+    return path in OPERATOR_PATHS or path.startswith("/kv/")
 
 
 _UNKNOWN_KEY = ApiError(

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from cllm.errors import InvalidRequestError
 from cllm.server.answers import BATCH, Answer, Answers, unless_gone
 from cllm.server.bodies import taken
+from cllm.server.cache_control import pins_of, pins_of_chat
 from cllm.server.openai_render import (
     ChatEvents,
     CompletionEvents,
@@ -36,6 +37,7 @@ from cllm.server.state import ServerState, State, tenant_of
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
+    from cllm.kv.pins import PinMark
 
 log = logging.getLogger("cllm.server")
 
@@ -68,7 +70,8 @@ async def completions(
     echoes = await _echoes(state, texts, params.n) if body.echo else {}
     head = _head(request, state, "cmpl")
     batch = 1 if max(map(len, echoes.values()), default=0) > _LONG_ECHO else BATCH
-    answers = _answers(request, state, body, prompts, params, head.id, batch)
+    pins = [pins_of(state, body, prompt) for prompt in prompts]
+    answers = _answers(request, state, body, prompts, params, head.id, pins, batch)
     if body.stream:
         events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes)
         return EventStream(answers, events)
@@ -88,7 +91,8 @@ async def chat_completions(
     _check_logprobs(state, [prompt], params, "top_logprobs")
     tokenizer = state.llm.tokenizer
     head = _head(request, state, "chatcmpl")
-    answers = _answers(request, state, body, [prompt], params, head.id)
+    pins = await pins_of_chat(state, body, prompt, params)
+    answers = _answers(request, state, body, [prompt], params, head.id, [pins])
     if body.stream:
         return EventStream(answers, ChatEvents(head, tokenizer, include_usage=body.include_usage))
     whole = await unless_gone(request.receive, _collect(answers))
@@ -168,6 +172,7 @@ def _answers(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     request_id: str,
+    pins: Sequence[Sequence[PinMark]],
     batch: int = BATCH,
 ) -> Answers:
     if body.asker:
@@ -181,6 +186,7 @@ def _answers(
         timeout_s=body.timeout,
         batch=batch,
         tenant=tenant_of(request),
+        pins=pins,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from cllm.engine.params import MAX_LOGPROBS
+from cllm.server.cache_control import MOST_MARKS, CacheControl, count_marks
 from cllm.server.sampling_schema import SamplingFields, in_range
 from cllm.server.validation import (
     WHOLE,
@@ -108,6 +109,7 @@ class CompletionRequest(OpenAIRequest):
 class TextPart(RequestModel):
     type: Literal["text"]
     text: Text
+    cache_control: CacheControl | None = Field(None, description="Keep the K/V of all up to here for a while.")
 
     @model_validator(mode="before")
     @classmethod
@@ -136,6 +138,7 @@ class ChatMessage(RequestModel):
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] = Field(
         description="Text, or parts of type `text`, joined by newlines."
     )
+    cache_control: CacheControl | None = Field(None, description="Keep the K/V of all up to here for a while.")
 
     def plain(self) -> dict[str, str]:
         """The message in the form that chat templates know."""
@@ -199,6 +202,8 @@ class ChatRequest(OpenAIRequest):
         if None not in names and names[0] != names[1]:
             reason = f"is {names[0]}, but max_completion_tokens is {names[1]}; send one of them"
             raise refusal("max_tokens", reason)
+        if (count := count_marks(self)) > MOST_MARKS:
+            raise refusal("messages", f"holds {count} marks of cache_control; at most {MOST_MARKS} are allowed")
         return self
 
     @property

@@ -13,6 +13,7 @@ from cllm.server.generate_schema import BenchmarkRequest, EncodeRequest, Generat
 from cllm.server.middleware import OPEN_PATHS
 from cllm.server.openai_schema import ChatRequest, CompletionRequest
 from cllm.server.validation import AT_MOST, TOKEN_ID, TOKEN_IDS_AS_KEYS
+from cllm.server.warming import WarmRequest
 
 if TYPE_CHECKING:
     from cllm.config import ServerConfig
@@ -24,6 +25,7 @@ REQUESTS: dict[str, type[BaseModel]] = {
     "/generate_stream": GenerateRequest,
     "/encode": EncodeRequest,
     "/benchmark": BenchmarkRequest,
+    "/kv/warm": WarmRequest,
 }
 """What each endpoint takes."""
 _REFERENCE = "#/components/schemas/{model}"

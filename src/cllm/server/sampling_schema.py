@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from cllm.engine.params import MAX_BIAS, RANGES, ContextWindow, SamplingParams
 from cllm.kv.window import MIN_RECENT
+from cllm.server.cache_control import CacheControl
 from cllm.server.validation import TOKEN_IDS_AS_KEYS, AtMost, Int32, Int64, RequestModel, TokenIds, Words, wrong
 from cllm.text.stream import MAX_STOP_CHARACTERS
 
@@ -104,6 +105,11 @@ class SamplingFields(RequestModel):
         description="A rolling window: prompt and answer may be longer than the context, and what lies between the "
         "first and the most recent tokens is forgotten. null: none. Default: kv.window of the server.",
         examples=[{"keep": 16, "recent": 2048}],
+    )
+    cache_control: CacheControl | None = Field(
+        None,
+        description="Keep the K/V of the prompt for a while (a hint, within kv.pin_limit of the server).",
+        examples=[{"type": "ephemeral", "ttl": "5m"}],
     )
     priority: Int32 | None = Field(None, description="Lower goes first. Default 0.")
     timeout: Annotated[float, Field(gt=0)] | None = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
@@ -14,10 +15,14 @@ from cllm.server.bodies import body_lanes
 from cllm.server.errors import ApiError
 from cllm.server.lanes import Lanes
 from cllm.server.texts import Texts
+from cllm.warm import warm_up
 
 if TYPE_CHECKING:
     from cllm.config import Config
     from cllm.llm import AsyncLLM
+
+
+log = logging.getLogger("cllm.server")
 
 
 @dataclass(slots=True)
@@ -26,12 +31,23 @@ class ServerState:
     config: Config
     registry: CollectorRegistry
     created: int = field(default_factory=lambda: int(time.time()))
+    warm_tenant: Tenant | None = NOBODY
     benchmark_running: bool = False
     bodies: Lanes = field(default_factory=body_lanes)
     texts: Texts = field(init=False)
 
     def __post_init__(self) -> None:
         self.texts = Texts(self.llm)
+
+    async def warm_up(self) -> None:
+        """Have `kv.warm` computed."""
+        prefixes = self.config.kv.warm
+        if prefixes and self.warm_tenant is None:
+            log.warning("kv.warm is left out: every key has cached prefixes of its own, and there is no server.api_key")
+        elif prefixes and self.warm_tenant is not None:
+            if self.warm_tenant.space:
+                log.warning("kv.warm is for server.api_key alone: other keys have cached prefixes of their own")
+            await warm_up(self.llm, prefixes, self.warm_tenant)
 
     @property
     def served_name(self) -> str:

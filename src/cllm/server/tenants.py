@@ -91,6 +91,14 @@ class Tenants(Collector):
         """Whether this key may look at what the server does for all of them."""
         return self._shared or len(self._by_digest) == 1 or caller is self._callers.get(OPERATOR)
 
+    @property
+    def warm_tenant(self) -> Tenant | None:
+        """For whom prefixes are computed that nobody has asked for; None: for nobody, each key has its own."""
+        if self._path is None or self._shared:
+            return NOBODY
+        operator = self._callers.get(OPERATOR)
+        return None if operator is None else operator.tenant
+
     # -- the file ----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:

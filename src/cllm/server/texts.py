@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from cllm.errors import InvalidRequestError
@@ -47,6 +47,20 @@ class Texts:
         return encoded
 
     async def encode_chat(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> list[int]:
+        return await self._encode_messages(messages, params, self._llm.encode_chat)
+
+    async def encode_beginning(
+        self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None
+    ) -> list[int]:
+        """What prompts begin with whose first messages are these."""
+        return await self._encode_messages(messages, params, self._llm.encode_beginning)
+
+    async def _encode_messages(
+        self,
+        messages: Sequence[dict[str, str]],
+        params: SamplingParams | None,
+        encode: Callable[[Sequence[dict[str, str]], SamplingParams | None], list[int]],
+    ) -> list[int]:
         most, reason, _ = self._llm.prompt_limit(params)
         # Templates trim: blanks around a message may count for nothing.
         size = sum(len(message["content"].strip()) for message in messages)
@@ -54,7 +68,7 @@ class Texts:
             raise InvalidRequestError(
                 f"the messages have {size} characters, which are more than {most} tokens; {reason}", "messages"
             )
-        return await self._lanes.run(size + _EACH * len(messages), lambda: self._llm.encode_chat(messages, params))
+        return await self._lanes.run(size + _EACH * len(messages), lambda: encode(messages, params))
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of a prompt, special tokens by name."""

@@ -71,6 +71,7 @@ def run_validation(
             "resources.kv_cache_max_memory_mb": kv_mb,
             "resources.max_context_length": 1024,
             "log.level": "warning",
+            "kv.disk.enabled": False,
         },
     ).config
     parts = assemble(config)

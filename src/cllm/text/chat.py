@@ -67,9 +67,15 @@ class ChatTemplate:
         return self._render(_read_messages(messages), add_generation_prompt=add_generation_prompt)
 
     def encode(
-        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], limit: TokenLimit | None = None
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        limit: TokenLimit | None = None,
+        *,
+        asks: bool = True,
     ) -> list[int]:
-        """The prompt that asks for the next answer, as tokens; one that passes `limit` is refused."""
+        """The prompt that asks for the next answer, as tokens; one that passes `limit` is refused. `asks` is whether it
+        ends with what makes the model answer; if not, more messages may follow."""
         plain = _read_messages(messages)
         guard = _guard(frozenset(tokenizer.special_tokens))
         risky = {text: spots for text in _user_texts(plain) if (spots := guard.find(text))}
@@ -77,9 +83,10 @@ class ChatTemplate:
         if risky:
             mark = self._unused_character(plain)
             marked = {text: _insert(text, spots, mark) for text, spots in risky.items()}
-            text, literal = _take_out(self._render(_replace_texts(plain, marked)), mark)
+            rendered = self._render(_replace_texts(plain, marked), add_generation_prompt=asks)
+            text, literal = _take_out(rendered, mark)
         else:
-            text = self._render(plain)
+            text = self._render(plain, add_generation_prompt=asks)
         has_bos = bool(self._bos) and text.startswith(self._bos) and literal[:1] != [0]
         if limit is not None:
             limit.check_text(tokenizer, text, "messages", special=True)

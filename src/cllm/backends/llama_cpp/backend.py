@@ -163,6 +163,16 @@ class LlamaCppBackend(Backend):
         if model is not None:
             self._library.free_model(model)
 
+    @property
+    def kv_identity(self) -> dict[str, str | int]:
+        library = self._library
+        return {
+            "llama_cpp": library.version,
+            "instructions": library.cpu_feature(),
+            "flash_attention": int(self._flash_attention),
+            "form": self.ops.form,
+        }
+
     def describe(self) -> str:
         library = self._library
         threads = "1 thread" if self._threads == 1 else f"{self._threads} threads"

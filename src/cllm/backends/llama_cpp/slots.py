@@ -65,6 +65,11 @@ class LlamaSlotOps:
         self._read(source, self._scratch[:size])
         self._load(target, self._scratch[:size])
 
+    @property
+    def form(self) -> str:
+        """Of saved sequences: whoever saves in the same one can load them."""
+        return f"{self._context.slots} slots" if self._form is None else f"{self._library.max_sequences} slots at most"
+
     def save(self, slot: int) -> SavedKV:
         size = self._state_size(slot)
         if self._form is not None:

@@ -10,9 +10,12 @@ write outside the arena.
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +47,8 @@ class NativeBackend(Backend):
         self._large_pages = large_pages
         self._geometry: BlockGeometry | None = None
         self._logits = self._room_for_logits(1)
+        self._memory: NDArray[np.uint8] | None = None
+        """All blocks as bytes, once somebody has asked for some."""
         self._engine: Engine | None = load_engine(model, threads=threads, instruction_set=instruction_set)
 
     def allocate(self, geometry: Geometry) -> None:
@@ -81,6 +86,30 @@ class NativeBackend(Backend):
         with self._memory_work("say what is in memory") as engine:
             return engine.resident_bytes()
 
+    reads_wait = False
+
+    @property
+    def block_bytes(self) -> int:
+        assert self._geometry is not None
+        return self.kv_bytes // self._geometry.blocks
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """Where they lie: nothing is copied."""
+        if self._memory is None:
+            with self._memory_work("show its memory") as engine:
+                self._memory = engine.memory()
+        try:
+            return [self._memory[block] for block in blocks]
+        except IndexError as error:
+            raise BackendError(f"the native engine has {len(self._memory)} blocks: {error}") from error
+
+    def landing(self, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """The blocks themselves: no step that is under way writes to blocks that nobody uses."""
+        return self.read_blocks(blocks)
+
+    def land(self, blocks: Sequence[int], content: Sequence[NDArray[np.uint8]]) -> None:
+        """They lie there already."""
+
     def step(self, chunks: Sequence[Chunk]) -> Logits:
         """The rows lie in one buffer that every step uses again."""
         engine = self._ready()
@@ -111,7 +140,11 @@ class NativeBackend(Backend):
         self._reserve(self._geometry)
 
     def close(self) -> None:
-        self._engine = None
+        self._engine = self._memory = None
+
+    @property
+    def kv_identity(self) -> dict[str, str | int]:
+        return {"layout": "tiles of 16", "instructions": self._open().instruction_set, "build": _build()}
 
     def describe(self) -> str:
         engine = self._open()
@@ -137,6 +170,7 @@ class NativeBackend(Backend):
             raise BackendError(f"the native engine could not {what}: {str(error) or 'out of memory'}") from error
 
     def _reserve(self, geometry: BlockGeometry) -> None:
+        self._memory = None
         try:
             self._open().allocate(
                 blocks=geometry.blocks,
@@ -154,6 +188,15 @@ class NativeBackend(Backend):
 
     def _room_for_logits(self, rows: int) -> Logits:
         return np.empty((rows, self.shape.n_vocab), np.float32)
+
+
+@cache
+def _build() -> str:
+    """What was compiled: other kernels may round otherwise."""
+    from cllm import _native
+
+    assert _native.__file__ is not None
+    return hashlib.blake2b(Path(_native.__file__).read_bytes(), digest_size=16).hexdigest()
 
 
 def _as_arrays(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:

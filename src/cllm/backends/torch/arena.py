@@ -58,6 +58,23 @@ class Arena:
         """As bytes: not every operation is there for every type."""
         return [part.view(torch.uint8) for part in (self.data, self.scales) if part is not None]
 
+    @property
+    def block_bytes(self) -> int:
+        return sum(int(part[0].nbytes) for part in self._parts)
+
+    def read(self, blocks: Sequence[int]) -> torch.Tensor:
+        """A copy of what they hold, in the host's memory: a row of bytes each."""
+        chosen = torch.tensor(list(blocks), device=self.device)
+        return torch.cat([part[chosen].flatten(1) for part in self._parts], 1).cpu()
+
+    def write(self, blocks: Sequence[int], content: torch.Tensor) -> None:
+        """The opposite of `read`."""
+        chosen, content, start = torch.tensor(list(blocks), device=self.device), content.to(self.device), 0
+        for part in self._parts:
+            size = int(part[0].nbytes)
+            part[chosen] = content[:, start : start + size].reshape(-1, *part.shape[1:])
+            start += size
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Blocks given as (source, target); all are read before any is written."""
         if pairs:

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cllm.backends.base import Backend, Chunk, Logits, StepResult
+from cllm.backends.base import Chunk, Logits, StepResult
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, HostBatch, Tables, batch_on, read_chunks
+from cllm.backends.torch.block_bytes import BlocksAsBytes
 from cllm.backends.torch.device import (
     choose_chooser,
     choose_device,
@@ -68,7 +69,7 @@ class _Ticket:
     error: BackendError | None = None
 
 
-class TorchBackend(Backend):
+class TorchBackend(BlocksAsBytes):
     name = "torch"
     gives_memory_back = False
     depth = 2
@@ -384,6 +385,18 @@ class TorchBackend(Backend):
         if self._weights is None:
             raise BackendError("the torch backend is closed", fatal=True)
         return self._weights
+
+    @property
+    def kv_identity(self) -> dict[str, str | int]:
+        return {
+            "torch": str(torch.__version__),
+            "device": device_name(self._device),
+            "weights": dtype_name(self._dtype),
+            "invariant": int(self._invariant),
+        }
+
+    def _arena(self) -> Arena:
+        return self._ready().arena
 
     def _ready(self) -> Memory:
         if self._memory is None:

@@ -66,6 +66,7 @@ class Overhead(LocalWorkload):
             "model.name": str(setup.model_file),
             "backend.type": "llama_cpp",
             "backend.threads": setup.threads,
+            "kv.disk.enabled": False,
             **self.context.settings(setup.model_file),
         }
         ours: list[list[float]] = []

@@ -18,8 +18,14 @@ class Sums:
         self._coming: list[Future[list[int]]] = []
 
     def begin(self, pieces: Sequence[memoryview], helpers: Executor | None) -> None:
-        if helpers is not None:
-            self._coming.append(helpers.submit(_checksums, pieces))
+        if helpers is None:
+            return
+        try:
+            coming = helpers.submit(_checksums, pieces)
+        except RuntimeError:  # the interpreter is about to end, and takes no more work for other threads
+            coming = Future()
+            coming.set_result(_checksums(pieces))
+        self._coming.append(coming)
 
     def add(self, other: Sums) -> None:
         """What follows this."""

@@ -30,8 +30,9 @@ from cllm.kv.disk.keeper import Keeper, Shelf, space_of
 from cllm.kv.disk.names import TOKEN_BYTES, root_name, tail_name
 from cllm.kv.disk.reader import Reader, Ticket
 from cllm.kv.disk.runs import Run, Saved, Sums
+from cllm.kv.disk.speed import GUESS_BYTES
 from cllm.kv.disk.staging import Staging
-from cllm.kv.disk.worker import Worker
+from cllm.kv.disk.worker import Worker, be_patient
 from cllm.kv.disk.writer import Writer
 
 Block = NDArray[np.uint8] | memoryview | bytes
@@ -89,10 +90,13 @@ class DiskStore:
         self.staging = Staging(queue_bytes)
         cores = min(MOST_HELPERS, os.cpu_count() or 1) if threads else 1
         self._helpers = ThreadPoolExecutor(cores, thread_name_prefix="cllm-kv-help") if cores > 1 else None
+        self._patient_helper: ThreadPoolExecutor | None = None
+        if threads:
+            self._patient_helper = ThreadPoolExecutor(1, thread_name_prefix="cllm-kv-sums", initializer=be_patient)
         self.writer = Writer(
             self._keeper,
             staging=self.staging,
-            helpers=self._helpers,
+            helpers=self._patient_helper,
             queue_bytes=queue_bytes,
             linger_s=linger_s,
             rate=rate,
@@ -100,7 +104,10 @@ class DiskStore:
             sleep=sleep,
         )
         self.reader = Reader(self._keeper, helpers=self._helpers, monotonic=monotonic)
-        self._workers = (Worker("cllm-kv-write", self.writer.work), Worker("cllm-kv-read", self.reader.work))
+        self._workers = (
+            Worker("cllm-kv-write", self.writer.work, patient=True),
+            Worker("cllm-kv-read", self.reader.work),
+        )
         self._threads = threads
         self._closed = False
         if threads:
@@ -128,6 +135,15 @@ class DiskStore:
         """How long loading so much would take now, behind all that waits."""
         with self._keeper.lock:
             return self.reader.speed.seconds(nbytes + self.reader.queued_bytes)
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        return self.reader.speed.bytes_per_s
+
+    @property
+    def read_speed_known(self) -> bool:
+        """Whether what was read weighs more than the first guess."""
+        return self.reader.speed.total >= GUESS_BYTES
 
     def stats(self) -> DiskStats:
         keeper = self._keeper
@@ -182,8 +198,9 @@ class DiskStore:
             for worker in self._workers:
                 worker.stop(1.0)
         self.reader.give_up()
-        if self._helpers is not None:
-            self._helpers.shutdown(wait=False, cancel_futures=True)
+        for helpers in (self._helpers, self._patient_helper):
+            if helpers is not None:
+                helpers.shutdown(wait=False, cancel_futures=True)
 
 
 class Space:
@@ -221,6 +238,12 @@ class Space:
             with self._keeper.lock:
                 self._store.reader.look(self._shelf)
             self._store.wake()
+
+    def used(self, name: bytes) -> None:
+        """The chain up to this block is in use, though nothing of it was loaded."""
+        with self._keeper.lock:
+            self._store.reader.note_use(self._shelf, name)
+        self._store.wake()
 
     def put(self, parent: bytes, first: int, names: Sequence[bytes], blocks: Sequence[Block]) -> int:
         """Hand over consecutive blocks that follow `parent`, the first of which is number `first` of its chain.
@@ -290,6 +313,11 @@ class Space:
         return ticket
 
     # -- whole sequences ---------------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        """Bytes that can be handed over now."""
+        with self._keeper.lock:
+            return self._store.writer.room()
 
     def put_sequence(self, names: Sequence[bytes], tokens: bytes, payload: NDArray[np.uint8] | bytes) -> bool:
         """Hand over a sequence that a backend saved: the names of its whole blocks, all its tokens, its bytes.

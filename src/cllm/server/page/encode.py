@@ -164,6 +164,7 @@ def _prefix(prefix: PrefixView, text_of: TextOf | None) -> dict[str, Any]:
         "tokens": prefix.tokens,
         "hits": prefix.hits,
         "users": prefix.users,
+        "pins": prefix.pins,
     }
     if text_of is not None:
         shown["text"] = text_of(prefix.first_tokens)[:_TEXT_LENGTH]

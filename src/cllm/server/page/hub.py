@@ -166,7 +166,7 @@ class Hub:
             "resident_bytes": self._process.memory_info().rss,
             "finished": dict(snapshot.finished),
             **numbers,
-            "kv": snapshot.kv._asdict(),
+            "kv": snapshot.kv.as_dict(),
         }
 
 

@@ -88,6 +88,8 @@ function showOrder({ kv, dropped_tokens: dropped }) {
     `extents in use ${whole(kv.extents_used)}, needed ${whole(kv.extents_needed)}`,
     `given back ${bytes(kv.released_bytes)}`,
     `tokens dropped by windows ${whole(dropped)}`,
+    `pinned ${whole(kv.pins)}, ${bytes(kv.pinned * kv.bytes_per_unit)}, refused ${whole(kv.pins_refused)}`,
+    `tree: blocks stored ${whole(kv.blocks_stored)}, removed ${whole(kv.blocks_removed)}`,
     `upkeep failures ${whole(kv.upkeep_failures)}`,
   ];
   setText(byId("map-order"), parts.join(" · "));

@@ -39,7 +39,7 @@ export class PrefixTree {
   nameOf(number) {
     const found = this.prefixes.find(({ prefix }) => prefix.number === number)?.prefix;
     if (!found) return `prefix ${number}`;
-    return `${label(found)}, ${whole(found.tokens)} tokens, ${whole(found.hits)} hits, ${whole(found.users)} users`;
+    return `${label(found)}, ${whole(found.tokens)} tokens, ${whole(found.hits)} hits, ${whole(found.users)} users${found.pins ? ", pinned" : ""}`;
   }
 
   create({ prefix }) {
@@ -65,7 +65,7 @@ export class PrefixTree {
     setText(tokens, whole(prefix.tokens));
     setText(size, bytes(prefix.tokens * this.bytesPerToken));
     setText(hits, whole(prefix.hits));
-    setText(users, prefix.users ? whole(prefix.users) : "–");
+    setText(users, [prefix.users ? whole(prefix.users) : "", prefix.pins ? "pinned" : ""].filter(Boolean).join(", ") || "–");
   }
 }
 

@@ -1,0 +1,54 @@
+"""Blocks of the torch backend as bytes of the host, for who keeps them elsewhere."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cllm.backends.base import Backend
+from cllm.backends.torch.arena import Arena
+from cllm.errors import BackendError
+
+
+class BlocksAsBytes(Backend):
+    """`cllm.kv.ops.BlockBytes`. What is read and written goes through copies, in the order of the steps."""
+
+    @abstractmethod
+    def _arena(self) -> Arena: ...
+
+    @abstractmethod
+    def _check_blocks(self, blocks: Sequence[int]) -> None: ...
+
+    @abstractmethod
+    def _failure(self, error: Exception, doing: str) -> BackendError: ...
+
+    @property
+    def reads_wait(self) -> bool:
+        return bool(self._arena().device.type != "cpu")
+
+    @property
+    def block_bytes(self) -> int:
+        return self._arena().block_bytes
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
+        self._check_blocks(blocks)
+        try:
+            return list(self._arena().read(blocks).numpy())
+        except Exception as error:
+            raise self._failure(error, f"reading {len(blocks)} blocks") from error
+
+    def landing(self, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """Memory of the host: a step that is under way may still write to blocks that were just freed."""
+        self._check_blocks(blocks)
+        return list(np.empty((len(blocks), self.block_bytes), np.uint8))
+
+    def land(self, blocks: Sequence[int], content: Sequence[NDArray[np.uint8]]) -> None:
+        self._check_blocks(blocks)
+        try:
+            self._arena().write(blocks, torch.from_numpy(np.stack(content)))
+        except Exception as error:
+            raise self._failure(error, f"writing {len(blocks)} blocks") from error

@@ -1,0 +1,166 @@
+"""Which blocks are written to disk, and when.
+
+A sequence that ends offers what it has in the tree, if that is worth a place on disk: it is long, or was used before.
+An offer is only the tokens; they are looked up in the tree when there is time, so blocks may move or go meanwhile.
+Handing a block over copies it on the engine's thread, so that is done a few blocks at a time, between steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from cllm.kv.arena import Arena
+from cllm.kv.disk.names import TOKEN_BYTES
+from cllm.kv.disk.store import Space
+from cllm.kv.ops import BlockBytes
+from cllm.kv.sequence import KVSequence
+from cllm.kv.table import held_by
+from cllm.kv.tier import Tier
+
+MOST_OFFERS = 256
+FIRST_GUESS = 2e9
+"""Bytes a second that are copied, until that was timed."""
+
+LEARNING = 0.25
+AT_ONCE_BYTES = 1 << 20
+"""Handed over in one call, unless a block is larger."""
+
+SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.05, 5.0
+"""While the disk takes nothing."""
+
+RESCUE_S = 0.002
+"""For blocks that are about to be evicted."""
+
+
+class Offer:
+    __slots__ = ("done", "key", "names", "owner")
+
+    def __init__(self, owner: bytes, key: bytes) -> None:
+        self.owner = owner
+        self.key = key
+        self.names: list[bytes] = []
+        self.done = 0
+        """Blocks that are on disk, or on their way there."""
+
+
+class Keeping:
+    def __init__(self, arena: Arena, tier: Tier, clock: Callable[[], float]) -> None:
+        self._arena = arena
+        self._tier = tier
+        self._clock = clock
+        self._offers: deque[Offer] = deque()
+        self.blocks = 0
+        """That were offered and not dealt with yet."""
+        self._credit_s = 0.0
+        self._bytes_per_s = FIRST_GUESS
+        self._retry_s = SHORTEST_RETRY_S
+        self._retry_at = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    def clear(self) -> None:
+        self._offers.clear()
+        self.blocks = 0
+
+    def offer(self, sequence: KVSequence) -> None:
+        """A sequence ends, with all it has computed in the tree."""
+        blocks = self._worth(sequence)
+        if blocks and len(self._offers) < MOST_OFFERS and self._tier.pays:
+            tokens = blocks * self._tier.block_tokens
+            self._offers.append(Offer(sequence.space, sequence.tokens[:tokens].tobytes()))
+            self.blocks += blocks
+
+    def _worth(self, sequence: KVSequence) -> int:
+        """How many of its first blocks are worth being kept: all if they are many, else those that were used again."""
+        held = held_by(sequence)
+        blocks = held.indexed
+        if blocks >= self._tier.worth_blocks:
+            return blocks
+        for node in held.node.path():
+            if node.hits:
+                break
+            blocks -= len(node.value)
+        return blocks if blocks >= self._tier.least_blocks else 0
+
+    # -- handing over ------------------------------------------------------------------------------------------
+
+    def due_at(self) -> float | None:
+        """When there is something to do though nothing happens until then."""
+        return self._retry_at if self._offers and self._tier.space is not None else None
+
+    def work(self, budget_s: float) -> bool:
+        """For about so many seconds. True: there is more to do, at once."""
+        space = self._tier.space
+        if not self._offers or space is None or budget_s <= 0 or self._clock() < self._retry_at:
+            return False
+        block_s = self._tier.block_bytes / self._bytes_per_s
+        self._credit_s = min(self._credit_s, block_s) + budget_s
+        started = self._clock()
+        try:
+            while self._offers and self._credit_s >= block_s:
+                if not self._advance(self._offers[0], space, int(self._credit_s / block_s)):
+                    self._retry_at = self._clock() + self._retry_s
+                    self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
+                    return False
+                now = self._clock()
+                self._credit_s -= now - started
+                started = now
+        except Exception as error:
+            self._next()
+            self._tier.fault("keeping blocks on disk", error)
+            return False
+        self._credit_s = max(self._credit_s, 0.0)
+        return bool(self._offers)
+
+    def _advance(self, offer: Offer, space: Space, most: int) -> bool:
+        """Hand some blocks over, or find that there are none left. False: nothing is taken now."""
+        tier = self._tier
+        if not offer.names:
+            offer.names = tier.names(space, offer.owner, offer.key)
+            self._progress(offer, space.held(offer.names))
+            if offer.done == len(offer.names):
+                space.used(offer.names[-1])
+        blocks = self._arena.prefixes.blocks_of(offer.key, offer.owner)[offer.done :]
+        most = min(most, max(1, AT_ONCE_BYTES // tier.block_bytes))
+        if not blocks:
+            self._next()
+            return True
+        blocks = blocks[:most]
+        end = offer.done + len(blocks)
+        before = offer.names[offer.done - 1] if offer.done else space.root(offer.owner)
+        ops = self._arena.ops
+        assert isinstance(ops, BlockBytes)
+        started = self._clock()
+        kept = space.put(before, offer.done, offer.names[offer.done : end], ops.read_blocks(blocks))
+        self._learn(kept, self._clock() - started)
+        self._progress(offer, kept)
+        if kept:
+            self._retry_s = SHORTEST_RETRY_S
+            tier.worked()
+        return kept == len(blocks)
+
+    def _progress(self, offer: Offer, blocks: int) -> None:
+        offer.done += blocks
+        self.blocks -= blocks
+
+    def _next(self) -> None:
+        """There is nothing more to do about the first offer."""
+        offer = self._offers.popleft()
+        self.blocks -= len(offer.key) // (TOKEN_BYTES * self._tier.block_tokens) - offer.done
+
+    def _learn(self, blocks: int, seconds: float) -> None:
+        if blocks and seconds > 0:
+            newest = blocks * self._tier.block_bytes / seconds
+            self._bytes_per_s += LEARNING * (newest - self._bytes_per_s)
+
+    def drain(self, seconds: float) -> None:
+        """Hand all over that was offered, for so long: nothing else will be done any more."""
+        until, writer = time.monotonic() + seconds, self._tier.store.writer
+        while self._offers and self._tier.space is not None and not writer.trouble and time.monotonic() < until:
+            self._retry_at = float("-inf")
+            if not self.work(0.1):
+                self._tier.store.flush(max(0.0, min(0.1, until - time.monotonic())))
+                time.sleep(0.001)

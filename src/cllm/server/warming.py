@@ -1,0 +1,124 @@
+"""`/kv/warm`: prefixes that the operator has computed and pinned, and lets go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from cllm.server.answers import unless_gone
+from cllm.server.bodies import taken
+from cllm.server.errors import ApiError
+from cllm.server.openai_replies import ErrorReply, error_responses
+from cllm.server.openai_schema import ChatMessage
+from cllm.server.state import ServerState, State, tenant_of
+from cllm.server.validation import AtMost, RequestModel, Words, refusal
+from cllm.warm import warm
+
+router = APIRouter(tags=["Operations"])
+
+
+class WarmRequest(RequestModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"messages": [{"role": "system", "content": "You are a helpful assistant."}], "ttl_s": 3600},
+            "oneOf": [
+                {"required": [one], "properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}}}
+                for one, other in (("prompt", "messages"), ("messages", "prompt"))
+            ],
+        }
+    )
+
+    prompt: Words | None = Field(None, description="What prompts begin with.")
+    messages: (
+        Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")] | None
+    ) = Field(None, description="The first messages of chats, instead of a prompt.")
+    pin: bool = Field(True, description="Keep it from being evicted.")
+    ttl_s: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Seconds that the pin lasts. Default: as long as the server."
+    )
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> WarmRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise refusal("prompt", "or messages must be sent, and not both")
+        return self
+
+
+class WarmReply(BaseModel):
+    id: str | None = Field(description="Of the pin, for DELETE /kv/warm/{id}; null without one.")
+    tokens: int
+    cached_tokens: int = Field(description="Those that were in the cache before.")
+    pinned_tokens: int = Field(description="Whole blocks are pinned.")
+    ttl_s: float | None
+    seconds: float
+
+
+@asynccontextmanager
+async def under_way(state: ServerState) -> AsyncIterator[None]:
+    """`kv.warm` is computed: before this begins, or meanwhile."""
+    if state.config.kv.warm_before_ready:
+        await state.warm_up()
+        yield
+        return
+    work = asyncio.create_task(state.warm_up())
+    try:
+        yield
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+@router.post(
+    "/kv/warm",
+    response_model=WarmReply,
+    responses=error_responses(ErrorReply, 400, 401, 403, 408, 409, 413, 429, 500, 503),
+)
+async def warm_prefix(
+    body: Annotated[WarmRequest, Depends(taken(WarmRequest))], request: Request, state: State
+) -> Response:
+    """Compute the K/V of a prefix, so that requests which begin with it find it, and pin it."""
+    prompt: Sequence[int]
+    if body.messages is not None:
+        prompt = await state.texts.encode_beginning([message.plain() for message in body.messages])
+    else:
+        assert body.prompt is not None
+        prompt = await state.texts.encode_prompt(body.prompt)
+    work = warm(
+        state.llm,
+        prompt,
+        pin=body.pin,
+        ttl_s=body.ttl_s,
+        tenant=tenant_of(request),
+        request_id=f"warm-{request.state.unique_id}",
+        priority=0,
+    )
+    done = await unless_gone(request.receive, work)
+    if done.refusal is not None:
+        raise ApiError(
+            409,
+            f"The prefix of {done.tokens} tokens was computed and is cached, but not pinned: {done.refusal}.",
+            code="not_pinned",
+            param="pin",
+        )
+    reply = WarmReply(
+        id=done.pin_id,
+        tokens=done.tokens,
+        cached_tokens=done.cached,
+        pinned_tokens=done.pinned_tokens,
+        ttl_s=body.ttl_s if done.pin_id else None,
+        seconds=done.seconds,
+    )
+    return Response(reply.model_dump_json(), media_type="application/json")
+
+
+@router.delete("/kv/warm/{pin_id}", status_code=204, responses=error_responses(ErrorReply, 401, 403, 404, 503))
+async def unpin(pin_id: str, state: State) -> Response:
+    """End a pin. What it held stays cached like anything else."""
+    if not await state.llm.unpin(pin_id):
+        raise ApiError(404, "There is no pin of that name (any more); GET /kv lists them.", code="pin_not_found")
+    return Response(status_code=204)

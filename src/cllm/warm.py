@@ -1,0 +1,123 @@
+"""Prefixes that are computed before anybody asks for them: at the start of a server, and whenever it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cllm.engine.params import SamplingParams
+from cllm.engine.tenant import NOBODY, Tenant
+from cllm.errors import CLLMError, InvalidRequestError
+from cllm.kv.pins import PinMark
+
+if TYPE_CHECKING:
+    from cllm.config.warm import WarmPrefix
+    from cllm.llm import AsyncLLM
+
+log = logging.getLogger("cllm.warm")
+
+LATER = 1
+"""The priority of what nobody waits for yet: behind everybody who came in the last seconds."""
+MOST_FILE_BYTES = 16 << 20
+
+
+class Warmed(NamedTuple):
+    tokens: int
+    cached: int
+    """Tokens that were there already."""
+    seconds: float
+    pin_id: str | None
+    pinned_tokens: int
+    refusal: str | None
+    """Why it was not pinned, though it should be."""
+
+
+async def warm(
+    llm: AsyncLLM,
+    prompt: Sequence[int],
+    *,
+    pin: bool = False,
+    ttl_s: float | None = None,
+    tenant: Tenant = NOBODY,
+    request_id: str | None = None,
+    priority: int = LATER,
+) -> Warmed:
+    """Have the K/V of a prompt computed, or loaded, as any request has; the token that comes of it is thrown away."""
+    mark = PinMark(len(prompt), math.inf if ttl_s is None else ttl_s, "warm")
+    started = time.perf_counter()
+    generation = llm.submit(
+        prompt,
+        SamplingParams(max_tokens=1, temperature=0.0, context_window=None),
+        request_id=request_id,
+        priority=priority,
+        tenant=tenant,
+        pins=[mark] if pin else [],
+    )
+    async with generation:
+        async for _ in generation:
+            pass
+    took = time.perf_counter() - started
+    return Warmed(len(prompt), generation.cached_tokens, took, mark.pin_id, mark.pinned_tokens, mark.refusal)
+
+
+async def warm_up(llm: AsyncLLM, prefixes: Sequence[WarmPrefix], tenant: Tenant) -> None:
+    """All of `kv.warm`, one after the other. What cannot be done is said in the log; the server goes on without."""
+    for number, prefix in enumerate(prefixes):
+        try:
+            prompt = await asyncio.to_thread(_encode, llm, prefix)
+            name = f"warm-{number}"
+            done = await warm(llm, prompt, pin=prefix.pin, ttl_s=prefix.ttl_s, tenant=tenant, request_id=name)
+        except (CLLMError, OSError, ValueError) as error:
+            log.warning("kv.warm[%d] could not be computed: %s", number, error)
+            continue
+        fate = f"not pinned: {done.refusal}" if done.refusal else "pinned" if done.pin_id else "not pinned"
+        log.info(
+            "kv.warm[%d]: %d tokens, %d of them cached before, %.2f s, %s",
+            *(number, done.tokens, done.cached, done.seconds, fate),
+        )
+
+
+def _encode(llm: AsyncLLM, prefix: WarmPrefix) -> list[int]:
+    messages = _messages(prefix)
+    if messages is not None:
+        return llm.encode_beginning(messages)
+    text = _read(prefix.file) if prefix.file is not None else prefix.prompt
+    assert text is not None
+    llm.prompt_limit().check_text(llm.tokenizer, text, "prompt")
+    return llm.tokenizer.encode(text)
+
+
+def _messages(prefix: WarmPrefix) -> Sequence[Mapping[str, Any]] | None:
+    """None: it is the beginning of a prompt."""
+    if prefix.messages is not None:
+        return [_plain(message.model_dump()) for message in prefix.messages]
+    if prefix.file is not None and prefix.file.suffix == ".json":
+        content = json.loads(_read(prefix.file))
+        messages = content.get("messages") if isinstance(content, dict) else content
+        if not isinstance(messages, list):
+            raise InvalidRequestError(f"{prefix.file} must hold a list of messages, or an object with one")
+        return [_plain(message) for message in messages]
+    if prefix.role is None:
+        return None
+    text = _read(prefix.file) if prefix.file is not None else prefix.prompt
+    return [_plain({"role": prefix.role, "content": text})]
+
+
+def _plain(message: Any) -> Any:
+    """As chat templates know it."""
+    is_developer = isinstance(message, dict) and message.get("role") == "developer"
+    return {**message, "role": "system"} if is_developer else message
+
+
+def _read(path: Path) -> str:
+    with path.open("rb") as file:
+        data = file.read(MOST_FILE_BYTES + 1)
+    if len(data) > MOST_FILE_BYTES:
+        raise InvalidRequestError(f"{path} has more than {MOST_FILE_BYTES} bytes")
+    return data.decode()

@@ -1,0 +1,422 @@
+"""The cache with a disk below it: whatever comes from there is what was computed, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import errno
+import random
+import shutil
+import tempfile
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from cllm.errors import BackendError
+from cllm.kv.disk.files import ID_BYTES
+from cllm.kv.disk.speed import GUESS_BYTES
+from cllm.kv.upkeep import UpkeepSettings
+from disk_kit import FaultyFiles
+from tier_kit import BLOCK, Cache, SlotCache
+
+LONG = list(range(100, 100 + 10 * BLOCK + 1))
+SPACES = (b"", b"", b"one")
+
+
+def prompt(trunk: int, shared: int, branch: int, length: int) -> list[int]:
+    """Two of the same trunk have their first `shared` tokens in common."""
+    return [(1000 * trunk + i) if i < shared else (5000 + 1000 * branch + i) for i in range(length)]
+
+
+PROMPTS = st.one_of(
+    st.builds(prompt, st.just(0), st.sampled_from([16, 32]), st.integers(0, 1), st.just(40)),
+    st.builds(prompt, st.integers(0, 1), st.integers(0, 32), st.integers(0, 1), st.integers(1, 40)),
+)
+
+
+class Tiers(RuleBasedStateMachine):
+    """The tokens are the shadow: the fake backend's memory shows for every place which token was computed there."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.directory = Path(tempfile.mkdtemp())
+        self.ids = count()
+        self.start()
+
+    def start(self) -> None:
+        self.files = FaultyFiles()
+        # Files are picked by their names, so these have to be the same when an example is tried again.
+        self.files.fresh_id = lambda: next(self.ids).to_bytes(ID_BYTES, "little")  # type: ignore[method-assign]
+        self.cache = self.make_cache()
+
+    def make_cache(self) -> Cache:
+        return Cache(self.directory, files=self.files, upkeep=UpkeepSettings(compaction="always"))
+
+    @rule(tokens=PROMPTS, space=st.sampled_from(SPACES))
+    def ask(self, tokens: list[int], space: bytes) -> None:
+        self.cache.ask(tokens, space)
+
+    @rule(tokens=PROMPTS, harm=st.none() | st.tuples(st.integers(0, 100), st.integers(0, 1 << 20)))
+    def same_after_restart(self, tokens: list[int], harm: tuple[int, int] | None) -> None:
+        self.whole_request(tokens, b"")
+        self.restart(True)
+        if harm is not None:
+            self.damage(*harm, 0)
+        self.cache.ask(tokens)
+        self.cache.admit()
+
+    @rule(tokens=PROMPTS, space=st.sampled_from(SPACES))
+    def whole_request(self, tokens: list[int], space: bytes) -> None:
+        self.end_all()
+        self.cache.run(tokens, space)
+
+    @rule()
+    def admit(self) -> None:
+        self.cache.admit()
+
+    @rule(pick=st.integers(0, 100), count=st.integers(1, 40))
+    def compute(self, pick: int, count: int) -> None:
+        if running := self.cache.running:
+            self.cache.compute(running[pick % len(running)], count)
+
+    @rule(pick=st.integers(0, 100))
+    def finish(self, pick: int) -> None:
+        if running := self.cache.running:
+            self.cache.finish(running[pick % len(running)])
+
+    @rule(pick=st.integers(0, 100))
+    def preempt(self, pick: int) -> None:
+        if running := self.cache.running:
+            sequence = running[pick % len(running)]
+            self.cache.finish(sequence)
+            self.cache.waiting.insert(0, sequence)
+
+    @rule(pick=st.integers(0, 100))
+    def give_up(self, pick: int) -> None:
+        """Whoever waits, also for the disk, may leave without a word."""
+        if waiting := self.cache.waiting:
+            del waiting[pick % len(waiting)]
+
+    @rule(budget=st.sampled_from([0.0, 1e-6, 1.0]))
+    def maintain(self, budget: float) -> None:
+        self.cache.kv.maintain(budget)
+
+    @rule()
+    def disk_works(self) -> None:
+        self.cache.store.work()
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 100.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.cache.clock.now += seconds
+
+    @rule(blocks=st.integers(1, 24))
+    def evict(self, blocks: int) -> None:
+        self.cache.lose(blocks)
+
+    @rule()
+    def memory_is_lost(self) -> None:
+        self.cache.forget()
+
+    @rule(after=st.integers(1, 20), error=st.sampled_from([errno.EIO, errno.ENOSPC]))
+    def a_call_fails(self, after: int, error: int) -> None:
+        self.files.fail_at, self.files.error = self.files.calls + after, error
+
+    @rule(pick=st.integers(0, 100), offset=st.integers(0, 1 << 20), bit=st.integers(0, 7))
+    def damage(self, pick: int, offset: int, bit: int) -> None:
+        if segments := sorted(self.directory.glob("*/*.kv")):
+            path = segments[pick % len(segments)]
+            content = bytearray(path.read_bytes())
+            content[offset % len(content)] ^= 1 << bit
+            path.write_bytes(content)
+
+    def end_all(self) -> None:
+        for sequence in list(self.cache.running):
+            self.cache.finish(sequence)
+        self.cache.waiting.clear()
+        self.cache.settle()
+
+    @rule(orderly=st.booleans())
+    def restart(self, orderly: bool) -> None:
+        if orderly:
+            self.end_all()
+            self.cache.kv.wind_up(0.0)
+            self.cache.store.close()
+        self.start()
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.assert_sound()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.end_all()
+        cache = self.cache
+        cache.assert_sound()
+        assert cache.kv.loading == 0 and cache.kv.usage().referenced == 0
+        shutil.rmtree(self.directory)
+
+
+class SlotTiers(Tiers):
+    def make_cache(self) -> Cache:
+        return SlotCache(self.directory, files=self.files)
+
+
+TestTiers = Tiers.TestCase
+TestSlotTiers = SlotTiers.TestCase
+TestTiers.settings = TestSlotTiers.settings = settings(
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path)
+
+
+def again(cache: Cache, tmp_path: Path, **options: object) -> Cache:
+    """Another server, after the first one has ended."""
+    cache.settle()
+    cache.store.close()
+    return Cache(tmp_path, **options)  # type: ignore[arg-type]
+
+
+def test_what_was_computed_is_found_after_a_restart(cache: Cache, tmp_path: Path) -> None:
+    assert cache.run(LONG) == 0
+    later = again(cache, tmp_path)
+    computed = later.backend.computed_tokens
+    assert later.run([*LONG, 7]) == len(LONG) - 1
+    assert later.backend.computed_tokens - computed == 2
+    assert later.kv.usage().disk.loaded_tokens == 40 and later.kv.usage().disk.failed_loads == 0
+    assert later.kv.loading == 0 and later.kv.usage().referenced == 0
+
+
+def test_other_spaces_do_not_find_it(cache: Cache, tmp_path: Path) -> None:
+    cache.run(LONG, b"one")
+    later = again(cache, tmp_path)
+    assert later.run(LONG, b"two") == 0 and later.run(LONG) == 0
+    assert later.run(LONG, b"one") == 40
+
+
+def test_what_was_evicted_comes_back(cache: Cache) -> None:
+    cache.run(LONG)
+    cache.settle()
+    cache.kv._evict(24)
+    assert cache.kv.peek(cache.ask(LONG).tokens.tobytes()) == 0
+    cache.waiting.clear()
+    assert cache.run(LONG) == 40
+
+
+def test_offers_are_saved_from_eviction(cache: Cache) -> None:
+    cache.run(LONG)
+    cache.kv._evict(24)  # before anything was written
+    cache.store.work()
+    assert cache.run(LONG) == 40
+
+
+def test_one_off_prompts_do_not_wear_the_disk(cache: Cache) -> None:
+    short = LONG[: 2 * BLOCK + 1]
+    cache.run(short)
+    cache.settle()
+    assert cache.store.stats().written_bytes == 0
+    cache.run(short)
+    cache.settle()
+    assert cache.store.stats().blocks == 2, "it was used again"
+
+
+def test_nothing_is_written_that_is_computed_sooner(cache: Cache) -> None:
+    cache.kv.token_s = 1e-9
+    cache.store.reader.speed.add(GUESS_BYTES, 1.0)
+    cache.run(LONG)
+    cache.settle()
+    assert cache.store.stats().written_bytes == 0
+
+
+def test_a_disk_that_was_never_measured_is_tried(cache: Cache, tmp_path: Path) -> None:
+    cache.kv.token_s = 1e-9
+    cache.run(LONG)
+    later = again(cache, tmp_path)
+    later.kv.token_s = 1e-9
+    assert later.run(LONG) == 40
+
+
+def test_nothing_is_loaded_that_is_computed_sooner(cache: Cache, tmp_path: Path) -> None:
+    cache.run(LONG)
+    later = again(cache, tmp_path)
+    later.kv.token_s = 1e-9
+    later.store.reader.speed.add(GUESS_BYTES, 1.0)
+    assert later.run(LONG) == 0 and later.kv.usage().disk.loads == 0
+
+
+def test_who_waits_for_the_disk_holds_up_nobody(cache: Cache, tmp_path: Path) -> None:
+    cache.run(LONG)
+    later = again(cache, tmp_path)
+    first, second = later.ask(LONG), later.ask([1, 2, 3])
+    later.admit()
+    assert later.waiting == [first] and later.running == [second] and later.kv.loading == 1
+    later.assert_sound()
+    assert later.kv.usage().referenced == 11, "blocks that are being read count"
+    later.store.work()
+    later.admit()
+    assert later.running == [second, first] and later.cached[id(first)] == 40
+
+
+def test_several_wait_for_one_load(cache: Cache, tmp_path: Path) -> None:
+    cache.run(LONG)
+    later = again(cache, tmp_path)
+    asked = [later.ask([*LONG, number]) for number in range(3)]
+    later.admit()
+    assert later.kv.loading == 1
+    later.store.work()
+    later.admit()
+    assert later.running == asked and later.kv.usage().disk.loads == 1
+    assert {later.cached[id(each)] for each in asked} == {40}
+
+
+def test_a_slow_disk_is_not_waited_for(cache: Cache, tmp_path: Path) -> None:
+    cache.run(LONG)
+    later = again(cache, tmp_path, blocks=64)
+    sequence = later.ask(LONG)
+    later.admit()
+    due = later.kv.upkeep_at()
+    assert later.waiting == [sequence] and due is not None
+    later.clock.now = due
+    later.admit()
+    assert later.running == [sequence] and later.cached[id(sequence)] == 0
+    assert later.kv.loading == 1, "the reader still has the blocks"
+    assert later.kv.upkeep_at() is None or later.kv.upkeep_at() > later.clock.now, "nobody turns in vain meanwhile"
+    other = later.ask([*LONG, 1])
+    later.admit()
+    assert later.running == [sequence, other], "nobody else waits for a disk that is late"
+    later.store.work()
+    later.kv.maintain(0.0)
+    assert later.kv.loading == 0
+    later.assert_sound()
+
+
+def test_whoever_leaves_while_it_loads_leaves_nothing_behind(cache: Cache, tmp_path: Path) -> None:
+    cache.run(LONG)
+    later = again(cache, tmp_path)
+    later.ask(LONG)
+    later.admit()
+    later.waiting.clear()
+    assert later.kv.loading == 1 and later.kv.usage().referenced == 10
+    later.store.work()
+    later.kv.maintain(0.0)
+    assert later.kv.loading == 0 and later.kv.usage().referenced == 0
+    assert later.run(LONG) == 40 and later.kv.usage().disk.loads == 1, "what came stays for others"
+
+
+def test_blocks_that_are_read_are_not_moved(cache: Cache, tmp_path: Path) -> None:
+    cache.run(LONG)
+    later = again(cache, tmp_path, upkeep=UpkeepSettings(compaction="always"))
+    bystander, sequence = later.ask([1, 2, 3]), later.ask(LONG)
+    later.admit()
+    assert later.running == [bystander] and later.kv.loading == 1
+    (load,) = later.kv._loads
+    assert load.holder is not None
+    before = list(load.holder.blocks)
+    for _ in range(5):
+        later.kv.maintain(1.0)
+        later.clock.now += 0.01
+    assert load.holder.blocks == before
+    later.store.work()
+    later.admit()
+    assert later.cached[id(sequence)] == 40
+    later.assert_sound()
+
+
+def test_memory_that_is_renewed_is_not_written_to_by_old_loads(cache: Cache, tmp_path: Path) -> None:
+    cache.run(LONG)
+    later = again(cache, tmp_path)
+    later.ask(LONG)
+    later.admit()
+    assert later.kv.loading == 1
+    later.forget()
+    assert later.kv.loading == 0
+    later.waiting.clear()
+    other = later.ask(prompt(1, 40, 0, 60))
+    later.admit()
+    later.compute(other, 60)
+    later.store.work()  # the old load is read now, to where nobody looks
+    later.assert_right(other)
+    later.assert_sound()
+
+
+def test_a_backend_that_refuses_costs_no_request(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BackendError("no")
+
+    cache.run(LONG)
+    later = again(cache, tmp_path)
+    for name in ("land", "read_blocks", "landing", "landing", "landing"):
+        with monkeypatch.context() as patch:
+            patch.setattr(later.backend.memory, name, refuse)
+            assert later.run(LONG) == 0
+        later.assert_sound()
+        later.kv.reset()
+    assert "loading blocks from disk failed: no; the disk is not used any more" in caplog.text
+    assert later.run(LONG) == 0
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> SlotCache:
+    return SlotCache(tmp_path)
+
+
+def test_sequences_in_slots_outlive_a_restart(slots: SlotCache, tmp_path: Path) -> None:
+    assert slots.run(LONG) == 0
+    slots.settle()
+    slots.store.close()
+    later = SlotCache(tmp_path)
+    assert later.run([*LONG, 7]) == 41, "all that it has is used, to the token"
+    assert later.run([*LONG[:30], 7, 7, 7]) == 30
+    assert later.run(LONG, b"other") == 0
+    disk = later.kv.usage().disk
+    assert (disk.loads, disk.loaded_tokens, disk.failed_loads) == (1, 41, 0)
+    later.assert_sound()
+
+
+def test_a_server_that_ends_saves_what_is_in_slots(slots: SlotCache, tmp_path: Path) -> None:
+    slots.run(LONG)
+    slots.kv.wind_up(1.0)
+    slots.store.close()
+    assert SlotCache(tmp_path).run(LONG) == 40
+
+
+def test_what_a_slot_is_saved_for_is_saved_once(slots: SlotCache) -> None:
+    slots.run(LONG)
+    slots.settle()
+    written = slots.store.stats().written_bytes
+    assert written > 0
+    slots.run(LONG[:20])
+    slots.settle()
+    assert slots.store.stats().written_bytes == written, "a prefix of it is nothing new"
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("kind", [Cache, SlotCache])
+def test_every_call_fails_in_turn(tmp_path: Path, kind: type[Cache], error: int) -> None:
+    """Through the manager: answers stay right, everybody is served, and nothing is held at the end."""
+    whole = 0
+    for number in range(1, 400):
+        directory = tmp_path / str(number)
+        files = FaultyFiles(number, error)
+        rng = random.Random(number)
+        cache = kind(directory, files=files)
+        for turn in range(3):
+            cache.run(prompt(0, 16, turn % 2, 30 + turn))
+            cache.settle()
+            cache.lose(rng.randint(0, 24))
+        cache.assert_sound()
+        assert cache.kv.usage().referenced == 0
+        cache.store.close()
+        if files.calls < number:
+            whole = number
+            break
+    assert whole > 20, "the scenario needs fewer calls than there are to fail"

@@ -1,0 +1,257 @@
+"""Prefixes that stay: what is pinned is found until its time is up, within the limit, and nobody is kept out by it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from cllm.backends.fake import FakeBackend
+from cllm.kv.manager import KVManager
+from cllm.kv.memory import most_bytes
+from cllm.kv.pins import PinMark
+from cllm.kv.sequence import KVSequence
+from cllm.kv.slots import SlotKVManager
+from test_kv_managers import BYTES_PER_TOKEN, ManagerMachine, compute, on_demand, paged, run_to_end, slots
+
+SPACES = (b"", b"one")
+LONG = list(range(100, 124))
+MAKERS = {"paged": paged, "slots": lambda **options: slots(store_tokens=200, max_sequences=5, **options)}
+
+
+def pinned(kv: KVManager, backend: FakeBackend, tokens: list[int], ttl_s: float = math.inf) -> PinMark:
+    """Compute a prompt, pin all of it, let it go."""
+    sequence = run_to_end(backend, kv, tokens)
+    mark = PinMark(len(tokens), ttl_s)
+    kv.pin(sequence, mark)
+    kv.release(sequence)
+    kv.check()
+    return mark
+
+
+def flood(kv: KVManager, backend: FakeBackend, first: int) -> None:
+    """Other prompts, one after the other, enough to evict all that may be."""
+    for number in range(first, first + 20):
+        kv.release(run_to_end(backend, kv, list(range(1000 + 40 * number, 1030 + 40 * number))))
+        kv.maintain(0.0)
+
+
+class PinMachine(ManagerMachine):
+    """Pins of several spaces come and go among the sequences of the machine below."""
+
+    limit = 0.5
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__()
+        self.pinned: dict[str, tuple[list[int], bytes, float]] = {}
+
+    def build(self) -> tuple[FakeBackend, KVManager]:
+        return paged(eviction_threshold=0.8, pin_limit=self.limit, clock=lambda: self.now)
+
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=40), space=st.sampled_from(SPACES))
+    def admit(self, prompt: list[int], space: bytes) -> None:
+        sequence = KVSequence(prompt, space=space)
+        if self.kv.admit(sequence) is not None:
+            self.live.append(sequence)
+        self.note_who_gave_way(allowed=not self.live or len(self.live) == 1)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(self.live))
+        child = KVSequence(parent.tokens[: parent.num_computed], space=parent.space)
+        if self.kv.fork(parent, child):
+            self.live.append(child)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), share=st.sampled_from([0.5, 1.0]), ttl_s=st.sampled_from([5.0, 50.0, math.inf]))
+    def end_with_a_pin(self, data: st.DataObject, share: float, ttl_s: float) -> None:
+        sequence = data.draw(st.sampled_from(self.live))
+        self.live.remove(sequence)
+        mark = PinMark(int(share * len(sequence.tokens)), ttl_s)
+        self.kv.rewind(sequence)
+        self.kv.pin(sequence, mark)
+        assert (mark.pin_id is None) == (mark.refusal is not None)
+        if mark.pin_id is not None:
+            before = self.pinned.get(mark.pin_id)
+            until = max(self.now + ttl_s, -1.0 if before is None else before[2])
+            self.pinned[mark.pin_id] = (sequence.tokens[: mark.pinned_tokens].tolist(), sequence.space, until)
+        self.kv.release(sequence)
+
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.pinned)))
+        del self.pinned[name]
+        assert self.kv.unpin(name)
+        assert not self.kv.unpin(name)
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 60.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        ends = [until for _, _, until in self.pinned.values() if not math.isinf(until)]
+        if ends:
+            assert (due := self.kv.upkeep_at()) is not None and due <= min(ends)
+        self.kv.maintain(0.0)
+        self.pinned = {name: pin for name, pin in self.pinned.items() if pin[2] > self.now}
+
+    @rule()
+    def rebuild(self) -> None:
+        super().rebuild()
+        self.forget()
+
+    def forget(self) -> None:
+        self.pinned.clear()
+
+    def note_who_gave_way(self, *, allowed: bool) -> None:
+        names = {pin["id"] for pin in self.kv.details()["pins"]["prefixes"]}
+        gone = self.pinned.keys() - names
+        assert allowed or not gone
+        for name in gone:
+            del self.pinned[name]
+
+    @invariant()
+    def everything_is_accounted_for(self) -> None:
+        self.kv.check()
+        usage, details = self.kv.usage(), self.kv.details()["pins"]
+        assert usage.free + usage.evictable + usage.referenced == usage.total
+        assert min(usage.free, usage.evictable, usage.referenced) >= 0
+        assert usage.referenced >= usage.pinned and (self.live or usage.referenced == usage.pinned)
+        assert usage.pins == len(self.pinned) == len(details["prefixes"])
+        assert details["pinned_bytes"] <= details["limit_bytes"]
+
+    @invariant()
+    def what_is_pinned_is_found_in_its_space(self) -> None:
+        for tokens, space, _ in self.pinned.values():
+            key = KVSequence([*tokens, 2]).tokens.tobytes()
+            assert self.kv.peek(key, space) >= len(tokens)
+
+
+class SlotPinMachine(PinMachine):
+    limit = 0.9
+
+    def build(self) -> tuple[FakeBackend, KVManager]:
+        return slots(store_tokens=400, pin_limit=self.limit, clock=lambda: self.now)
+
+    def forget(self) -> None:
+        """What is saved outlives the backend's memory."""
+
+
+class OnDemandPinMachine(PinMachine):
+    """The budget is never passed, with pins in it and slots that come and go."""
+
+    limit = 0.9
+
+    def build(self) -> tuple[FakeBackend, KVManager]:
+        return on_demand(pin_limit=self.limit, clock=lambda: self.now)
+
+    def note_who_gave_way(self, *, allowed: bool) -> None:
+        super().note_who_gave_way(allowed=True)  # for more slots
+
+    def forget(self) -> None:
+        pass
+
+
+_profile = settings(max_examples=40, stateful_step_count=40, deadline=None)
+for _machine in (PinMachine, SlotPinMachine, OnDemandPinMachine):
+    _machine.TestCase.settings = _profile
+TestPagedPins = PinMachine.TestCase
+TestSlotPins = SlotPinMachine.TestCase
+TestOnDemandPins = OnDemandPinMachine.TestCase
+
+
+@pytest.fixture(params=sorted(MAKERS))
+def make(request: pytest.FixtureRequest) -> Any:
+    return MAKERS[request.param]
+
+
+def test_what_is_pinned_stays_whatever_comes(make: Any) -> None:
+    backend, kv = make(pin_limit=0.9)
+    mark = pinned(kv, backend, LONG)
+    flood(kv, backend, 0)
+    assert mark.pin_id and mark.pinned_tokens == len(LONG)
+    assert kv.peek(KVSequence([*LONG, 1]).tokens.tobytes()) == len(LONG)
+    kv.unpin(mark.pin_id)
+    flood(kv, backend, 20)
+    kv.check()
+    assert kv.peek(KVSequence([*LONG, 1]).tokens.tobytes()) == 0
+
+
+def test_a_pin_ends_with_its_time_unless_it_is_renewed(make: Any) -> None:
+    now = 0.0
+    backend, kv = make(pin_limit=0.9, clock=lambda: now)
+    first = pinned(kv, backend, LONG, ttl_s=10.0)
+    now = 8.0
+    again = pinned(kv, backend, LONG, ttl_s=10.0)
+    assert first.pin_id == again.pin_id and kv.usage().pins == 1
+    now = 17.9
+    kv.maintain(0.0)
+    assert kv.usage().pins == 1 and kv.details()["pins"]["prefixes"][0]["uses"] == 2
+    now = 18.0
+    kv.maintain(0.0)
+    assert kv.usage().pins == 0 and kv.details()["pins"]["expired"] == 1
+
+
+def test_what_is_over_the_limit_is_refused_with_numbers(make: Any) -> None:
+    backend, kv = make(pin_limit=0.0)
+    mark = pinned(kv, backend, LONG)
+    assert mark.pin_id is None and mark.refusal is not None
+    assert "of the 0 bytes that may be pinned" in mark.refusal and "kv.pin_limit" in mark.refusal
+    assert kv.usage().pins_refused == 1
+
+
+def test_pins_with_the_same_beginning_count_it_once() -> None:
+    backend, kv = paged(blocks=16, pin_limit=0.5)
+    pinned(kv, backend, LONG)
+    pinned(kv, backend, [*LONG[:16], *range(8)])
+    usage = kv.usage()
+    assert (usage.pins, usage.pinned) == (2, 8)
+
+
+def test_a_pin_gives_way_to_a_request_that_needs_all_there_is() -> None:
+    backend, kv = paged(blocks=16, pin_limit=0.9)
+    pinned(kv, backend, LONG)
+    whole = run_to_end(backend, kv, list(range(64)))
+    kv.check()
+    assert kv.usage().pins == 0 and kv.details()["pins"]["gave_way"] == 1
+    kv.release(whole)
+
+
+def test_nobody_who_runs_is_a_reason_for_a_pin_to_go() -> None:
+    backend, kv = paged(blocks=16, pin_limit=0.5)
+    pinned(kv, backend, LONG)
+    running = run_to_end(backend, kv, list(range(20)))
+    assert kv.admit(KVSequence(list(range(200, 260)))) is None
+    assert kv.usage().pins == 1
+    kv.release(running)
+
+
+def test_a_sequence_that_was_not_computed_is_not_pinned(make: Any) -> None:
+    backend, kv = make(pin_limit=0.9)
+    sequence = KVSequence(LONG)
+    kv.admit(sequence)
+    compute(backend, kv, sequence, 20)
+    mark = PinMark(len(LONG))
+    kv.pin(sequence, mark)
+    assert mark.refusal is not None and "not computed" in mark.refusal
+    kv.release(sequence)
+    kv.check()
+
+
+def test_slots_can_still_be_taken_when_pins_are_in_the_way() -> None:
+    backend, kv = on_demand(movable=2, pin_limit=0.9)
+    assert isinstance(kv, SlotKVManager)
+    pinned(kv, backend, list(range(60)))
+    running = run_to_end(backend, kv, list(range(100, 160)))
+    kv.demand = 2
+    other = run_to_end(backend, kv, list(range(200, 260)))
+    kv.check()
+    assert most_bytes(60, BYTES_PER_TOKEN) * 2 > kv._store_bytes * 0.9
+    assert len(kv._slots) == 2
+    for sequence in (running, other):
+        kv.release(sequence)

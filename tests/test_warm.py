@@ -1,0 +1,303 @@
+"""Prefixes that are ready before they are asked for: the configuration's, the operator's, and what requests mark."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cllm.config import Config, load_config
+from cllm.engine.tenant import NOBODY
+from cllm.errors import ConfigError
+from cllm.llm import AsyncLLM
+from cllm.server.app import create_app
+from cllm.server.key_file import add_key
+from cllm.warm import warm_up
+from http_fakes import FakeLLM, client_for
+
+SYSTEM = "You answer in one word, whatever you are asked, and never say why. " * 2
+LONG = "It was the best of times, it was the worst of times, it was the age of wisdom. "
+EPHEMERAL = {"type": "ephemeral"}
+
+
+def fake_config(*, layout: str = "paged", server: dict[str, Any] | None = None, **kv: Any) -> Config:
+    backend = {"type": "fake", "fake": {"layout": layout}}
+    return Config.model_validate({"backend": backend, "kv": kv, "server": server or {}})
+
+
+class Client(httpx.AsyncClient):
+    async def ask(self, path: str, **body: Any) -> dict[str, Any]:
+        response = await self.post(path, json=body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    async def pins(self) -> dict[str, Any]:
+        """As `/kv` lists them, once the engine has published the latest."""
+        await asyncio.sleep(0.05)
+        found: dict[str, Any] = (await self.get("/kv")).json()["details"]["pins"]
+        return found
+
+
+@asynccontextmanager
+async def client_of(config: Config, key: str | None = None) -> AsyncIterator[Client]:
+    llm = AsyncLLM(config)
+    app = create_app(llm, config)
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app=app)
+        async with Client(transport=transport, base_url="http://test", headers=headers) as client:
+            yield client
+
+
+def cached(answer: dict[str, Any]) -> int:
+    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+async def chat(client: Client, *messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return await client.ask("/v1/chat/completions", messages=list(messages), max_tokens=1, **more)
+
+
+# -- at the start --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["paged", "slots"])
+async def test_what_the_configuration_names_is_there_before_the_first_request(layout: str, tmp_path: Path) -> None:
+    text, messages = tmp_path / "prompt.txt", tmp_path / "chat.json"
+    text.write_text(LONG.upper())
+    messages.write_text(json.dumps({"messages": [{"role": "system", "content": SYSTEM.upper()}]}))
+    warm = [
+        LONG,
+        {"prompt": SYSTEM, "role": "system"},
+        {"file": str(text), "ttl_s": 60},
+        {"file": str(messages), "pin": False},
+    ]
+    async with client_of(fake_config(layout=layout, warm=warm)) as client:
+        listed = await client.pins()
+        assert [pin["source"] for pin in listed["prefixes"]] == ["warm"] * 3
+        assert [pin["until"] is None for pin in listed["prefixes"]] == [True, True, False]
+        for prompt in (LONG, LONG.upper()):
+            answer = await client.ask("/v1/completions", prompt=prompt + "And then?", max_tokens=1)
+            assert cached(answer) >= len(prompt) // 16 * 16
+        for system in (SYSTEM, SYSTEM.upper()):
+            answer = await chat(client, {"role": "system", "content": system}, {"role": "user", "content": "Why?"})
+            assert cached(answer) >= len(system) // 16 * 16
+
+
+async def test_what_cannot_be_computed_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text('{"messages": 5}')
+    warm = [{"file": str(tmp_path / "gone.txt")}, {"file": str(wrong)}, "x" * 100_000, LONG]
+    with caplog.at_level(logging.INFO, "cllm.warm"):
+        async with client_of(fake_config(warm=warm)) as client:
+            assert (await client.get("/ready")).status_code == 200
+            assert len((await client.pins())["prefixes"]) == 1
+    said = [record.getMessage() for record in caplog.records if record.name == "cllm.warm"]
+    assert [line.startswith(f"kv.warm[{number}] could not be computed") for number, line in enumerate(said)] == [
+        *(True, True, True, False)
+    ]
+
+
+async def test_beside_requests_it_is_computed_later() -> None:
+    async with client_of(fake_config(warm=[LONG], warm_before_ready=False)) as client:
+        for _ in range(200):
+            if (await client.pins())["prefixes"]:
+                break
+        assert (await client.pins())["prefixes"][0]["tokens"] == len(LONG) // 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({}, "kv.warm[0] is {} (flag): it must be one of prompt, messages and file, not none of them"),
+        ({"prompt": "a", "file": "b"}, "it must be one of prompt, messages and file, not prompt and file"),
+        ({"messages": [{"role": "user", "content": "a"}], "role": "user"}, "a role for a text, not both"),
+        ({"messages": []}, "kv.warm[0].messages is [] (flag): it must be a list that is not empty"),
+        ({"messages": [{"role": "bot", "content": ""}]}, "kv.warm[0].messages[0].role is 'bot'"),
+        ({"prompt": "a", "ttl_s": 0}, "kv.warm[0].ttl_s is 0 (flag): it must be more than 0"),
+        ({"prompt": ""}, "kv.warm[0].prompt is '' (flag): it must be text that is not empty"),
+        ({"prompts": "a"}, "kv.warm[0].prompts is 'a' (flag): it must be left out: there is no such name"),
+        (5, "kv.warm[0] is 5 (flag): it must be text, or an object"),
+    ],
+)
+def test_an_entry_that_is_wrong_is_named(entry: Any, problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(overrides={"kv.warm": [entry]})
+    assert problem in str(raised.value)
+
+
+async def test_keys_that_are_kept_apart_do_not_share_what_is_warm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ann = add_key(tmp_path / "keys.json", "ann", None)
+    server = {"api_keys": str(tmp_path / "keys.json")}
+    async with client_of(fake_config(server=server, warm=[LONG]), ann) as client:
+        assert cached(await client.ask("/v1/completions", prompt=LONG, max_tokens=1)) == 0
+    assert "kv.warm is left out" in caplog.text
+    server["api_key"] = "sesame"
+    async with client_of(fake_config(server=server, warm=[LONG]), ann) as client:
+        assert cached(await client.ask("/v1/completions", prompt=LONG, max_tokens=1)) == 0
+        client.headers["authorization"] = "Bearer sesame"
+        assert cached(await client.ask("/v1/completions", prompt=LONG, max_tokens=1)) > 0
+    assert "kv.warm is for server.api_key alone" in caplog.text
+
+
+# -- POST /kv/warm -------------------------------------------------------------------------------------------------
+
+
+async def test_a_prefix_is_computed_pinned_and_let_go() -> None:
+    async with client_of(fake_config()) as client:
+        first = await client.ask("/kv/warm", prompt=LONG, ttl_s=60)
+        again = await client.ask("/kv/warm", prompt=LONG)
+        whole = len(LONG) // 16 * 16
+        assert (first["tokens"], first["cached_tokens"], first["pinned_tokens"]) == (len(LONG), 0, whole)
+        assert again["id"] == first["id"] and again["cached_tokens"] > 0
+        (pin,) = (await client.pins())["prefixes"]
+        assert (pin["id"], pin["tokens"], pin["uses"], pin["until"]) == (first["id"], whole, 2, None)
+        kv = (await client.get("/kv")).json()
+        assert kv["pinned"] == kv["referenced"] == whole // 16 and kv["pins"] == 1
+        gone = await client.delete(f"/kv/warm/{first['id']}")
+        assert gone.status_code == 204
+        unknown = await client.delete(f"/kv/warm/{first['id']}")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "pin_not_found")
+        assert (await client.pins())["prefixes"] == []
+        assert cached(await client.ask("/v1/completions", prompt=LONG + "!", max_tokens=1)) == whole
+
+
+async def test_messages_and_no_pin() -> None:
+    async with client_of(fake_config()) as client:
+        messages = [{"role": "developer", "content": SYSTEM}]
+        warmed = await client.ask("/kv/warm", messages=messages, pin=False)
+        assert warmed["id"] is None and warmed["pinned_tokens"] == 0
+        answer = await chat(client, {"role": "system", "content": SYSTEM}, {"role": "user", "content": "Why?"})
+        assert cached(answer) == warmed["tokens"] // 16 * 16
+
+
+async def test_over_the_limit_it_is_refused_with_numbers() -> None:
+    async with client_of(fake_config(pin_limit=0.0)) as client:
+        refused = await client.post("/kv/warm", json={"prompt": LONG})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (409, "not_pinned", "pin")
+        assert "0 of the 0 bytes that may be pinned are (kv.pin_limit)" in error["message"]
+        assert cached(await client.ask("/v1/completions", prompt=LONG, max_tokens=1)) > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"prompt": "a", "ttl_s": 0}, "ttl_s"),
+        ({"prompt": "a", "pin": 1}, "pin"),
+        ({"prompt": "a", "for": 5}, "for"),
+    ],
+)
+async def test_what_is_wrong_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    async with client_for(FakeLLM()) as client:
+        refused = await client.post("/kv/warm", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+# -- marks in requests ---------------------------------------------------------------------------------------------
+
+
+async def test_marks_pin_what_stands_before_them() -> None:
+    async with client_of(fake_config()) as client:
+        parts = [
+            {"type": "text", "text": LONG, "cache_control": {**EPHEMERAL, "ttl": "1h"}},
+            {"type": "text", "text": "Why?"},
+        ]
+        system = {"role": "system", "content": SYSTEM, "cache_control": EPHEMERAL}
+        await chat(client, system, {"role": "user", "content": parts})
+        pins = (await client.pins())["prefixes"]
+        assert [pin["source"] for pin in pins] == ["request"] * 2
+        now = time.time()
+        assert [290 < pin["until"] - now <= 301 for pin in pins] == [True, False]
+        assert [3590 < pin["until"] - now <= 3601 for pin in pins] == [False, True]
+        template = len("<|im_start|>system\n") + len(SYSTEM)
+        assert template // 16 * 16 <= pins[0]["tokens"] <= template + len("<|im_end|>\n")
+        assert pins[0]["tokens"] + len(LONG) // 16 * 16 <= pins[1]["tokens"]
+
+
+async def test_a_mark_on_the_request_pins_its_prompt() -> None:
+    async with client_of(fake_config()) as client:
+        for path in ("/v1/completions", "/generate"):
+            await client.ask(path, prompt=path + LONG, max_tokens=1, cache_control=EPHEMERAL)
+        await chat(client, {"role": "user", "content": LONG}, cache_control=EPHEMERAL)
+        assert len((await client.pins())["prefixes"]) == 3
+
+
+async def test_a_mark_is_a_hint() -> None:
+    async with client_of(fake_config(pin_limit=0.0)) as client:
+        await chat(client, {"role": "user", "content": LONG, "cache_control": EPHEMERAL})
+        assert (await client.pins())["refused"] == 1
+    async with client_of(fake_config(pin_marks=False)) as client:
+        await chat(client, {"role": "user", "content": LONG}, cache_control=EPHEMERAL)
+        listed = await client.pins()
+        assert (listed["prefixes"], listed["refused"]) == ([], 0)
+
+
+@pytest.mark.parametrize("control", [{}, {"type": "for ever"}, {**EPHEMERAL, "ttl": "25h"}, {**EPHEMERAL, "ttl": 300}])
+async def test_a_mark_that_is_none_is_refused_by_name(control: dict[str, Any]) -> None:
+    message = {"role": "user", "content": "a", "cache_control": control}
+    async with client_for(FakeLLM()) as client:
+        refused = await client.post("/v1/chat/completions", json={"messages": [message]})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"].startswith("messages[0].cache_control")
+
+
+async def test_there_are_four_marks_at_most() -> None:
+    marked = {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": EPHEMERAL}] * 5}
+    async with client_for(FakeLLM()) as client:
+        refused = await client.post("/v1/chat/completions", json={"messages": [marked]})
+    assert "5 marks of cache_control; at most 4" in refused.json()["error"]["message"]
+
+
+async def test_the_page_shows_what_is_pinned() -> None:
+    for layout in ("paged", "slots"):
+        config = fake_config(layout=layout, warm=[LONG, {"prompt": SYSTEM, "pin": False}])
+        async with AsyncLLM(config) as llm:
+            await warm_up(llm, config.kv.warm, NOBODY)
+            llm.watch()
+            while (picture := llm.picture()) is None:
+                await asyncio.sleep(0.01)
+            llm.unwatch()
+        pins = {prefix.pins: prefix.users for prefix in picture.kv.prefixes}
+        assert pins == {0: 0, 1: 0}
+
+
+# -- who may -------------------------------------------------------------------------------------------------------
+
+
+async def test_only_the_operator_pins_for_all(tmp_path: Path) -> None:
+    ann = add_key(tmp_path / "keys.json", "ann", None)
+    server = {"api_keys": str(tmp_path / "keys.json"), "api_key": "sesame"}
+    async with client_of(fake_config(server=server), ann) as client:
+        for refused in (await client.post("/kv/warm", json={"prompt": LONG}), await client.delete("/kv/warm/x")):
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "operator_key_required")
+        client.headers["authorization"] = "Bearer sesame"
+        await client.ask("/kv/warm", prompt=LONG)
+        client.headers["authorization"] = f"Bearer {ann}"
+        assert cached(await client.ask("/v1/completions", prompt=LONG, max_tokens=1)) == 0
+
+
+async def test_marks_of_a_key_pin_in_its_own_space(tmp_path: Path) -> None:
+    ann, bob = (add_key(tmp_path / "keys.json", name, None) for name in ("ann", "bob"))
+    server = {"api_keys": str(tmp_path / "keys.json"), "api_key": "sesame"}
+    async with client_of(fake_config(server=server), ann) as client:
+        await client.ask("/v1/completions", prompt=LONG, max_tokens=1, cache_control=EPHEMERAL)
+        client.headers["authorization"] = f"Bearer {bob}"
+        answer = await client.ask("/v1/completions", prompt=LONG, max_tokens=1, cache_control=EPHEMERAL)
+        assert cached(answer) == 0
+        client.headers["authorization"] = "Bearer sesame"
+        assert len({pin["id"] for pin in (await client.pins())["prefixes"]}) == 2

@@ -1,0 +1,169 @@
+"""A cache over the fake backend with a store on disk below it, and sequences that go through them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cllm.backends.base import Chunk
+from cllm.backends.fake import FakeBackend
+from cllm.kv.disk.files import Files
+from cllm.kv.disk.names import fingerprint
+from cllm.kv.disk.store import DiskStore
+from cllm.kv.memory import most_bytes
+from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, SlotGeometry, SlotOps
+from cllm.kv.paged import PagedKVManager
+from cllm.kv.sequence import KVSequence
+from cllm.kv.slots import SlotKVManager
+from cllm.kv.tier import Tier
+from disk_kit import make_store
+
+BLOCK = 4
+MODEL = fingerprint(b"the fake model", {"block_tokens": BLOCK})
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Cache:
+    """One server's: its memory, its manager, its store, and those who wait and run."""
+
+    kv: PagedKVManager
+
+    def __init__(self, directory: Path, *, limit: int = 1 << 20, files: Files | None = None, **options: Any) -> None:
+        self.clock = Clock()
+        self.backend = FakeBackend()
+        self.kv = self.make_kv(**options)
+        self.store: DiskStore = make_store(directory, limit=limit, files=files, monotonic=self.clock)
+        sizes = {"block_tokens": BLOCK, "block_bytes": 2 * 4 * BLOCK}
+        self.tier = Tier(self.store, **sizes, least_tokens=2 * BLOCK, worth_tokens=3 * BLOCK)
+        self.kv.use_disk(self.tier)
+        space = self.store.space(MODEL, **sizes, about={"model": "fake"})
+        self.store.work()
+        self.tier.attach(space)
+        self.waiting: list[KVSequence] = []
+        self.running: list[KVSequence] = []
+        self.cached: dict[int, int] = {}
+        """What sequences found when they were admitted."""
+
+    def make_kv(self, blocks: int = 24, **options: Any) -> Any:
+        geometry = BlockGeometry(blocks, BLOCK)
+        self.backend.allocate(geometry)
+        ops = self.backend.ops
+        assert isinstance(ops, BlockOps) and isinstance(ops, BlockBytes)
+        return PagedKVManager(ops, geometry, bytes_per_token=8, clock=self.clock, **options)
+
+    def lose(self, units: int) -> None:
+        """Memory is needed: so many blocks of what is cached go."""
+        self.kv._evict(units)
+
+    def ask(self, tokens: list[int], space: bytes = b"") -> KVSequence:
+        sequence = KVSequence(tokens, space=space)
+        self.waiting.append(sequence)
+        return sequence
+
+    def admit(self) -> None:
+        """As the planner does: who waits for the disk is passed over, who finds no room ends the round."""
+        for sequence in list(self.waiting):
+            if self.kv.fetch(sequence):
+                continue
+            cached = self.kv.admit(sequence)
+            if cached is None:
+                return
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            self.cached[id(sequence)] = cached
+            self.assert_right(sequence)
+
+    def compute(self, sequence: KVSequence, count: int) -> None:
+        end = min(sequence.num_computed + count, len(sequence.tokens))
+        tokens = sequence.tokens[sequence.num_computed : end]
+        if tokens:
+            start = sequence.num_computed
+            self.backend.step([Chunk(tokens, start, True, sequence.slot, sequence.blocks)])
+            sequence.num_computed = end
+            self.kv.commit(sequence)
+
+    def finish(self, sequence: KVSequence) -> None:
+        self.running.remove(sequence)
+        self.kv.release(sequence)
+
+    def run(self, tokens: list[int], space: bytes = b"") -> int:
+        """One sequence from the beginning to the end; what it found in the cache."""
+        sequence = self.ask(tokens, space)
+        for _ in range(100):
+            self.admit()
+            if sequence in self.running:
+                break
+            self.store.work()
+        assert sequence in self.running, "it was never admitted"
+        self.compute(sequence, len(tokens))
+        self.assert_right(sequence)
+        self.finish(sequence)
+        return self.cached.pop(id(sequence))
+
+    def settle(self) -> None:
+        """Whatever is to be written or loaded is."""
+        for _ in range(100):
+            self.clock.now += 10.0
+            if not (self.kv.maintain(1.0) or self.kv.loading):
+                break
+            self.store.work()
+        self.store.work()
+        self.kv.maintain(0.0)
+
+    def forget(self) -> None:
+        """Memory is lost, and renewed."""
+        self.backend.rebuild()
+        self.kv.reset()
+        self.waiting += self.running
+        self.running = []
+
+    def assert_right(self, sequence: KVSequence) -> None:
+        """The sequence's memory holds its tokens and nothing else."""
+        chunk = Chunk(sequence.tokens[:0], 0, False, sequence.slot, sequence.blocks)
+        memory = self.backend.memory
+        held = memory.read(chunk, sequence.num_computed)
+        assert held.tolist() == sequence.tokens[: sequence.num_computed].tolist()
+        assert not np.any(memory.dropped_before(chunk, sequence.num_computed))
+
+    def assert_sound(self) -> None:
+        self.kv.check()
+        usage = self.kv.usage()
+        assert usage.free + usage.evictable + usage.referenced == usage.total
+        assert usage.sequences_running == len(self.running)
+        for sequence in self.running:
+            self.assert_right(sequence)
+
+
+class SlotCache(Cache):
+    """The same with slots."""
+
+    kv: SlotKVManager  # type: ignore[assignment]
+
+    def make_kv(self, slots: int = 3, store_tokens: int = 200, **options: Any) -> Any:
+        geometry = SlotGeometry(slots, 64)
+        self.backend.allocate(geometry)
+        ops = self.backend.ops
+        assert isinstance(ops, SlotOps)
+        size = most_bytes(store_tokens, 8)
+        return SlotKVManager(ops, geometry, bytes_per_token=8, store_bytes=size, clock=self.clock, **options)
+
+    def assert_sound(self) -> None:
+        super().assert_sound()
+        coming = sum(buffer.nbytes for load in self.kv._loads for buffer in load.buffers)
+        assert self.kv._coming_bytes == coming
+        assert self.kv._store.bytes + coming <= self.kv._store_bytes
+
+    def lose(self, units: int) -> None:
+        """Held sequences go to the store, and some of those, or all, go from there."""
+        for slot, entry in enumerate(self.kv._slots):
+            if entry is not None and entry.owner is None:
+                self.kv._vacate(slot)
+        self.kv._make_room(0, max(0, self.kv._store.bytes - 40 * units))
