@@ -4,8 +4,8 @@ On a GPU a step is queued, and its result fetched later: while one runs, the nex
 (`depth` 2). Everything is on one stream, so steps and memory operations take effect in the order they are asked for.
 On a CPU nothing would run meanwhile: there a step is computed at once, and the host chooses (`depth` 1).
 
-K and V lie in one tensor of blocks on the device. It is taken whole when it is allocated, and torch gives no part of it
-back: `release_pages` and `prepare_pages` have nothing to do here.
+K and V lie in one tensor of blocks on the device. A GPU's is taken whole when it is allocated, a CPU's as it is used;
+no part of it goes back, so `release_pages` and `prepare_pages` have nothing to do here.
 """
 
 from __future__ import annotations
