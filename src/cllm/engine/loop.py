@@ -22,6 +22,7 @@ from cllm.engine.request import FinishReason, Output, Request
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stats import EngineSnapshot, take_snapshot
 from cllm.engine.stepper import Stepper
+from cllm.engine.turns import Turn
 from cllm.engine.watch import Watch
 from cllm.errors import BackendError, OverloadedError, ShuttingDownError, describe
 
@@ -53,9 +54,11 @@ class Engine:
         *,
         max_queue: int = 256,
         upkeep_share: float = 0.03,
+        turn: Turn | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`upkeep_share`: what the cache's upkeep between steps may take, as a share of a step."""
+        """`upkeep_share`: what the cache's upkeep between steps may take, as a share of a step. `turn`: this engine's
+        place among those of other models."""
         self.backend = backend
         self.scheduler = scheduler
         self.rebuilds = 0
@@ -79,7 +82,9 @@ class Engine:
             timer=clock,
             on_computed=lambda plan: self._drain_inbox(),
             upkeep_share=upkeep_share,
+            turn=turn,
         )
+        self._turn = turn
         self._started_at = clock()
         self._checked_at = clock()
         self._details_at = 0.0
@@ -192,9 +197,11 @@ class Engine:
             self._refuse_waiting()
         scheduler.raise_doubt()
         if not (scheduler.has_work or self._stepper.under_way):
+            if self._turn is not None:
+                self._turn.rest()
             return False
-        self._stepper.advance()
-        return True
+        # Where all wait for memory of other models, somebody wakes this one when there is some.
+        return self._stepper.advance() or not scheduler.kv.awaits_memory
 
     def _rebuild(self, cause: BackendError) -> None:
         """Last resort: a new context. What ran is recomputed from its tokens."""
@@ -260,6 +267,8 @@ class Engine:
         """The last thing the engine does: everybody who is still here is told, and nothing is held any more."""
         with self._submit_lock:
             self._accepting = False
+        if self._turn is not None:
+            self._turn.leave()
         scheduler = self.scheduler
         self._drain_inbox()
         self._stepper.abandon()

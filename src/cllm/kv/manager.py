@@ -51,6 +51,9 @@ class KVManager(ABC):
     demand: int = 0
     """Sequences that run or want to, for a manager that takes memory in steps. Whoever admits sets it before."""
 
+    awaits_memory: bool = False
+    """Somebody could not be admitted, but may be once other models have given memory back."""
+
     on_eviction: EvictionListener | None = None
 
     dropped_tokens: int = 0
