@@ -188,7 +188,7 @@ class UpkeepMachine(ManagerMachine):
     def give_back(self, extents: int) -> None:
         keeper = self.paged._upkeep
         if run := keeper._highest_run(extents):
-            assert keeper._release(run)
+            assert keeper.release(run)
 
     @rule()
     def prepare(self) -> None:
@@ -304,7 +304,7 @@ def test_blocks_are_not_moved_into_memory_that_would_have_to_be_taken() -> None:
     kv.release(first, keep=False)
     kv._evict(1000)
     for extent in range(2):
-        kv._upkeep._release(range(extent, extent + 1))
+        kv._upkeep.release(range(extent, extent + 1))
     for sequence in kept:
         kv.release(sequence)
     clock.now += 10.0

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from cllm.kv.arena import Arena
 from cllm.kv.fragmentation import extents_needed, measure
+from cllm.kv.ledger import Account
+from cllm.kv.limits import Limits
 from cllm.kv.manager import CHECK_SLICE
 from cllm.kv.ops import BlockGeometry, BlockOps
 from cllm.kv.paged_operations import PagedOperations
@@ -46,8 +48,10 @@ class PagedKVManager(PagedOperations):
         placement: str = "runs",
         extent_blocks: int | None = None,
         upkeep: UpkeepSettings | None = None,
+        account: Account | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`account`: with other models, what of the arena may be used; the geometry is the most it can ever be."""
         self.block_size = self.unit_tokens = geometry.block_size
         self.max_tokens = geometry.tokens
         self._arena = Arena(
@@ -59,9 +63,10 @@ class PagedKVManager(PagedOperations):
             extent=extent_blocks,
         )
         self._upkeep = Upkeep(self._arena, upkeep or UpkeepSettings(), evict=self._evict, clock=clock)
+        self._limits = account and Limits(self._arena, account, evict=self._evict, release=self._upkeep.release)
         self._max_sequences = max_sequences
         self._threshold_blocks = int(geometry.blocks * eviction_threshold)
-        self._watermark_blocks = int(geometry.blocks * watermark)
+        self._watermark = watermark
         self._clock = clock
         self._evictions = self._queried = self._hit = 0
         self._copied_bytes = 0
@@ -71,6 +76,8 @@ class PagedKVManager(PagedOperations):
         arena = self._arena
         arena.clear()
         self._upkeep.restart()
+        if self._limits is not None:
+            self._limits.restart()
         self._pool, self._prefixes, self._running = arena.pool, arena.prefixes, arena.running
         self._peak = 0
         self._measured = measure(self._pool, ())
@@ -87,8 +94,11 @@ class PagedKVManager(PagedOperations):
         cached_blocks = found.matched // prefixes.tree.unit_bytes
         needed = self._blocks_for(sequence.needed) - cached_blocks
         # The watermark keeps room for running sequences to grow, so it does not apply when there are none.
-        reserve = self._watermark_blocks if self._running else 0
-        if needed + reserve > self._available() - prefixes.unused_blocks(found):
+        reserve = int(self._pool.total * self._watermark) if self._running else 0
+        available = self._available() - prefixes.unused_blocks(found)
+        if self._limits is not None:
+            available += self._opened_for(needed + reserve) - self._limits.pending
+        if needed + reserve > available:
             return None
         node, blocks = prefixes.enter(found)
         held = self._begin(sequence, BlocksHeld(node, cached_blocks))
@@ -124,6 +134,8 @@ class PagedKVManager(PagedOperations):
             sequence.room = len(blocks) * self.block_size
             return True
         needed = max(missing, 0) + writes_shared
+        if self._limits is not None:
+            self._opened_for(needed)
         if needed > self._available():
             return False
         self._make_room(needed)
@@ -200,6 +212,8 @@ class PagedKVManager(PagedOperations):
     # -- upkeep ------------------------------------------------------------------------------------------------
 
     def maintain(self, budget_s: float) -> bool:
+        if self._limits is not None and self._limits.tend():
+            return True
         excess = self._threshold_excess()
         if excess > 0:
             self._evict(min(excess, EVICT_AT_ONCE))
@@ -251,7 +265,7 @@ class PagedKVManager(PagedOperations):
             extents_used=extents.occupied,
             extents_needed=extents_needed(pool),
             extents_ready=extents.ready_count(),
-            extents_fresh=extents.count - extents.taken_count,
+            extents_fresh=extents.open - extents.taken_count,
             extent_bytes=self._arena.extent_bytes,
             contiguity=measured.contiguity,
             resident_bytes=upkeep.resident_bytes,
@@ -298,7 +312,7 @@ class PagedKVManager(PagedOperations):
                 raise AssertionError("a sequence is not known by its number")
             self._check_table(sequence)
             yield len(sequence.blocks)
-        if (np.frombuffer(self._pool.holders, np.int32) != 0).tobytes() != (held != 0).tobytes():
+        if (np.frombuffer(self._pool.holders, np.int32, len(held)) != 0).tobytes() != (held != 0).tobytes():
             raise AssertionError("a block in use has no holder, or a free one has")
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -338,6 +352,14 @@ class PagedKVManager(PagedOperations):
     def _available(self) -> int:
         """Blocks that are free or can be had by evicting."""
         return self._pool.free + self._prefixes.evictable
+
+    def _opened_for(self, count: int) -> int:
+        """Blocks that were opened because so many are needed, and are free now."""
+        assert self._limits is not None
+        before = self._pool.free
+        self._limits.want(count)
+        self.awaits_memory = self._limits.may_grow
+        return self._pool.free - before
 
     def _make_room(self, count: int) -> None:
         """Have so many blocks free, which are known to be available."""

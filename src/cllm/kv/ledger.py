@@ -1,0 +1,198 @@
+"""One hard budget over the memory of several models: weights, and K/V that are lent and taken back.
+
+    budget   ├── weights A ──┼── weights B ──┼─── K/V of A ───┼── K/V of B ──┼─ free ─┤
+                                               ◄─ target       ▲ asks for more
+
+An account's K/V grow by asking and shrink by giving back; nobody has more than was granted at any moment. What is free
+goes to whoever asks. Then those give way whose unused prefixes are older than the asker's own oldest, so that all models
+together evict like one cache. Up to its *least*, one whole context, an account is entitled to memory: for that, others
+give way however recent theirs is, as soon as nobody uses it any more.
+
+Every model's engine has a thread of its own. Here is the only place where they meet, and nobody waits: who cannot have
+memory now is woken when there is some.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+NEVER = float("inf")
+
+
+class Standing(NamedTuple):
+    """What one account has."""
+
+    name: str
+    fixed: int
+    kv: int
+    least: int
+
+
+class NoRoomError(Exception):
+    """An account can never be opened beside those that are there."""
+
+
+class Account:
+    """A model's memory. Its engine's thread asks, gives back and says how old its oldest unused prefix is."""
+
+    def __init__(self, ledger: MemoryLedger, name: str, fixed: int, least: int) -> None:
+        self.name = name
+        self.fixed = fixed
+        """Bytes that stay as long as the model is loaded: weights, and K/V memory that cannot shrink."""
+        self.least = least
+        """Bytes of K/V it is entitled to; 0: it has none that could grow or shrink."""
+        self.kv = 0
+        """Bytes of K/V it may have now."""
+        self.target = 0
+        """Bytes of K/V it should come down to, if that is less."""
+        self.missing = 0
+        """Bytes it asked for and did not get."""
+        self.unused = 0
+        """Bytes of K/V that no running sequence needs,"""
+        self.oldest = NEVER
+        """and when the oldest of them were used; 0: some of them hold nothing."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called, from any thread, when there is something to give back, or to be had."""
+        self.is_claimed = False
+        """Whether the fixed part is counted."""
+        self._ledger = ledger
+
+    def ask(self, more: int, oldest: float) -> None:
+        """So many bytes more, now or later; `oldest` says when one's own oldest unused prefix was used."""
+        self._ledger.ask(self, more, oldest)
+
+    def give_back(self, kv: int) -> None:
+        """From now on it has only so many bytes of K/V."""
+        self._ledger.give_back(self, kv)
+
+    def stop_shrinking(self) -> None:
+        """All that is left is in use. What is beyond its least goes when that changes."""
+        self.target = max(self.target, min(self.kv, self.least))
+
+    def needs_no_more(self) -> None:
+        self.missing = 0
+
+    @property
+    def taken(self) -> int:
+        return self.kv + (self.fixed if self.is_claimed else 0)
+
+    @property
+    def needed(self) -> int:
+        return self.fixed + self.least
+
+
+class MemoryLedger:
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._accounts: list[Account] = []
+        self._lock = threading.Lock()
+
+    # -- models come and go ------------------------------------------------------------------------------------
+
+    def fits(self, needed: int) -> bool:
+        """Whether an account that needs so much can be opened."""
+        with self._lock:
+            return needed + sum(account.needed for account in self._accounts) <= self.budget
+
+    def open(self, name: str, *, fixed: int, least: int) -> Account:
+        account = Account(self, name, fixed, least)
+        with self._lock:
+            if account.needed + sum(other.needed for other in self._accounts) > self.budget:
+                raise NoRoomError(f"{account.needed} bytes do not fit")
+            self._accounts.append(account)
+        return account
+
+    def claim(self, account: Account) -> bool:
+        """Count the fixed part, for which others give way. False: not yet."""
+        with self._lock:
+            if not account.is_claimed and self._free >= account.fixed:
+                account.is_claimed = True
+            if account.is_claimed:
+                return True
+            woken = self._reclaim(account, account.fixed - self._free - self._on_its_way, NEVER)
+        _wake(woken)
+        return False
+
+    def close(self, account: Account) -> None:
+        """The model is gone, and all its memory with it."""
+        with self._lock:
+            self._accounts.remove(account)
+            woken = self._waiting
+        _wake(woken)
+
+    # -- K/V ---------------------------------------------------------------------------------------------------
+
+    def ask(self, account: Account, more: int, oldest: float) -> None:
+        with self._lock:
+            entitled = account.kv < account.least
+            before_us = [other for other in self._waiting if other is not account and other.kv < other.least]
+            granted = min(more, self._free) if entitled or not before_us else 0
+            account.kv += granted
+            if granted:
+                account.target = account.kv
+            account.missing = more - granted
+            lacking = account.missing - self._on_its_way
+            woken = self._reclaim(account, lacking, NEVER if entitled else oldest) if lacking > 0 else []
+        _wake(woken)
+
+    def give_back(self, account: Account, kv: int) -> None:
+        with self._lock:
+            account.kv = kv
+            account.target = min(account.target, kv)
+            woken = self._waiting
+        _wake(woken)
+
+    # -- looking -----------------------------------------------------------------------------------------------
+
+    def standings(self) -> list[Standing]:
+        with self._lock:
+            return [Standing(account.name, account.fixed, account.kv, account.least) for account in self._accounts]
+
+    @property
+    def free(self) -> int:
+        with self._lock:
+            return self._free
+
+    def check(self) -> None:
+        """Raise AssertionError if more is granted than there is."""
+        with self._lock:
+            if self._free < 0 or any(account.target > account.kv for account in self._accounts):
+                raise AssertionError(f"the budget of {self.budget} bytes is passed by {-self._free}")
+
+    # -- inside, with the lock held ----------------------------------------------------------------------------
+
+    @property
+    def _free(self) -> int:
+        return self.budget - sum(account.taken for account in self._accounts)
+
+    @property
+    def _on_its_way(self) -> int:
+        """What others were told to give back and have not yet."""
+        return sum(account.kv - account.target for account in self._accounts)
+
+    @property
+    def _waiting(self) -> list[Account]:
+        return [account for account in self._accounts if account.missing > 0]
+
+    def _reclaim(self, account: Account, lacking: int, oldest: float) -> list[Account]:
+        """Have others give `lacking` bytes back that were used before `oldest`, the oldest first. Those to wake."""
+        told: list[Account] = []
+        for other in sorted(self._accounts, key=lambda each: each.oldest):
+            if lacking <= 0:
+                break
+            if other is account or (oldest < NEVER and other.oldest >= oldest):
+                continue
+            unused = other.unused if oldest < NEVER else max(other.unused, other.kv - other.least)
+            amount = min(lacking, unused - (other.kv - other.target))
+            if amount > 0:
+                other.target -= amount
+                lacking -= amount
+                told.append(other)
+        return told
+
+
+def _wake(accounts: list[Account]) -> None:
+    for account in accounts:
+        account.wake()

@@ -1,0 +1,119 @@
+"""How much of a paged arena is open: as much as the ledger of all models has granted.
+
+The arena is reserved for the most that a model may ever have. Extents beyond the grant are closed: nothing is put there,
+and their memory is with the OS. To shrink, unused prefixes go, the oldest first, what lies too high moves down, and the
+extents that are empty then are given back and closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cllm.kv.arena import Arena
+from cllm.kv.compaction import in_calls, plan_fill
+from cllm.kv.ledger import NEVER, Account
+
+SHRINK_BYTES = 32 << 20
+"""Memory that is given back in one piece: some milliseconds."""
+
+AHEAD = 2
+"""Extents that are asked for beyond what is needed now, so that the next who comes need not ask."""
+
+
+class Limits:
+    def __init__(
+        self, arena: Arena, account: Account, *, evict: Callable[[int], None], release: Callable[[range], bool]
+    ) -> None:
+        """`release` gives the memory of empty extents back; False: it could not."""
+        self._arena = arena
+        self._account = account
+        self._evict = evict
+        self._release = release
+
+    def restart(self) -> None:
+        """The books are new: everything is open and empty."""
+        extents = self._arena.pool.extents
+        self._arena.pool.resize(min(extents.count, self._account.kv // self._arena.extent_bytes))
+
+    @property
+    def pending(self) -> int:
+        """Blocks that are to be given back: no newcomer may have them."""
+        keeps = self._account.target // self._arena.extent_bytes
+        return max(0, self._arena.pool.total - keeps * self._arena.extent_blocks)
+
+    def tend(self) -> bool:
+        """Between steps, or while idle: give back what is to be given back, have some ready for what runs. True: there
+        is more to do."""
+        shrinking = self.shrink()
+        if not shrinking and self._arena.running:
+            self.want(self._arena.extent_blocks)
+        self.follow()
+        return shrinking
+
+    def want(self, blocks: int) -> None:
+        """Somebody needs so many free blocks; have more of the arena opened for them, if that can be had."""
+        arena = self._arena
+        extents, account = arena.pool.extents, self._account
+        missing = -(-(blocks - arena.pool.free) // extents.size)
+        if missing <= 0 or extents.open == extents.count:
+            return
+        more = min(missing + AHEAD, extents.count - extents.open)
+        account.ask((extents.open + more) * arena.extent_bytes - account.kv, self._oldest_prefix())
+        self.follow()
+        if blocks <= arena.pool.free + arena.prefixes.evictable:
+            account.needs_no_more()
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether somebody waits for memory that other models have."""
+        return self._account.missing > 0
+
+    def follow(self) -> None:
+        """Open what was granted, and say how much of it is unused."""
+        arena, account = self._arena, self._account
+        granted = min(arena.pool.extents.count, account.kv // arena.extent_bytes)
+        if granted > arena.pool.extents.open and account.target >= account.kv:
+            arena.pool.resize(granted)
+        account.unused = (arena.pool.free + arena.prefixes.evictable) * arena.block_bytes
+        account.oldest = self._oldest()
+
+    def shrink(self) -> bool:
+        """Go a piece of the way down to the target. True: there is more to do."""
+        arena, account = self._arena, self._account
+        pool = arena.pool
+        extents, size = pool.extents, pool.extents.size
+        wanted = account.target // arena.extent_bytes
+        if account.target >= account.kv:
+            return False
+        at_once = max(1, SHRINK_BYTES // arena.extent_bytes)
+        goal = max(wanted, extents.open - at_once)
+        used = pool.total - pool.free
+        if used > goal * size:
+            self._evict(min(used - goal * size, arena.prefixes.evictable))
+            used = pool.total - pool.free
+        goal = max(goal, -(-used // size))
+        if goal < extents.open and self._vacate(goal):
+            pool.resize(goal)
+        is_stuck = goal > wanted and goal >= extents.open
+        account.give_back(min(account.kv, extents.open * arena.extent_bytes))
+        if is_stuck:
+            account.stop_shrinking()
+        return not is_stuck and account.target < account.kv
+
+    def _vacate(self, goal: int) -> bool:
+        """Leave nothing above the first `goal` extents, neither blocks nor memory."""
+        arena = self._arena
+        pool = arena.pool
+        above = pool.free_map.count(0, goal * pool.extents.size, pool.total)
+        for call in in_calls(plan_fill(pool.open_map(), above)) if above else ():
+            arena.relocate(call)
+        taken = [extent for extent in range(goal, pool.extents.open) if pool.extents.taken[extent]]
+        return not taken or self._release(range(taken[0], taken[-1] + 1))
+
+    def _oldest(self) -> float:
+        pool = self._arena.pool
+        return 0.0 if pool.free >= pool.extents.size else self._oldest_prefix()
+
+    def _oldest_prefix(self) -> float:
+        policy = self._arena.prefixes.policy
+        return policy.oldest_at() if len(policy) else NEVER
