@@ -221,7 +221,9 @@ class UpkeepMachine(ManagerMachine):
         view = self.paged.view()
         numbers = {sequence.number for sequence in view.sequences} | {prefix.number for prefix in view.prefixes}
         assert set(view.holders.tolist()) <= numbers | {0}
-        assert np.array_equal(view.holders != 0, np.frombuffer(self.paged._pool.free_map, np.uint8) == 0)
+        held, free_map = view.holders != 0, np.frombuffer(self.paged._pool.free_map, np.uint8)
+        total = self.paged._pool.total
+        assert np.array_equal(held[:total], free_map[:total] == 0) and not held[total:].any()
         assert view.prefixes_in_all == len(view.prefixes)
         assert view.used_prefixes == {prefix.number for prefix in view.prefixes if prefix.users}
         assert all(prefix.parent in numbers | {0} for prefix in view.prefixes)

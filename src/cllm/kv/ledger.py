@@ -59,17 +59,19 @@ class Account:
         """Whether the fixed part is counted."""
         self._ledger = ledger
 
-    def ask(self, more: int, oldest: float) -> None:
-        """So many bytes more, now or later; `oldest` says when one's own oldest unused prefix was used."""
-        self._ledger.ask(self, more, oldest)
+    def ask(self, more: int, oldest: float, ahead: int = 0) -> bool:
+        """So many bytes more, and `ahead` beyond them if they are free; `oldest` says when one's own oldest unused
+        prefix was used. True: not all are here yet, but others are about to give some back."""
+        return self._ledger.ask(self, more, oldest, ahead)
 
     def give_back(self, kv: int) -> None:
         """From now on it has only so many bytes of K/V."""
         self._ledger.give_back(self, kv)
 
-    def stop_shrinking(self) -> None:
-        """All that is left is in use. What is beyond its least goes when that changes."""
-        self.target = max(self.target, min(self.kv, self.least))
+    def keep_least(self) -> None:
+        """It is needed here, or in use: only what is beyond the least goes, when that can be."""
+        if self.target < self.kv:
+            self._ledger.keep_least(self)
 
     def needs_no_more(self) -> None:
         self.missing = 0
@@ -124,18 +126,20 @@ class MemoryLedger:
 
     # -- K/V ---------------------------------------------------------------------------------------------------
 
-    def ask(self, account: Account, more: int, oldest: float) -> None:
+    def ask(self, account: Account, more: int, oldest: float, ahead: int = 0) -> bool:
         with self._lock:
             entitled = account.kv < account.least
             before_us = [other for other in self._waiting if other is not account and other.kv < other.least]
-            granted = min(more, self._free) if entitled or not before_us else 0
+            granted = min(more + ahead, self._free) if entitled or not before_us else 0
             account.kv += granted
             if granted:
                 account.target = account.kv
-            account.missing = more - granted
+            account.missing = max(0, more - granted)
             lacking = account.missing - self._on_its_way
             woken = self._reclaim(account, lacking, NEVER if entitled else oldest) if lacking > 0 else []
+            coming = account.missing > 0 and self._on_its_way > account.kv - account.target
         _wake(woken)
+        return coming
 
     def give_back(self, account: Account, kv: int) -> None:
         with self._lock:
@@ -143,6 +147,10 @@ class MemoryLedger:
             account.target = min(account.target, kv)
             woken = self._waiting
         _wake(woken)
+
+    def keep_least(self, account: Account) -> None:
+        with self._lock:
+            account.target = max(account.target, min(account.kv, account.least))
 
     # -- looking -----------------------------------------------------------------------------------------------
 

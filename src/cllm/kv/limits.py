@@ -50,18 +50,23 @@ class Limits:
         self.follow()
         return shrinking
 
-    def want(self, blocks: int) -> None:
-        """Somebody needs so many free blocks; have more of the arena opened for them, if that can be had."""
+    def want(self, blocks: int, found: int = 0) -> bool:
+        """Somebody needs so many free blocks beside unused ones that were `found`; have more of the arena opened for
+        them, if that can be had. True: it is worth waiting for others who are about to give some back."""
         arena = self._arena
         extents, account = arena.pool.extents, self._account
+        account.keep_least()
         missing = -(-(blocks - arena.pool.free) // extents.size)
         if missing <= 0 or extents.open == extents.count:
-            return
-        more = min(missing + AHEAD, extents.count - extents.open)
-        account.ask((extents.open + more) * arena.extent_bytes - account.kv, self._oldest_prefix())
+            return False
+        closed = extents.count - extents.open
+        missing, ahead = min(missing, closed), min(AHEAD, closed - min(missing, closed))
+        more = (extents.open + missing) * arena.extent_bytes - account.kv
+        coming = account.ask(more, self._oldest_prefix(), ahead * arena.extent_bytes)
         self.follow()
-        if blocks <= arena.pool.free + arena.prefixes.evictable:
+        if not coming and blocks + found <= arena.pool.free + arena.prefixes.evictable:
             account.needs_no_more()
+        return coming
 
     @property
     def may_grow(self) -> bool:
@@ -97,7 +102,7 @@ class Limits:
         is_stuck = goal > wanted and goal >= extents.open
         account.give_back(min(account.kv, extents.open * arena.extent_bytes))
         if is_stuck:
-            account.stop_shrinking()
+            account.keep_least()
         return not is_stuck and account.target < account.kv
 
     def _vacate(self, goal: int) -> bool:

@@ -95,10 +95,10 @@ class PagedKVManager(PagedOperations):
         needed = self._blocks_for(sequence.needed) - cached_blocks
         # The watermark keeps room for running sequences to grow, so it does not apply when there are none.
         reserve = int(self._pool.total * self._watermark) if self._running else 0
-        available = self._available() - prefixes.unused_blocks(found)
-        if self._limits is not None:
-            available += self._opened_for(needed + reserve) - self._limits.pending
-        if needed + reserve > available:
+        unused = prefixes.unused_blocks(found)
+        if self._limits is not None and self._better_waits(needed + reserve, unused):
+            return None
+        if needed + reserve > self._available() - unused:
             return None
         node, blocks = prefixes.enter(found)
         held = self._begin(sequence, BlocksHeld(node, cached_blocks))
@@ -135,7 +135,7 @@ class PagedKVManager(PagedOperations):
             return True
         needed = max(missing, 0) + writes_shared
         if self._limits is not None:
-            self._opened_for(needed)
+            self._limits.want(needed)
         if needed > self._available():
             return False
         self._make_room(needed)
@@ -353,13 +353,13 @@ class PagedKVManager(PagedOperations):
         """Blocks that are free or can be had by evicting."""
         return self._pool.free + self._prefixes.evictable
 
-    def _opened_for(self, count: int) -> int:
-        """Blocks that were opened because so many are needed, and are free now."""
+    def _better_waits(self, count: int, unused: int) -> bool:
+        """Whether a newcomer who needs so many blocks, beside `unused` ones that it found, should wait: for what other
+        models give back, or for what is to be given to them."""
         assert self._limits is not None
-        before = self._pool.free
-        self._limits.want(count)
+        coming = self._limits.want(count, unused)
         self.awaits_memory = self._limits.may_grow
-        return self._pool.free - before
+        return coming or count > self._available() - unused - self._limits.pending
 
     def _make_room(self, count: int) -> None:
         """Have so many blocks free, which are known to be available."""
