@@ -9,6 +9,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
+from tests.test_compaction import UpkeepMachine, elastic
+from tests.test_kv_managers import BYTES_PER_TOKEN, Prompt, _computed_alone, compute, run_to_end
 
 from cllm.backends.fake import FakeBackend
 from cllm.kv.ledger import NEVER, Account, MemoryLedger, NoRoomError
@@ -16,8 +18,6 @@ from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.sequence import KVSequence
-from tests.test_compaction import UpkeepMachine, elastic
-from tests.test_kv_managers import BYTES_PER_TOKEN, Prompt, _computed_alone, compute, run_to_end
 
 EXTENT = 4 * 4 * BYTES_PER_TOKEN
 """Four blocks of four tokens."""

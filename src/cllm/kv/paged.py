@@ -63,7 +63,9 @@ class PagedKVManager(PagedOperations):
             extent=extent_blocks,
         )
         self._upkeep = Upkeep(self._arena, upkeep or UpkeepSettings(), evict=self._evict, clock=clock)
-        self._limits = account and Limits(self._arena, account, evict=self._evict, release=self._upkeep.release)
+        self._limits: Limits | None = None
+        if account is not None:
+            self._limits = Limits(self._arena, account, evict=self._evict, release=self._upkeep.release)
         self._max_sequences = max_sequences
         self._threshold_blocks = int(geometry.blocks * eviction_threshold)
         self._watermark = watermark
