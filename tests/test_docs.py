@@ -238,9 +238,10 @@ LAYERS = [
     {"models", "config"},
     {"backends", "text", "resources"},
     {"engine", "on_torch"},
-    {"observe", "assemble", "generation", "windows"},
+    {"observe", "choosing", "generation", "windows"},
+    {"assemble"},
     {"llm"},
-    {"offline", "simulate"},
+    {"offline", "simulate", "served"},
     {"bench"},
     {"server"},
     {"cli"},
@@ -249,10 +250,10 @@ LAYERS = [
 """Parts of the package from the bottom up. Those that stand together do not import each other either."""
 
 KV_LAYERS = [
-    {"sequence", "window", "usage", "view", "ops", "memory", "slot_sizes"},
+    {"sequence", "window", "usage", "view", "ops", "memory", "ledger", "slot_sizes"},
     {"radix", "eviction", "numbers", "trigger", "extents", "pool"},
     {"prefixes", "arena", "fragmentation", "holders", "store", "table"},
-    {"manager", "operations", "compaction", "upkeep", "picture", "slot_memory", "slot_picture"},
+    {"manager", "operations", "compaction", "upkeep", "limits", "picture", "slot_memory", "slot_picture"},
     {"paged", "paged_operations", "slots", "slot_operations"},
 ]
 

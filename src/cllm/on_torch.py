@@ -54,6 +54,16 @@ def torch_refusal(model: Model) -> str | None:
     return unsupported(model)
 
 
+def torch_weights(config: Config, model: Model, name: str) -> Weights:
+    """What they will take; nothing is loaded."""
+    from cllm.backends.torch.device import choose_device, choose_dtype
+    from cllm.backends.torch.sources import decoder_of
+    from cllm.backends.torch.weights import weight_bytes
+
+    dtype = choose_dtype(config.backend.torch.dtype, choose_device(config.backend.torch.device))
+    return Weights(name, weight_bytes(decoder_of(model), dtype))
+
+
 def open_torch(config: Config, model: Model, name: str, threads: int, running: int) -> tuple[TorchBackend, int]:
     """The backend and its K/V budget: on a GPU what is free there after loading, otherwise as on every CPU.
 
@@ -61,13 +71,11 @@ def open_torch(config: Config, model: Model, name: str, threads: int, running: i
     """
     from cllm.backends.torch.backend import TorchBackend
     from cllm.backends.torch.device import choose_device, choose_dtype, dtype_name, read_gpu_room
-    from cllm.backends.torch.sources import decoder_of
-    from cllm.backends.torch.weights import weight_bytes
 
     settings, resources = config.backend.torch, config.resources
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
-    weights = Weights(name, weight_bytes(decoder_of(model), dtype))
+    weights = torch_weights(config, model, name)
     kv_bytes: int | None = None
     if device.type == "cuda":
         check_gpu_room(weights, dtype_name(dtype), read_gpu_room(device))

@@ -5,8 +5,8 @@
 
 An account's K/V grow by asking and shrink by giving back; nobody has more than was granted at any moment. What is free
 goes to whoever asks. Then those give way whose unused prefixes are older than the asker's own oldest, so that all
-models together evict like one cache. Up to its *least*, one whole context, an account is entitled to memory: for that, others
-give way however recent theirs is, as soon as nobody uses it any more.
+models together evict like one cache. Up to its *least*, one whole context, an account is entitled to memory: for that,
+others give way however recent theirs is, as soon as nobody uses it any more.
 
 Every model's engine has a thread of its own. Here is the only place where they meet, and nobody waits: who cannot have
 memory now is woken when there is some.

