@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,8 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cllm.server.errors import ApiError, problem_of, problem_of_http
 from cllm.server.tenants import Caller, Tenants
 
+if TYPE_CHECKING:
+    from cllm.served import Served
+
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-OPERATOR_PATHS = frozenset({"/kv", "/kv/stream", "/benchmark"})
+OPERATOR_PATHS = frozenset({"/kv", "/kv/stream", "/benchmark", "/models/load", "/models/unload"})
 """What shows, or takes, what belongs to all keys."""
 _SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -94,6 +98,22 @@ class ApiKey:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         # Back to the bytes that came.
         return self._tenants.find(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
+
+
+class Leases:
+    """Whoever is answered by one of several models keeps it loaded until the last byte is sent."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        leases: list[Served] = []
+        scope.setdefault("state", {})["leases"] = leases
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            for served in leases:
+                served.release()
 
 
 _UNKNOWN_KEY = ApiError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
+from weakref import WeakKeyDictionary
 
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
@@ -13,41 +14,113 @@ from cllm.engine.tenant import NOBODY, Tenant
 from cllm.server.bodies import body_lanes
 from cllm.server.errors import ApiError
 from cllm.server.lanes import Lanes
+from cllm.server.page.hub import Hub
 from cllm.server.texts import Texts
 
 if TYPE_CHECKING:
     from cllm.config import Config
     from cllm.llm import AsyncLLM
+    from cllm.served import Served, ServedModels
+
+
+class ModelState:
+    """A loaded model, and what routes need beside it."""
+
+    def __init__(self, llm: AsyncLLM, config: Config, name: str | None = None) -> None:
+        self.llm = llm
+        self.config = config
+        self.texts = Texts(llm)
+        self.hub = Hub(llm, config)
+        self._name = name
+
+    @property
+    def served_name(self) -> str:
+        return self._name or self.config.model.alias or self.llm.model_name
+
+    def check_name(self, name: str | None) -> None:
+        """No name means the model that is served."""
+        if name is None or name in (self.served_name, self.llm.model_name, self.config.model.name):
+            return
+        raise not_served(name, dict.fromkeys((self.served_name, self.llm.model_name)))
 
 
 @dataclass(slots=True)
 class ServerState:
-    llm: AsyncLLM
+    serves: AsyncLLM | ServedModels
     config: Config
     registry: CollectorRegistry
     created: int = field(default_factory=lambda: int(time.time()))
     benchmark_running: bool = False
     bodies: Lanes = field(default_factory=body_lanes)
-    texts: Texts = field(init=False)
+    one: ModelState | None = field(init=False)
+    """The model, where there is only one."""
+    several: ServedModels | None = field(init=False)
+    _loaded: WeakKeyDictionary[AsyncLLM, ModelState] = field(default_factory=WeakKeyDictionary)
 
     def __post_init__(self) -> None:
-        self.texts = Texts(self.llm)
+        from cllm.served import ServedModels
 
-    @property
-    def served_name(self) -> str:
-        return self.config.model.alias or self.llm.model_name
+        self.several = self.serves if isinstance(self.serves, ServedModels) else None
+        self.one = None if isinstance(self.serves, ServedModels) else ModelState(self.serves, self.config)
 
-    def check_model(self, name: str | None) -> None:
-        """No name means the model that is served."""
-        if name is None or name in (self.served_name, self.llm.model_name, self.config.model.name):
-            return
-        known = " or ".join(repr(known) for known in dict.fromkeys((self.served_name, self.llm.model_name)))
-        raise ApiError(
-            404,
-            f"The model {name!r} is not served here; ask for {known}.",
-            param="model",
-            code="model_not_found",
-        )
+    async def model(self, name: str | None, request: Request, timeout_s: float | None = None) -> ModelState:
+        """The model that a request means, which stays loaded until the request is answered."""
+        if self.one is not None:
+            self.one.check_name(name)
+            return self.one
+        assert self.several is not None
+        served, started = self.find(name), time.monotonic()
+        llm = await self.several.acquire(served, timeout_s)
+        request.scope["state"]["leases"].append(served)
+        request.state.waited_s = time.monotonic() - started
+        return self._state_of(served, llm)
+
+    def find(self, name: str | None) -> Served:
+        """One of several, by any of its names."""
+        assert self.several is not None
+        served = self.several.find(name)
+        if served is None:
+            raise not_served(name or "", [each.name for each in self.several.models])
+        return served
+
+    def loaded(self, name: str | None) -> ModelState:
+        """The model as it is: nothing is loaded for whoever only looks."""
+        if self.one is not None:
+            self.one.check_name(name)
+            return self.one
+        served = self.find(name)
+        if served.llm is None or not served.ready:
+            raise ApiError(
+                409,
+                f"The model {served.name!r} is {served.state}: there is nothing to see. POST /models/load loads it.",
+                param="model",
+                code="model_not_loaded",
+            )
+        return self._state_of(served, served.llm)
+
+    def _state_of(self, served: Served, llm: AsyncLLM) -> ModelState:
+        state = self._loaded.get(llm)
+        if state is None:
+            state = self._loaded[llm] = ModelState(llm, served.config, served.name)
+        return state
+
+
+def not_served(name: str, known: list[str] | dict[str, None]) -> ApiError:
+    return ApiError(
+        404,
+        f"The model {name!r} is not served here; ask for {' or '.join(map(repr, known))}.",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def time_left(request: Request, model: ModelState, timeout_s: float | None) -> float | None:
+    """What of a request's time is left after it has waited for its model."""
+    waited_s: float = getattr(request.state, "waited_s", 0.0)
+    if not waited_s:
+        return timeout_s
+    longest_s = model.config.scheduler.request_timeout_s
+    return max(0.0, (longest_s if timeout_s is None else min(timeout_s, longest_s)) - waited_s)
 
 
 def tenant_of(request: Request) -> Tenant:
