@@ -62,6 +62,24 @@ def resolve(name: str, *, progress: Progress | None = None, refresh: bool = Fals
     return _check_path(name)
 
 
+def local_models() -> list[tuple[str, Path | None]]:
+    """What can be served without fetching anything, by the names to serve it under; known names in any case, without a
+    path where the model is not here."""
+    cache = cache_dir()
+    known = {model.file: name for name, model in _KNOWN.items()}
+    found: list[tuple[str, Path | None]] = []
+    for name, model in _KNOWN.items():
+        path = cache / "models" / model.file
+        found.append((name, path if path.is_file() else None))
+    found += [(str(path), path) for path in sorted((cache / "models").glob("*.gguf")) if path.name not in known]
+    for snapshot in sorted((cache / "hub").glob("models--*/snapshots/*")):
+        repository = _HUB_PREFIX + snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
+        if is_hf_directory(snapshot):
+            found.append((repository, snapshot))
+        found += [(f"{repository}/{path.relative_to(snapshot)}", path) for path in sorted(snapshot.rglob("*.gguf"))]
+    return found
+
+
 def models_in(name: str) -> list[Path] | None:
     """The models in a directory that is none itself: its .gguf files and Hugging Face directories. None: it is no such
     directory."""
