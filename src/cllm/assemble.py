@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cllm.backends.base import Backend
 from cllm.choosing import choose_backend, context_of, name_of, open_model, token_bytes_of, weights_of
@@ -12,7 +12,7 @@ from cllm.config import Config, InvalidConfigError
 from cllm.config.relations import check_backend_relations
 from cllm.engine.budget import StepBudget
 from cllm.engine.scheduler import Scheduler
-from cllm.errors import ConfigError
+from cllm.errors import ConfigError, ModelError
 from cllm.kv.ledger import Account
 from cllm.kv.manager import KVManager
 from cllm.kv.memory import MIB, plan_blocks, plan_slots
@@ -49,6 +49,13 @@ class Parts:
     max_context: int
 
 
+@dataclass(slots=True)
+class Kept:
+    """What of a model stays in memory while it is unloaded: little, and slow to read."""
+
+    parts: tuple[GGUFModel, Tokenizer, ChatTemplate] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """What a model gets among others, instead of a share of the machine."""
@@ -57,6 +64,7 @@ class Place:
     """The most K/V memory that it can ever have."""
     account: Account | None = None
     """Says how much of that it may use, where this can change."""
+    kept: Kept = field(default_factory=Kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +112,8 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None, place
             layout="slots" if fake.layout == "slots" else "blocks",
         )
         return _Opened("fake", ByteTokenizer(fake.vocab_size), _chat_template(config, None), backend, None)
-    model = open_model(config)
-    name, tokenizer, template = name_of(config, model), _load_tokenizer(model), _chat_template(config, model)
+    model, tokenizer, template = _read_model(config, Kept() if place is None else place.kept)
+    name = name_of(config, model)
     kind = choose_backend(config, model)
     _check_relations(config, kind)
     threads = choose_threads(config.backend.threads, read_cpus())
@@ -120,6 +128,21 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None, place
             before_mapping()
         backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
     return _Opened(name, tokenizer, template, backend, kv_bytes)
+
+
+def _read_model(config: Config, kept: Kept) -> tuple[Model, Tokenizer, ChatTemplate]:
+    """All but the weights, from the file unless it is what it was."""
+    if kept.parts is not None:
+        try:
+            kept.parts[0].check_unchanged()
+        except ModelError as error:
+            log.info("%s", error)
+        else:
+            return kept.parts
+    model = open_model(config)
+    tokenizer, template = _load_tokenizer(model), _chat_template(config, model)
+    kept.parts = (model, tokenizer, template) if isinstance(model, GGUFModel) else None
+    return model, tokenizer, template
 
 
 def _load_tokenizer(model: Model) -> Tokenizer:

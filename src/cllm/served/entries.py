@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cllm.assemble import Kept
 from cllm.choosing import Estimate, estimate
 from cllm.config import Config, ModelEntry, config_of
 from cllm.engine.observer import Observers
@@ -35,6 +36,7 @@ class Served:
     estimate: Estimate
     at_start: bool
     observers: Observers = field(default_factory=Observers)
+    kept: Kept = field(default_factory=Kept)
     state: State = "unloaded"
     llm: AsyncLLM | None = None
     account: Account | None = None

@@ -165,7 +165,9 @@ class ServedModels:
         async with self._one_at_a_time:
             try:
                 served.account = await self._find_room(served)
-                place = Place(self.shares.most_kv(served), served.account if served.account.least else None)
+                place = Place(
+                    self.shares.most_kv(served), served.account if served.account.least else None, served.kept
+                )
                 llm = AsyncLLM(served.config, before_mapping=self._before_mapping, place=place, turns=self._turns)
                 llm.observers = served.observers
                 await llm.start()
