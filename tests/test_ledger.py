@@ -59,16 +59,17 @@ class LimitedMachine(UpkeepMachine):
 
     @rule(extents=st.integers(1, 6), oldest=st.sampled_from([0.0, 1e12, NEVER]))
     def neighbour_asks(self, extents: int, oldest: float) -> None:
-        self.neighbour.unused, self.neighbour.oldest = 0, NEVER
+        self.neighbour.vacant, self.neighbour.unused, self.neighbour.oldest = 0, 0, NEVER
         self.neighbour.ask(extents * EXTENT, oldest)
 
     @rule(share=st.floats(0, 1))
     def neighbour_gives(self, share: float) -> None:
         self.neighbour.give_back(int(self.neighbour.kv * share))
 
-    @rule(oldest=st.sampled_from([0.0, NEVER]))
-    def neighbour_rests(self, oldest: float) -> None:
+    @rule(oldest=st.sampled_from([0.0, NEVER]), vacant=st.booleans())
+    def neighbour_rests(self, oldest: float, vacant: bool) -> None:
         self.neighbour.unused, self.neighbour.oldest = self.neighbour.kv, oldest
+        self.neighbour.vacant = self.neighbour.kv if vacant else 0
         self.neighbour.needs_no_more()
 
     @rule()

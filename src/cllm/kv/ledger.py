@@ -49,10 +49,12 @@ class Account:
         """Bytes of K/V it should come down to, if that is less."""
         self.missing = 0
         """Bytes it asked for and did not get."""
+        self.vacant = 0
+        """Bytes of K/V that hold nothing,"""
         self.unused = 0
-        """Bytes of K/V that no running sequence needs,"""
+        """that no running sequence needs, those included,"""
         self.oldest = NEVER
-        """and when the oldest of them were used; 0: some of them hold nothing."""
+        """and when the oldest of those that hold something were used."""
         self.wake: Callable[[], None] = lambda: None
         """Called, from any thread, when there is something to give back, or to be had."""
         self.is_claimed = False
@@ -185,20 +187,28 @@ class MemoryLedger:
         return [account for account in self._accounts if account.missing > 0]
 
     def _reclaim(self, account: Account, lacking: int, oldest: float) -> list[Account]:
-        """Have others give `lacking` bytes back that were used before `oldest`, the oldest first. Those to wake."""
-        told: list[Account] = []
-        for other in sorted(self._accounts, key=lambda each: each.oldest):
-            if lacking <= 0:
-                break
-            if other is account or (oldest < NEVER and other.oldest >= oldest):
-                continue
-            unused = other.unused if oldest < NEVER else max(other.unused, other.kv - other.least)
-            amount = min(lacking, unused - (other.kv - other.target))
-            if amount > 0:
-                other.target -= amount
-                lacking -= amount
-                told.append(other)
-        return told
+        """Have others give `lacking` bytes back: what is empty, then what was used before `oldest`, the oldest first.
+        Those to wake."""
+        told: dict[Account, None] = {}
+        others = sorted((each for each in self._accounts if each is not account), key=lambda each: each.oldest)
+        for other in others:
+            lacking -= _told(other, min(lacking, other.vacant), told)
+        for other in others:
+            if oldest == NEVER:
+                lacking -= _told(other, min(lacking, max(other.unused, other.kv - other.least)), told)
+            elif other.oldest < oldest:
+                lacking -= _told(other, min(lacking, other.unused), told)
+        return list(told)
+
+
+def _told(account: Account, most: int, told: dict[Account, None]) -> int:
+    """Have it give so much back, less what it is about to give anyway; how much that adds."""
+    amount = most - (account.kv - account.target)
+    if amount <= 0:
+        return 0
+    account.target -= amount
+    told[account] = None
+    return amount
 
 
 def _wake(accounts: list[Account]) -> None:

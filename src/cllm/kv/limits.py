@@ -11,13 +11,22 @@ from collections.abc import Callable
 
 from cllm.kv.arena import Arena
 from cllm.kv.compaction import in_calls, plan_fill
+from cllm.kv.extents import extent_blocks
 from cllm.kv.ledger import NEVER, Account
 
 SHRINK_BYTES = 32 << 20
 """Memory that is given back in one piece: some milliseconds."""
 
+LEAST_EXTENTS = 64
+
 AHEAD = 2
 """Extents that are asked for beyond what is needed now, so that the next who comes need not ask."""
+
+
+def extent_size(blocks: int, block_bytes: int) -> int:
+    """How many blocks make an extent of an arena that models share: less than one that a model has to itself, for what
+    one of them does not need another one may."""
+    return max(1, min(extent_blocks(blocks, block_bytes), blocks // LEAST_EXTENTS))
 
 
 class Limits:
@@ -79,8 +88,9 @@ class Limits:
         granted = min(arena.pool.extents.count, account.kv // arena.extent_bytes)
         if granted > arena.pool.extents.open and account.target >= account.kv:
             arena.pool.resize(granted)
-        account.unused = (arena.pool.free + arena.prefixes.evictable) * arena.block_bytes
-        account.oldest = self._oldest()
+        account.vacant = arena.pool.free * arena.block_bytes
+        account.unused = account.vacant + arena.cached_bytes
+        account.oldest = self._oldest_prefix()
 
     def shrink(self) -> bool:
         """Go a piece of the way down to the target. True: there is more to do."""
@@ -114,10 +124,6 @@ class Limits:
             arena.relocate(call)
         taken = [extent for extent in range(goal, pool.extents.open) if pool.extents.taken[extent]]
         return not taken or self._release(range(taken[0], taken[-1] + 1))
-
-    def _oldest(self) -> float:
-        pool = self._arena.pool
-        return 0.0 if pool.free >= pool.extents.size else self._oldest_prefix()
 
     def _oldest_prefix(self) -> float:
         policy = self._arena.prefixes.policy

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from cllm.kv.arena import Arena
 from cllm.kv.fragmentation import extents_needed, measure
 from cllm.kv.ledger import Account
-from cllm.kv.limits import Limits
+from cllm.kv.limits import Limits, extent_size
 from cllm.kv.manager import CHECK_SLICE
 from cllm.kv.ops import BlockGeometry, BlockOps
 from cllm.kv.paged_operations import PagedOperations
@@ -54,10 +54,13 @@ class PagedKVManager(PagedOperations):
         """`account`: with other models, what of the arena may be used; the geometry is the most it can ever be."""
         self.block_size = self.unit_tokens = geometry.block_size
         self.max_tokens = geometry.tokens
+        block_bytes = bytes_per_token * geometry.block_size
+        if account is not None and extent_blocks is None:
+            extent_blocks = extent_size(geometry.blocks, block_bytes)
         self._arena = Arena(
             ops,
             geometry,
-            block_bytes=bytes_per_token * geometry.block_size,
+            block_bytes=block_bytes,
             policy=eviction_policy,
             apart=placement == "runs",
             extent=extent_blocks,

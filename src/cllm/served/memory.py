@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from cllm.config import Config
 from cllm.errors import ConfigError
-from cllm.kv.extents import extent_blocks
+from cllm.kv.limits import extent_size
 from cllm.kv.memory import MIB
 from cllm.machine import mib, read_rooms, tightest
 from cllm.served.entries import Served
@@ -37,7 +37,7 @@ class Shares:
             return 0
         block_bytes = found.token_bytes * served.config.resources.block_size
         arena = self.most_kv(served)
-        extent = extent_blocks(arena // block_bytes, block_bytes) * block_bytes
+        extent = extent_size(arena // block_bytes, block_bytes) * block_bytes
         return min(-(-found.context_bytes // extent) * extent, arena // extent * extent)
 
     def most_kv(self, served: Served) -> int:
