@@ -30,7 +30,7 @@ class ModelState:
         self.llm = llm
         self.config = config
         self.texts = Texts(llm)
-        self.hub = Hub(llm, config)
+        self.hub = Hub(llm, config, name)
         self._name = name
 
     @property
