@@ -45,7 +45,7 @@ def run_server(config: Config) -> int:
     """Serve until a signal comes; the exit code. The port is taken first: nothing is loaded in vain."""
     setup_logging(config.log)
     with bind(config.server) as listener:
-        if config.backend.type != "fake" and not config.has_several_models:
+        if config.backend.type != "fake" and not config.models:
             resolve(config.model.name)  # here, so that Ctrl-C ends a download
         server = Server(config, listener)
         with contextlib.suppress(asyncio.CancelledError):
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: Config, listener: socket.socket) -> None:
         self.exit_code = 0
-        serving = ServedModels if config.has_several_models else AsyncLLM
+        serving = ServedModels if config.models else AsyncLLM
         self._serves = serving(config, before_mapping=explain_bus_errors)
         self._settings = config
         self._listener = listener

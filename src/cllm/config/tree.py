@@ -111,7 +111,7 @@ class ResourcesConfig(Section):
         default=None,
         gt=0,
         description="hard limit of the weights and KV memory of all models together in MiB (null: with several models "
-        "half of the memory that is free at the start; with one, what the settings below give)",
+        "half of the memory that is free at the start)",
     )
     kv_memory_fraction: float = Field(
         default=0.25,
@@ -357,11 +357,6 @@ class Config(Section):
     server: ServerConfig = ServerConfig()
     prompt: PromptConfig = PromptConfig()
     log: LogConfig = LogConfig()
-
-    @property
-    def has_several_models(self) -> bool:
-        """Whether models share a budget; one can have that, too."""
-        return bool(self.models) or self.resources.max_memory_mb is not None
 
     def at(self, key: str) -> Any:
         """The value of a dotted key, such as "server.port"."""

@@ -67,7 +67,7 @@ class Served:
 
 def read_entries(config: Config) -> list[Served]:
     found: list[Served] = []
-    for entry in config.models or (ModelEntry(name=config.model.name),):
+    for entry in config.models:
         paths = models_in(entry.name) if config_of(config, entry).backend.type != "fake" else None
         if paths is None:
             found.append(_read_entry(config, entry, at_start=entry.load != "first_use"))
