@@ -24,10 +24,11 @@ def prepare(
     backend: str | None,
     device: str | None,
 ) -> Config:
-    """The configuration, with its model on disk; of several, the first one. Only warnings are logged, unless a level was asked for."""
-    flags = {"model.name": model, "backend.type": backend, "backend.torch.device": device}
+    """The configuration, with its model on disk; of several, the first one. Only warnings are logged, unless a level
+    was asked for."""
     from cllm.config import config_of
 
+    flags = {"model.name": model, "backend.type": backend, "backend.torch.device": device}
     loaded = load_settings(file, assignments, flags)
     config = loaded.config
     if config.models and model is None:
