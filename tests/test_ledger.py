@@ -9,8 +9,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
-from tests.test_compaction import UpkeepMachine, elastic
-from tests.test_kv_managers import BYTES_PER_TOKEN, Prompt, _computed_alone, compute, run_to_end
 
 from cllm.backends.fake import FakeBackend
 from cllm.kv.ledger import NEVER, Account, MemoryLedger, NoRoomError
@@ -18,6 +16,8 @@ from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.sequence import KVSequence
+from test_compaction import UpkeepMachine, elastic
+from test_kv_managers import BYTES_PER_TOKEN, Prompt, _computed_alone, compute, run_to_end
 
 EXTENT = 4 * 4 * BYTES_PER_TOKEN
 """Four blocks of four tokens."""
@@ -82,7 +82,8 @@ class LimitedMachine(UpkeepMachine):
         arena = self.paged._arena
         assert arena.pool.extents.open * arena.extent_bytes <= self.account.kv
         assert arena.taken_bytes <= self.account.kv
-        resident = np.flatnonzero(self.backend.memory._resident)
+        memory: Any = self.backend.memory
+        resident = np.flatnonzero(memory._resident)
         assert resident.size == 0 or resident.max() < arena.pool.total
 
 
@@ -95,8 +96,9 @@ def manager(account: Account, blocks: int = 24, **options: Any) -> tuple[FakeBac
     geometry = BlockGeometry(blocks, 4)
     backend.allocate(geometry)
     assert isinstance(backend.ops, BlockOps)
-    options = {"extent_blocks": 4, "account": account} | options
-    return backend, PagedKVManager(backend.ops, geometry, bytes_per_token=BYTES_PER_TOKEN, **options)
+    return backend, PagedKVManager(
+        backend.ops, geometry, bytes_per_token=BYTES_PER_TOKEN, extent_blocks=4, account=account, **options
+    )
 
 
 def two(budget: int = 6 * EXTENT) -> tuple[MemoryLedger, list[tuple[FakeBackend, PagedKVManager]]]:
@@ -233,3 +235,34 @@ def test_the_memory_is_closed_again_after_a_rebuild() -> None:
     a[1].check()
     ledger.check()
     assert a[1].usage().total < 24
+
+
+def test_one_with_something_to_evict_does_not_wait_for_what_others_use() -> None:
+    """Though it has a right to more, its own oldest prefix goes: that is faster than the end of a long answer."""
+    _, (a, b) = two()
+    serve(b, prompts(1, letter=1)[0])
+    assert a[1].admit(KVSequence(list(range(60)))) is None
+    settle(b[1])  # what it had ahead
+    running = run_to_end(*a, list(range(60)))
+    settle(a[1])
+    serve(b, prompts(1, letter=2)[0])
+    assert running.num_computed == 60
+
+
+def test_memory_that_the_system_does_not_take_back_is_not_asked_for_again() -> None:
+    ledger, (a, b) = two()
+    for prompt in prompts(3):
+        serve(a, prompt)
+
+    def refuse(first: int, count: int) -> None:
+        raise OSError("not now")
+
+    memory: Any = a[0].memory
+    memory.release_pages = refuse
+    assert b[1].admit(KVSequence(prompts(1)[0])) is None
+    for _ in range(10):
+        settle(a[1])
+    assert b[1].admit(KVSequence(prompts(1)[0])) is None
+    assert next(each for each in ledger._accounts if each.name == "a").is_rigid
+    ledger.check()
+    a[1].check()

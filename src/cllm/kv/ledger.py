@@ -57,8 +57,10 @@ class Account:
         """and when the oldest of those that hold something were used."""
         self.wake: Callable[[], None] = lambda: None
         """Called, from any thread, when there is something to give back, or to be had."""
-        self.is_claimed = False
+        self.is_claimed = fixed == 0
         """Whether the fixed part is counted."""
+        self.is_rigid = False
+        """Whether its K/V can only grow."""
         self._ledger = ledger
 
     def ask(self, more: int, oldest: float, ahead: int = 0) -> bool:
@@ -71,9 +73,18 @@ class Account:
         self._ledger.give_back(self, kv)
 
     def keep_least(self) -> None:
-        """It is needed here, or in use: only what is beyond the least goes, when that can be."""
+        """It is needed here: only what is beyond the least is given back."""
         if self.target < self.kv:
-            self._ledger.keep_least(self)
+            self._ledger.keep(self, self.least)
+
+    def keep_used(self) -> None:
+        """What is left is in use. It goes when that changes if somebody is entitled to it, otherwise it stays."""
+        self._ledger.keep_used(self)
+
+    def keep_all(self) -> None:
+        """Its memory cannot be given back."""
+        self.is_rigid = True
+        self._ledger.keep(self, self.kv)
 
     def needs_no_more(self) -> None:
         self.missing = 0
@@ -85,6 +96,11 @@ class Account:
     @property
     def needed(self) -> int:
         return self.fixed + self.least
+
+    @property
+    def is_entitled(self) -> bool:
+        """Whether it waits for memory that is its right."""
+        return not self.is_claimed or (self.missing > 0 and self.kv < self.least)
 
 
 class MemoryLedger:
@@ -131,28 +147,38 @@ class MemoryLedger:
     def ask(self, account: Account, more: int, oldest: float, ahead: int = 0) -> bool:
         with self._lock:
             entitled = account.kv < account.least
-            before_us = [other for other in self._waiting if other is not account and other.kv < other.least]
-            granted = min(more + ahead, self._free) if entitled or not before_us else 0
+            others = [other for other in self._accounts if other is not account]
+            may_take = entitled or not any(other.is_entitled for other in others)
+            granted = min(more + ahead, self._free) if may_take else 0
             account.kv += granted
             if granted:
                 account.target = account.kv
             account.missing = max(0, more - granted)
             lacking = account.missing - self._on_its_way
             woken = self._reclaim(account, lacking, NEVER if entitled else oldest) if lacking > 0 else []
-            coming = account.missing > 0 and self._on_its_way > account.kv - account.target
+            soon = sum(min(other.kv - other.target, other.unused) for other in others)
+            coming = account.missing > 0 and soon > 0
         _wake(woken)
         return coming
 
     def give_back(self, account: Account, kv: int) -> None:
         with self._lock:
+            woken = self._waiting if kv < account.kv else []
             account.kv = kv
             account.target = min(account.target, kv)
-            woken = self._waiting
         _wake(woken)
 
-    def keep_least(self, account: Account) -> None:
+    def keep(self, account: Account, kv: int) -> None:
         with self._lock:
-            account.target = max(account.target, min(account.kv, account.least))
+            kept = max(account.target, min(account.kv, kv))
+            woken = self._waiting if kept > account.target else []
+            account.target = kept
+        _wake([other for other in woken if other is not account])
+
+    def keep_used(self, account: Account) -> None:
+        with self._lock:
+            wanted = any(other.is_entitled for other in self._accounts if other is not account)
+        self.keep(account, account.least if wanted else account.kv)
 
     # -- looking -----------------------------------------------------------------------------------------------
 
@@ -190,7 +216,8 @@ class MemoryLedger:
         """Have others give `lacking` bytes back: what is empty, then what was used before `oldest`, the oldest first.
         Those to wake."""
         told: dict[Account, None] = {}
-        others = sorted((each for each in self._accounts if each is not account), key=lambda each: each.oldest)
+        others = [other for other in self._accounts if other is not account and not other.is_rigid]
+        others.sort(key=lambda other: other.oldest)
         for other in others:
             lacking -= _told(other, min(lacking, other.vacant), told)
         for other in others:

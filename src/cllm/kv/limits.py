@@ -88,8 +88,9 @@ class Limits:
         granted = min(arena.pool.extents.count, account.kv // arena.extent_bytes)
         if granted > arena.pool.extents.open and account.target >= account.kv:
             arena.pool.resize(granted)
-        account.vacant = arena.pool.free * arena.block_bytes
-        account.unused = account.vacant + arena.cached_bytes
+        account.vacant = self._extents_beside(arena.pool.total - arena.pool.free) * arena.extent_bytes
+        referenced = arena.pool.total - arena.pool.free - arena.prefixes.evictable
+        account.unused = self._extents_beside(referenced) * arena.extent_bytes
         account.oldest = self._oldest_prefix()
 
     def shrink(self) -> bool:
@@ -97,23 +98,26 @@ class Limits:
         arena, account = self._arena, self._account
         pool = arena.pool
         extents, size = pool.extents, pool.extents.size
-        wanted = account.target // arena.extent_bytes
         if account.target >= account.kv:
             return False
-        at_once = max(1, SHRINK_BYTES // arena.extent_bytes)
-        goal = max(wanted, extents.open - at_once)
+        wanted = account.target // arena.extent_bytes
+        goal = max(wanted, extents.open - max(1, SHRINK_BYTES // arena.extent_bytes))
         used = pool.total - pool.free
         if used > goal * size:
             self._evict(min(used - goal * size, arena.prefixes.evictable))
             used = pool.total - pool.free
         goal = max(goal, -(-used // size))
-        if goal < extents.open and self._vacate(goal):
+        if goal < extents.open:
+            if not self._vacate(goal):
+                account.keep_all()
+                return False
             pool.resize(goal)
-        is_stuck = goal > wanted and goal >= extents.open
         account.give_back(min(account.kv, extents.open * arena.extent_bytes))
-        if is_stuck:
-            account.keep_least()
-        return not is_stuck and account.target < account.kv
+        if goal > wanted and used > (goal - 1) * size and not arena.prefixes.evictable:
+            self.follow()
+            account.keep_used()
+            return False
+        return account.target < account.kv
 
     def _vacate(self, goal: int) -> bool:
         """Leave nothing above the first `goal` extents, neither blocks nor memory."""
@@ -124,6 +128,10 @@ class Limits:
             arena.relocate(call)
         taken = [extent for extent in range(goal, pool.extents.open) if pool.extents.taken[extent]]
         return not taken or self._release(range(taken[0], taken[-1] + 1))
+
+    def _extents_beside(self, blocks: int) -> int:
+        """Whole extents that could be closed if so many blocks stayed."""
+        return self._arena.pool.extents.open - -(-blocks // self._arena.extent_blocks)
 
     def _oldest_prefix(self) -> float:
         policy = self._arena.prefixes.policy

@@ -230,13 +230,15 @@ class ServedModels:
         return min(idle, key=lambda served: served.last_used, default=None)
 
     async def _tend(self) -> None:
-        """Unload what has been idle for as long as its entry says."""
+        """Unload what has been idle for as long as its entry says, and what is broken."""
         while True:
             await asyncio.sleep(TEND_S)
             now = time.monotonic()
             for served in self.models:
                 after = served.entry.unload_after_s
-                if after is None or served.entry.pinned or served.users or served.changing is not None:
+                if served.state == "ready" and not served.ready and served.changing is None:
+                    self._change(served, self._unload)  # its engine has given up: others may have its memory
+                elif after is None or served.entry.pinned or served.users or served.changing is not None:
                     continue
-                if served.state == "ready" and now - served.last_used >= after:
+                elif served.state == "ready" and now - served.last_used >= after:
                     self._change(served, self._unload)
