@@ -12,11 +12,13 @@ import httpx
 import pytest
 
 from cllm.config import Config, load_config
+from cllm.engine.params import SamplingParams
 from cllm.errors import ConfigError, ModelError, ModelUnavailableError
 from cllm.llm import AsyncLLM
 from cllm.served import ServedModels, models
 from cllm.server.app import create_app
 from gguf_kit import tiny_model
+from native_kit import write_model
 
 
 def config(*entries: Any, **settings: Any) -> Config:
@@ -308,3 +310,47 @@ def test_a_directory_is_all_its_models(tmp_path: Path) -> None:
 def test_a_directory_without_models_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="a directory without models"):
         ServedModels(load_config(None, {"models": [str(tmp_path)]}, {}).config)
+
+
+async def test_native_models_answer_to_the_bit_as_if_alone_while_memory_changes_hands(tmp_path: Path) -> None:
+    paths = {name: str(write_model(tmp_path / f"{name}.gguf", seed=seed)) for seed, name in enumerate("ab")}
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
+    prompts = [[3 + (number * 7 + place * place) % 50 for place in range(20 + 9 * number)] for number in range(8)]
+    common = {"backend.type": "native", "resources.max_context_length": 120, "backend.threads": 2}
+
+    async def answer(llm: AsyncLLM, prompt: list[int]) -> list[Any]:
+        found = [delta async for delta in llm.submit(prompt, params)]
+        return [(each.token_ids, each.logprobs) for each in found]
+
+    async def tokens(llm: AsyncLLM, prompt: list[int]) -> list[Any]:
+        return [each for ids, logprobs in await answer(llm, prompt) for each in zip(ids, logprobs, strict=True)]
+
+    expected = {}
+    for name, path in paths.items():
+        single = load_config(None, {**common, "model.name": path, "resources.kv_cache_max_memory_mb": 4.0}, {}).config
+        async with AsyncLLM(single) as llm:
+            for number, prompt in enumerate(prompts):
+                expected[name, number] = await tokens(llm, prompt)
+    probe = ServedModels(load_config(None, {**common, "models": list(paths.values())}, {}).config)
+    needed = sum(probe.shares.fixed(each) + 1.3 * each.estimate.context_bytes for each in probe.models)
+    several = {**common, "models": list(paths.values()), "resources.max_memory_mb": needed / 2**20}
+    served = ServedModels(load_config(None, several, {}).config)
+    await served.start()
+
+    async def ask(name: str, number: int) -> None:
+        model = served.find(name)
+        assert model is not None
+        llm = await served.acquire(model)
+        try:
+            assert await tokens(llm, prompts[number]) == expected[name, number]
+        finally:
+            model.release()
+        served.ledger.check()
+
+    try:
+        for _ in range(3):
+            await asyncio.gather(*(ask(name, number) for number in range(len(prompts)) for name in paths))
+        evicted = [model.llm.kv()["evictions"] for model in served.models if model.llm is not None]
+        assert len(evicted) == 2 and sum(evicted) > 0
+    finally:
+        await served.shutdown(0)
