@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cllm.backends.fake import FakeBackend
+from cllm.errors import BackendError
 from cllm.kv.ledger import NEVER, Account, MemoryLedger, NoRoomError
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps
@@ -87,6 +88,78 @@ class LimitedMachine(UpkeepMachine):
         assert resident.size == 0 or resident.max() < arena.pool.total
 
 
+class TwoModels(RuleBasedStateMachine):
+    """Two managers under one ledger, each of which does in its own time what it is told. Whenever nothing runs, either
+    can have a whole context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = MemoryLedger(7 * EXTENT)
+        accounts = [self.ledger.open(name, fixed=0, least=3 * EXTENT) for name in "ab"]
+        self.models = [manager(account, eviction_threshold=0.9, watermark=0.05) for account in accounts]
+        self.live: list[tuple[int, KVSequence]] = []
+
+    @rule(which=st.integers(0, 1), prompt=Prompt)
+    def admit(self, which: int, prompt: list[int]) -> None:
+        sequence = KVSequence(prompt)
+        kv = self.models[which][1]
+        if kv.admit(sequence) is not None:
+            self.live.append((which, sequence))
+        else:
+            assert kv.awaits_memory or kv.usage().sequences_running
+            kv.awaits_memory = False
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def advance(self, data: st.DataObject, token: int) -> None:
+        which, sequence = data.draw(st.sampled_from(self.live))
+        backend, kv = self.models[which]
+        if sequence.num_computed == len(sequence.tokens):
+            sequence.tokens.append(token)
+        count = len(sequence.tokens) - sequence.num_computed
+        if kv.grow(sequence, count):
+            logits = compute(backend, kv, sequence, count)
+            assert np.array_equal(logits, _computed_alone(sequence.tokens))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), keep=st.booleans())
+    def release(self, data: st.DataObject, keep: bool) -> None:
+        which, sequence = each = data.draw(st.sampled_from(self.live))
+        self.live.remove(each)
+        self.models[which][1].release(sequence, keep=keep)
+
+    @rule(which=st.integers(0, 1))
+    def maintain(self, which: int) -> None:
+        self.models[which][1].maintain(0.0)
+
+    @rule(which=st.integers(0, 1))
+    def whoever_comes_gets_a_context_when_nothing_runs(self, which: int) -> None:
+        for other, sequence in self.live:
+            self.models[other][1].release(sequence)
+        self.live = []
+        for _, kv in self.models:
+            settle(kv)
+        sequence, (_, kv) = KVSequence([number % 7 for number in range(48)]), self.models[which]
+        for _ in range(20):
+            if kv.admit(sequence) is not None:
+                self.live.append((which, sequence))
+                return
+            assert kv.awaits_memory, "it is told that there is no room, though there will be"
+            for _, each in self.models:
+                settle(each)
+        raise AssertionError("it waits for ever")
+
+    @invariant()
+    def the_budget_holds(self) -> None:
+        self.ledger.check()
+        for _, kv in self.models:
+            kv.check()
+            arena, account = kv._arena, kv._limits._account  # type: ignore[union-attr]
+            assert max(arena.pool.extents.open * arena.extent_bytes, arena.taken_bytes) <= account.kv
+
+
+TwoModels.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestTwoModels = TwoModels.TestCase
 LimitedMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestLimited = LimitedMachine.TestCase
 
@@ -247,6 +320,37 @@ def test_one_with_something_to_evict_does_not_wait_for_what_others_use() -> None
     settle(a[1])
     serve(b, prompts(1, letter=2)[0])
     assert running.num_computed == 60
+
+
+def test_who_waited_and_left_keeps_nobody_from_memory() -> None:
+    ledger, (a, b) = two()
+    running = run_to_end(*a, list(range(60)))
+    assert b[1].admit(KVSequence(list(range(40)))) is None and b[1].awaits_memory
+    waiting = next(account for account in ledger._accounts if account.name == "b")
+    assert waiting.is_entitled
+    b[1].awaits_memory = False  # as the engine says once nobody is in its queue
+    settle(b[1])
+    assert not waiting.is_entitled
+    a[1].release(running)
+    settle(a[1])
+
+
+def test_blocks_that_cannot_be_moved_are_kept() -> None:
+    ledger, (a, b) = two()
+    backend, kv = a
+    gone, stays = run_to_end(backend, kv, prompts(1)[0]), run_to_end(backend, kv, prompts(1, letter=1)[0])
+
+    def refuse(moves: object) -> None:
+        raise BackendError("not now")
+
+    memory: Any = backend.memory
+    memory.move_blocks = refuse
+    kv.release(gone, keep=False)
+    assert b[1].admit(KVSequence(list(range(60)))) is None
+    settle(kv)
+    kv.check()
+    ledger.check()
+    assert stays.num_computed == 32
 
 
 def test_memory_that_the_system_does_not_take_back_is_not_asked_for_again() -> None:

@@ -197,6 +197,7 @@ class Engine:
             self._refuse_waiting()
         scheduler.raise_doubt()
         if not (scheduler.has_work or self._stepper.under_way):
+            scheduler.kv.awaits_memory = False  # who waited is gone
             if self._turn is not None:
                 self._turn.rest()
             return False

@@ -7,12 +7,16 @@ and the extents that are empty then are given back and closed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
+from cllm.errors import BackendError
 from cllm.kv.arena import Arena
 from cllm.kv.compaction import in_calls, plan_fill
 from cllm.kv.extents import extent_blocks
 from cllm.kv.ledger import NEVER, Account
+
+log = logging.getLogger("cllm.kv")
 
 SHRINK_BYTES = 32 << 20
 """Memory that is given back in one piece: some milliseconds."""
@@ -50,12 +54,15 @@ class Limits:
         keeps = self._account.target // self._arena.extent_bytes
         return max(0, self._arena.pool.total - keeps * self._arena.extent_blocks)
 
-    def tend(self) -> bool:
+    def tend(self, *, somebody_waits: bool) -> bool:
         """Between steps, or while idle: give back what is to be given back, have some ready for what runs. True: there
         is more to do."""
         shrinking = self.shrink()
-        if not shrinking and self._arena.running:
-            self.want(self._arena.extent_blocks)
+        if self._arena.running:
+            if not shrinking:
+                self.want(self._arena.extent_blocks)
+        elif not somebody_waits:
+            self._account.needs_no_more()
         self.follow()
         return shrinking
 
@@ -124,8 +131,14 @@ class Limits:
         arena = self._arena
         pool = arena.pool
         above = pool.free_map.count(0, goal * pool.extents.size, pool.total)
-        for call in in_calls(plan_fill(pool.open_map(), above)) if above else ():
-            arena.relocate(call)
+        try:
+            for call in in_calls(plan_fill(pool.open_map(), above)) if above else ():
+                arena.relocate(call)
+        except BackendError as error:
+            if error.fatal:
+                raise
+            log.error("move_blocks failed: %s; this model keeps its KV memory", error)
+            return False
         taken = [extent for extent in range(goal, pool.extents.open) if pool.extents.taken[extent]]
         return not taken or self._release(range(taken[0], taken[-1] + 1))
 

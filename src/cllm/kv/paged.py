@@ -217,7 +217,7 @@ class PagedKVManager(PagedOperations):
     # -- upkeep ------------------------------------------------------------------------------------------------
 
     def maintain(self, budget_s: float) -> bool:
-        if self._limits is not None and self._limits.tend():
+        if self._limits is not None and self._limits.tend(somebody_waits=self.awaits_memory):
             return True
         excess = self._threshold_excess()
         if excess > 0:

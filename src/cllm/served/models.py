@@ -175,7 +175,8 @@ class ServedModels:
                 self._close_account(served)
                 served.state, served.error = "failed", str(error) or type(error).__name__
                 served.retry_at = time.monotonic() + (RETRY_S if not isinstance(error, ModelUnavailableError) else 0)
-                log.error("%s could not be loaded: %s", served.name, served.error)
+                if self._started:
+                    log.error("%s could not be loaded: %s", served.name, served.error)
                 if isinstance(error, CLLMError) or not isinstance(error, Exception):
                     raise
                 raise ModelError(f"{served.name} could not be loaded: {error}") from error
