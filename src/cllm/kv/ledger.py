@@ -131,7 +131,8 @@ class MemoryLedger:
                 account.is_claimed = True
             if account.is_claimed:
                 return True
-            woken = self._reclaim(account, account.fixed - self._free - self._on_its_way, NEVER)
+            lacking = account.fixed - self._free - self._on_its_way
+            woken = self._reclaim(account, lacking, NEVER, entitled=True)
         _wake(woken)
         return False
 
@@ -150,12 +151,16 @@ class MemoryLedger:
             others = [other for other in self._accounts if other is not account]
             may_take = entitled or not any(other.is_entitled for other in others)
             granted = min(more + ahead, self._free) if may_take else 0
+            # If it was to give something back, that stays: those who wait for it have to look for something else.
+            is_broken = granted > 0 and account.target < account.kv
+            disappointed = [other for other in others if other.missing > 0] if is_broken else []
             account.kv += granted
             if granted:
                 account.target = account.kv
             account.missing = max(0, more - granted)
             lacking = account.missing - self._on_its_way
-            woken = self._reclaim(account, lacking, NEVER if entitled else oldest) if lacking > 0 else []
+            woken = self._reclaim(account, lacking, oldest, entitled=entitled) if lacking > 0 else []
+            woken += disappointed
             soon = sum(min(other.kv - other.target, other.unused) for other in others)
             coming = account.missing > 0 and soon > 0
         _wake(woken)
@@ -212,25 +217,25 @@ class MemoryLedger:
     def _waiting(self) -> list[Account]:
         return [account for account in self._accounts if account.missing > 0]
 
-    def _reclaim(self, account: Account, lacking: int, oldest: float) -> list[Account]:
-        """Have others give `lacking` bytes back: what is empty, then what was used before `oldest`, the oldest first.
-        Those to wake."""
+    def _reclaim(self, account: Account, lacking: int, oldest: float, *, entitled: bool) -> list[Account]:
+        """Have others give `lacking` bytes back: what is empty, then what was used before `oldest`, the oldest first;
+        for one that is entitled to it also what they have beyond their own least. Those to wake."""
         told: dict[Account, None] = {}
         others = [other for other in self._accounts if other is not account and not other.is_rigid]
         others.sort(key=lambda other: other.oldest)
         for other in others:
-            lacking -= _told(other, min(lacking, other.vacant), told)
+            lacking -= _tell(other, lacking, other.vacant, told)
         for other in others:
-            if oldest == NEVER:
-                lacking -= _told(other, min(lacking, max(other.unused, other.kv - other.least)), told)
+            if entitled:
+                lacking -= _tell(other, lacking, max(other.unused, other.kv - other.least), told)
             elif other.oldest < oldest:
-                lacking -= _told(other, min(lacking, other.unused), told)
+                lacking -= _tell(other, lacking, other.unused, told)
         return list(told)
 
 
-def _told(account: Account, most: int, told: dict[Account, None]) -> int:
-    """Have it give so much back, less what it is about to give anyway; how much that adds."""
-    amount = most - (account.kv - account.target)
+def _tell(account: Account, wanted: int, most: int, told: dict[Account, None]) -> int:
+    """Have an account give `wanted` bytes back beside what it is to give already, `most` in all; how many it will."""
+    amount = min(wanted, most - (account.kv - account.target))
     if amount <= 0:
         return 0
     account.target -= amount
