@@ -5,7 +5,8 @@
 
 Load alternates between the models in phases of `--phase` requests. Each has a set of prompts of its own, from which it
 is asked at random; the budget holds a part of both sets (`--share`, 0.6). Every side gets the same requests in the same
-order. With `--wake` the time from a request for a model that is unloaded to its first token is measured as well.
+order. With `--wake` the time from a request for a model that is unloaded to its first token is measured as well; with
+`--busy` the time between the tokens of an answer of one model while the other one answers and computes prompts.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+from collections.abc import Coroutine
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
 
+from cllm.bench.stats import percentile
 from cllm.config import Config, load_config
 from cllm.engine.params import SamplingParams
 from cllm.kv.memory import MIB
@@ -35,6 +39,7 @@ def main() -> None:
     parser.add_argument("--phases", type=int, default=6)
     parser.add_argument("--share", type=float, default=0.6, help="of both sets that the budget holds")
     parser.add_argument("--wake", type=int, default=0, metavar="TIMES", help="measure waking the model so often")
+    parser.add_argument("--busy", type=int, default=0, metavar="TOKENS", help="measure gaps in answers of so many")
     asyncio.run(run(parser.parse_args()))
 
 
@@ -54,6 +59,10 @@ async def run(args: argparse.Namespace) -> None:
         await hit_rate(args, [name], weights + budget / 2, [each for each in order if each[0] == name]) for name in "ab"
     ]
     print(f"found in the cache: {together:.1%} with one budget, {sum(apart) / 2:.1%} with two halves")
+    if args.busy:
+        for beside, gaps in (await busy(args)).items():
+            p50, p99 = (1000 * percentile(gaps, share) for share in (50, 99))
+            print(f"between tokens, {beside}: {p50:.1f} ms (median), {p99:.1f} ms (99th percentile)")
     if args.wake:
         print(f"from asleep to the first token: {await wake(args):.3f} s (median of {args.wake})")
 
@@ -120,6 +129,37 @@ async def wake(args: argparse.Namespace) -> float:
         took.append(perf_counter() - started)
     await models.shutdown(0)
     return median(took)
+
+
+async def busy(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds between tokens of answers of a: alone, and while b answers and computes one long prompt after another."""
+    models = ServedModels(config_of(args, ["a", "b"], 4096 * MIB))
+    await models.start()
+    first, second = models.models
+    dice = random.Random(11)
+
+    async def answer(served: Served) -> list[float]:
+        llm = await models.acquire(served)
+        params = SamplingParams(max_tokens=args.busy, temperature=0.0, ignore_eos=True)
+        times = [perf_counter() async for _ in llm.submit(text(dice, 20), params)]
+        served.release()
+        return [after - before for before, after in pairwise(times)]
+
+    async def others() -> None:
+        while True:
+            await asyncio.gather(answer(second), ask(models, second, text(dice, 1200)))
+
+    async def beside(load: Coroutine[Any, Any, None] | None) -> list[float]:
+        task = asyncio.create_task(load) if load is not None else None
+        gaps = [gap for _ in range(3) for gap in await answer(first)]
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return gaps
+
+    found = {"alone": await beside(None), "beside a busy model": await beside(others())}
+    await models.shutdown(0)
+    return found
 
 
 if __name__ == "__main__":

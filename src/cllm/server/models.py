@@ -62,6 +62,6 @@ def served_card(served: Served, created: int) -> ServedCard:
         pinned=served.entry.pinned,
         requests=served.users,
         weights_bytes=served.estimate.weights,
-        kv_bytes=served.account.kv if served.account is not None else 0,
+        kv_bytes=served.account.taken - served.estimate.weights if loaded and served.account is not None else 0,
         kv_bytes_per_token=served.estimate.token_bytes,
     )
