@@ -147,7 +147,9 @@ async def busy(args: argparse.Namespace) -> dict[str, list[float]]:
 
     async def others() -> None:
         while True:
-            await asyncio.gather(answer(second), ask(models, second, text(dice, 1200)))
+            await asyncio.gather(
+                answer(second), ask(models, second, text(dice, 1200 if args.backend == "native" else 300))
+            )
 
     async def beside(load: Coroutine[Any, Any, None] | None) -> list[float]:
         task = asyncio.create_task(load) if load is not None else None

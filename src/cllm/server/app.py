@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cllm import __version__
 from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollector, create_registry
+from cllm.served import ServedModels
 from cllm.server import generate, models, openai, ops
 from cllm.server.errors import install_handlers
 from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, Leases, RequestContext
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from cllm.config import Config
     from cllm.engine.observer import Observers
     from cllm.llm import AsyncLLM
-    from cllm.served import ServedModels
 
 _DESCRIPTION = """OpenAI's API and cLLM's own on one engine. Point any OpenAI client at `/v1`.
 
@@ -61,8 +61,6 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
 
 def _collector(serves: AsyncLLM | ServedModels, config: Config, tenants: Tenants | None) -> Collector:
     """The metrics of the engine, or of each of several; and whoever counts what keys use hears of all requests."""
-    from cllm.served import ServedModels
-
     prefix = config.server.metrics_prefix
     if not isinstance(serves, ServedModels):
         observer = _observe(serves.observers, tenants)

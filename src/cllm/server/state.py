@@ -11,6 +11,7 @@ from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
 from cllm.engine.tenant import NOBODY, Tenant
+from cllm.served import Served, ServedModels
 from cllm.server.bodies import body_lanes
 from cllm.server.errors import ApiError
 from cllm.server.lanes import Lanes
@@ -20,7 +21,6 @@ from cllm.server.texts import Texts
 if TYPE_CHECKING:
     from cllm.config import Config
     from cllm.llm import AsyncLLM
-    from cllm.served import Served, ServedModels
 
 
 class ModelState:
@@ -58,8 +58,6 @@ class ServerState:
     _loaded: WeakKeyDictionary[AsyncLLM, ModelState] = field(default_factory=WeakKeyDictionary)
 
     def __post_init__(self) -> None:
-        from cllm.served import ServedModels
-
         self.several = self.serves if isinstance(self.serves, ServedModels) else None
         self.one = None if isinstance(self.serves, ServedModels) else ModelState(self.serves, self.config)
 
