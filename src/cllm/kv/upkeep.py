@@ -23,7 +23,7 @@ import numpy as np
 from cllm.errors import BackendError
 from cllm.kv.arena import Arena
 from cllm.kv.compaction import Compactor, Plan, plan_fill, plan_lift, plan_slide
-from cllm.kv.extents import FRESH, READY
+from cllm.kv.extents import CLOSED, FRESH, READY
 from cllm.kv.fragmentation import blocks_to_move, extents_needed
 from cllm.kv.ops import Move
 from cllm.kv.trigger import Offer, Trigger
@@ -180,7 +180,7 @@ class Upkeep:
         first, last = run.start, run.stop - 1
         if first > 0 and extents.states[first - 1] == FRESH:
             first -= 1
-        if last + 1 < extents.count and extents.states[last + 1] == FRESH:
+        if last + 1 < extents.count and extents.states[last + 1] in (FRESH, CLOSED):
             last += 1
         begin = extents.first_block(first)
         if not self._try("release_pages", begin, extents.first_block(last) + extents.widths[last] - begin):
