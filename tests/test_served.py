@@ -300,6 +300,36 @@ async def test_two_busy_models_share_a_budget_that_is_never_passed() -> None:
             assert each.llm.kv()["bytes"]["total"] <= each.account.kv
 
 
+async def test_who_waits_for_another_models_memory_sleeps_and_is_served_when_it_comes() -> None:
+    slow = {"fake": {"latency_ms": 5.0}}
+    async with serving({"name": "a", "backend": slow}, "b", resources__max_memory_mb=74 / 1024) as (client, served):
+        a, b = served.models
+        long = "x" * 3900
+        running = [
+            asyncio.create_task(complete(client, "a", f"{n}{long}", max_tokens=60, ignore_eos=True)) for n in "12"
+        ]
+        while a.llm is None or a.llm.snapshot().generated_tokens < 2:
+            await asyncio.sleep(0.005)
+        assert b.llm is not None and b.account is not None
+        kv, tries = b.llm._loaded.scheduler.kv, 0
+        admit = kv.admit
+
+        def counted(sequence: Any) -> int | None:
+            nonlocal tries
+            tries += 1
+            return admit(sequence)
+
+        kv.admit = counted  # type: ignore[method-assign]
+        waiting = asyncio.create_task(complete(client, "b", long))
+        while not b.account.is_entitled:
+            await asyncio.sleep(0.001)
+        assert not any(each.done() for each in running)
+        assert (await waiting).status_code == 200
+        assert {answer.status_code for answer in await asyncio.gather(*running)} == {200}
+        assert tries < 100, "it asks when there is something new, not all the time"
+        served.ledger.check()
+
+
 # -- files ---------------------------------------------------------------------------------------------------------
 
 
