@@ -20,7 +20,7 @@ MIB = 1 << 20
 def models(
     places: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODEL]...", help="Models, or directories of them, instead of those in the cache."),
+        typer.Argument(metavar="MODEL", help="Models, or directories of them, instead of those in the cache."),
     ] = None,
     backend: BackendOption = None,
     config_file: ConfigOption = None,

@@ -13,7 +13,7 @@ from cllm.cli.options import MODEL_HELP, BackendOption, ConfigOption, DeviceOpti
 def serve(
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODEL]...", help=f"{MODEL_HELP} Several, or a directory of them, share memory."),
+        typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Several, or a directory of them, share memory."),
     ] = None,
     backend: BackendOption = None,
     device: DeviceOption = None,
