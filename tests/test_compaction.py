@@ -188,7 +188,7 @@ class UpkeepMachine(ManagerMachine):
     def give_back(self, extents: int) -> None:
         keeper = self.paged._upkeep
         if run := keeper._highest_run(extents):
-            assert keeper._release(run)
+            assert keeper.release(run)
 
     @rule()
     def prepare(self) -> None:
@@ -221,7 +221,9 @@ class UpkeepMachine(ManagerMachine):
         view = self.paged.view()
         numbers = {sequence.number for sequence in view.sequences} | {prefix.number for prefix in view.prefixes}
         assert set(view.holders.tolist()) <= numbers | {0}
-        assert np.array_equal(view.holders != 0, np.frombuffer(self.paged._pool.free_map, np.uint8) == 0)
+        held, free_map = view.holders != 0, np.frombuffer(self.paged._pool.free_map, np.uint8)
+        total = self.paged._pool.total
+        assert np.array_equal(held[:total], free_map[:total] == 0) and not held[total:].any()
         assert view.prefixes_in_all == len(view.prefixes)
         assert view.used_prefixes == {prefix.number for prefix in view.prefixes if prefix.users}
         assert all(prefix.parent in numbers | {0} for prefix in view.prefixes)
@@ -304,7 +306,7 @@ def test_blocks_are_not_moved_into_memory_that_would_have_to_be_taken() -> None:
     kv.release(first, keep=False)
     kv._evict(1000)
     for extent in range(2):
-        kv._upkeep._release(range(extent, extent + 1))
+        kv._upkeep.release(range(extent, extent + 1))
     for sequence in kept:
         kv.release(sequence)
     clock.now += 10.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cllm.config import Config, InvalidConfigError, LoadedConfig, load_config, parse_assignment
+from cllm.config import Config, InvalidConfigError, LoadedConfig, config_of, load_config, parse_assignment
 from cllm.config.keys import KEYS
 from cllm.config.relations import check_backend_relations
 from cllm.errors import ConfigError
@@ -117,7 +117,8 @@ def test_unknown_keys_name_their_line_and_the_nearest_key(yaml_file: Any) -> Non
         f"{path}:2: unknown key server.prot: did you mean server.port?",
         f"{path}:4: unknown key scheduler.kvCacheEvictionThreshold: "
         "did you mean scheduler.kv_cache_eviction_threshold?",
-        f"{path}:5: unknown key bananas: choose from model, backend, resources, kv, scheduler, server, prompt, log",
+        f"{path}:5: unknown key bananas: "
+        "choose from model, models, backend, resources, kv, scheduler, server, prompt, log",
     )
 
 
@@ -356,3 +357,44 @@ def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
 
 def test_the_api_key_is_not_shown_by_repr() -> None:
     assert "s3cret" not in repr(load(flags={"server.api_key": "s3cret"}).config)
+
+
+# --- several models ---
+
+
+def test_a_model_among_several_has_settings_of_its_own(yaml_file: Any) -> None:
+    path = yaml_file(
+        "models:\n"
+        "  - a.gguf\n"
+        "  - {name: b.gguf, aliases: [bee, bumble], pinned: true, chat_template: c.jinja,\n"
+        "     resources: {max_context_length: 100, kv_type_k: q8_0}, backend: {type: native}}\n"
+        "resources: {max_context_length: 200}\n"
+        "model: {alias: nobody}\n"
+    )
+    config = load(path, {"backend.threads": 3}).config
+    first, second = (config_of(config, entry) for entry in config.models)
+    assert (first.model.name, first.model.alias, first.resources.max_context_length) == ("a.gguf", None, 200)
+    assert (second.model.name, second.model.alias, second.model.chat_template) == ("b.gguf", "bee", Path("c.jinja"))
+    assert (second.resources.max_context_length, second.resources.kv_type_k) == (100, "q8_0")
+    assert (first.backend.type, second.backend.type) == ("auto", "native")
+    assert first.backend.threads == second.backend.threads == 3
+    assert first.models == second.models == ()
+    assert "kv_memory_fraction" not in first.resources.model_fields_set, "what was not set is still not set"
+    several = load(**{"CLLM_MODELS": "[x, {name: y, pinned: true}]"}).config.models
+    assert [(entry.name, entry.pinned) for entry in several] == [("x", False), ("y", True)]
+
+
+def test_what_is_wrong_with_a_model_among_several_is_named(yaml_file: Any) -> None:
+    path = yaml_file("models:\n  - {name: a, aliass: [x]}\n  - 17\n  - {pinned: true}\n  - {name: b, load: soon}\n")
+    assert problems(path) == (
+        f"unknown key models[0].aliass ({path}:1): choose from name, aliases, chat_template, load, pinned, "
+        "unload_after_s, backend, resources, kv, scheduler, prompt",
+        f"models[1] is 17 ({path}:1): it must be a name, or a name with settings",
+        f"models[2].name is missing ({path}:1): every model has a name",
+        f"models[3].load is 'soon' ({path}:1): it must be start or first_use",
+    )
+    path = yaml_file("models:\n  - {name: a, backend: {typ: native}}\n  - {name: b, scheduler: {max_queue: 0}}\n")
+    assert problems(path) == (
+        "models[0]: unknown key backend.typ: did you mean backend.type?",
+        "models[1]: scheduler.max_queue is 0 (b): it must be at least 1 (default 256)",
+    )

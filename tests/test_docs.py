@@ -240,9 +240,10 @@ LAYERS = [
     {"models", "config"},
     {"backends", "text", "resources"},
     {"engine", "on_disk", "on_torch"},
-    {"observe", "assemble", "generation", "windows"},
+    {"observe", "choosing", "generation", "windows"},
+    {"assemble"},
     {"llm"},
-    {"offline", "simulate", "warm"},
+    {"offline", "simulate", "served", "warm"},
     {"bench"},
     {"server"},
     {"cli"},
@@ -251,10 +252,21 @@ LAYERS = [
 """Parts of the package from the bottom up. Those that stand together do not import each other either."""
 
 KV_LAYERS = [
-    {"sequence", "window", "usage", "view", "ops", "memory", "slot_sizes"},
+    {"sequence", "window", "usage", "view", "ops", "memory", "ledger", "slot_sizes"},
     {"radix", "eviction", "numbers", "trigger", "extents", "pool", "pins", "events"},
     {"prefixes", "arena", "fragmentation", "holders", "store", "table", "tier", "loads"},
-    {"manager", "operations", "compaction", "tiered", "upkeep", "keeping", "picture", "slot_memory", "slot_picture"},
+    {
+        "manager",
+        "operations",
+        "compaction",
+        "tiered",
+        "upkeep",
+        "limits",
+        "keeping",
+        "picture",
+        "slot_memory",
+        "slot_picture",
+    },
     {"paged", "paged_operations", "paged_tiers", "slot_tiers", "slots", "slot_operations", "paged_pins", "slot_pins"},
 ]
 

@@ -55,6 +55,15 @@ def test_a_share_of_what_the_container_leaves_beside_the_weights(caplog: pytest.
     ]
 
 
+def test_a_limit_of_weights_and_cache_together_is_one_more_hard_limit() -> None:
+    assert budget(HOST, CONTAINER, max_memory_mb=600.0) == 50 * MIB  # a quarter of what 400 MiB of weights leave
+    assert budget(HOST, max_memory_mb=600.0, kv_cache_max_memory_mb=200.0) == 200 * MIB
+    with pytest.raises(ConfigError, match=r"resources.max_memory_mb of 600 MiB leaves 200 MiB; set it to 200 at most"):
+        budget(HOST, max_memory_mb=600.0, kv_cache_max_memory_mb=201.0)
+    with pytest.raises(ModelError, match=r"more than the 300 MiB that resources.max_memory_mb"):
+        budget(HOST, max_memory_mb=300.0)
+
+
 def test_on_the_whole_machine_its_free_memory_counts(caplog: pytest.LogCaptureFixture) -> None:
     assert budget(HOST, kv_memory_fraction=0.5) == 19_800 * MIB
     assert "(0.5 of the 40,000 MiB that the machine's memory of 64,000 MiB leaves" in caplog.text

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from dataclasses import dataclass, field
 
 from cllm.backends.base import Backend
+from cllm.choosing import choose_backend, context_of, name_of, open_model, token_bytes_of, weights_of
 from cllm.config import Config, InvalidConfigError
 from cllm.config.relations import check_backend_relations
 from cllm.engine.budget import StepBudget
 from cllm.engine.scheduler import Scheduler
 from cllm.errors import ConfigError, ModelError
+from cllm.kv.ledger import Account
 from cllm.kv.manager import KVManager
-from cllm.kv.memory import MIB, bytes_per_token, plan_blocks, plan_slots
+from cllm.kv.memory import MIB, plan_blocks, plan_slots
 from cllm.kv.ops import BlockGeometry, BlockOps, Geometry, SlotOps
 from cllm.kv.paged import PagedKVManager
 from cllm.kv.slots import SlotKVManager
@@ -23,10 +23,9 @@ from cllm.kv.upkeep import UpkeepSettings
 from cllm.machine import offers_large_pages, read_cpus, read_rooms
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
-from cllm.models.registry import resolve
 from cllm.on_disk import ModelFiles, OnDisk, files_of, keep_on_disk
-from cllm.on_torch import Model, asks_for_gpu, gpu_refusal, has_gpu, open_torch, torch_refusal
-from cllm.resources import Weights, choose_kv_bytes, choose_threads
+from cllm.on_torch import Model, open_torch
+from cllm.resources import choose_kv_bytes, choose_threads
 from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
 from cllm.text.hf_tokenizer import load_hf_chat_template, load_hf_tokenizer
 from cllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -58,6 +57,24 @@ class Parts:
         self.backend.close()
 
 
+@dataclass(slots=True)
+class Kept:
+    """What of a model stays in memory while it is unloaded: little, and slow to read."""
+
+    parts: tuple[GGUFModel, Tokenizer, ChatTemplate] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a model gets among others, instead of a share of the machine."""
+
+    kv_bytes: int
+    """The most K/V memory that it can ever have."""
+    account: Account | None = None
+    """Says how much of that it may use, where this can change."""
+    kept: Kept = field(default_factory=Kept)
+
+
 @dataclass(frozen=True, slots=True)
 class _Opened:
     name: str
@@ -77,20 +94,23 @@ class _Memory:
     max_context: int
 
 
-def assemble(config: Config, before_mapping: Callable[[], None] | None = None) -> Parts:
+def assemble(config: Config, before_mapping: Callable[[], None] | None = None, place: Place | None = None) -> Parts:
     """Load the model and build the parts. Raises `ModelError` or `ConfigError`; nothing is left open then.
 
-    `before_mapping` is called before the model file is mapped, if it is.
+    `before_mapping` is called before the model file is mapped, if it is. `place` is for one of several models.
     """
-    opened = _open_model(config, before_mapping)
+    if place is not None:
+        own = config.resources.model_copy(update={"kv_cache_max_memory_mb": place.kv_bytes / MIB})
+        config = config.model_copy(update={"resources": own})
+    opened = _open_model(config, before_mapping, place)
     try:
-        return _build(config, opened)
+        return _build(config, opened, None if place is None else place.account)
     except BaseException:
         opened.backend.close()
         raise
 
 
-def _open_model(config: Config, before_mapping: Callable[[], None] | None) -> _Opened:
+def _open_model(config: Config, before_mapping: Callable[[], None] | None, place: Place | None) -> _Opened:
     if config.backend.type == "fake":
         from cllm.backends.fake import FakeBackend
 
@@ -101,96 +121,42 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None) -> _O
             layout="slots" if fake.layout == "slots" else "blocks",
         )
         return _Opened("fake", ByteTokenizer(fake.vocab_size), _chat_template(config, None), backend, None)
-    path = resolve(config.model.name)
-    model = HFModel.open(path) if path.is_dir() else GGUFModel.open(path)
+    model, tokenizer, template = _read_model(config, Kept() if place is None else place.kept)
     files = files_of(model)
-    name, tokenizer, template = _name(config, model), _load_tokenizer(model), _chat_template(config, model)
-    kind = _choose_backend(config, model)
+    name = name_of(config, model)
+    kind = choose_backend(config, model)
     _check_relations(config, kind)
     threads = choose_threads(config.backend.threads, read_cpus())
     if kind == "torch" or isinstance(model, HFModel):
         backend, kv_bytes = open_torch(config, model, name, threads, config.scheduler.max_running or PAGED_MAX_RUNNING)
     else:
-        kv_bytes = choose_kv_bytes(config.resources, _weights(config, model, kind), read_rooms())
+        if place is not None:
+            kv_bytes = place.kv_bytes
+        else:
+            kv_bytes = choose_kv_bytes(config.resources, weights_of(config, model, kind), read_rooms())
         if before_mapping is not None and kind == "llama_cpp" and config.backend.llama_cpp.mmap:
             before_mapping()
         backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
     return _Opened(name, tokenizer, template, backend, kv_bytes, files)
 
 
-def _name(config: Config, model: Model) -> str:
-    """What clients call it, unless the configuration has an alias."""
-    asked = config.model.name
-    if isinstance(model, HFModel):
-        return asked.rpartition("/")[2] if asked.startswith("hf:") else model.name
-    return asked if not Path(asked).suffix else model.path.stem
+def _read_model(config: Config, kept: Kept) -> tuple[Model, Tokenizer, ChatTemplate]:
+    """All but the weights, from the file unless it is what it was."""
+    if kept.parts is not None:
+        try:
+            kept.parts[0].check_unchanged()
+        except ModelError as error:
+            log.info("%s", error)
+        else:
+            return kept.parts
+    model = open_model(config)
+    tokenizer, template = _load_tokenizer(model), _chat_template(config, model)
+    kept.parts = (model, tokenizer, template) if isinstance(model, GGUFModel) else None
+    return model, tokenizer, template
 
 
 def _load_tokenizer(model: Model) -> Tokenizer:
     return load_hf_tokenizer(model) if isinstance(model, HFModel) else load_tokenizer(model)
-
-
-def _choose_backend(config: Config, model: Model) -> Literal["native", "llama_cpp", "torch"]:
-    """The backend that was asked for; with auto, torch where it has its own kind of model or a GPU, then native, then
-    llama_cpp."""
-    asked = config.backend.type
-    if isinstance(model, HFModel) and asked not in ("auto", "torch"):
-        raise ModelError(
-            f"{asked} cannot run {model.name}: it is a Hugging Face directory; use --backend torch, or a .gguf file"
-        )
-    must = asked == "torch" or (asked == "auto" and asks_for_gpu(config))
-    if isinstance(model, HFModel) or must or (asked == "auto" and has_gpu(config)):
-        by_choice = not (must or isinstance(model, HFModel))
-        refusal = torch_refusal(model) or (gpu_refusal(config, model) if by_choice else None)
-        if refusal is None:
-            return "torch"
-        if isinstance(model, HFModel):
-            raise ModelError(f"torch cannot run {model.name}: {refusal}")
-        if must:
-            raise ModelError(f"torch cannot run {model.path.name}: {refusal}; use --backend auto and --device auto")
-        log.warning("the GPU is not used: torch cannot run %s: %s", model.path.name, refusal)
-    assert isinstance(model, GGUFModel)
-    return _choose_for_cpu(config, model)
-
-
-def _choose_for_cpu(config: Config, model: GGUFModel) -> Literal["native", "llama_cpp"]:
-    if config.backend.type == "llama_cpp":
-        return "llama_cpp"
-    refusal = _native_refusal(model)
-    if refusal is None:
-        return "native"
-    if config.backend.type == "native":
-        raise ModelError(f"native cannot run {model.path.name}: {refusal}; use --backend llama_cpp")
-    _check_llama_cpp_installed(f"native cannot run {model.path.name}: {refusal}")
-    log.warning("native cannot run %s: %s; using llama_cpp", model.path.name, refusal)
-    return "llama_cpp"
-
-
-def _weights(config: Config, model: GGUFModel, kind: str) -> Weights:
-    if kind == "native":
-        from cllm.backends.native.sizes import packed_bytes
-
-        return Weights(model.path.name, packed_bytes(model))
-    settings = config.backend.llama_cpp
-    return Weights(model.path.name, model.size_bytes, mapped=settings.mmap and not settings.mlock)
-
-
-def _native_refusal(model: GGUFModel) -> str | None:
-    """Why the native engine cannot run the model, or None."""
-    try:
-        from cllm.backends.native import unsupported
-    except ImportError as error:
-        return f"its extension does not load ({error}); install cLLM again"
-    return unsupported(model)
-
-
-def _check_llama_cpp_installed(otherwise: str) -> None:
-    from cllm.backends.llama_cpp.library import load_library
-
-    try:
-        load_library()
-    except ModelError as error:
-        raise ModelError(f"{otherwise}; and {error}") from error
 
 
 def _check_relations(config: Config, kind: str) -> None:
@@ -252,18 +218,11 @@ def _chat_template(config: Config, model: Model | None) -> ChatTemplate:
     return load_hf_chat_template(model, source) if isinstance(model, HFModel) else load_chat_template(model, source)
 
 
-def _build(config: Config, opened: _Opened) -> Parts:
-    backend, resources = opened.backend, config.resources
+def _build(config: Config, opened: _Opened, account: Account | None) -> Parts:
+    backend = opened.backend
     shape = backend.shape
-    token_bytes = bytes_per_token(
-        n_layers=shape.n_layers,
-        n_kv_heads=shape.n_kv_heads,
-        head_dim_k=shape.head_dim_k,
-        head_dim_v=shape.head_dim_v,
-        type_k=resources.kv_type_k,
-        type_v=resources.kv_type_v,
-    )
-    context = resources.max_context_length or min(shape.context_length, backend.context_cap or shape.context_length)
+    token_bytes = token_bytes_of(config, shape)
+    context = context_of(config, shape, backend.context_cap)
     if context > shape.context_length:
         raise ConfigError(
             f"resources.max_context_length is {context}, but the model was trained for {shape.context_length} tokens; "
@@ -272,8 +231,10 @@ def _build(config: Config, opened: _Opened) -> Parts:
     budget = opened.kv_bytes
     if budget is None:
         budget = _imitated_bytes(config, token_bytes, context)
-    take_memory = _slot_memory if backend.layout == "slots" else _block_memory
-    memory = take_memory(config, backend, budget, token_bytes, context)
+    if backend.layout == "slots":
+        memory = _slot_memory(config, backend, budget, token_bytes, context)
+    else:
+        memory = _block_memory(config, backend, budget, token_bytes, context, account)
     scheduler = Scheduler(
         memory.kv,
         _step_budget(config, backend),
@@ -375,7 +336,9 @@ def _upkeep(
     )
 
 
-def _block_memory(config: Config, backend: Backend, budget: int, token_bytes: int, context: int) -> _Memory:
+def _block_memory(
+    config: Config, backend: Backend, budget: int, token_bytes: int, context: int, account: Account | None
+) -> _Memory:
     geometry = plan_blocks(budget_bytes=budget, bytes_per_token=token_bytes, block_size=config.resources.block_size)
     backend.allocate(geometry)
     ops = backend.ops
@@ -391,6 +354,7 @@ def _block_memory(config: Config, backend: Backend, budget: int, token_bytes: in
         watermark=config.scheduler.watermark,
         placement=config.kv.placement,
         upkeep=_upkeep(config, backend, geometry, token_bytes, context),
+        account=account,
     )
     if geometry.tokens < context:
         log.warning(

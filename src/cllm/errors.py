@@ -54,6 +54,18 @@ class ShuttingDownError(CLLMError):
     """The server no longer takes requests, or stopped before this one was done."""
 
 
+class ModelUnavailableError(CLLMError):
+    """One of several models cannot be used now. The client may try again after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float = 5.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ModelBusyError(CLLMError):
+    """A model cannot be unloaded: requests are running."""
+
+
 class BackendError(CLLMError):
     """The backend failed on this request.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cllm.assemble import Parts, assemble
+from cllm.assemble import Parts, Place, assemble
 from cllm.config import Config
 from cllm.engine.loop import Engine
 from cllm.engine.observer import Observers
@@ -24,6 +24,7 @@ from cllm.engine.request import FinishReason, Output, build_request
 from cllm.engine.rows import RowSampler, fastest
 from cllm.engine.stats import EngineSnapshot
 from cllm.engine.tenant import NOBODY, Tenant
+from cllm.engine.turns import Turns
 from cllm.engine.watch import Picture
 from cllm.errors import ConfigError, InvalidRequestError, ShuttingDownError
 from cllm.generation import Generation
@@ -43,10 +44,20 @@ GIL_SWITCH_S = 5e-4
 class AsyncLLM:
     """A loaded model that takes prompts. `async with AsyncLLM(config) as llm:` loads and, at the end, frees it."""
 
-    def __init__(self, config: Config, *, before_mapping: Callable[[], None] | None = None) -> None:
-        """`before_mapping` is called, in a thread, before the model file is mapped, if it is."""
+    def __init__(
+        self,
+        config: Config,
+        *,
+        before_mapping: Callable[[], None] | None = None,
+        place: Place | None = None,
+        turns: Turns | None = None,
+    ) -> None:
+        """`before_mapping` is called, in a thread, before the model file is mapped, if it is. One of several models has
+        a `place` among them, and takes `turns` with them."""
         self.config = config
         self._before_mapping = before_mapping
+        self._place = place
+        self._turns = turns
         self.observers = Observers()
         self._parts: Parts | None = None
         self._windows: Windows | None = None
@@ -64,7 +75,7 @@ class AsyncLLM:
         sys.setswitchinterval(GIL_SWITCH_S)
         self._loop = asyncio.get_running_loop()
         self._rows = fastest(self.config.backend.native.instruction_set)
-        parts = await asyncio.to_thread(assemble, self.config, self._before_mapping)
+        parts = await asyncio.to_thread(assemble, self.config, self._before_mapping, self._place)
         try:
             self._windows = Windows(
                 self.config.kv.window, parts.scheduler.kv, parts.max_context, parts.backend.no_window
@@ -73,13 +84,18 @@ class AsyncLLM:
             parts.close()
             raise
         self._parts = parts
+        # A backend that computes ahead has a device of its own to share.
+        turn = self._turns.join() if self._turns is not None and parts.backend.depth == 1 else None
         engine = Engine(
             parts.backend,
             parts.scheduler,
             self._deliver,
             max_queue=self.config.scheduler.max_queue,
             upkeep_share=self.config.kv.compaction_share,
+            turn=turn,
         )
+        if self._place is not None and self._place.account is not None:
+            self._place.account.wake = engine.wake
         # The same list, so that whoever adds an observer later is heard too.
         parts.scheduler.observers = self.observers
         parts.scheduler.kv.on_eviction = self.observers.evicted

@@ -79,15 +79,23 @@ def gpu_refusal(config: Config, model: Model) -> str | None:
 def _check_device(config: Config, model: Model, name: str, device: torch.device) -> Weights:
     """Raise before anything is loaded if it cannot end well."""
     from cllm.backends.torch.device import check_kv_type, choose_dtype, dtype_name, read_gpu_room
+
+    check_kv_type(config.resources.kv_type_k, device)
+    weights = torch_weights(config, model, name)
+    if device.type == "cuda":
+        dtype = choose_dtype(config.backend.torch.dtype, device)
+        check_gpu_room(weights, dtype_name(dtype), read_gpu_room(device))
+    return weights
+
+
+def torch_weights(config: Config, model: Model, name: str) -> Weights:
+    """What they will take; nothing is loaded."""
+    from cllm.backends.torch.device import choose_device, choose_dtype
     from cllm.backends.torch.sources import decoder_of
     from cllm.backends.torch.weights import weight_bytes
 
-    dtype = choose_dtype(config.backend.torch.dtype, device)
-    check_kv_type(config.resources.kv_type_k, device)
-    weights = Weights(name, weight_bytes(decoder_of(model), dtype))
-    if device.type == "cuda":
-        check_gpu_room(weights, dtype_name(dtype), read_gpu_room(device))
-    return weights
+    dtype = choose_dtype(config.backend.torch.dtype, choose_device(config.backend.torch.device))
+    return Weights(name, weight_bytes(decoder_of(model), dtype))
 
 
 def open_torch(config: Config, model: Model, name: str, threads: int, running: int) -> tuple[TorchBackend, int]:

@@ -47,6 +47,9 @@ def choose_threads(asked: int | None, cpus: Cpus) -> int:
 def choose_kv_bytes(settings: ResourcesConfig, weights: Weights, rooms: Sequence[Room]) -> int:
     """The K/V budget. Raises `ModelError` or `ConfigError` for what a hard limit leaves no room for."""
     asked = settings.kv_cache_max_memory_mb
+    if settings.max_memory_mb is not None:
+        limit = int(settings.max_memory_mb * MIB)
+        rooms = [*rooms, Room("resources.max_memory_mb", limit, limit, hard=True, counts_mapped=True)]
     _check_weights(weights, rooms)
     if asked is None:
         return _share(settings.kv_memory_fraction, weights, rooms)

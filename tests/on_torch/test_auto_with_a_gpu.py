@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cllm.assemble import _choose_backend
 from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.device import choose_dtype, is_out_of_memory
+from cllm.choosing import choose_backend
 from cllm.config import load_config
 from cllm.errors import BackendError, ConfigError, ModelError
 from cllm.models.gguf import GGUFModel
@@ -41,7 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "mem_get_info": lambda device: (found.free, 16 << 30),
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    monkeypatch.setattr("cllm.assemble.has_gpu", lambda config: True)
+    monkeypatch.setattr("cllm.choosing.has_gpu", lambda config: True)
     monkeypatch.setattr("cllm.backends.torch.device.choose_operations", lambda device: None)
     return found
 
@@ -58,7 +58,7 @@ def config_of(**changes: Any) -> Any:
 def left_to_native(model: GGUFModel, caplog: pytest.LogCaptureFixture, **changes: Any) -> str:
     """What the log says about it."""
     with caplog.at_level(logging.WARNING, "cllm"):
-        assert _choose_backend(config_of(**changes), model) == "native"
+        assert choose_backend(config_of(**changes), model) == "native"
     (line,) = caplog.messages
     assert "\n" not in line and line.startswith("the GPU is not used: torch cannot run tiny.gguf: ")
     return line
@@ -70,7 +70,7 @@ def kv_type(name: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("changes", [{}, kv_type("int8"), {"backend__torch__dtype": "fp8"}])
 def test_a_gpu_that_can_is_used(gpu: Gpu, model: GGUFModel, changes: dict[str, str]) -> None:
-    assert _choose_backend(config_of(**changes), model) == "torch"
+    assert choose_backend(config_of(**changes), model) == "torch"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_weights_that_do_not_fit(gpu: Gpu, model: GGUFModel, caplog: pytest.LogC
     gpu.free = 1000
     assert "the weights of tiny.gguf take" in left_to_native(model, caplog)
     by_name = config_of(backend__type="torch")
-    assert _choose_backend(by_name, model) == "torch"
+    assert choose_backend(by_name, model) == "torch"
     with pytest.raises(ModelError, match=r"the weights of tiny take .* of the memory of cuda:0, A GPU"):
         open_torch(by_name, model, "tiny", 1, 256)
 
@@ -107,7 +107,7 @@ def test_weights_that_do_not_fit(gpu: Gpu, model: GGUFModel, caplog: pytest.LogC
 def test_a_directory_has_no_other_backend(gpu: Gpu, tmp_path: Path) -> None:
     directory = HFModel.open(save_whole(build("qwen3"), tmp_path / "tiny-qwen3"))
     gpu.free = 1000
-    assert _choose_backend(config_of(), directory) == "torch"
+    assert choose_backend(config_of(), directory) == "torch"
     with pytest.raises(ModelError, match="the weights of tiny take"):
         open_torch(config_of(), directory, "tiny", 1, 256)
 
@@ -130,7 +130,7 @@ def test_auto_is_a_type_that_the_gpu_has(gpu: Gpu, model: GGUFModel) -> None:
     gpu.capability = (7, 5)
     assert choose_dtype("auto", GPU) == torch.float16
     assert choose_dtype("auto", torch.device("cpu")) == torch.float32
-    assert _choose_backend(config_of(), model) == "torch"
+    assert choose_backend(config_of(), model) == "torch"
     with pytest.raises(
         ConfigError, match=r"dtype is bf16, but cuda:0, A GPU has compute capability 7\.5, .* needs 8\.0"
     ):

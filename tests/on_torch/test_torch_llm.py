@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from cllm import LLM, SamplingParams
-from cllm.assemble import _choose_backend, assemble
+from cllm.assemble import assemble
 from cllm.backends.torch.backend import TorchBackend
+from cllm.choosing import choose_backend
 from cllm.config import load_config
 from cllm.errors import ConfigError, ModelError
 from cllm.kv.tier import Tier
@@ -298,7 +299,7 @@ def test_a_gpu_is_taken_by_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert backend.name == "torch"
     monkeypatch.setattr("cllm.assemble._check_llama_cpp_installed", lambda otherwise: None)
     foreign = write_model(tmp_path / "yarn.gguf", rope_scaling="yarn")
-    assert _choose_backend(load_config(None, {}).config, GGUFModel.open(foreign)) == "llama_cpp"
+    assert choose_backend(load_config(None, {}).config, GGUFModel.open(foreign)) == "llama_cpp"
 
 
 def test_kv_types_belong_to_backends(directory: Path) -> None:

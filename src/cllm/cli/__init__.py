@@ -21,6 +21,7 @@ from cllm.cli.chat import chat
 from cllm.cli.generate import generate
 from cllm.cli.keys import app as key_commands
 from cllm.cli.memory import NO_MEMORY, is_out_of_memory
+from cllm.cli.models import models
 from cllm.cli.pull import pull
 from cllm.cli.serve import serve
 from cllm.cli.settings import check, show
@@ -44,6 +45,7 @@ app.command()(serve)
 app.command()(chat)
 app.command()(generate)
 app.command()(pull)
+app.command()(models)
 
 config_commands = typer.Typer(help="Show or check the configuration.", no_args_is_help=True, rich_markup_mode=None)
 config_commands.command()(show)

@@ -24,10 +24,15 @@ def prepare(
     backend: str | None,
     device: str | None,
 ) -> Config:
-    """The configuration, with its model on disk. Only warnings are logged, unless a level was asked for."""
+    """The configuration, with its model on disk; of several, the first one. Only warnings are logged, unless a level
+    was asked for."""
+    from cllm.config import config_of
+
     flags = {"model.name": model, "backend.type": backend, "backend.torch.device": device}
     loaded = load_settings(file, assignments, flags)
     config = loaded.config
+    if config.models and model is None:
+        config = config_of(config, config.models[0])
     quiet = loaded.sources["log.level"] == "default"
     setup_logging(config.log.model_copy(update={"level": "warning"}) if quiet else config.log)
     if config.backend.type != "fake":

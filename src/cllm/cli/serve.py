@@ -11,7 +11,10 @@ from cllm.cli.options import MODEL_HELP, BackendOption, ConfigOption, DeviceOpti
 
 
 def serve(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Several, or a directory of them, share memory."),
+    ] = None,
     backend: BackendOption = None,
     device: DeviceOption = None,
     host: Annotated[
@@ -23,10 +26,10 @@ def serve(
     config_file: ConfigOption = None,
     assignments: SetOption = None,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's API and cLLM's own."""
+    """Serve a model, or several, over HTTP: OpenAI's API and cLLM's own."""
     check_room()
     flags = {
-        "model.name": model,
+        **_flags_of(models or []),
         "backend.type": backend,
         "backend.torch.device": device,
         "server.host": host,
@@ -40,3 +43,14 @@ def serve(
     standard.never_block()
 
     raise typer.Exit(run_server(config))
+
+
+def _flags_of(models: list[str]) -> dict[str, object]:
+    """One model is `model.name` as ever; several, or a directory of models, are entries."""
+    from cllm.models.registry import models_in
+
+    if not models:
+        return {}
+    if len(models) == 1 and models_in(models[0]) is None:
+        return {"model.name": models[0], "models": ()}
+    return {"models": tuple(models)}

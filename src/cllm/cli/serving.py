@@ -23,6 +23,7 @@ from cllm.errors import ConfigError
 from cllm.llm import AsyncLLM
 from cllm.models.registry import resolve
 from cllm.observe.log import EfficiencyLog, RequestLog, setup_logging, stop_logging
+from cllm.served import ServedModels
 from cllm.server.app import create_app
 from cllm.server.connection import Connection
 from cllm.server.connections import Connections, room_for
@@ -46,7 +47,7 @@ def run_server(config: Config) -> int:
     """Serve until a signal comes; the exit code. The port is taken first: nothing is loaded in vain."""
     setup_logging(config.log)
     with bind(config.server) as listener:
-        if config.backend.type != "fake":
+        if config.backend.type != "fake" and not config.models:
             resolve(config.model.name)  # here, so that Ctrl-C ends a download
         server = Server(config, listener)
         with contextlib.suppress(asyncio.CancelledError):
@@ -87,7 +88,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: Config, listener: socket.socket) -> None:
         self.exit_code = 0
-        self._llm = AsyncLLM(config, before_mapping=explain_bus_errors)
+        serving = ServedModels if config.models else AsyncLLM
+        self._serves = serving(config, before_mapping=explain_bus_errors)
         self._settings = config
         self._listener = listener
         self._serving: asyncio.Task[None] | None = None
@@ -97,7 +99,7 @@ class Server(uvicorn.Server):
         if most < config.server.max_connections:
             log.warning("the limit of open files leaves room for %d connections (server.max_connections)", most)
         connections = Connections(config.server, most)
-        app = create_app(self._llm, config)
+        app = create_app(self._serves, config)
         self._state: ServerState = app.state.cllm
         self._state.registry.register(connections)
         protocol: Any = partial(Connection, connections)
@@ -121,21 +123,31 @@ class Server(uvicorn.Server):
         self._serving = asyncio.current_task(loop)
         for number in _signals():
             loop.add_signal_handler(number, self._on_signal, number)
-        self._llm.observers.append(RequestLog())
-        await self._llm.start()
+        efficiency = self._observe()
+        await self._serves.start()
         # What is loaded stays: a full collection that walks all of it holds everybody up for 50 ms.
         gc.collect()
         gc.freeze()
         gc.set_threshold(YOUNG_OBJECTS)
-        efficiency = EfficiencyLog(self._llm.snapshot, self._settings.log.efficiency_interval_s)
-        background = asyncio.create_task(efficiency.run())
+        background = [asyncio.create_task(each.run()) for each in efficiency]
         try:
             async with under_way(self._state):
                 self._listen()
                 await super().serve(sockets)
         finally:
-            background.cancel()
-            await (self._closing or self._llm.shutdown(0))
+            for task in background:
+                task.cancel()
+            await (self._closing or self._serves.shutdown(0))
+
+    def _observe(self) -> list[EfficiencyLog]:
+        """Every model's requests are logged, and what its cache was worth."""
+        interval_s = self._settings.log.efficiency_interval_s
+        if isinstance(self._serves, AsyncLLM):
+            self._serves.observers.append(RequestLog())
+            return [EfficiencyLog(self._serves.snapshot, interval_s)]
+        for served in self._serves.models:
+            served.observers.append(RequestLog(served.name))
+        return [EfficiencyLog(served.snapshot, interval_s, served.name) for served in self._serves.models]
 
     def _on_signal(self, number: signal.Signals) -> None:
         now = time.monotonic()
@@ -158,7 +170,7 @@ class Server(uvicorn.Server):
     async def _close(self, grace_s: float) -> None:
         """The port stays open until the last answer is there: whoever asks `/ready` meanwhile learns what goes on."""
         try:
-            await self._llm.shutdown(grace_s)
+            await self._serves.shutdown(grace_s)
         finally:
             self.should_exit = True
 
@@ -173,7 +185,14 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        print(f"cLLM is ready: {url} ({self._llm.model_name}, {self._llm.backend_name})", flush=True)
+        print(f"cLLM is ready: {url} ({self._what_is_served()})", flush=True)
+
+    def _what_is_served(self) -> str:
+        serves = self._serves
+        if isinstance(serves, AsyncLLM):
+            return f"{serves.model_name}, {serves.backend_name}"
+        loaded = sum(served.ready for served in serves.models)
+        return f"{', '.join(served.name for served in serves.models)}; {loaded} of {len(serves.models)} loaded"
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Configuration: one validated tree; defaults < YAML file < CLLM_* environment < flags."""
 
-from cllm.config.load import LoadedConfig, load_config
+from cllm.config.entries import ModelEntry
+from cllm.config.load import LoadedConfig, config_of, load_config
 from cllm.config.problems import InvalidConfigError
 from cllm.config.sources import parse_assignment
 from cllm.config.tree import (
@@ -26,11 +27,13 @@ __all__ = [
     "LoadedConfig",
     "LogConfig",
     "ModelConfig",
+    "ModelEntry",
     "NativeConfig",
     "PromptConfig",
     "ResourcesConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "config_of",
     "load_config",
     "parse_assignment",
 ]

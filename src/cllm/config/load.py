@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from cllm.config.entries import ModelEntry
 from cllm.config.keys import KEYS, SECRET_KEYS, holds_objects, is_nullable
 from cllm.config.problems import HIDDEN, InvalidConfigError, as_written
 from cllm.config.sources import Misfit, Setting, read_environment, read_file, read_overrides
@@ -47,16 +48,45 @@ def load_config(
             problems.append(found.problem)
         else:
             settings[found.key] = found
+    config = _validated(settings, problems)
+    for number, entry in enumerate(config.models if config is not None else ()):
+        assert config is not None
+        try:
+            config_of(config, entry)
+        except InvalidConfigError as error:
+            problems += [f"models[{number}]: {problem}" for problem in error.problems]
+    if problems or config is None:
+        raise InvalidConfigError(problems)
+    return LoadedConfig(config, {key: settings[key].source if key in settings else "default" for key in KEYS})
+
+
+def config_of(config: Config, entry: ModelEntry) -> Config:
+    """The configuration of one of several models: what all have in common, covered by the entry's own settings."""
+    common = config.model_dump(exclude_unset=True, exclude={"model", "models"})
+    settings: dict[str, Setting] = {}
+    problems: list[str] = []
+    for tree, origin in ((common, "for all models"), (entry.own(), entry.name)):
+        for found in read_overrides(tree):
+            if isinstance(found, Misfit):
+                problems.append(found.problem)
+            else:
+                settings[found.key] = replace(found, origin=origin)
+    validated = _validated(settings, problems)
+    if problems or validated is None:
+        raise InvalidConfigError(problems)
+    return validated
+
+
+def _validated(settings: Mapping[str, Setting], problems: list[str]) -> Config | None:
+    """None: it is wrong, and `problems` says why."""
     origins = {key: settings[key].origin if key in settings else "default" for key in KEYS}
     try:
-        config = Config.model_validate(_nest(settings), context={"origins": origins})
+        return Config.model_validate(_nest(settings), context={"origins": origins})
     except ValidationError as error:
         problems += [_explain(detail, settings) for detail in error.errors(include_url=False)]
     except InvalidConfigError as error:
         problems += error.problems
-    if problems:
-        raise InvalidConfigError(problems)
-    return LoadedConfig(config, {key: settings[key].source if key in settings else "default" for key in KEYS})
+    return None
 
 
 def _nest(settings: Mapping[str, Setting]) -> dict[str, Any]:
@@ -72,6 +102,8 @@ def _nest(settings: Mapping[str, Setting]) -> dict[str, Any]:
 
 def _explain(detail: ErrorDetails, settings: Mapping[str, Setting]) -> str:
     path = [str(part) for part in detail["loc"]]
+    if path[0] == "models" and len(path) > 1:
+        return _explain_entry(detail, settings["models"])
     key = next(key for end in range(len(path), 0, -1) if (key := ".".join(path[:end])) in settings)
     inner = detail["loc"][len(key.split(".")) :]
     if inner and holds_objects(key):
@@ -89,6 +121,20 @@ def _explain(detail: ErrorDetails, settings: Mapping[str, Setting]) -> str:
     return f"{key} is {shown} ({settings[key].origin}): it must be {wanted} (default {default})"
 
 
+def _explain_entry(detail: ErrorDetails, setting: Setting) -> str:
+    """What is wrong with one of several models."""
+    _, number, *names = detail["loc"]
+    field = ".".join([f"models[{number}]", *map(str, names)])
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {field} ({setting.origin}): choose from {', '.join(ModelEntry.model_fields)}"
+    if detail["type"] == "missing":
+        return f"{field} is missing ({setting.origin}): every model has a name"
+    value = detail["input"]
+    shown = repr(value) if isinstance(value, str) else as_written(value)
+    wanted = "a name, or a name with settings" if not names else _wanted(detail)
+    return f"{field} is {shown} ({setting.origin}): it must be {wanted}"
+
+
 _TYPES = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -97,6 +143,7 @@ _TYPES = {
     "string_type": "text (put it in quotes)",
     "path_type": "the path of a file",
     "tuple_type": "a list such as [a, b]",
+    "dict_type": "settings with their values",
     "string_too_short": "text that is not empty",
     "too_short": "a list that is not empty",
     "model_type": "text, or an object",

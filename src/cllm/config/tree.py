@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
+from cllm.config.entries import ModelEntry
 from cllm.config.problems import InvalidConfigError
 from cllm.config.relations import check_relations
 from cllm.config.warm import WarmPrefix
@@ -107,6 +108,12 @@ class ResourcesConfig(Section):
     )
     kv_cache_max_memory_mb: float | None = Field(
         default=None, gt=0, description="hard limit of KV memory in MiB (null: kv_memory_fraction decides)"
+    )
+    max_memory_mb: float | None = Field(
+        default=None,
+        gt=0,
+        description="hard limit of the weights and KV memory of all models together in MiB (null: with several models "
+        "half of the memory that is free at the start)",
     )
     kv_memory_fraction: float = Field(
         default=0.25,
@@ -361,6 +368,12 @@ class Config(Section):
     """The whole tree. One that exists is valid: impossible combinations raise `ConfigError` here."""
 
     model: ModelConfig = ModelConfig()
+    models: tuple[ModelEntry, ...] = Field(
+        default=(),
+        strict=False,
+        description="several models at once: names, or entries with settings of their own (docs/models.md); "
+        "then model.name counts for nothing",
+    )
     backend: BackendConfig = BackendConfig()
     resources: ResourcesConfig = ResourcesConfig()
     kv: KVConfig = KVConfig()

@@ -60,6 +60,13 @@ class StepBudget:
         self._saved_s = max_gap_s
         self._mixed_steps = REMEASURE_ROWS_EVERY
         self._crowded = False
+        self._share = 1.0
+        self._others_answer = False
+
+    def share(self, part: float, others_answer: bool) -> None:
+        """Other models compute in turns with this one: of what a step may take, so much is its own. Where they have
+        answers waiting for it, a step without any of its own keeps to what one beside answers may take."""
+        self._share, self._others_answer = part, others_answer
 
     @property
     def token_s(self) -> float:
@@ -73,9 +80,10 @@ class StepBudget:
         # Rows together cost no more than fewer do, each. So what is measured while some wait tells when they need not.
         known = [seconds for size, seconds in self._row_s.items() if size <= rows.bit_length()]
         row_s = min(known, default=0.0)
-        if rows * row_s <= self._max_gap_s:
+        longest_s = self._share * self._max_gap_s
+        if rows * row_s <= longest_s:
             return rows
-        return max(MANY_ROWS, int(self._max_gap_s / row_s))
+        return max(MANY_ROWS, int(longest_s / row_s))
 
     def chunk_tokens(self, decode_rows: int) -> int:
         """The largest chunk beside `decode_rows` answers."""
@@ -114,7 +122,8 @@ class StepBudget:
             if spent > row_s:
                 self._token_s = _blend(self._token_s, (spent - row_s) / prompt_tokens)
         chunk_s = self._chunk_s(decode_rows)
-        earned = chunk_s if self._crowded else max(self._inter_token_s - rows_s, PROMPT_SHARE * rows_s)
+        target_s = self._share * self._inter_token_s
+        earned = chunk_s if self._crowded else max(target_s - rows_s, PROMPT_SHARE * rows_s)
         self._saved_s = min(max(self._saved_s, 0.0) + earned, chunk_s + earned)
 
     def _one_row_s(self, decode_rows: int) -> float:
@@ -122,13 +131,14 @@ class StepBudget:
         return self._row_s.get(max(decode_rows, 1).bit_length(), 0.0)
 
     def _chunk_s(self, decode_rows: int) -> float:
+        gap_s = self._share * self._max_gap_s
         if decode_rows == 0:
-            return self._prompt_only_s
+            return gap_s if self._others_answer else self._prompt_only_s
         rows_s = decode_rows * self._one_row_s(decode_rows)
         chunk_s = self._prompt_only_s if self._crowded else min(CHUNK_SHARE * rows_s, self._prompt_only_s)
         if self._longest_s is not None:
-            chunk_s = min(chunk_s, max(self._longest_s - rows_s, SMALL_CHUNK_SHARE * rows_s))
-        return max(self._max_gap_s - rows_s, chunk_s)
+            chunk_s = min(chunk_s, max(self._share * self._longest_s - rows_s, SMALL_CHUNK_SHARE * rows_s))
+        return max(gap_s - rows_s, chunk_s)
 
 
 def _blend(old: float, new: float) -> float:

@@ -23,6 +23,7 @@ from cllm.engine.request import FinishReason, Output, Request
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stats import EngineSnapshot, take_snapshot
 from cllm.engine.stepper import Stepper
+from cllm.engine.turns import Turn
 from cllm.engine.watch import Watch
 from cllm.errors import BackendError, OverloadedError, ShuttingDownError, describe
 
@@ -58,9 +59,11 @@ class Engine:
         *,
         max_queue: int = 256,
         upkeep_share: float = 0.03,
+        turn: Turn | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`upkeep_share`: what the cache's upkeep between steps may take, as a share of a step."""
+        """`upkeep_share`: what the cache's upkeep between steps may take, as a share of a step. `turn`: this engine's
+        place among those of other models."""
         self.backend = backend
         self.scheduler = scheduler
         self.rebuilds = 0
@@ -87,7 +90,9 @@ class Engine:
             timer=clock,
             on_computed=lambda plan: self._drain_inbox(),
             upkeep_share=upkeep_share,
+            turn=turn,
         )
+        self._turn = turn
         self._started_at = clock()
         self._checked_at = clock()
         self._details_at = 0.0
@@ -224,9 +229,14 @@ class Engine:
             self._refuse_waiting()
         scheduler.raise_doubt()
         if not (scheduler.has_work or self._stepper.under_way):
+            scheduler.kv.awaits_memory = False  # who waited is gone
+            if self._turn is not None:
+                self._turn.rest()
             return False
-        # Who waits for the disk, with nobody else to compute for, needs no turns until it has answered.
-        return self._stepper.advance() or not scheduler.kv.loading
+        # Who waits for the disk, or for memory of other models, with nobody else to compute for, needs no turns until
+        # there is an answer: that wakes the engine.
+        kv = scheduler.kv
+        return self._stepper.advance() or not (kv.loading or kv.awaits_memory)
 
     def _rebuild(self, cause: BackendError) -> None:
         """Last resort: a new context. What ran is recomputed from its tokens."""
@@ -297,6 +307,8 @@ class Engine:
         """The last thing the engine does: everybody who is still here is told, and nothing is held any more."""
         with self._submit_lock:
             self._accepting = False
+        if self._turn is not None:
+            self._turn.leave()
         scheduler = self.scheduler
         self._drain_inbox()
         self._stepper.abandon()

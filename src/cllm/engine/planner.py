@@ -249,7 +249,7 @@ class Planner(Faults):
             return None
         if cached is not None:
             return cached
-        if not (self.running or self.kv.loading):
+        if not (self.running or self.kv.loading or self.kv.awaits_memory):
             # It has all the memory there is to itself, so waiting would not help.
             no_room = BackendError(f"there is no room in the KV cache for {len(sequence.tokens)} tokens")
             self.finish(sequence.request, None, FinishReason.ERROR, no_room)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from cllm.backends.base import Backend, StepResult
 from cllm.engine.plan import Plan
 from cllm.engine.scheduler import Scheduler
+from cllm.engine.turns import Turn
 from cllm.errors import BackendError, StepAbortedError, describe
 
 log = logging.getLogger("cllm.engine")
@@ -48,8 +49,10 @@ class Stepper:
         timer: Callable[[], float],
         on_computed: Callable[[Plan], None] = lambda plan: None,
         upkeep_share: float = 0.0,
+        turn: Turn | None = None,
     ) -> None:
-        """`upkeep_share`: what the cache's upkeep between steps may take, as a share of a step."""
+        """`upkeep_share`: what the cache's upkeep between steps may take, as a share of a step. `turn`: this engine's
+        place among those that compute in turns, if there are others."""
         self.steps = 0
         self.last_step_s = 0.0
         self.in_step: frozenset[str] = frozenset()
@@ -62,6 +65,7 @@ class Stepper:
         self._flights: deque[Flight] = deque()
         self._aborted_steps = 0
         self._landed_at = 0.0
+        self._turn = turn
 
     @property
     def under_way(self) -> bool:
@@ -70,9 +74,27 @@ class Stepper:
     def advance(self) -> bool:
         """Plan and submit a step, if there is anything to compute; take in the oldest one's result, if it is time.
         False: there was neither."""
+        if self._turn is not None:
+            return self._advance_in_turn(self._turn)
+        return self._compute_step(self._plan())
+
+    def _advance_in_turn(self, turn: Turn) -> bool:
+        self._scheduler.budget.share(*turn.begin())
+        plan = self._plan()
+        if not plan.chunks:
+            turn.rest()
+            return self._compute_step(plan)
+        turn.answering = plan.decode_rows > 0
+        with turn:
+            return self._compute_step(plan)
+
+    def _plan(self) -> Plan:
+        plan = self._scheduler.schedule()
+        self._scheduler.raise_doubt()
+        return plan
+
+    def _compute_step(self, plan: Plan) -> bool:
         scheduler = self._scheduler
-        plan = scheduler.schedule()
-        scheduler.raise_doubt()
         if plan.chunks:
             self._submit(plan)
         if self._flights and (len(self._flights) >= self._backend.depth or not plan.chunks):

@@ -123,7 +123,7 @@ class Compactor:
             return None
         moved = 0
         started = now = self._clock()
-        for call in in_calls(plan(arena.pool.free_map, affordable)):
+        for call in in_calls(plan(arena.pool.open_map(), affordable)):
             arena.relocate(call)
             moved += sum(move.blocks for move in call)
             now = self._clock()

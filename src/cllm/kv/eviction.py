@@ -7,6 +7,7 @@ ancestors too, so an ancestor is never older than its descendants, and the next 
 from __future__ import annotations
 
 from collections import OrderedDict
+from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -22,6 +23,9 @@ class EvictionPolicy(Protocol[T]):
     def peek(self) -> T:
         """The item to evict next. The policy must not be empty."""
 
+    def oldest_at(self) -> float:
+        """When the item to evict next was last used. The policy must not be empty."""
+
     def __len__(self) -> int: ...
 
     def __contains__(self, item: object) -> bool: ...
@@ -31,16 +35,19 @@ class LRU(Generic[T]):
     """Least recently used first."""
 
     def __init__(self) -> None:
-        self._items: OrderedDict[T, None] = OrderedDict()
+        self._items: OrderedDict[T, float] = OrderedDict()
 
     def add(self, item: T, hits: int) -> None:
-        self._items[item] = None
+        self._items[item] = monotonic()
 
     def remove(self, item: T) -> None:
         del self._items[item]
 
     def peek(self) -> T:
         return next(iter(self._items))
+
+    def oldest_at(self) -> float:
+        return next(iter(self._items.values()))
 
     def __len__(self) -> int:
         return len(self._items)
@@ -67,6 +74,9 @@ class SegmentedLRU(Generic[T]):
 
     def peek(self) -> T:
         return (self._probation if self._probation else self._protected).peek()
+
+    def oldest_at(self) -> float:
+        return (self._probation if self._probation else self._protected).oldest_at()
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)

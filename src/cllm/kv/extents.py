@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 EMPTY, PROMPT, GENERATION = range(3)
 """What an extent was opened for; it may hold the other kind too, when there was no choice."""
 
-FULL, FRESH, READY, ROOM_FOR_PROMPTS, ROOM_FOR_GENERATION = range(5)
-"""States: FRESH and READY hold nothing, the memory of READY is taken from the OS; the last two are filled in part."""
+FULL, FRESH, READY, ROOM_FOR_PROMPTS, ROOM_FOR_GENERATION, CLOSED = range(6)
+"""States: FRESH and READY hold nothing, the memory of READY is taken from the OS; the next two are filled in part. What
+is CLOSED holds nothing and may not be used."""
 
 EXTENT_BYTES = 8 << 20
 """An extent lies across the borders of large pages (2 MiB); so that whole ones lie in it, it is as large as four."""
@@ -31,12 +32,14 @@ def extent_blocks(blocks: int, block_bytes: int) -> int:
 
 class Extents:
     __slots__ = (
-        "count", "emptied_at", "kinds", "now", "occupied", "room", "size", "states", "taken", "taken_count", "widths",
+        "count", "emptied_at", "kinds", "now", "occupied", "open", "room", "size", "states", "taken", "taken_count",
+        "widths",
     )  # fmt: skip
 
     def __init__(self, blocks: int, size: int) -> None:
         self.size = size
-        self.count = -(-blocks // size)
+        self.count = self.open = -(-blocks // size)
+        """How many there are, and how many of them, the lowest, are not closed."""
         self.widths = [min(size, blocks - first) for first in range(0, blocks, size)]
         """Blocks of each; the last one may have fewer."""
         self.room = list(self.widths)
@@ -103,6 +106,18 @@ class Extents:
         self.taken[extent] = 0
         self.restate(extent)
 
+    def resize(self, count: int) -> None:
+        """Have the lowest `count` open. What is closed by this must be empty, its memory given back."""
+        for extent in range(self.open, count):
+            self.room[extent] = self.widths[extent]
+            self.states[extent] = FRESH
+        for extent in range(count, self.open):
+            if self.states[extent] != FRESH:
+                raise ValueError(f"extent {extent} is in use, or its memory is taken: it cannot be closed")
+            self.room[extent] = 0
+            self.states[extent] = CLOSED
+        self.open = count
+
     def first_block(self, extent: int) -> int:
         return extent * self.size
 
@@ -127,12 +142,15 @@ class Extents:
         room = np.add.reduceat(free, np.arange(0, len(free), self.size))
         if room.tolist() != self.room:
             raise AssertionError("an extent counts other free blocks than it has")
-        empty = room == np.array(self.widths)
+        closed = self.count - self.open
+        if any(self.taken[self.open :]) or self.states[self.open :] != bytes([CLOSED]) * closed:
+            raise AssertionError("an extent that is closed is in use")
+        empty = (room == np.array(self.widths)) | (np.arange(self.count) >= self.open)
         if self.occupied != int((~empty).sum()) or self.taken_count != sum(self.taken):
             raise AssertionError("extents in use, or taken from the OS, are counted wrong")
         if (~np.frombuffer(self.taken, np.bool_) & ~empty).any():
             raise AssertionError("an extent is in use, but its memory is not taken")
-        for extent in range(self.count):
+        for extent in range(self.open):
             state = self.states[extent]
             self.restate(extent)
             if self.states[extent] != state or (self.kinds[extent] == EMPTY) != bool(empty[extent]):

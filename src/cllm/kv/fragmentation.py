@@ -46,5 +46,6 @@ def extents_needed(pool: BlockPool) -> int:
 def blocks_to_move(pool: BlockPool, extents: int) -> int:
     """Blocks that a fill moves until the highest so many extents that hold something are empty."""
     live = pool.total - pool.free
-    used = np.array(pool.extents.widths) - np.array(pool.extents.room)
-    return min(int(used[used > 0][-extents:].sum()), pool.free_map.count(0, live))
+    count = pool.extents.open
+    used = np.array(pool.extents.widths[:count]) - np.array(pool.extents.room[:count])
+    return min(int(used[used > 0][-extents:].sum()), pool.free_map.count(0, live, pool.total))

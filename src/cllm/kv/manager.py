@@ -55,6 +55,9 @@ class KVManager(ABC):
     token_s: float = 0.0
     """What computing a token takes, as measured by who computes; 0: not known yet."""
 
+    awaits_memory: bool = False
+    """Somebody could not be admitted, but may be once other models have given memory back."""
+
     on_eviction: EvictionListener | None = None
 
     on_arrival: Callable[[], None] | None = None

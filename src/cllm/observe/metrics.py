@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from cllm.engine.observer import RequestRecord
     from cllm.engine.stats import EngineSnapshot
+    from cllm.kv.ledger import Standing
 
 _MILLISECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
 _STEP = (*_MILLISECONDS, 1.0, 2.5, 5.0, 10.0)
@@ -217,7 +218,7 @@ class EngineCollector(Collector):
         self,
         prefix: str,
         model_name: Callable[[], str],
-        snapshot: Callable[[], EngineSnapshot],
+        snapshot: Callable[[], EngineSnapshot | None],
         observer: MetricsObserver,
     ) -> None:
         self._prefix = prefix
@@ -230,7 +231,10 @@ class EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        model, snapshot = self._model_name(), self._snapshot()
+        snapshot = self._snapshot()
+        if snapshot is None:
+            return
+        model = self._model_name()
         for value in _GAUGES:
             yield self._fill(GaugeMetricFamily(*self._naming(value)), value, model, snapshot)
         for value in _COUNTERS:
@@ -260,7 +264,40 @@ class EngineCollector(Collector):
         return family
 
 
-def create_registry(collector: EngineCollector) -> CollectorRegistry:
+class ModelsCollector(Collector):
+    """The metrics of several engines, each of which may be there or not, and of the memory they share."""
+
+    def __init__(
+        self, prefix: str, engines: Sequence[EngineCollector], standings: Callable[[], list[Standing]], budget: int
+    ) -> None:
+        self._prefix = prefix
+        self._engines = engines
+        self._standings = standings
+        self._budget = budget
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for engine in self._engines:
+            for family in engine.collect():
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()
+        yield GaugeMetricFamily(f"{self._prefix}:memory_budget_bytes", "Most that all models take.", self._budget)
+        memory = GaugeMetricFamily(
+            f"{self._prefix}:model_memory_bytes", "Memory of a model that is loaded.", labels=["model_name", "kind"]
+        )
+        for standing in self._standings():
+            memory.add_metric([standing.name, "fixed"], standing.fixed)
+            memory.add_metric([standing.name, "kv"], standing.kv)
+        yield memory
+
+
+def create_registry(collector: Collector) -> CollectorRegistry:
     """A registry of its own per server, with the engine's metrics and the process's (memory, CPU, files)."""
     registry = CollectorRegistry()
     registry.register(collector)

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from prometheus_client.registry import Collector
 from starlette.middleware.cors import CORSMiddleware
 
 from cllm import __version__
-from cllm.observe.metrics import EngineCollector, MetricsObserver, create_registry
-from cllm.server import generate, openai, ops, warming
+from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollector, create_registry
+from cllm.served import ServedModels
+from cllm.server import generate, models, openai, ops, warming
 from cllm.server.errors import install_handlers
-from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, RequestContext
+from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, Leases, RequestContext
 from cllm.server.openapi import describe
 from cllm.server.page.files import page_files
-from cllm.server.page.hub import Hub
 from cllm.server.page.routes import add_page
 from cllm.server.state import ServerState
 from cllm.server.tenants import Tenants
 
 if TYPE_CHECKING:
-    from cllm.config import Config, ServerConfig
+    from cllm.config import Config
+    from cllm.engine.observer import Observers
     from cllm.llm import AsyncLLM
 
 _DESCRIPTION = """OpenAI's API and cLLM's own on one engine. Point any OpenAI client at `/v1`.
@@ -30,55 +33,76 @@ _DESCRIPTION = """OpenAI's API and cLLM's own on one engine. Point any OpenAI cl
 Every parameter is honoured or refused with status 400 and its name; none is silently ignored."""
 
 
-def create_app(llm: AsyncLLM, config: Config) -> FastAPI:
-    """The server around `llm`, which is started and shut down with the app unless it is already running."""
+def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
+    """The server around a model, or several, which are started and shut down with the app unless they are running."""
     app = FastAPI(
         title="cLLM",
         version=__version__,
         description=_DESCRIPTION,
         redirect_slashes=False,  # where to would be the client's to say, in its Host header
-        lifespan=lambda app: _lifespan(llm, app.state.cllm),
+        lifespan=lambda app: _lifespan(serves, app.state.cllm),
     )
-    observer = MetricsObserver()
-    llm.observers.append(observer)
-    collector = EngineCollector(
-        config.server.metrics_prefix,
-        lambda: config.model.alias or llm.model_name,
-        llm.snapshot,
-        observer,
-    )
-    registry = create_registry(collector)
-    app.state.cllm = ServerState(llm, config, registry)
     tenants = Tenants(config.server) if config.server.needs_key else None
+    registry = create_registry(_collector(serves, config, tenants))
+    app.state.cllm = state = ServerState(serves, config, registry)
     if tenants is not None:
-        llm.observers.append(tenants)
         registry.register(tenants)
-        app.state.cllm.warm_tenant = tenants.warm_tenant
+        state.warm_tenant = tenants.warm_tenant
     for router in (openai.router, generate.router, ops.router, warming.router):
         app.include_router(router)
+    if state.several is not None:
+        app.include_router(models.router)
+        state.several.on_loaded = partial(warming.when_loaded, state)
     if config.server.page:
-        add_page(app, Hub(llm, config))
+        add_page(app, lambda name: state.loaded(name).hub)
     install_handlers(app, retry_after_s=config.server.shutdown_grace_s)
-    _add_middleware(app, config, tenants)
-    app.openapi = lambda: _openapi(app, llm, config.server)  # type: ignore[method-assign]
+    _add_middleware(app, config, tenants, several=state.several is not None)
+    app.openapi = lambda: _openapi(app, state)  # type: ignore[method-assign]
     return app
 
 
+def _collector(serves: AsyncLLM | ServedModels, config: Config, tenants: Tenants | None) -> Collector:
+    """The metrics of the engine, or of each of several; and whoever counts what keys use hears of all requests."""
+    prefix = config.server.metrics_prefix
+    if not isinstance(serves, ServedModels):
+        observer = _observe(serves.observers, tenants)
+        return EngineCollector(prefix, lambda: config.model.alias or serves.model_name, serves.snapshot, observer)
+    return ModelsCollector(
+        prefix,
+        [
+            EngineCollector(prefix, partial(str, served.name), served.snapshot, _observe(served.observers, tenants))
+            for served in serves.models
+        ],
+        lambda: serves.ledger.standings(),
+        serves.ledger.budget,
+    )
+
+
+def _observe(observers: Observers, tenants: Tenants | None) -> MetricsObserver:
+    observer = MetricsObserver()
+    observers.append(observer)
+    if tenants is not None:
+        observers.append(tenants)
+    return observer
+
+
 @asynccontextmanager
-async def _lifespan(llm: AsyncLLM, state: ServerState) -> AsyncIterator[None]:
-    if llm.ready:
+async def _lifespan(serves: AsyncLLM | ServedModels, state: ServerState) -> AsyncIterator[None]:
+    if serves.ready:
         yield
         return
-    await llm.start()
+    await serves.start()
     try:
         async with warming.under_way(state):
             yield
     finally:
-        await llm.shutdown()
+        await serves.shutdown()
 
 
-def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None) -> None:
+def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None, *, several: bool) -> None:
     """Innermost first. CORS stands outside the key: a browser's preflight request cannot carry one."""
+    if several:
+        app.add_middleware(Leases)
     app.add_middleware(BodyLimit, max_bytes=config.server.max_body_bytes)
     if tenants is not None:
         open_paths = OPEN_PATHS.union(page_files() if config.server.page else ())
@@ -94,12 +118,14 @@ def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None) -> No
     app.add_middleware(RequestContext)
 
 
-def _openapi(app: FastAPI, llm: AsyncLLM, config: ServerConfig) -> dict[str, Any]:
-    """The same for as long as the model is loaded, which is only known then."""
+def _openapi(app: FastAPI, state: ServerState) -> dict[str, Any]:
+    """The same for as long as the model is loaded, which is only known then. Several have no vocabulary in common."""
     if app.openapi_schema is None:
-        vocab_size = llm.shape.n_vocab if llm.ready else None
-        schema = describe(app, config, vocab_size, with_key=config.needs_key)
-        if vocab_size is None:
+        server = state.config.server
+        one = state.one.llm if state.one is not None else None
+        vocab_size = one.shape.n_vocab if one is not None and one.ready else None
+        schema = describe(app, server, vocab_size, with_key=server.needs_key, several=one is None)
+        if one is not None and vocab_size is None:
             return schema
         app.openapi_schema = schema
     return app.openapi_schema

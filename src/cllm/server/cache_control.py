@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
     from cllm.server.openai_schema import ChatRequest
     from cllm.server.sampling_schema import SamplingFields
-    from cllm.server.state import ServerState
+    from cllm.server.state import ModelState
 
 log = logging.getLogger("cllm.server")
 
@@ -71,26 +71,26 @@ def _marks_in(body: ChatRequest) -> list[Mark]:
 
 
 async def pins_of_chat(
-    state: ServerState, body: ChatRequest, prompt: Sequence[int], params: SamplingParams
+    model: ModelState, body: ChatRequest, prompt: Sequence[int], params: SamplingParams
 ) -> list[PinMark]:
     """What of a chat's prompt its marks ask to keep."""
-    if not state.config.kv.pin_marks:
+    if not model.config.kv.pin_marks:
         return []
     pins: list[PinMark] = []
     for messages, control in _marks_in(body):
         try:
-            beginning = await state.texts.encode_beginning(messages, params)
+            beginning = await model.texts.encode_beginning(messages, params)
         except InvalidRequestError as error:  # a template may want more messages than a mark has before it
             log.debug("a cache_control mark is left out: %s", error)
             continue
         pins.append(PinMark(_in_common(beginning, prompt), control.seconds))
-    return pins + pins_of(state, body, prompt)
+    return pins + pins_of(model, body, prompt)
 
 
-def pins_of(state: ServerState, body: SamplingFields, prompt: Sequence[int]) -> list[PinMark]:
+def pins_of(model: ModelState, body: SamplingFields, prompt: Sequence[int]) -> list[PinMark]:
     """What a mark on the request itself asks to keep: all of its prompt."""
     control = body.cache_control
-    return [PinMark(len(prompt), control.seconds)] if control is not None and state.config.kv.pin_marks else []
+    return [PinMark(len(prompt), control.seconds)] if control is not None and model.config.kv.pin_marks else []
 
 
 def _in_common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -14,6 +14,8 @@ from starlette.exceptions import HTTPException
 from cllm.errors import (
     CLLMError,
     InvalidRequestError,
+    ModelBusyError,
+    ModelUnavailableError,
     OverloadedError,
     RequestCancelledError,
     RequestTimeoutError,
@@ -82,6 +84,11 @@ def problem_of(error: Exception, *, request_id: str, retry_after_s: float = 1.0)
     if isinstance(error, ShuttingDownError):
         retry = _retry_after(retry_after_s)
         return Problem(503, "unavailable_error", str(error), code="shutting_down", headers=retry)
+    if isinstance(error, ModelUnavailableError):
+        retry = _retry_after(error.retry_after_s)
+        return Problem(503, "unavailable_error", str(error), "model", "model_unavailable", retry)
+    if isinstance(error, ModelBusyError):
+        return Problem(409, "invalid_request_error", str(error), "model", "model_busy")
     if isinstance(error, RequestCancelledError):
         return Problem(CLIENT_GONE, "cancelled_error", str(error), code="cancelled")
     if isinstance(error, CLLMError):

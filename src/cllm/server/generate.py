@@ -30,13 +30,13 @@ from cllm.server.generate_schema import (
 from cllm.server.openai_replies import error_responses, event_stream
 from cllm.server.sliced import SlicedJson, list_pieces
 from cllm.server.sse import DONE, EventStream, data
-from cllm.server.state import ServerState, State, tenant_of
+from cllm.server.state import ServerState, State, tenant_of, time_left
 from cllm.text.bounded import TokenLimit
 
 if TYPE_CHECKING:
     from cllm.generation import Delta
 
-_ERRORS = error_responses(FailureReply, 400, 401, 408, 413, 429, 500, 503)
+_ERRORS = error_responses(FailureReply, 400, 401, 404, 408, 413, 429, 500, 503)
 _STREAM = 'data: {"id":"gen-1","token":[318],"text":" is","done":false}'
 
 router = APIRouter(tags=["cLLM"])
@@ -105,12 +105,17 @@ async def generate_stream(body: _GenerateBody, request: Request, state: State) -
     return EventStream(answers, _GenerateEvents(run))
 
 
-@router.post("/encode", response_model=EncodeReply, responses=error_responses(FailureReply, 400, 401, 413, 500, 503))
-async def encode(body: Annotated[EncodeRequest, Depends(taken(EncodeRequest))], state: State) -> Response:
+@router.post(
+    "/encode", response_model=EncodeReply, responses=error_responses(FailureReply, 400, 401, 404, 413, 500, 503)
+)
+async def encode(
+    body: Annotated[EncodeRequest, Depends(taken(EncodeRequest))], request: Request, state: State
+) -> Response:
     """The tokens of a text."""
+    model = await state.model(body.model, request)
     most = state.config.server.max_encode_tokens
     limit = TokenLimit(most, f"at most {most} are counted (server.max_encode_tokens)", "the text")
-    return SlicedJson(_encode_pieces(await state.texts.encode(body.text, limit, "text")))
+    return SlicedJson(_encode_pieces(await model.texts.encode(body.text, limit, "text")))
 
 
 @router.post("/benchmark", response_model=BenchmarkReply, responses={**_ERRORS, **error_responses(FailureReply, 403)})
@@ -118,6 +123,7 @@ async def benchmark(
     body: Annotated[BenchmarkRequest, Depends(taken(BenchmarkRequest))], request: Request, state: State
 ) -> Response:
     """Put a small load on this server and measure it. One at a time."""
+    model = await state.model(body.model, request)
     if state.benchmark_running:
         raise ApiError(
             429,
@@ -128,21 +134,22 @@ async def benchmark(
         )
     state.benchmark_running = True
     try:
-        prompt = await state.texts.encode_prompt(body.prompt)
+        prompt = await model.texts.encode_prompt(body.prompt)
         run_id = f"bench-{request.state.unique_id}"
-        work = run_benchmark(state.llm, prompt, body, run_id, tenant_of(request))
+        work = run_benchmark(model.llm, prompt, body, run_id, tenant_of(request))
         measured = await unless_gone(request.receive, work)
     finally:
         state.benchmark_running = False
     return Response(BenchmarkReply(data=measured).model_dump_json(), media_type="application/json")
 
 
-@router.get("/model/info", responses=error_responses(FailureReply, 401))
-async def model_info(state: State) -> ModelInfoReply:
+@router.get("/model/info", responses=error_responses(FailureReply, 401, 404))
+async def model_info(state: State, model: str | None = None) -> ModelInfoReply:
     """What is being served, and what a token of it costs."""
-    llm, shape, kv = state.llm, state.llm.shape, state.llm.snapshot().kv
+    shown = state.loaded(model)
+    llm, shape, kv = shown.llm, shown.llm.shape, shown.llm.snapshot().kv
     info = ModelInfo(
-        name=state.served_name,
+        name=shown.served_name,
         backend=llm.backend_name,
         architecture=shape.architecture,
         layers=shape.n_layers,
@@ -153,8 +160,8 @@ async def model_info(state: State) -> ModelInfoReply:
         context_length=llm.max_context,
         trained_context_length=shape.context_length,
         kv_layout=kv.layout,
-        kv_type_k=state.config.resources.kv_type_k,
-        kv_type_v=state.config.resources.kv_type_v,
+        kv_type_k=shown.config.resources.kv_type_k,
+        kv_type_v=shown.config.resources.kv_type_v,
         kv_bytes_per_token=kv.bytes_per_unit // kv.unit_tokens,
         kv_bytes_total=kv.total * kv.bytes_per_unit,
     )
@@ -172,15 +179,16 @@ async def _prepare(body: GenerateRequest, request: Request, state: ServerState) 
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     run = _Run(request, max_tokens)
     params = body.sampling(max_tokens=max_tokens)
-    prompt = await state.texts.encode_prompt(body.prompt, params)
+    model = await state.model(body.model, request, body.timeout)
+    prompt = await model.texts.encode_prompt(body.prompt, params)
     answers = Answers(
-        state.llm,
+        model.llm,
         [prompt],
         params,
         request_id=run.id,
         priority=body.priority,
-        timeout_s=body.timeout,
+        timeout_s=time_left(request, model, body.timeout),
         tenant=tenant_of(request),
-        pins=[pins_of(state, body, prompt)],
+        pins=[pins_of(model, body, prompt)],
     )
     return run, answers

@@ -7,10 +7,12 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cllm.server.openai_replies import ErrorDetail
+from cllm.server.openai_schema import ModelName
 from cllm.server.sampling_schema import SamplingFields, in_range
 from cllm.server.validation import WHOLE, Int32, RequestModel, Text, Words
 
 DEFAULT_MAX_TOKENS = 128
+MODEL = Field(None, description="A name from GET /v1/models. Default: the one served, or the first of several.")
 
 
 class GenerateRequest(SamplingFields):
@@ -18,6 +20,7 @@ class GenerateRequest(SamplingFields):
         json_schema_extra={"example": {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}}
     )
 
+    model: ModelName | None = MODEL
     prompt: Words
     max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
         None, description=f"Most tokens to generate. Default {DEFAULT_MAX_TOKENS}."
@@ -44,6 +47,7 @@ class GenerateReply(BaseModel):
 class EncodeRequest(RequestModel):
     model_config = ConfigDict(json_schema_extra={"example": {"text": "Hello, world"}})
 
+    model: ModelName | None = MODEL
     text: Text
 
 
@@ -60,6 +64,7 @@ class EncodeReply(BaseModel):
 class BenchmarkRequest(RequestModel):
     model_config = ConfigDict(json_schema_extra={"example": {"requests": 16, "concurrency": 4, "max_tokens": 32}})
 
+    model: ModelName | None = MODEL
     requests: Annotated[int, Field(ge=1, le=1000), WHOLE] = 16
     concurrency: Annotated[int, Field(ge=1, le=64), WHOLE] = 4
     prompt: Words = Field(

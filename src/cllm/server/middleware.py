@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,8 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cllm.server.errors import ApiError, problem_of, problem_of_http
 from cllm.server.tenants import Caller, Tenants
 
+if TYPE_CHECKING:
+    from cllm.served import Served
+
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-OPERATOR_PATHS = frozenset({"/kv", "/kv/stream", "/kv/warm", "/benchmark"})
+OPERATOR_PATHS = frozenset({"/kv", "/kv/stream", "/kv/warm", "/benchmark", "/models/load", "/models/unload"})
 """What shows, or takes, what belongs to all keys."""
 _SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -98,6 +102,22 @@ class ApiKey:
 
 def _is_operators(path: str) -> bool:
     return path in OPERATOR_PATHS or path.startswith("/kv/")
+
+
+class Leases:
+    """Whoever is answered by one of several models keeps it loaded until the last byte is sent."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        leases: list[Served] = []
+        scope.setdefault("state", {})["leases"] = leases
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            for served in leases:
+                served.release()
 
 
 _UNKNOWN_KEY = ApiError(

@@ -13,6 +13,7 @@ from cllm.errors import InvalidRequestError
 from cllm.server.answers import BATCH, Answer, Answers, unless_gone
 from cllm.server.bodies import taken
 from cllm.server.cache_control import pins_of, pins_of_chat
+from cllm.server.models import served_card
 from cllm.server.openai_render import (
     ChatEvents,
     CompletionEvents,
@@ -27,13 +28,14 @@ from cllm.server.openai_replies import (
     ErrorReply,
     ModelCard,
     ModelList,
+    ServedCard,
     error_responses,
     event_stream,
 )
 from cllm.server.openai_schema import ChatRequest, CompletionRequest, OpenAIRequest
 from cllm.server.sliced import SlicedJson
 from cllm.server.sse import EventStream
-from cllm.server.state import ServerState, State, tenant_of
+from cllm.server.state import ModelState, ServerState, State, tenant_of, time_left
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
@@ -59,19 +61,19 @@ async def completions(
     body: Annotated[CompletionRequest, Depends(taken(CompletionRequest))], request: Request, state: State
 ) -> Response:
     """Continue a prompt, or several."""
-    state.check_model(body.model)
+    model = await state.model(body.model, request, body.timeout)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     params = _params(body, max_tokens, body.logprobs)
     texts = _split(body.prompt)
     _check_count(state, len(texts), params.n)
-    prompts = await state.texts.encode_prompts(texts, params)
-    _check_logprobs(state, prompts, params, "logprobs")
-    tokenizer = state.llm.tokenizer
-    echoes = await _echoes(state, texts, params.n) if body.echo else {}
-    head = _head(request, state, "cmpl")
+    prompts = await model.texts.encode_prompts(texts, params)
+    _check_logprobs(model, prompts, params, "logprobs")
+    tokenizer = model.llm.tokenizer
+    echoes = await _echoes(model, texts, params.n) if body.echo else {}
+    head = _head(request, model, "cmpl")
     batch = 1 if max(map(len, echoes.values()), default=0) > _LONG_ECHO else BATCH
-    pins = [pins_of(state, body, prompt) for prompt in prompts]
-    answers = _answers(request, state, body, prompts, params, head.id, pins, batch)
+    pins = [pins_of(model, body, prompt) for prompt in prompts]
+    answers = _answers(request, model, body, prompts, params, head.id, pins, batch)
     if body.stream:
         events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes)
         return EventStream(answers, events)
@@ -84,15 +86,15 @@ async def chat_completions(
     body: Annotated[ChatRequest, Depends(taken(ChatRequest))], request: Request, state: State
 ) -> Response:
     """Answer the last message of a conversation."""
-    state.check_model(body.model)
+    model = await state.model(body.model, request, body.timeout)
     params = _params(body, body.most_tokens, (body.top_logprobs or 0) if body.logprobs else None)
     _check_count(state, 1, params.n)
-    prompt = await state.texts.encode_chat([message.plain() for message in body.messages], params)
-    _check_logprobs(state, [prompt], params, "top_logprobs")
-    tokenizer = state.llm.tokenizer
-    head = _head(request, state, "chatcmpl")
-    pins = await pins_of_chat(state, body, prompt, params)
-    answers = _answers(request, state, body, [prompt], params, head.id, [pins])
+    prompt = await model.texts.encode_chat([message.plain() for message in body.messages], params)
+    _check_logprobs(model, [prompt], params, "top_logprobs")
+    tokenizer = model.llm.tokenizer
+    head = _head(request, model, "chatcmpl")
+    pins = await pins_of_chat(model, body, prompt, params)
+    answers = _answers(request, model, body, [prompt], params, head.id, [pins])
     if body.stream:
         return EventStream(answers, ChatEvents(head, tokenizer, include_usage=body.include_usage))
     whole = await unless_gone(request.receive, _collect(answers))
@@ -102,18 +104,24 @@ async def chat_completions(
 @router.get("/models", responses=error_responses(ErrorReply, 401))
 async def models(state: State) -> ModelList:
     """The models that requests may name."""
+    if state.several is not None:
+        return ModelList(data=[served_card(served, state.created) for served in state.several.models])
     return ModelList(data=[_card(state)])
 
 
 @router.get("/models/{model_id:path}", responses=error_responses(ErrorReply, 401, 404))
-async def model(model_id: str, state: State) -> ModelCard:
+async def model(model_id: str, state: State) -> ServedCard | ModelCard:
     """One model, by any name it is served under."""
-    state.check_model(model_id)
+    if state.several is not None:
+        return served_card(state.find(model_id), state.created)
+    assert state.one is not None
+    state.one.check_name(model_id)
     return _card(state)
 
 
 def _card(state: ServerState) -> ModelCard:
-    return ModelCard(id=state.served_name, created=state.created, max_model_len=state.llm.max_context)
+    assert state.one is not None
+    return ModelCard(id=state.one.served_name, created=state.created, max_model_len=state.one.llm.max_context)
 
 
 def _params(body: OpenAIRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -138,11 +146,11 @@ def _check_count(state: ServerState, prompts: int, n: int) -> None:
         )
 
 
-def _check_logprobs(state: ServerState, prompts: Sequence[Sequence[int]], params: SamplingParams, param: str) -> None:
+def _check_logprobs(model: ModelState, prompts: Sequence[Sequence[int]], params: SamplingParams, param: str) -> None:
     if params.logprobs is None:
         return
-    tokens = sum(state.llm.answer_limit(len(prompt), params) for prompt in prompts)
-    each, most = 1 + params.logprobs, state.config.server.max_logprobs
+    tokens = sum(model.llm.answer_limit(len(prompt), params) for prompt in prompts)
+    each, most = 1 + params.logprobs, model.config.server.max_logprobs
     if params.n * tokens * each > most:
         raise InvalidRequestError(
             f"n = {params.n} x {tokens} tokens x {each} log probabilities are {params.n * tokens * each}; "
@@ -152,22 +160,22 @@ def _check_logprobs(state: ServerState, prompts: Sequence[Sequence[int]], params
         )
 
 
-async def _echoes(state: ServerState, texts: list[str | list[int]], n: int) -> dict[int, str]:
+async def _echoes(model: ModelState, texts: list[str | list[int]], n: int) -> dict[int, str]:
     """What goes in front of each answer: its prompt."""
     echoes: dict[int, str] = {}
     for number, text in enumerate(texts):
-        shown = text if isinstance(text, str) else await state.texts.decode(text)
+        shown = text if isinstance(text, str) else await model.texts.decode(text)
         echoes.update((number * n + index, shown) for index in range(n))
     return echoes
 
 
-def _head(request: Request, state: ServerState, prefix: str) -> Head:
-    return Head(f"{prefix}-{request.state.unique_id}", int(time.time()), state.served_name)
+def _head(request: Request, model: ModelState, prefix: str) -> Head:
+    return Head(f"{prefix}-{request.state.unique_id}", int(time.time()), model.served_name)
 
 
 def _answers(
     request: Request,
-    state: ServerState,
+    model: ModelState,
     body: OpenAIRequest,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
@@ -178,12 +186,12 @@ def _answers(
     if body.asker:
         log.info("%s user=%r", request_id, body.asker)
     return Answers(
-        state.llm,
+        model.llm,
         prompts,
         params,
         request_id=request_id,
         priority=body.priority,
-        timeout_s=body.timeout,
+        timeout_s=time_left(request, model, body.timeout),
         batch=batch,
         tenant=tenant_of(request),
         pins=pins,

@@ -90,9 +90,22 @@ class ModelCard(BaseModel):
     max_model_len: int = Field(description="Most tokens of prompt and answer together.")
 
 
+class ServedCard(ModelCard):
+    """One of several models."""
+
+    aliases: list[str] = Field(description="Other names it goes by.")
+    state: str = Field(description="`unloaded`, `loading`, `ready`, `unloading` or `failed`.")
+    error: str | None = Field(description="Why it could not be loaded.")
+    pinned: bool = Field(description="Once it is loaded it stays.")
+    requests: int = Field(description="Requests that use it now.")
+    weights_bytes: int
+    kv_bytes: int = Field(description="K/V memory that it may have now.")
+    kv_bytes_per_token: int
+
+
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
-    data: list[ModelCard]
+    data: list[ServedCard | ModelCard]
 
 
 class ErrorDetail(BaseModel):
@@ -112,11 +125,11 @@ _CAUSES = {
     403: "The API key may not do this; it takes the operator's (only where the server has several).",
     404: "There is nothing of that name.",
     408: "The request passed its deadline.",
-    409: "It cannot be done beside what is there.",
+    409: "Not while things are as they are: a model is in use or is not loaded, or there is no room for a pin.",
     413: "The body is larger than server.max_body_bytes.",
     429: "The queue is full, or as many requests run as the API key may have; try again after `Retry-After` seconds.",
     500: "The server failed on this request; its log has the details under `x-request-id`.",
-    503: "The server is shutting down.",
+    503: "The server is shutting down, or one of several models cannot be used now.",
 }
 
 

@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from cllm.server.generate_schema import BenchmarkRequest, EncodeRequest, GenerateRequest
 from cllm.server.middleware import OPEN_PATHS
+from cllm.server.models import LoadRequest, UnloadRequest
 from cllm.server.openai_schema import ChatRequest, CompletionRequest
 from cllm.server.validation import AT_MOST, TOKEN_ID, TOKEN_IDS_AS_KEYS
 from cllm.server.warming import WarmRequest
@@ -28,20 +29,24 @@ REQUESTS: dict[str, type[BaseModel]] = {
     "/kv/warm": WarmRequest,
 }
 """What each endpoint takes."""
+OF_SEVERAL: dict[str, type[BaseModel]] = {"/models/load": LoadRequest, "/models/unload": UnloadRequest}
 _REFERENCE = "#/components/schemas/{model}"
 _MOST = {"array": "maxItems", "object": "maxProperties", "string": "maxLength"}
 
 
-def describe(app: FastAPI, limits: ServerConfig, vocab_size: int | None, *, with_key: bool) -> dict[str, Any]:
+def describe(
+    app: FastAPI, limits: ServerConfig, vocab_size: int | None, *, with_key: bool, several: bool = False
+) -> dict[str, Any]:
     """FastAPI's description, less the 422 that this server never answers, plus the requests, which FastAPI does not
     read for us, and the API key."""
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    bodies = REQUESTS | OF_SEVERAL if several else REQUESTS
     _, requests = models_json_schema(
-        [(model, "validation") for model in dict.fromkeys(REQUESTS.values())], ref_template=_REFERENCE
+        [(model, "validation") for model in dict.fromkeys(bodies.values())], ref_template=_REFERENCE
     )
     components = schema.setdefault("components", {})
     components["schemas"] |= _with_limits(requests["$defs"], limits, vocab_size)
-    for path, model in REQUESTS.items():
+    for path, model in bodies.items():
         content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=model.__name__)}}}
         schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
     for path, methods in schema["paths"].items():

@@ -30,8 +30,12 @@ class Readiness(BaseModel):
 @router.get("/health")
 async def health(state: State) -> Health:
     """The process is alive. Needs no API key."""
-    loaded = state.llm.ready
-    return Health(status="ok", model_loaded=loaded, model=state.served_name if loaded else None)
+    if state.several is not None:
+        loaded = [served.name for served in state.several.models if served.ready]
+        return Health(status="ok", model_loaded=bool(loaded), model=loaded[0] if loaded else None)
+    assert state.one is not None
+    is_loaded = state.one.llm.ready
+    return Health(status="ok", model_loaded=is_loaded, model=state.one.served_name if is_loaded else None)
 
 
 @router.get(
@@ -39,7 +43,7 @@ async def health(state: State) -> Health:
 )
 async def ready(state: State) -> Response:
     """The model is loaded and requests are taken. Needs no API key."""
-    is_ready = state.llm.ready
+    is_ready = state.serves.ready
     return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
 
@@ -53,7 +57,7 @@ async def metrics(state: State) -> Response:
     return Response(generate_latest(state.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/kv", responses=error_responses(ErrorReply, 401, 403))
-async def kv(state: State) -> dict[str, Any]:
-    """The KV cache: sizes, sequences, what is held."""
-    return state.llm.kv()
+@router.get("/kv", responses=error_responses(ErrorReply, 401, 403, 404))
+async def kv(state: State, model: str | None = None) -> dict[str, Any]:
+    """The KV cache: sizes, sequences, what is held. Of several models, that of `model` or of the first one."""
+    return state.loaded(model).llm.kv()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
+from weakref import WeakKeyDictionary
 
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
 from cllm.engine.tenant import NOBODY, Tenant
+from cllm.served import Served, ServedModels
 from cllm.server.bodies import body_lanes
 from cllm.server.errors import ApiError
 from cllm.server.lanes import Lanes
+from cllm.server.page.hub import Hub
 from cllm.server.texts import Texts
 from cllm.warm import warm_up
 
@@ -25,45 +29,115 @@ if TYPE_CHECKING:
 log = logging.getLogger("cllm.server")
 
 
+class ModelState:
+    """A loaded model, and what routes need beside it."""
+
+    def __init__(self, llm: AsyncLLM, config: Config, name: str | None = None) -> None:
+        self.llm = llm
+        self.config = config
+        self.texts = Texts(llm)
+        self.hub = Hub(llm, config, name)
+        self._name = name
+
+    @property
+    def served_name(self) -> str:
+        return self._name or self.config.model.alias or self.llm.model_name
+
+    def check_name(self, name: str | None) -> None:
+        """No name means the model that is served."""
+        if name is None or name in (self.served_name, self.llm.model_name, self.config.model.name):
+            return
+        raise not_served(name, dict.fromkeys((self.served_name, self.llm.model_name)))
+
+
 @dataclass(slots=True)
 class ServerState:
-    llm: AsyncLLM
+    serves: AsyncLLM | ServedModels
     config: Config
     registry: CollectorRegistry
     created: int = field(default_factory=lambda: int(time.time()))
     warm_tenant: Tenant | None = NOBODY
     benchmark_running: bool = False
     bodies: Lanes = field(default_factory=body_lanes)
-    texts: Texts = field(init=False)
+    one: ModelState | None = field(init=False)
+    """The model, where there is only one."""
+    several: ServedModels | None = field(init=False)
+    background: set[asyncio.Task[None]] = field(default_factory=set)
+    """What is computed though no request waits for it."""
+    _loaded: WeakKeyDictionary[AsyncLLM, ModelState] = field(default_factory=WeakKeyDictionary)
 
     def __post_init__(self) -> None:
-        self.texts = Texts(self.llm)
+        self.several = self.serves if isinstance(self.serves, ServedModels) else None
+        self.one = None if isinstance(self.serves, ServedModels) else ModelState(self.serves, self.config)
 
-    async def warm_up(self) -> None:
+    async def warm_up(self, model: ModelState) -> None:
         """Have `kv.warm` computed."""
-        prefixes = self.config.kv.warm
+        prefixes = model.config.kv.warm
         if prefixes and self.warm_tenant is None:
             log.warning("kv.warm is left out: every key has cached prefixes of its own, and there is no server.api_key")
         elif prefixes and self.warm_tenant is not None:
             if self.warm_tenant.space:
                 log.warning("kv.warm is for server.api_key alone: other keys have cached prefixes of their own")
-            await warm_up(self.llm, prefixes, self.warm_tenant)
+            await warm_up(model.llm, prefixes, self.warm_tenant)
 
-    @property
-    def served_name(self) -> str:
-        return self.config.model.alias or self.llm.model_name
+    async def model(self, name: str | None, request: Request, timeout_s: float | None = None) -> ModelState:
+        """The model that a request means, which stays loaded until the request is answered."""
+        if self.one is not None:
+            self.one.check_name(name)
+            return self.one
+        assert self.several is not None
+        served, started = self.find(name), time.monotonic()
+        llm = await self.several.acquire(served, timeout_s)
+        request.scope["state"]["leases"].append(served)
+        request.state.waited_s = time.monotonic() - started
+        return self.state_of(served, llm)
 
-    def check_model(self, name: str | None) -> None:
-        """No name means the model that is served."""
-        if name is None or name in (self.served_name, self.llm.model_name, self.config.model.name):
-            return
-        known = " or ".join(repr(known) for known in dict.fromkeys((self.served_name, self.llm.model_name)))
-        raise ApiError(
-            404,
-            f"The model {name!r} is not served here; ask for {known}.",
-            param="model",
-            code="model_not_found",
-        )
+    def find(self, name: str | None) -> Served:
+        """One of several, by any of its names."""
+        assert self.several is not None
+        served = self.several.find(name)
+        if served is None:
+            raise not_served(name or "", [each.name for each in self.several.models])
+        return served
+
+    def loaded(self, name: str | None) -> ModelState:
+        """The model as it is: nothing is loaded for whoever only looks."""
+        if self.one is not None:
+            self.one.check_name(name)
+            return self.one
+        served = self.find(name)
+        if served.llm is None or not served.ready:
+            raise ApiError(
+                409,
+                f"The model {served.name!r} is {served.state}: there is nothing to see. POST /models/load loads it.",
+                param="model",
+                code="model_not_loaded",
+            )
+        return self.state_of(served, served.llm)
+
+    def state_of(self, served: Served, llm: AsyncLLM) -> ModelState:
+        state = self._loaded.get(llm)
+        if state is None:
+            state = self._loaded[llm] = ModelState(llm, served.config, served.name)
+        return state
+
+
+def not_served(name: str, known: list[str] | dict[str, None]) -> ApiError:
+    return ApiError(
+        404,
+        f"The model {name!r} is not served here; ask for {' or '.join(map(repr, known))}.",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def time_left(request: Request, model: ModelState, timeout_s: float | None) -> float | None:
+    """What of a request's time is left after it has waited for its model."""
+    waited_s: float = getattr(request.state, "waited_s", 0.0)
+    if not waited_s:
+        return timeout_s
+    longest_s = model.config.scheduler.request_timeout_s
+    return max(0.0, (longest_s if timeout_s is None else min(timeout_s, longest_s)) - waited_s)
 
 
 def tenant_of(request: Request) -> Tenant:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -15,9 +15,13 @@ from cllm.server.bodies import taken
 from cllm.server.errors import ApiError
 from cllm.server.openai_replies import ErrorReply, error_responses
 from cllm.server.openai_schema import ChatMessage
-from cllm.server.state import ServerState, State, tenant_of
+from cllm.server.state import ModelState, ServerState, State, tenant_of
 from cllm.server.validation import AtMost, RequestModel, Words, refusal
 from cllm.warm import warm
+
+if TYPE_CHECKING:
+    from cllm.llm import AsyncLLM
+    from cllm.served import Served
 
 router = APIRouter(tags=["Operations"])
 
@@ -33,6 +37,7 @@ class WarmRequest(RequestModel):
         }
     )
 
+    model: str | None = Field(None, description="Where there are several; default: the first.")
     prompt: Words | None = Field(None, description="What prompts begin with.")
     messages: (
         Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")] | None
@@ -60,17 +65,30 @@ class WarmReply(BaseModel):
 
 @asynccontextmanager
 async def under_way(state: ServerState) -> AsyncIterator[None]:
-    """`kv.warm` is computed: before this begins, or meanwhile."""
-    if state.config.kv.warm_before_ready:
-        await state.warm_up()
-        yield
-        return
-    work = asyncio.create_task(state.warm_up())
+    """`kv.warm` is computed: before this begins, or meanwhile. Where there are several models, when one is loaded."""
+    if state.one is not None:
+        await _warm_up(state, state.one)
     try:
         yield
     finally:
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
+        for task in state.background:
+            task.cancel()
+        await asyncio.gather(*state.background, return_exceptions=True)
+
+
+async def when_loaded(state: ServerState, served: Served, llm: AsyncLLM) -> None:
+    """One of several models is loaded; nobody uses it before this has returned."""
+    await _warm_up(state, state.state_of(served, llm))
+
+
+async def _warm_up(state: ServerState, model: ModelState) -> None:
+    work = state.warm_up(model)
+    if model.config.kv.warm_before_ready:
+        await work
+        return
+    task = asyncio.create_task(work)
+    state.background.add(task)
+    task.add_done_callback(state.background.discard)
 
 
 @router.post(
@@ -82,14 +100,15 @@ async def warm_prefix(
     body: Annotated[WarmRequest, Depends(taken(WarmRequest))], request: Request, state: State
 ) -> Response:
     """Compute the K/V of a prefix, so that requests which begin with it find it, and pin it."""
+    model = await state.model(body.model, request)
     prompt: Sequence[int]
     if body.messages is not None:
-        prompt = await state.texts.encode_beginning([message.plain() for message in body.messages])
+        prompt = await model.texts.encode_beginning([message.plain() for message in body.messages])
     else:
         assert body.prompt is not None
-        prompt = await state.texts.encode_prompt(body.prompt)
+        prompt = await model.texts.encode_prompt(body.prompt)
     work = warm(
-        state.llm,
+        model.llm,
         prompt,
         pin=body.pin,
         ttl_s=body.ttl_s,
@@ -116,9 +135,9 @@ async def warm_prefix(
     return Response(reply.model_dump_json(), media_type="application/json")
 
 
-@router.delete("/kv/warm/{pin_id}", status_code=204, responses=error_responses(ErrorReply, 401, 403, 404, 503))
-async def unpin(pin_id: str, state: State) -> Response:
+@router.delete("/kv/warm/{pin_id}", status_code=204, responses=error_responses(ErrorReply, 401, 403, 404, 409, 503))
+async def unpin(pin_id: str, state: State, model: str | None = None) -> Response:
     """End a pin. What it held stays cached like anything else."""
-    if not await state.llm.unpin(pin_id):
+    if not await state.loaded(model).llm.unpin(pin_id):
         raise ApiError(404, "There is no pin of that name (any more); GET /kv lists them.", code="pin_not_found")
     return Response(status_code=204)

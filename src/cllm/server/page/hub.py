@@ -41,9 +41,10 @@ INLINE_S = 0.001
 
 
 class Hub:
-    def __init__(self, llm: AsyncLLM, config: Config) -> None:
+    def __init__(self, llm: AsyncLLM, config: Config, name: str | None = None) -> None:
+        """`name`: what one of several models is called."""
         self._llm = llm
-        self._alias = config.model.alias
+        self._alias = name or config.model.alias
         self._most = config.server.max_watchers
         self._text_of = _text_source(llm) if config.server.page_shows_prompts else None
         self._process = psutil.Process()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from fastapi import APIRouter, FastAPI, Request
@@ -21,11 +22,16 @@ _HEADERS = {
 }
 
 
-def add_page(app: FastAPI, hub: Hub) -> None:
+def add_page(app: FastAPI, hub_of: Callable[[str | None], Hub]) -> None:
+    """`hub_of` finds the source of events for the name of a model, or for none."""
     router = APIRouter(include_in_schema=False)
     for path, file in page_files().items():
         router.add_api_route(path, partial(_file, file), methods=["GET"])
-    router.add_api_route("/kv/stream", lambda: WatchStream(hub), methods=["GET"])
+
+    async def stream(model: str | None = None) -> Response:
+        return WatchStream(hub_of(model))
+
+    router.add_api_route("/kv/stream", stream, methods=["GET"])
     app.include_router(router)
 
 

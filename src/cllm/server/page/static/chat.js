@@ -4,6 +4,7 @@ import { byId, make, setText } from "./dom.js";
 import { eventsOf, problemOf } from "./sse.js";
 import { duration, percent, rate, whole } from "./format.js";
 import { key } from "./key.js";
+import { models } from "./models.js";
 
 export class Chat {
   constructor() {
@@ -67,6 +68,7 @@ export class Chat {
       headers: { "content-type": "application/json", ...key.headers() },
       body: JSON.stringify({
         messages,
+        ...(models.chosen && { model: models.chosen }),
         stream: true,
         stream_options: { include_usage: true },
         ...(limit > 0 && { max_tokens: limit }),

@@ -12,6 +12,7 @@ import { Requests } from "./requests.js";
 import { Selection } from "./selection.js";
 import { bytes, percent, rate, whole } from "./format.js";
 import { follow } from "./stream.js";
+import { models } from "./models.js";
 import { onTheme } from "./theme.js";
 
 const RATE_SPAN_S = 2;
@@ -32,6 +33,7 @@ onTheme(() => {
   tree.render();
 });
 new Chat();
+models.follow();
 
 follow((kind, event) => {
   const isWhole = kind === "whole";

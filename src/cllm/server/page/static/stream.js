@@ -3,6 +3,7 @@
 import { byId, setText } from "./dom.js";
 import { eventsOf, problemOf } from "./sse.js";
 import { key } from "./key.js";
+import { models } from "./models.js";
 
 const LONGEST_PAUSE_S = 10;
 const HIDDEN_S = 30;
@@ -10,13 +11,16 @@ const SILENT_S = 10;
 
 export async function follow(onEvent) {
   let failures = 0;
+  let switchOver = () => {};
+  models.onChange(() => switchOver());
   for (;;) {
     await visible();
     const controller = new AbortController();
+    switchOver = () => controller.abort();
     const stopWatching = closeWhenHidden(controller);
     let silence;
     try {
-      const response = await fetch("kv/stream", { headers: key.headers(), signal: controller.signal, cache: "no-store" });
+      const response = await fetch(`kv/stream${models.query}`, { headers: key.headers(), signal: controller.signal, cache: "no-store" });
       if (response.status === 401) {
         show("locked", "needs a key");
         await key.ask();

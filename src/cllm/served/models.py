@@ -1,0 +1,250 @@
+"""Several models behind one server: which are loaded, who uses them, and what goes when memory is short.
+
+    unloaded ──► loading ──► ready ──► unloading ──► unloaded        failed: it could not be loaded; tried again later
+
+Everything here runs on the event loop; loading and freeing are done in threads. A model is loaded once, however many
+ask for it meanwhile, and one at a time, so that each finds the memory it was promised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from cllm.assemble import Place
+from cllm.config import Config
+from cllm.engine.turns import Turns
+from cllm.errors import (
+    CLLMError,
+    ModelBusyError,
+    ModelError,
+    ModelUnavailableError,
+    RequestTimeoutError,
+    ShuttingDownError,
+)
+from cllm.kv.ledger import Account, MemoryLedger
+from cllm.llm import AsyncLLM
+from cllm.served.entries import Served, by_name, read_entries
+from cllm.served.memory import Shares, choose_budget
+
+log = logging.getLogger("cllm")
+
+TEND_S = 1.0
+"""How often idle models are looked for."""
+CLAIM_S = 30.0
+"""How long a model that is to be loaded waits for others to give K/V memory back."""
+CLAIM_STEP_S = 0.01
+RETRY_S = 10.0
+"""After a model could not be loaded, requests for it are refused for so long before it is tried again."""
+
+
+class ServedModels:
+    """Raises `ConfigError` or `ModelError` for what can never be served. Nothing is loaded before `start`."""
+
+    def __init__(self, config: Config, *, before_mapping: Callable[[], None] | None = None) -> None:
+        self.models = read_entries(config)
+        self.ledger = MemoryLedger(choose_budget(config))
+        self.shares = Shares(self.models, self.ledger.budget)
+        self.shares.check()
+        self._by_name = by_name(self.models)
+        self._before_mapping = before_mapping
+        self.on_loaded: Callable[[Served, AsyncLLM], Awaitable[None]] | None = None
+        """What else is to be done before a model that was loaded is used."""
+        self._turns = Turns()
+        self._one_at_a_time = asyncio.Lock()
+        self._stopping = False
+        self._started = False
+        self._tending: asyncio.Task[None] | None = None
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self._started and not self._stopping
+
+    async def start(self) -> None:
+        """Load what is to be loaded at the start."""
+        try:
+            for served in self.models:
+                if served.at_start:
+                    await self._change(served, self._load)
+        except BaseException:
+            await self.shutdown(0)
+            raise
+        self._started = True
+        self._tending = asyncio.create_task(self._tend())
+
+    async def shutdown(self, grace_s: float | None = None) -> None:
+        """Let running requests end within `grace_s`, refuse the rest, free everything. Safe to call again."""
+        self._stopping = True
+        if self._tending is not None:
+            self._tending.cancel()
+        loaded = [served.llm for served in self.models if served.llm is not None]
+        await asyncio.gather(*(llm.shutdown(grace_s) for llm in loaded))
+        changing = [served.changing for served in self.models if served.changing is not None]
+        await asyncio.gather(*changing, return_exceptions=True)
+        for served in self.models:
+            if served.llm is not None and served.llm not in loaded:  # it was being loaded
+                await served.llm.shutdown(0)
+            served.state = "unloaded"
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    @property
+    def default(self) -> Served:
+        """What requests without a name mean."""
+        return self.models[0]
+
+    def find(self, name: str | None) -> Served | None:
+        return self.default if name is None else self._by_name.get(name)
+
+    async def acquire(self, served: Served, timeout_s: float | None = None) -> AsyncLLM:
+        """The model, loaded; whoever gets it calls `served.release` in the end. Until then it stays."""
+        until = time.monotonic() + (served.config.scheduler.request_timeout_s if timeout_s is None else timeout_s)
+        while not served.ready:
+            if self._stopping:
+                raise ShuttingDownError("the server is shutting down and takes no more requests")
+            await self._wait(served, self._next_change(served), until)
+        served.users += 1
+        served.idle.clear()
+        served.last_used = time.monotonic()
+        assert served.llm is not None
+        return served.llm
+
+    async def load(self, served: Served) -> None:
+        """Have it loaded, if it is not."""
+        while not served.ready:
+            await asyncio.shield(self._next_change(served, again=True))
+
+    async def unload(self, served: Served, *, wait: bool = False) -> None:
+        """Have it unloaded, if it is not. With `wait` once its requests have ended; those that come meanwhile wait, and
+        have it loaded again."""
+        if served.users and not wait:
+            raise ModelBusyError(
+                f"{served.name} has {served.users} requests running; wait for them, or ask with wait = true"
+            )
+        if served.changing is not None:
+            await asyncio.shield(served.changing)
+        if served.state == "ready":
+            await asyncio.shield(self._change(served, self._unload))
+
+    async def _wait(self, served: Served, change: asyncio.Task[None], until: float) -> None:
+        try:
+            await asyncio.wait_for(asyncio.shield(change), max(0.0, until - time.monotonic()))
+        except asyncio.TimeoutError:
+            what = "being unloaded" if served.state == "unloading" else "being loaded"
+            raise RequestTimeoutError(f"{served.name} is still {what}, and the request's time is over") from None
+
+    def _next_change(self, served: Served, *, again: bool = False) -> asyncio.Task[None]:
+        """What happens next on the way to a model that is ready."""
+        if served.changing is not None:
+            return served.changing
+        if served.state == "ready":  # its engine has given up
+            return self._change(served, self._unload)
+        wait_s = served.retry_at - time.monotonic()
+        if served.state == "failed" and wait_s > 0 and not again:
+            raise ModelUnavailableError(f"{served.name} could not be loaded: {served.error}", wait_s)
+        return self._change(served, self._load)
+
+    # -- changes -----------------------------------------------------------------------------------------------
+
+    def _change(self, served: Served, how: Callable[[Served], Awaitable[None]]) -> asyncio.Task[None]:
+        async def change() -> None:
+            try:
+                await how(served)
+            finally:
+                served.changing = None
+
+        task = served.changing = asyncio.create_task(change())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # there may be nobody to hear of it
+        return task
+
+    async def _load(self, served: Served) -> None:
+        started = time.monotonic()
+        served.state = "loading"
+        async with self._one_at_a_time:
+            try:
+                served.account = await self._find_room(served)
+                place = Place(
+                    self.shares.most_kv(served), served.account if served.account.least else None, served.kept
+                )
+                llm = AsyncLLM(served.config, before_mapping=self._before_mapping, place=place, turns=self._turns)
+                llm.observers = served.observers
+                await llm.start()
+            except BaseException as error:
+                self._close_account(served)
+                served.state, served.error = "failed", str(error) or type(error).__name__
+                served.retry_at = time.monotonic() + (RETRY_S if not isinstance(error, ModelUnavailableError) else 0)
+                if self._started:
+                    log.error("%s could not be loaded: %s", served.name, served.error)
+                if isinstance(error, CLLMError) or not isinstance(error, Exception):
+                    raise
+                raise ModelError(f"{served.name} could not be loaded: {error}") from error
+        served.llm = llm
+        if self.on_loaded is not None:
+            await self.on_loaded(served, llm)
+        served.state, served.error = "ready", None
+        served.loads += 1
+        served.last_used = time.monotonic()
+        log.info("%s is loaded, after %.2f s", served.name, served.last_used - started)
+
+    async def _unload(self, served: Served) -> None:
+        served.state = "unloading"
+        while served.users:
+            await served.idle.wait()
+        llm, served.llm = served.llm, None
+        if llm is not None:
+            await llm.shutdown(0)
+        self._close_account(served)
+        served.state = "unloaded"
+        log.info("%s is unloaded", served.name)
+
+    def _close_account(self, served: Served) -> None:
+        if served.account is not None:
+            self.ledger.close(served.account)
+            served.account = None
+
+    async def _find_room(self, served: Served) -> Account:
+        """Its account, with its weights counted. Others are unloaded for it if need be, the longest unused first."""
+        fixed, least = self.shares.fixed(served), self.shares.least(served)
+        while not self.ledger.fits(fixed + least):
+            victim = self._next_to_go()
+            if victim is None:
+                raise ModelUnavailableError(self.shares.no_room(served))
+            log.info("%s makes room for %s", victim.name, served.name)
+            await asyncio.shield(self._change(victim, self._unload))
+        account = self.ledger.open(served.name, fixed=fixed, least=least)
+        until = time.monotonic() + CLAIM_S
+        try:
+            while not self.ledger.claim(account):
+                if time.monotonic() > until:
+                    raise ModelUnavailableError(self.shares.no_room(served))
+                await asyncio.sleep(CLAIM_STEP_S)
+        except BaseException:
+            self.ledger.close(account)
+            raise
+        return account
+
+    def _next_to_go(self) -> Served | None:
+        idle = [
+            served
+            for served in self.models
+            if served.state == "ready" and not (served.users or served.entry.pinned or served.changing)
+        ]
+        return min(idle, key=lambda served: served.last_used, default=None)
+
+    async def _tend(self) -> None:
+        """Unload what has been idle for as long as its entry says, and what is broken."""
+        while True:
+            await asyncio.sleep(TEND_S)
+            now = time.monotonic()
+            for served in self.models:
+                after = served.entry.unload_after_s
+                if served.state == "ready" and not served.ready and served.changing is None:
+                    self._change(served, self._unload)  # its engine has given up: others may have its memory
+                elif after is None or served.entry.pinned or served.users or served.changing is not None:
+                    continue
+                elif served.state == "ready" and now - served.last_used >= after:
+                    self._change(served, self._unload)

@@ -1,0 +1,67 @@
+"""Several models: what each is doing, and loading and unloading by hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Depends
+from pydantic import ConfigDict, Field
+
+from cllm.server.bodies import taken
+from cllm.server.openai_replies import ErrorReply, ServedCard, error_responses
+from cllm.server.openai_schema import ModelName
+from cllm.server.state import State
+from cllm.server.validation import RequestModel
+
+if TYPE_CHECKING:
+    from cllm.served import Served
+
+router = APIRouter(prefix="/models", tags=["Models"])
+
+_ERRORS = error_responses(ErrorReply, 400, 401, 403, 404, 413, 500, 503)
+
+
+class LoadRequest(RequestModel):
+    model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2"}})
+
+    model: ModelName
+
+
+class UnloadRequest(LoadRequest):
+    wait: bool | None = Field(None, description="Wait for its requests to end instead of refusing. Default false.")
+
+
+@router.post("/load", responses=_ERRORS)
+async def load(body: Annotated[LoadRequest, Depends(taken(LoadRequest))], state: State) -> ServedCard:
+    """Load a model; answered when it is ready. Others may be unloaded to make room."""
+    assert state.several is not None
+    served = state.find(body.model)
+    await state.several.load(served)
+    return served_card(served, state.created)
+
+
+@router.post("/unload", responses={**_ERRORS, **error_responses(ErrorReply, 409)})
+async def unload(body: Annotated[UnloadRequest, Depends(taken(UnloadRequest))], state: State) -> ServedCard:
+    """Unload a model. One with running requests is refused with 409, or waited for. The next request for it loads it
+    again."""
+    assert state.several is not None
+    served = state.find(body.model)
+    await state.several.unload(served, wait=bool(body.wait))
+    return served_card(served, state.created)
+
+
+def served_card(served: Served, created: int) -> ServedCard:
+    loaded = served.llm if served.ready else None
+    return ServedCard(
+        id=served.name,
+        created=created,
+        max_model_len=loaded.max_context if loaded is not None else served.estimate.context,
+        aliases=[name for name in served.names if name != served.name],
+        state=served.state if served.state != "ready" or served.ready else "failed",
+        error=served.error,
+        pinned=served.entry.pinned,
+        requests=served.users,
+        weights_bytes=served.estimate.weights,
+        kv_bytes=served.account.taken - served.estimate.weights if loaded and served.account is not None else 0,
+        kv_bytes_per_token=served.estimate.token_bytes,
+    )

@@ -1,0 +1,98 @@
+"""Several models from files and from the command line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+import serve_kit
+from cllm.cli import app as cllm_app
+from cllm.config import load_config
+from cllm.errors import ModelError
+from cllm.served import ServedModels
+from gguf_kit import tiny_model
+from native_kit import write_model
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_is_all_its_models(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        tiny_model(tmp_path / f"{name}.gguf")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    (tmp_path / "notes.txt").write_text("no model")
+    settings = {"backend.type": "llama_cpp", "models": [str(tmp_path)], "resources.max_memory_mb": 100.0}
+    served = ServedModels(load_config(None, settings, {}).config)
+    assert [each.name for each in served.models] == ["one", "two"]
+    assert not any(each.at_start for each in served.models)
+
+
+def test_a_directory_without_models_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="a directory without models"):
+        ServedModels(load_config(None, {"models": [str(tmp_path)]}, {}).config)
+
+
+# -- the whole server ----------------------------------------------------------------------------------------------
+
+
+def test_a_stream_keeps_its_model_until_it_ends_or_its_client_leaves() -> None:
+    entries = "models=[one, {name: two, load: first_use, backend: {fake: {latency_ms: 20}}}]"
+    with serve_kit.serving(entries, "resources.max_memory_mb=4") as server:
+
+        def card() -> dict[str, Any]:
+            found: dict[str, Any] = httpx.get(f"{server.url}/v1/models/two").json()
+            return found
+
+        assert card()["state"] == "unloaded"
+        body = {"model": "two", "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            assert (card()["state"], card()["requests"]) == ("ready", 1)
+            refused = httpx.post(f"{server.url}/models/unload", json={"model": "two"})
+            assert refused.status_code == 409
+        serve_kit.until(lambda: card()["requests"] == 0)
+        assert httpx.post(f"{server.url}/models/unload", json={"model": "two"}).status_code == 200
+        assert (card()["state"], card()["kv_bytes"]) == ("unloaded", 0)
+        assert server.logged("two is loaded, after") and server.logged("model two")
+        server.send(signal.SIGTERM)
+        assert server.end() == 0
+
+
+def test_what_cannot_be_served_is_one_line() -> None:
+    command = [sys.executable, "-m", "cllm", "serve", "a", "b", "--backend", "fake", "--port", "0"]
+    command += ["--set", "resources.max_memory_mb=0.04"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "2 models are to be loaded together, but do not fit" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
+
+
+def test_the_list_of_models_says_what_each_takes(tmp_path: Path) -> None:
+    write_model(tmp_path / "one.gguf", context_length=512)
+    (tmp_path / "two.gguf").write_bytes(b"no model")
+    shown = CliRunner().invoke(cllm_app, ["models", str(tmp_path), "--backend", "native", "--json", "-"])
+    assert shown.exit_code == 0
+    one, two = json.loads(shown.stdout)
+    # Two layers, two K/V heads of 16 values, keys and values of 2 bytes each.
+    assert (one["kv_bytes_per_1000_tokens"], one["context"], one["context_bytes"]) == (256_000, 512, 512 * 256)
+    assert (one["backend"], one["file_bytes"]) == ("native", (tmp_path / "one.gguf").stat().st_size)
+    assert one["weights_bytes"] > 0
+    assert "two.gguf" in two["problem"]
+    table = CliRunner().invoke(cllm_app, ["models", str(tmp_path), "--backend", "native"]).stdout
+    assert "one.gguf" in table and "two.gguf: " in table
+
+
+def test_known_names_are_listed_before_they_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path))
+    assert (
+        CliRunner().invoke(cllm_app, ["models"]).stdout == "smollm2: not here yet; fetch it with: cllm pull smollm2\n"
+    )
