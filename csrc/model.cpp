@@ -59,7 +59,7 @@ void Shape::check() const {
         refuse("rope_frequency_scale is " + std::to_string(rope_frequency_scale));
 }
 
-Model::Model(const Shape& s, const Kernels& k, ThreadPool& pool) : shape(s), kernels(k), pool_(pool) {
+Model::Model(const Shape& s, const Kernels& k, Team& team) : shape(s), kernels(k), team_(team) {
     shape.check();
     layers.resize(size_t(shape.n_layers));
 }
@@ -109,7 +109,8 @@ void Model::load_matrix(PackedMatrix& to, const std::string& what, GgmlType type
     // Each thread packs what will be its share of the product, so that it is the first to touch that memory, which the
     // system then takes from near it.
     const int64_t before = beside.rows_before / kTileRows, tiles = form.tiles(), after = beside.rows_after / kTileRows;
-    pool_.share(before + tiles + after, 1, [&](int, int64_t first, int64_t last) {
+    const Turn turn(team_);
+    team_.share(before + tiles + after, 1, [&](int, int64_t first, int64_t last) {
         first = std::max<int64_t>(0, first - before);
         last = std::min(tiles, last - before);
         if (first < last && !pack_tiles(type, raw, form, target, first, last)) sound = false;

@@ -230,6 +230,25 @@ def lives(path: Path) -> None:
         load_engine(GGUFModel.open(path), threads=threads)
 
 
+def together(paths: list[Path]) -> None:
+    """Engines of several sizes step, move, load and end at once: one pool, larger and smaller teams in turn."""
+
+    def live(path: Path, threads: int) -> None:
+        for _ in range(2):
+            rig = Rig(path, threads=threads, blocks=40)
+            tokens = random_tokens(rig.n_vocab, 120)
+            for at in range(100, 120):
+                rig.step(Part(tokens[:at], 0, rig.table(at)))
+                rig.step(*(Part(tokens[i : i + 1], i, rig.table(at)) for i in range(3)))
+            moves(rig)
+
+    workers = [threading.Thread(target=live, args=(path, 1 + index)) for index, path in enumerate(paths)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
 def main() -> None:
     quick = options.quick
     with tempfile.TemporaryDirectory() as name:
@@ -251,6 +270,7 @@ def main() -> None:
         path = build_model(n_layers=20, weight_type="q8_0").write(folder / "deep.gguf")
         aborts(Rig(path, threads=3))
         lives(path)
+        together([path, folder / "model.gguf"] * 2)
         samples()
         packings()
         damaged_files(folder, 60 if quick else 600)
