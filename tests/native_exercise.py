@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -242,11 +243,9 @@ def together(paths: list[Path]) -> None:
                 rig.step(*(Part(tokens[i : i + 1], i, rig.table(at)) for i in range(3)))
             moves(rig)
 
-    workers = [threading.Thread(target=live, args=(path, 1 + index)) for index, path in enumerate(paths)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ThreadPoolExecutor(len(paths)) as workers:
+        for done in [workers.submit(live, path, 1 + index) for index, path in enumerate(paths)]:
+            done.result()
 
 
 def main() -> None:
