@@ -18,16 +18,17 @@ constexpr int kPiecesPerThread = 4;
 }  // namespace
 
 void BlockMover::move(const BlockMove* moves, size_t count, uint8_t* arena, size_t block_bytes, int64_t blocks,
-                      ThreadPool& pool) {
+                      Team& team) {
     plan(moves, count, blocks);
     order_by_wave();
-    cut(block_bytes, pool.size());
+    cut(block_bytes, team.size());
     const bool streams = choice_.streams();
+    const Turn turn(team);
     const auto started = std::chrono::steady_clock::now();
     const Piece* wave = pieces_.data();
     for (const size_t end : piece_ends_) {
         const Piece* const wave_end = pieces_.data() + end;
-        pool.share(wave_end - wave, 1, [&](int, int64_t first, int64_t last) {
+        team.share(wave_end - wave, 1, [&](int, int64_t first, int64_t last) {
             for (const Piece* piece = wave + first; piece < wave + last; ++piece)
                 (streams ? stream_copy : plain_copy)(arena + piece->target, arena + piece->source, piece->bytes);
         });

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "pool.h"
+#include "team.h"
 
 namespace cllm {
 
@@ -39,7 +39,7 @@ class BlockMover {
 public:
     // All blocks are in the arena, fewer than 2^32 - 1 in all moves together. What can fail (memory for the plan) fails
     // before anything is moved, with std::bad_alloc.
-    void move(const BlockMove* moves, size_t count, uint8_t* arena, size_t block_bytes, int64_t blocks, ThreadPool& pool);
+    void move(const BlockMove* moves, size_t count, uint8_t* arena, size_t block_bytes, int64_t blocks, Team& team);
 
 private:
     struct Copy {

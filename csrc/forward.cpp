@@ -29,7 +29,7 @@ template <class Work>
 void Forward::each_panel(Phase which, Work&& work) {
     const int64_t size = kernels_.panel_rows, panels = (rows_ + size - 1) / size;
     timed(which, [&] {
-        pool_.share(panels, 1, [&](int thread, int64_t first, int64_t last) {
+        team_.share(panels, 1, [&](int thread, int64_t first, int64_t last) {
             for (int64_t row = first * size; row < std::min(rows_, last * size); ++row) work(thread, row);
         });
     });
@@ -50,9 +50,10 @@ bool Forward::step(const int32_t* tokens, const std::vector<Chunk>& chunks, cons
     plan_rows(chunks);
     if (rows_ == 0) return true;
     const bool any_dropped = std::any_of(dropped_.begin(), dropped_.end(), [](int dropped) { return dropped > 0; });
-    work_.ensure(model_, rows_, pool_.size(), any_dropped);
+    work_.ensure(model_, rows_, team_.size(), any_dropped);
     plan_attention(false);
     rotates_later_ = rows_are_apart();
+    const Turn turn(team_);
     embed();
     for (int layer = 0; layer < model_.shape.n_layers; ++layer) {
         if (abort_.load(std::memory_order_relaxed)) return false;
@@ -111,7 +112,7 @@ bool Forward::run_layer(int index) {
         keep_wanted_rows();
         multiply({q}, normalised(layer.attn_norm), false, Phase::norm, Phase::qkv);
         timed(Phase::rope, [&] {
-            pool_.queue(rows_, [&](int, int64_t row) {
+            team_.queue(rows_, [&](int, int64_t row) {
                 for (int head = 0; head < model_.shape.n_kv_heads; ++head) rotate_in_place(layer, row, head);
             });
         });
@@ -130,7 +131,7 @@ void Forward::feed_forward(const Layer& layer) {
     make_shared(inputs, Phase::norm);
     const int64_t groups = (model_.shape.n_ff + 31) / 32, parts = row_parts(groups);
     timed(Phase::gate_up, [&] {
-        pool_.share(
+        team_.share(
             groups * parts, 1, [&](int thread) { make_own(inputs, thread); },
             [&](int thread, int64_t first, int64_t last) {
                 each_part(first, last, parts, [&](int64_t group, int64_t end, Rows rows) {
@@ -233,7 +234,7 @@ const InputBuffer& Forward::made(const Inputs& inputs, int thread) const {
 
 // Into how many parts the rows are cut, where there are `units` of tiles.
 int64_t Forward::row_parts(int64_t units) const {
-    const int64_t wanted = (kPartsPerThread * pool_.size() + units - 1) / units;
+    const int64_t wanted = (kPartsPerThread * team_.size() + units - 1) / units;
     return std::max<int64_t>(1, std::min(wanted, rows_ / kRowsPerPart));
 }
 
@@ -268,7 +269,7 @@ void Forward::multiply(std::initializer_list<Product> products, const Inputs& in
             }
         });
     };
-    timed(which, [&] { pool_.share(units * parts, grain, [&](int thread) { make_own(inputs, thread); }, work); });
+    timed(which, [&] { team_.share(units * parts, grain, [&](int thread) { make_own(inputs, thread); }, work); });
 }
 
 void Forward::multiply_tiles(const Product& product, const InputBuffer& inputs, int64_t first_tile, int64_t last_tile,

@@ -29,7 +29,7 @@ extern const char* const kPhaseNames[int(Phase::count)];
 
 class Forward {
 public:
-    Forward(const Model& model, ThreadPool& pool) : model_(model), pool_(pool), kernels_(model.kernels) {}
+    Forward(const Model& model, Team& team) : model_(model), team_(team), kernels_(model.kernels) {}
 
     // A row of logits for each chunk that wants one. False if `abort` ended the step; then part of the K/V was written.
     bool step(const int32_t* tokens, const std::vector<Chunk>& chunks, const KVLayout& layout, uint8_t* arena, float* logits);
@@ -122,7 +122,7 @@ private:
     void each_panel(Phase which, Work&& work);
 
     const Model& model_;
-    ThreadPool& pool_;
+    Team& team_;
     const Kernels& kernels_;
     Workspace work_;
 

@@ -39,7 +39,7 @@ void Forward::plan_attention(bool last_rows_only) {
     // The longest contexts first, so that the threads end together.
     std::reverse(tiles_.begin(), tiles_.end());
     const int64_t tasks = int64_t(tiles_.size()) * model_.shape.n_kv_heads;
-    splits_apart_ = longest > 1 && tasks < kTasksPerThread * pool_.size();
+    splits_apart_ = longest > 1 && tasks < kTasksPerThread * team_.size();
     if (!splits_apart_) return;
     work_.states.ensure(states);
     if (open_splits_.size() < size_t(tasks)) open_splits_ = std::vector<std::atomic<int>>(size_t(tasks));
@@ -120,7 +120,7 @@ void Forward::store_keys(const Layer& layer, int index, int64_t row, int kv_head
 void Forward::rotate_and_store(const Layer& layer, int index, bool queries) {
     const int64_t run = rows_to_store(rows_);
     timed(Phase::rope, [&] {
-        pool_.queue((rows_ + run - 1) / run, [&](int, int64_t task) {
+        team_.queue((rows_ + run - 1) / run, [&](int, int64_t task) {
             for (int64_t row = task * run; row < std::min(rows_, (task + 1) * run); ++row)
                 for (int head = 0; head < model_.shape.n_kv_heads; ++head) {
                     if (queries) rotate_in_place(layer, row, head);
@@ -168,7 +168,7 @@ void Forward::attend(int layer) {
     const int64_t heads = model_.shape.n_kv_heads;
     timed(Phase::attention, [&] {
         if (splits_apart_) return attend_splits(layer);
-        pool_.queue(int64_t(tiles_.size()) * heads, [&](int thread, int64_t task) {
+        team_.queue(int64_t(tiles_.size()) * heads, [&](int thread, int64_t task) {
             attend_tile(tiles_[size_t(task / heads)], layer, int(task % heads), thread);
         });
     });
@@ -215,8 +215,8 @@ void Forward::attend_splits(int layer) {
             kernels_.merge_states(total, states_of(tile, head, later), int64_t(tile.tokens) * s.group(), s.head_dim);
         finish(tile, head, total);
     };
-    if (tasks > pool_.size()) return pool_.queue(tasks, attend_task);
-    pool_.share(tasks, 1, [&](int thread, int64_t first, int64_t last) {
+    if (tasks > team_.size()) return team_.queue(tasks, attend_task);
+    team_.share(tasks, 1, [&](int thread, int64_t first, int64_t last) {
         for (; first < last; ++first) attend_task(thread, first);
     });
 }

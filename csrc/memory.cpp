@@ -87,11 +87,12 @@ void Region::release(size_t offset, size_t bytes) {
         fail(errno, "the operating system did not take memory back");
 }
 
-void Region::prepare(size_t offset, size_t bytes, ThreadPool& pool) {
+void Region::prepare(size_t offset, size_t bytes, Team& team) {
     if (bytes == 0) return;
     const size_t page = usual_page(), begin = offset / kLargePage * kLargePage, end = offset + bytes;
     std::atomic<int> failed{0};
-    pool.share(int64_t((end - begin + kLargePage - 1) / kLargePage), 1, [&](int, int64_t from, int64_t to) {
+    const Turn turn(team);
+    team.share(int64_t((end - begin + kLargePage - 1) / kLargePage), 1, [&](int, int64_t from, int64_t to) {
         const size_t first = std::max(offset, begin + size_t(from) * kLargePage);
         const size_t last = std::min(end, begin + size_t(to) * kLargePage);
         const size_t first_page = first / page * page;

@@ -7,7 +7,7 @@
 #include <new>
 #include <vector>
 
-#include "pool.h"
+#include "team.h"
 
 namespace cllm {
 
@@ -30,7 +30,7 @@ public:
     // they held is lost. Throws std::system_error.
     void release(size_t offset, size_t bytes);
     // Takes the pages of these bytes, on all threads; what these bytes held is lost. Throws std::system_error.
-    void prepare(size_t offset, size_t bytes, ThreadPool& pool);
+    void prepare(size_t offset, size_t bytes, Team& team);
     // Bytes that are in memory, as the operating system says. Throws std::system_error.
     size_t resident() const;
 

@@ -9,6 +9,8 @@ namespace cllm {
 
 namespace {
 
+constexpr int64_t kTurnBytes = 8 << 20;  // so much is packed in a turn: some milliseconds
+
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
 
 void check_range(const char* name, int64_t value, int64_t low, int64_t high) {
@@ -59,7 +61,7 @@ void Shape::check() const {
         refuse("rope_frequency_scale is " + std::to_string(rope_frequency_scale));
 }
 
-Model::Model(const Shape& s, const Kernels& k, ThreadPool& pool) : shape(s), kernels(k), pool_(pool) {
+Model::Model(const Shape& s, const Kernels& k, Team& team) : shape(s), kernels(k), team_(team) {
     shape.check();
     layers.resize(size_t(shape.n_layers));
 }
@@ -107,13 +109,21 @@ void Model::load_matrix(PackedMatrix& to, const std::string& what, GgmlType type
     uint8_t* target = shelf_.take(form.bytes());
     std::atomic<bool> sound{true};
     // Each thread packs what will be its share of the product, so that it is the first to touch that memory, which the
-    // system then takes from near it.
+    // system then takes from near it. A large matrix takes several turns, each for some tiles of every share, so that the
+    // steps of other engines come in between.
     const int64_t before = beside.rows_before / kTileRows, tiles = form.tiles(), after = beside.rows_after / kTileRows;
-    pool_.share(before + tiles + after, 1, [&](int, int64_t first, int64_t last) {
-        first = std::max<int64_t>(0, first - before);
-        last = std::min(tiles, last - before);
-        if (first < last && !pack_tiles(type, raw, form, target, first, last)) sound = false;
-    });
+    const int64_t turns = (int64_t(form.bytes()) + kTurnBytes - 1) / kTurnBytes;
+    const int64_t items = (before + tiles + after + turns - 1) / turns;
+    for (int64_t turn = 0; turn < turns; ++turn) {
+        const Turn taken(team_);
+        team_.share(items, 1, [&](int, int64_t first, int64_t last) {
+            for (int64_t item = first; item < last; ++item) {
+                const int64_t tile = item * turns + turn - before;
+                if (tile < 0 || tile >= tiles) continue;
+                if (!pack_tiles(type, raw, form, target, tile, tile + 1)) sound = false;
+            }
+        });
+    }
     if (!sound) refuse(what + " holds values that are not finite");
     form.data = target;
     to = form;

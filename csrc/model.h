@@ -6,7 +6,7 @@
 
 #include "kernels.h"
 #include "memory.h"
-#include "pool.h"
+#include "team.h"
 
 namespace cllm {
 
@@ -39,7 +39,7 @@ struct Beside {
 
 class Model {
 public:
-    Model(const Shape& shape, const Kernels& kernels, ThreadPool& pool);
+    Model(const Shape& shape, const Kernels& kernels, Team& team);
 
     void load(int layer, const std::string& role, GgmlType type, int64_t rows, int64_t cols, const uint8_t* raw, size_t bytes);
     void seal();
@@ -61,7 +61,7 @@ private:
     void load_matrix(PackedMatrix& to, const std::string& what, GgmlType type, int64_t rows, int64_t cols,
                      int64_t expected_rows, int64_t expected_cols, const uint8_t* raw, Beside beside = {});
 
-    ThreadPool& pool_;
+    Team& team_;
     Shelf shelf_;
     Vector rope_factors_;
     bool sealed_ = false;

@@ -5,8 +5,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <unistd.h>
-
 #include <cmath>
 #include <map>
 #include <memory>
@@ -44,29 +42,13 @@ KVType kv_type(const std::string& name) {
     refuse("there is no K/V type " + name);
 }
 
-int checked_threads(int threads) {
-    if (threads < 1 || threads > 1024) refuse("threads is " + number(threads));
-    return threads;
-}
-
-// In a process that was forked off, a pool's threads are not there: joining them would never end, so it is left behind.
-struct DeleteByOwner {
-    pid_t owner = getpid();
-    void operator()(ThreadPool* pool) const {
-        if (getpid() == owner) delete pool;
-    }
-};
-
 class Engine {
 public:
     Engine(const std::string& instruction_set, int threads, const Shape& shape)
-        : owned_pool_(new ThreadPool(checked_threads(threads))),
-          pool_(*owned_pool_),
-          model_(shape, select_kernels(instruction_set), pool_),
-          forward_(model_, pool_) {}
+        : team_(threads), model_(shape, select_kernels(instruction_set), team_), forward_(model_, team_) {}
 
     std::string instruction_set() const { return model_.kernels.name; }
-    int threads() const { return pool_.size(); }
+    int threads() const { return team_.size(); }
     size_t weight_bytes() const { return model_.weight_bytes(); }
     size_t kv_bytes() const { return arena_->size(); }
 
@@ -109,7 +91,7 @@ public:
         copies.reserve(pairs.shape(0));
         for (size_t i = 0; i < pairs.shape(0) * 2; ++i) check_block(pairs.data()[i]);
         for (size_t i = 0; i < pairs.shape(0); ++i) copies.push_back({pairs.data()[i * 2], pairs.data()[i * 2 + 1], 1});
-        mover_.move(copies.data(), copies.size(), arena_->data(), layout_.block_bytes(), blocks_, pool_);
+        mover_.move(copies.data(), copies.size(), arena_->data(), layout_.block_bytes(), blocks_, team_);
     }
 
     void move_blocks(const IntTable& moves) {
@@ -126,7 +108,7 @@ public:
             checked.push_back({move[0], move[1], move[2]});
         }
         if (total > INT32_MAX) refuse("the moves have " + number(total) + " blocks together");
-        mover_.move(checked.data(), checked.size(), arena_->data(), layout_.block_bytes(), blocks_, pool_);
+        mover_.move(checked.data(), checked.size(), arena_->data(), layout_.block_bytes(), blocks_, team_);
     }
     void release_pages(int64_t first, int64_t count) {
         require_ready();
@@ -136,7 +118,7 @@ public:
     void prepare_pages(int64_t first, int64_t count) {
         require_ready();
         check_run(first, count);
-        arena_->prepare(size_t(first) * layout_.block_bytes(), size_t(count) * layout_.block_bytes(), pool_);
+        arena_->prepare(size_t(first) * layout_.block_bytes(), size_t(count) * layout_.block_bytes(), team_);
     }
     size_t resident_bytes() const {
         require_ready();
@@ -206,8 +188,7 @@ private:
                 refuse("token " + number(tokens.data()[i]) + " is not one of " + number(model_.shape.n_vocab));
     }
 
-    std::unique_ptr<ThreadPool, DeleteByOwner> owned_pool_;
-    ThreadPool& pool_;
+    Team team_;
     Model model_;
     Forward forward_;
     std::shared_ptr<Region> arena_ = std::make_shared<Region>();  // whoever views it holds it
@@ -319,7 +300,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("threads", &Engine::threads)
         .def_prop_ro("weight_bytes", &Engine::weight_bytes)
         .def_prop_ro("kv_bytes", &Engine::kv_bytes)
-        .def("load", &Engine::load, "layer"_a, "role"_a, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a)
+        .def("load", &Engine::load, "layer"_a, "role"_a, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a, no_gil)
         .def("seal", &Engine::seal)
         .def("allocate", &Engine::allocate, nb::kw_only(), "blocks"_a, "block_size"_a, "type_k"_a, "type_v"_a,
              "large_pages"_a = true, no_gil)

@@ -8,6 +8,8 @@
 #include <string>
 #include <system_error>
 
+#include "core.h"
+
 namespace cllm {
 
 namespace {
@@ -58,32 +60,40 @@ int current_core() {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads)
-    : size_(threads), seats_(new Seat[size_t(threads)]), pauses_per_us_(measure_pauses()) {
-    workers_.reserve(size_t(threads - 1));
-    try {
-        for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
-    } catch (const std::system_error& error) {
-        close();
-        throw std::runtime_error("the system refused to start thread " + std::to_string(workers_.size() + 2) + " of " +
-                                 std::to_string(threads) + ": " + error.what());
-    }
-}
+ThreadPool::ThreadPool() : pauses_per_us_(measure_pauses()), seats_(new Seat[kMostThreads]) {}
 
-ThreadPool::~ThreadPool() { close(); }
-
-void ThreadPool::close() {
+ThreadPool::~ThreadPool() {
     closing_.store(true);
     const uint64_t last = phase_.load() + 1;
     jobs_[last & 1].count.store(0);
     phase_.store(last);
     phases_.ring(INT_MAX);
+    larger_.ring(INT_MAX);
     for (auto& worker : workers_) worker.join();
 }
 
+void ThreadPool::grow(int threads) {
+    try {
+        workers_.reserve(size_t(threads - 1));
+        for (int thread = int(workers_.size()) + 1; thread < threads; ++thread)
+            workers_.emplace_back([this, thread] { serve(thread); });
+    } catch (const std::system_error& error) {
+        throw std::runtime_error("the system refused to start thread " + std::to_string(workers_.size() + 2) + " of " +
+                                 std::to_string(threads) + ": " + error.what());
+    }
+}
+
+void ThreadPool::begin_turn(int threads) {
+    turns_.take();
+    const int before = team_.exchange(threads);
+    if (before < threads && larger_.anybody()) larger_.ring(INT_MAX);
+}
+
+void ThreadPool::end_turn() { turns_.pass_on(); }
+
 void ThreadPool::run_phase(Entry entry, const void* context, int64_t count, int64_t grain, int shares) {
     if (count <= 0) return;
-    if (count <= grain || size_ == 1 || count > int64_t(kItemMask)) return entry(context, 0, 0, count, true);
+    if (count <= grain || count > int64_t(kItemMask)) return entry(context, 0, 0, count, true);
     const uint64_t phase = phase_.load(std::memory_order_relaxed) + 1;
     Job& job = jobs_[phase & 1];
     job.entry.store(entry, std::memory_order_relaxed);
@@ -95,7 +105,7 @@ void ThreadPool::run_phase(Entry entry, const void* context, int64_t count, int6
     const auto over = [&] { return all_done(phase, count); };
     int64_t done = work_on(phase, 0, 0, 0);
     const auto lend_a_hand = [&] { done += help(phase, 0, done); };
-    while (!wait(0, owners_core_, over, lend_a_hand)) finished_.sleep(over);
+    while (!wait(0, over, lend_a_hand)) finished_.sleep(over);
 }
 
 void ThreadPool::publish(uint64_t phase) {
@@ -108,7 +118,8 @@ void ThreadPool::publish(uint64_t phase) {
 }
 
 bool ThreadPool::all_done(uint64_t phase, int64_t count) const {
-    for (int thread = 0; thread < size(); ++thread) {
+    const int team = team_.load(std::memory_order_relaxed);
+    for (int thread = 0; thread < team; ++thread) {
         const uint64_t done = seats_[size_t(thread)].done.load();
         if (is_of(done, phase)) count -= items_of(done);
     }
@@ -118,8 +129,10 @@ bool ThreadPool::all_done(uint64_t phase, int64_t count) const {
 // A range of a share, if anything is left of it. What is read of the job may be of a later phase, if this thread is late; but
 // then the phase has moved on, which is looked at last: phase k cannot end while somebody holds a range of it, and its job is
 // written over only after phase k + 1 has begun. A claim that came too late has changed nothing that anybody believes, since
-// it bears the number of its phase.
-bool ThreadPool::claim(uint64_t phase, int share, Range& range) {
+// it bears the number of its phase. The team is set before its first phase is published, and while it was set nothing was
+// left of the phase before.
+bool ThreadPool::claim(uint64_t phase, int share, int thread, Range& range) {
+    if (thread >= team_.load()) return false;
     const Job& job = jobs_[phase & 1];
     const int64_t count = job.count.load(), grain = job.grain.load(), shares = job.shares.load();
     share %= int(shares);
@@ -142,7 +155,7 @@ int64_t ThreadPool::work_on(uint64_t phase, int share, int thread, int64_t done_
     int64_t done = 0;
     Range range;
     std::atomic<int>& busy_on = seats_[size_t(thread)].busy_on;
-    while (claim(phase, share, range)) {
+    while (claim(phase, share, thread, range)) {
         if (done == 0) busy_on.store(current_core(), std::memory_order_relaxed);
         const Job& job = jobs_[phase & 1];
         job.entry.load()(job.context.load(), thread, range.first, range.last, done_before + done == 0);
@@ -160,9 +173,9 @@ void ThreadPool::report(uint64_t phase, int thread, int64_t done) {
 }
 
 int64_t ThreadPool::help(uint64_t phase, int thread, int64_t done_before) {
+    const int team = team_.load();
     int64_t done = 0;
-    for (int step = 0; step < size(); ++step)
-        done += work_on(phase, (thread + step) % size(), thread, done_before + done);
+    for (int step = 0; step < team; ++step) done += work_on(phase, (thread + step) % team, thread, done_before + done);
     return done;
 }
 
@@ -178,15 +191,16 @@ bool ThreadPool::spin(int us, const Over& over) const {
 
 // Whether another thread that has work was last seen on the core of this one, so that only one of them can run.
 bool ThreadPool::in_the_way(int thread) const {
-    const int core = current_core();
-    for (int other = 0; core >= 0 && other < size_; ++other)
+    const int core = current_core(), team = team_.load(std::memory_order_relaxed);
+    for (int other = 0; core >= 0 && other < team; ++other)
         if (other != thread && seats_[size_t(other)].busy_on.load(std::memory_order_relaxed) == core) return true;
     return false;
 }
 
 // Until `over`, helping on the way; false if it is time to sleep.
 template <class Over, class Help>
-bool ThreadPool::wait(int thread, Core& core, const Over& over, const Help& help) const {
+bool ThreadPool::wait(int thread, const Over& over, const Help& help) const {
+    thread_local Core core;
     if (spin(kPatience, over)) return true;
     help();
     int yields = 0;
@@ -204,17 +218,21 @@ bool ThreadPool::wait(int thread, Core& core, const Over& over, const Help& help
 }
 
 void ThreadPool::serve(int thread) {
-    Core core;
     uint64_t phase = 0;
     int64_t done = 0;  // in this phase
+    const auto called = [&] { return thread < team_.load() || closing_.load(); };
     const auto over = [&] { return phase_.load() != phase; };
     const auto lend_a_hand = [&] { done += help(phase, thread, done); };
     while (!closing_.load()) {
+        if (!called()) {
+            larger_.sleep(called);
+            continue;
+        }
         if (over()) {
             phase = phase_.load();
             done = work_on(phase, thread, thread, 0);
         }
-        if (wait(thread, core, over, lend_a_hand)) continue;
+        if (wait(thread, over, lend_a_hand)) continue;
         phases_.sleep(over);
         if (phases_.anybody()) phases_.ring(2);
     }

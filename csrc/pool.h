@@ -1,6 +1,6 @@
 // Threads that work on one step together, phase after phase.
 //
-// A phase is a number of items and what to do with them. The thread that owns the pool publishes it, works on it like the
+// A phase is a number of items and what to do with them. The thread that owns the turn publishes it, works on it like the
 // others and goes on when all *items* are done. It never waits for a thread that has none in hand, so one that sleeps, comes
 // late or has lost its core to somebody else holds nobody up: the others do its part.
 //
@@ -11,6 +11,9 @@
 // costs one line that all read and one line each that the owner reads. Who waits spins, because phases last microseconds, but
 // not for long on a core that somebody else wants: it sleeps there, which also saves its turn for when it is needed. If that
 // somebody is one of the pool itself, it makes way at once.
+//
+// All engines of a process have one pool and take turns (team.h), each with as many of its threads as it was given, counted
+// from the first. Threads beyond those of the turn sleep apart, so that no phase wakes them.
 #pragma once
 
 #include <atomic>
@@ -20,46 +23,34 @@
 #include <thread>
 #include <vector>
 
-#include "core.h"
 #include "sleep.h"
+#include "turns.h"
 
 namespace cllm {
 
 class ThreadPool {
 public:
-    explicit ThreadPool(int threads);  // throws std::runtime_error if the system has no more threads
+    static constexpr int kMostThreads = 1024;
+    // What a phase does with the items [first, last). Must not throw.
+    using Entry = void (*)(const void* context, int thread, int64_t first, int64_t last, bool prepare);
+
+    ThreadPool();
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    int size() const { return size_; }
+    // So many threads at least, the caller of `run_phase` among them. One thread at a time may call it, also while others run
+    // phases. Throws std::runtime_error if the system has no more; those that there are stay of use.
+    void grow(int threads);
 
-    // work(thread, first, last) for ranges that are [0, count) together, each item once; returns when all are done. Must not
-    // throw, and is for the thread that owns the pool alone. Each thread begins with a share of its own, which is the same
-    // one for the same count: what it reads, and has touched first, is near it. Ranges are multiples of `grain` where that
-    // is possible.
-    template <class Work>
-    void share(int64_t count, int64_t grain, Work&& work) {
-        share(count, grain, [](int) {}, work);
-    }
+    // Waits, asleep, for those who asked before, and then has the first `threads` threads until `end_turn`.
+    void begin_turn(int threads);
+    void end_turn();
 
-    // The same; each thread that gets a range calls prepare(thread) before its first.
-    template <class Prepare, class Work>
-    void share(int64_t count, int64_t grain, Prepare&& prepare, Work&& work) {
-        run(count, grain, size(), prepare, work);
-    }
-
-    // work(thread, item) for every item of [0, count), handed out one by one in their order: for items of unequal size.
-    template <class Work>
-    void queue(int64_t count, Work&& work) {
-        run(count, 1, 1, [](int) {}, [&](int thread, int64_t first, int64_t last) {
-            for (; first < last; ++first) work(thread, first);
-        });
-    }
+    // Returns when all `count` items are done; only in a turn. There are as many shares as the turn has threads, or one.
+    void run_phase(Entry entry, const void* context, int64_t count, int64_t grain, int shares);
 
 private:
-    using Entry = void (*)(const void* context, int thread, int64_t first, int64_t last, bool prepare);
-
     // Read by threads that may be late, and then find out that they are: see `claim`.
     struct Job {
         std::atomic<Entry> entry{nullptr};
@@ -77,25 +68,9 @@ private:
         int64_t first, last;
     };
 
-    template <class Prepare, class Work>
-    void run(int64_t count, int64_t grain, int shares, const Prepare& prepare, const Work& work) {
-        struct Both {
-            const Prepare& prepare;
-            const Work& work;
-        };
-        const Entry entry = [](const void* context, int thread, int64_t first, int64_t last, bool to_prepare) {
-            const Both& both = *static_cast<const Both*>(context);
-            if (to_prepare) both.prepare(thread);
-            both.work(thread, first, last);
-        };
-        const Both both{prepare, work};
-        run_phase(entry, &both, count, grain, shares);
-    }
-
-    void run_phase(Entry entry, const void* context, int64_t count, int64_t grain, int shares);
     void publish(uint64_t phase);
     bool all_done(uint64_t phase, int64_t count) const;
-    bool claim(uint64_t phase, int share, Range& range);
+    bool claim(uint64_t phase, int share, int thread, Range& range);
     int64_t work_on(uint64_t phase, int share, int thread, int64_t done_before);
     int64_t help(uint64_t phase, int thread, int64_t done_before);
     void serve(int thread);
@@ -104,20 +79,21 @@ private:
     template <class Over>
     bool spin(int us, const Over& over) const;
     template <class Over, class Help>
-    bool wait(int thread, Core& core, const Over& over, const Help& help) const;
+    bool wait(int thread, const Over& over, const Help& help) const;
     bool in_the_way(int thread) const;
 
-    const int size_;
+    const int pauses_per_us_;
     std::unique_ptr<Seat[]> seats_;
     std::vector<std::thread> workers_;
-    const int pauses_per_us_;
+    Turns turns_;
     Job jobs_[2];  // of even and of odd phases
     alignas(64) std::atomic<uint64_t> phase_{0};
+    std::atomic<int> team_{0};  // so many threads work in this turn; changes between phases alone
     std::atomic<bool> closing_{false};
     alignas(64) Bell phases_;    // workers sleep until the next one
     alignas(64) Bell finished_;  // the owner sleeps until somebody has done more
+    alignas(64) Bell larger_;    // workers that are not in the team sleep until there is a larger one
     std::chrono::steady_clock::time_point rung_{};
-    Core owners_core_;
 };
 
 }  // namespace cllm

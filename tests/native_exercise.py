@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,23 @@ def lives(path: Path) -> None:
         load_engine(GGUFModel.open(path), threads=threads)
 
 
+def together(paths: list[Path]) -> None:
+    """Engines of several sizes step, move, load and end at once: one pool, larger and smaller teams in turn."""
+
+    def live(path: Path, threads: int) -> None:
+        for _ in range(2):
+            rig = Rig(path, threads=threads, blocks=40)
+            tokens = random_tokens(rig.n_vocab, 120)
+            for at in range(100, 120):
+                rig.step(Part(tokens[:at], 0, rig.table(at)))
+                rig.step(*(Part(tokens[i : i + 1], i, rig.table(at)) for i in range(3)))
+            moves(rig)
+
+    with ThreadPoolExecutor(len(paths)) as workers:
+        for done in [workers.submit(live, path, 1 + index) for index, path in enumerate(paths)]:
+            done.result()
+
+
 def main() -> None:
     quick = options.quick
     with tempfile.TemporaryDirectory() as name:
@@ -251,6 +269,7 @@ def main() -> None:
         path = build_model(n_layers=20, weight_type="q8_0").write(folder / "deep.gguf")
         aborts(Rig(path, threads=3))
         lives(path)
+        together([path, folder / "model.gguf"] * 2)
         samples()
         packings()
         damaged_files(folder, 60 if quick else 600)

@@ -63,8 +63,12 @@ class RowSampler:
         """Ids of the `count` (at least 1) largest values, in the order of ids."""
 
 class Engine:
-    """A model's weights, its K/V arena and the threads that run it. Life: construct, `load` each tensor, `seal`,
-    `allocate`, then `step`s. One thread at a time calls it, except `abort`."""
+    """A model's weights, its K/V arena and its part of the process's threads. Life: construct, `load` each tensor,
+    `seal`, `allocate`, then `step`s. One thread at a time calls it, except `abort`.
+
+    All engines of a process have one pool of threads and take turns, in the order in which they ask: calls that need
+    the threads (`load`, `step`, `copy_blocks`, `move_blocks`, `prepare_pages`) wait for those of other engines, asleep.
+    """
 
     def __init__(
         self,
@@ -84,7 +88,8 @@ class Engine:
         rope_neox: bool,
         rope_frequency_scale: float,
     ) -> None:
-        """`instruction_set` "auto" takes the best one. Raises ValueError with what is wrong with a number."""
+        """`instruction_set` "auto" takes the best one. Raises ValueError with what is wrong with a number, RuntimeError
+        if the system has no more threads."""
 
     @property
     def instruction_set(self) -> str: ...
@@ -95,7 +100,7 @@ class Engine:
     @property
     def kv_bytes(self) -> int: ...
     def load(self, layer: int, role: str, ggml_type: int, rows: int, cols: int, data: NDArray[np.uint8]) -> None:
-        """Pack one tensor; `data` is copied. `layer` is -1 for what belongs to none.
+        """Pack one tensor; `data` is copied. `layer` is -1 for what belongs to none. The GIL is released.
 
         Roles: token_embd, output, output_norm, rope_freqs; in layers attn_norm, attn_q, attn_k, attn_v, attn_output,
         attn_q.bias, attn_k.bias, attn_v.bias, attn_q_norm, attn_k_norm, ffn_norm, ffn_gate, ffn_up, ffn_down.
