@@ -58,6 +58,8 @@ class SlotMemory(KVManager):
         self._resizes = self._resizes_failed = self._released_bytes = 0
         self._coming_bytes = 0
         """Of sequences that are being loaded, and will be in the store."""
+        self._in_hand: SavedKV | None = None
+        """What is being loaded into a slot, though it may leave the store meanwhile."""
         self._loads: list[Load] = []
         self._pins: Pins[Entry] = Pins(int(store_bytes * pin_limit), clock, self._drop_pin)
         self._pinned_bytes = 0
@@ -169,8 +171,12 @@ class SlotMemory(KVManager):
         if not source.pinned:
             self._store.touch(source)
         # Saving what is in the slot may evict the source; its bytes are in hand.
-        self._vacate(slot)
-        self._ops.load(slot, saved)
+        self._in_hand = saved
+        try:
+            self._vacate(slot)
+            self._ops.load(slot, saved)
+        finally:
+            self._in_hand = None
         self._moved_bytes += saved.nbytes
 
     def _trim(self, slot: int, tokens: int) -> None:
