@@ -253,24 +253,15 @@ LAYERS = [
 
 KV_LAYERS = [
     {"sequence", "window", "usage", "view", "ops", "memory", "ledger", "slot_sizes"},
-    {"radix", "eviction", "numbers", "trigger", "extents", "pool", "pins", "events"},
+    {"radix", "eviction", "numbers", "trigger", "extents", "pool", "pins", "events", "slot_names"},
     {"prefixes", "arena", "fragmentation", "holders", "store", "table", "tier", "loads"},
-    {
-        "manager",
-        "operations",
-        "compaction",
-        "tiered",
-        "upkeep",
-        "limits",
-        "keeping",
-        "picture",
-        "slot_memory",
-        "slot_picture",
-    },
-    {"paged", "paged_operations", "paged_tiers", "slot_tiers", "slots", "slot_operations", "paged_pins", "slot_pins"},
+    {"manager", "operations", "compaction", "tiered", "upkeep", "limits", "keeping", "picture"}
+    | {"slot_memory", "slot_picture"},
+    {"paged", "paged_operations", "paged_tiers", "paged_pins"}
+    | {"slots", "slot_operations", "slot_tiers", "slot_pins", "slot_resizing"},
 ]
 
-USES_DISK = {"tier", "loads", "keeping", "slot_tiers", "prefixes"}
+USES_DISK = {"tier", "loads", "keeping", "slot_tiers", "slot_names", "prefixes"}
 
 DISK_LAYERS = [
     {"names", "files", "speed", "staging", "worker"},

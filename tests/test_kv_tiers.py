@@ -8,7 +8,9 @@ import shutil
 import tempfile
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -397,6 +399,60 @@ def test_what_a_slot_is_saved_for_is_saved_once(slots: SlotCache) -> None:
     slots.run(LONG[:20])
     slots.settle()
     assert slots.store.stats().written_bytes == written, "a prefix of it is nothing new"
+
+
+def test_what_leaves_the_store_goes_to_disk(slots: SlotCache, tmp_path: Path) -> None:
+    slots.run(LONG)
+    slots.lose(200)  # before it was quiet
+    assert len(slots.kv._store) == 0 and slots.kv.usage().evictable == 0
+    slots.store.work()
+    assert slots.run(LONG) == 40
+    slots.assert_sound()
+
+
+def test_one_that_is_being_loaded_may_leave_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are the slot's to change and the disk's to write: each has its own."""
+    cache = SlotCache(tmp_path, slots=1, store_tokens=60)
+    cache.run(LONG)
+    cache.run(prompt(1, 30, 1, 50))
+    space, memory, seen = cache.tier.space, cache.backend.memory, list[Any]()
+    assert space is not None
+    put, load = space.put_sequence, memory.load
+    monkeypatch.setattr(space, "put_sequence", lambda *args: (seen.append(args[2]), put(*args))[1])
+    monkeypatch.setattr(memory, "load", lambda *args: (seen.append(args[1]), load(*args))[1])
+    assert cache.run(LONG) == 40
+    offered, loaded = seen
+    assert np.array_equal(offered, loaded) and not np.shares_memory(offered, loaded)
+
+
+def test_what_has_stood_goes_to_disk_though_others_run(slots: SlotCache, tmp_path: Path) -> None:
+    slots.run(LONG)
+    other = slots.ask(prompt(1, 30, 1, 50))
+    slots.admit()
+    slots.kv.maintain(0.001)
+    assert slots.store.writer.queued_bytes == 0, "it may be quiet soon"
+    slots.clock.now += 3.0
+    slots.kv.maintain(0.0)
+    assert slots.store.writer.queued_bytes == 0, "there is no time for that"
+    slots.kv.maintain(0.001)
+    assert slots.store.writer.queued_bytes > 0 and other in slots.running
+    slots.store.work()
+    slots.store.close()
+    assert SlotCache(tmp_path).run(LONG) == 40
+
+
+def test_what_takes_long_to_save_waits_until_it_is_quiet(slots: SlotCache) -> None:
+    slots.run(LONG)
+    for _ in range(100):
+        slots.kv._slot_speed.learn(1, 1.0)
+    slots.ask(prompt(1, 30, 1, 50))
+    slots.admit()
+    slots.clock.now += 100.0
+    slots.kv.maintain(0.001)
+    assert slots.store.writer.queued_bytes == 0
+    slots.finish(slots.running[0])
+    slots.settle()
+    assert slots.store.stats().written_bytes > 0
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])

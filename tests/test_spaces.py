@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import gc
+import logging
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from cllm.backends.fake import FakeBackend
-from cllm.engine.params import SamplingParams
-from cllm.engine.request import Request, RequestState
+from cllm.engine.request import RequestState
 from cllm.engine.tenant import Tenant
+from cllm.kv import slot_memory
+from cllm.kv.holders import entry_of
 from cllm.kv.manager import KVManager
 from cllm.kv.radix import RadixTree
 from cllm.kv.sequence import KVSequence
+from cllm.kv.table import held_by
+from cllm.kv.window import Window
 from engine_kit import make_request, make_scheduler, reference
 from test_kv_managers import ManagerMachine, Prompt, compute, on_demand, paged, run_to_end, slots, state_of
-from test_scheduler import LAYOUTS, SchedulerMachine, answer, run, step
+from test_same_answers import SameAnswers
+from test_scheduler import LAYOUTS, answer, run, step
 
-Space = st.sampled_from([b"", b"ann", b"bob"])
+SPACES = (b"", b"ann", b"bob")
+Space = st.sampled_from(SPACES)
+MOST_REQUESTS = 10
+"""The engine's turns are counted, and all of them have to end within those that there are."""
 
 
 def most_in_common(tokens: Sequence[int], others: Iterable[Sequence[int]]) -> int:
@@ -38,6 +47,9 @@ class SpacesMachine(ManagerMachine):
     def __init__(self) -> None:
         super().__init__()
         self.computed: list[KVSequence] = []
+
+    def build(self) -> tuple[FakeBackend, KVManager]:
+        return paged(blocks=32, block_size=2, eviction_threshold=0.8, max_sequences=6)
 
     @rule(prompt=Prompt, space=Space)
     def admit(self, prompt: list[int], space: bytes) -> None:
@@ -92,18 +104,29 @@ class AsIfAloneMachine(ManagerMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.alone = {space: self.build() for space in (b"", b"ann", b"bob")}
+        self.alone = {space: self.build() for space in SPACES}
         self.twins: dict[int, KVSequence] = {}
 
     def build(self) -> tuple[FakeBackend, KVManager]:
         return paged(blocks=2048, block_size=2)
 
+    def shared(self, sequence: KVSequence) -> int:
+        """How much of a sequence others can find."""
+        return held_by(sequence).indexed
+
     @rule(prompt=Prompt, space=Space)
     def admit(self, prompt: list[int], space: bytes) -> None:
         sequence, twin = KVSequence(prompt, space=space), KVSequence(prompt)
-        assert self.kv.admit(sequence) == self.alone[space][1].admit(twin)
+        found = self.kv.admit(sequence)
+        assert found is not None and found == self.alone[space][1].admit(twin)
         self.live.append(sequence)
         self.twins[id(sequence)] = twin
+
+    @rule(prompt=Prompt)
+    def look(self, prompt: list[int]) -> None:
+        key = array("i", prompt).tobytes()
+        for space, (_, kv) in self.alone.items():
+            assert self.kv.peek(key, space) == kv.peek(key)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), token=st.integers(0, 1))
@@ -115,10 +138,12 @@ class AsIfAloneMachine(ManagerMachine):
         backend, kv = self.alone[sequence.space]
         twin = self.twins[id(sequence)]
         twin.tokens = sequence.tokens[:]
+        logits = []
         for each in ((self.backend, self.kv, sequence), (backend, kv, twin)):
             assert each[1].grow(each[2], count)
-            compute(*each, count)
-        assert sequence.indexed == twin.indexed
+            logits.append(compute(*each, count))
+        assert np.array_equal(*logits)
+        assert self.shared(sequence) == self.shared(twin)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -144,50 +169,95 @@ class AsIfAloneMachine(ManagerMachine):
         """Memory that is lost is another matter."""
 
 
-class TenantMachine(SchedulerMachine):
-    """The same through the scheduler: twins, preemption, lost steps and lost memory included."""
+class AloneInSlotsMachine(AsIfAloneMachine):
+    """With every tail saved: whether a slot is taken over or copied depends on who runs beside it, and short tails are
+    lost in the one way only."""
 
-    @initialize(layout=st.sampled_from(LAYOUTS), tokens=st.sampled_from([128, 512]))
-    def start(self, layout: str, tokens: int) -> None:
-        self.backend = FakeBackend()
-        self.scheduler = make_scheduler(self.backend, layout, tokens=tokens, running=4, max_step_tokens=24)
-        self.live: dict[str, Request] = {}
-        self.tokens: dict[tuple[str, int], list[int]] = {}
-        self.known: list[Any] = []
-        admit = self.scheduler.kv.admit
+    def __init__(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(slot_memory, "SAVE_TAIL_TOKENS", 1)
+        super().__init__()
 
-        def watched(sequence: Any) -> int | None:
-            cached = admit(sequence)
-            own = [s.tokens for s in self.known if s.space == sequence.space and s is not sequence]
-            if not sequence.counts_as_query:
-                own.append(sequence.tokens)
-            assert cached is None or cached <= most_in_common(sequence.tokens, own)
-            self.known.append(sequence)
-            return cached
+    def build(self) -> tuple[FakeBackend, KVManager]:
+        return slots(count=48, store_tokens=100_000)
 
-        self.scheduler.kv.admit = watched  # type: ignore[method-assign]
+    def shared(self, sequence: KVSequence) -> int:
+        return entry_of(sequence).length
 
+    def teardown(self) -> None:
+        self.patch.undo()
+
+
+class TenantMachine(SameAnswers):
+    """The same through the engine: twins, preemption, windows, lost steps and lost memory included. And what everybody
+    gets is what he gets alone."""
+
+    @initialize(blocks=st.sampled_from([28, 40, 128]))
+    def start(self, blocks: int) -> None:
+        super().start(blocks)
+        self.foreign: list[list[int]] = []
+        for rig in self.rigs:
+            _watch(rig.scheduler.kv, self.foreign)
+
+    @invariant()
+    def nobody_found_what_others_computed(self) -> None:
+        assert not getattr(self, "foreign", None)
+
+    @precondition(lambda self: len(self.rigs[0].requests) < MOST_REQUESTS)
     @rule(
-        letters=st.lists(st.sampled_from([97, 98]), min_size=1, max_size=60),
-        n=st.integers(1, 3),
+        letters=st.text("ab", min_size=1, max_size=60),
         max_tokens=st.integers(1, 30),
+        n=st.integers(1, 3),
+        priority=st.integers(-1, 1),
+        kept=st.sampled_from([(1, 8), (4, 12), None, None, None]),
         space=Space,
     )
-    def submit(self, letters: list[int], n: int, max_tokens: int, space: bytes) -> None:
-        params = SamplingParams(n=n, temperature=0.0, max_tokens=max_tokens)
-        request = make_request(letters, params, max_context=100, tenant=Tenant(space.decode(), space))
-        self.live[request.id] = request
-        self.scheduler.add(request)
+    def submit(self, letters: str, max_tokens: int, kept: Any, space: bytes, **options: Any) -> None:
+        for rig in self.rigs:
+            window = Window.fit(*kept, rig.scheduler.kv.unit_tokens) if kept else None
+            tenant = Tenant(space.decode(), space)
+            rig.submit(letters, max_tokens, seed=3, window=window, tenant=tenant, **options)
+
+
+def _watch(kv: KVManager, foreign: list[list[int]]) -> None:
+    """Whatever is found was computed by somebody of the same space before; if not, it goes into `foreign`."""
+    known: list[KVSequence] = []
+    admit, fork = kv.admit, kv.fork
+
+    def admit_watched(sequence: KVSequence) -> int | None:
+        own = [s.tokens for s in known if s.space == sequence.space and s is not sequence]
+        if not sequence.counts_as_query:
+            own.append(sequence.tokens)
+        known.append(sequence)
+        cached = admit(sequence)
+        if cached is not None and cached > most_in_common(sequence.tokens, own):
+            foreign.append(sequence.tokens[:cached].tolist())
+        return cached
+
+    def fork_watched(parent: KVSequence, child: KVSequence) -> bool:
+        known.append(child)
+        return fork(parent, child)
+
+    kv.admit, kv.fork = admit_watched, fork_watched  # type: ignore[method-assign]
 
 
 _profile = settings(max_examples=50, stateful_step_count=40, deadline=None)
-for _machine in (SpacesMachine, SlotSpacesMachine, OnDemandSpacesMachine, AsIfAloneMachine, TenantMachine):
+for _machine in (SpacesMachine, SlotSpacesMachine, OnDemandSpacesMachine, AsIfAloneMachine, AloneInSlotsMachine):
     _machine.TestCase.settings = _profile
+TenantMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 TestPagedSpaces = SpacesMachine.TestCase
 TestSlotSpaces = SlotSpacesMachine.TestCase
 TestOnDemandSpaces = OnDemandSpacesMachine.TestCase
 TestAsIfAlone = AsIfAloneMachine.TestCase
+TestAloneInSlots = AloneInSlotsMachine.TestCase
 TestTenants = TenantMachine.TestCase
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("make", [paged, slots])

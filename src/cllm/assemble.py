@@ -306,6 +306,7 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
         plan.geometry,
         bytes_per_token=token_bytes,
         store_bytes=plan.store_bytes,
+        block_tokens=config.resources.block_size,
         max_sequences=config.resources.kv_cache_max_size,
         eviction_threshold=config.scheduler.kv_cache_eviction_threshold,
         eviction_policy=config.scheduler.eviction_policy,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 
 from cllm.kv.ops import SavedKV
 from cllm.kv.radix import TOKEN_BYTES, Node, RadixTree
 from cllm.kv.sequence import Holding, KVSequence
+from cllm.kv.slot_names import HeldNames
 
 
 class Entry(Holding):
     """One computed sequence: running or held in a slot, or saved as bytes."""
 
-    __slots__ = ("hits", "length", "node", "number", "offered", "owner", "pinned", "saved", "slot", "space")
+    __slots__ = ("hits", "length", "names", "node", "number", "offered", "owner", "pinned", "saved", "slot", "space")
     _numbers = count()
 
     def __init__(self, slot: int, owner: KVSequence) -> None:
@@ -30,6 +32,8 @@ class Entry(Holding):
         self.node: Node[set[Entry]] | None = None
         self.length = 0
         """Tokens the index knows of; a running sequence may be ahead by what it has generated since."""
+        self.names: list[bytes] = []
+        """Of their whole blocks."""
         self.hits = 0
 
     def path(self) -> Iterator[Node[set[Entry]]]:
@@ -59,7 +63,8 @@ def describe(entry: Entry | None) -> dict[str, str | int]:
 class HolderIndex:
     """A radix tree of tokens in which every node knows the entries whose path runs through it."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: HeldNames) -> None:
+        self.names = names
         self._tree: RadixTree[set[Entry]] = RadixTree(1, set(), lambda holders, at: (set(holders), holders))
 
     def find(self, key: bytes, space: bytes) -> tuple[int, set[Entry]]:
@@ -86,6 +91,7 @@ class HolderIndex:
                 node = self._tree.add(node, rest, {entry})
         entry.node = node if node.parent is not None else None
         entry.length = end
+        self.names.extend(entry.names, sequence.tokens[:end], entry.space)
 
     def cut_back(self, entry: Entry, sequence: KVSequence) -> None:
         """`sequence` has lost something that the index knows of."""
@@ -95,6 +101,7 @@ class HolderIndex:
 
     def remove(self, entry: Entry) -> None:
         node, entry.node = entry.node, None
+        self.names.remove(entry.names)
         while node is not None and node.parent is not None:
             node.value.discard(entry)
             node = self._tree.remove(node) if not node.value else node.parent
@@ -107,6 +114,7 @@ class HolderIndex:
     def examine(self) -> Iterator[tuple[Entry | None, int]]:
         """Check all nodes, then all entries. Yields how many tokens were looked at, with the entry if it was one."""
         entries: set[Entry] = set()
+        named: Counter[bytes] = Counter()
         for node in self._tree.examine():
             if not node.value:
                 raise AssertionError("a node has no holder")
@@ -123,4 +131,7 @@ class HolderIndex:
             end, owner = entry.node, entry.owner
             if owner is not None and (end is None or end.root() is not self._tree.root_of(owner.space)):
                 raise AssertionError("an entry stands in another space than its own")
+            named.update(entry.names)
             yield entry, entry.length
+        if named != self.names.counts:
+            raise AssertionError("the names of what is held are not those of the entries")

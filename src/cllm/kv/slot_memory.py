@@ -10,27 +10,22 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from operator import attrgetter
-
-import numpy as np
 
 from cllm.errors import BackendError
+from cllm.kv.events import KVEvents
 from cllm.kv.holders import Entry, HolderIndex
 from cllm.kv.loads import Load
 from cllm.kv.manager import KVManager
 from cllm.kv.memory import most_bytes
 from cllm.kv.ops import SavedKV, SlotGeometry, SlotOps
 from cllm.kv.pins import Pins
+from cllm.kv.slot_names import HeldNames
 from cllm.kv.store import Store
 
 log = logging.getLogger("cllm.kv")
 
 SAVE_TAIL_TOKENS = 16
 """A held sequence whose slot is taken over is saved first if at least this many of its tokens would be lost."""
-
-NO_MEMORY = "there is no memory for %d slots instead of %d: %s"
-
-_NOTHING: SavedKV = np.empty(0, np.uint8)
 
 
 class SlotMemory(KVManager):
@@ -43,6 +38,7 @@ class SlotMemory(KVManager):
         *,
         bytes_per_token: int,
         store_bytes: int = 0,
+        block_tokens: int = 16,
         eviction_policy: str = "lru",
         pin_limit: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
@@ -58,15 +54,19 @@ class SlotMemory(KVManager):
         self._resizes = self._resizes_failed = self._released_bytes = 0
         self._coming_bytes = 0
         """Of sequences that are being loaded, and will be in the store."""
+        self._in_hand: SavedKV | None = None
+        """What is being loaded into a slot, though it may leave the store meanwhile."""
         self._loads: list[Load] = []
         self._pins: Pins[Entry] = Pins(int(store_bytes * pin_limit), clock, self._drop_pin)
         self._pinned_bytes = 0
         self._policy_name = eviction_policy
+        self._events = KVEvents()
+        self._block_tokens = block_tokens
         self._slots: list[Entry | None] = [None] * geometry.first
         self._start_empty()
 
     def _start_empty(self) -> None:
-        self._index = HolderIndex()
+        self._index = HolderIndex(HeldNames(self._events, self._block_tokens))
         self._store = Store(self._store_bytes, self._policy_name)
         self._pins.forget()
         self._pinned_bytes = 0
@@ -169,8 +169,12 @@ class SlotMemory(KVManager):
         if not source.pinned:
             self._store.touch(source)
         # Saving what is in the slot may evict the source; its bytes are in hand.
-        self._vacate(slot)
-        self._ops.load(slot, saved)
+        self._in_hand = saved
+        try:
+            self._vacate(slot)
+            self._ops.load(slot, saved)
+        finally:
+            self._in_hand = None
         self._moved_bytes += saved.nbytes
 
     def _trim(self, slot: int, tokens: int) -> None:
@@ -271,110 +275,6 @@ class SlotMemory(KVManager):
         self._pinned_bytes -= entry.saved.nbytes
         entry.saved, entry.pinned = None, False
         self._index.remove(entry)
-
-    # -- another number of slots -------------------------------------------------------------------------------
-
-    def _resize(self, slots: int) -> bool:
-        """Have so many slots from now on. What runs goes on; what is held and finds no slot is saved.
-
-        The backend's memory is given back before it takes the new one. In between, what is in slots waits as bytes,
-        for which the store makes room, so the budget is never passed. False: it could not be done, and whatever ran
-        runs.
-        """
-        before = len(self._slots)
-        if slots > before and (reason := self._ops.no_room(slots)) is not None:
-            log.warning(NO_MEMORY, slots, before, reason)
-            self._resizes_failed += 1
-            return False
-        carried = self._carry_out(slots)
-        if carried is None:
-            self._resizes_failed += 1
-            return False
-        now = self._reopen(slots, before)
-        self._slots = [None] * now
-        # All get their places first: whatever fails from here on, every sequence is in a slot and can be found there.
-        for number, (entry, _) in enumerate(carried):
-            self._slots[number] = entry
-            entry.slot = number
-            if entry.owner is not None:
-                entry.owner.slot = number
-        while carried:
-            self._carry_in(*carried.pop())
-        self._resizes += now != before
-        self._resizes_failed += now != slots
-        self._released_bytes += max(0, before - now) * self._slot_bytes
-        if now != before:
-            log.info("the KV memory has %d slots now instead of %d", now, before)
-        return now == slots
-
-    def _carry_out(self, slots: int) -> list[tuple[Entry, SavedKV]] | None:
-        """The content of the slots as bytes, for at most `slots` of them; what runs comes first. None: it cannot be
-        saved within the budget, or not at all."""
-        limit = self._store_bytes + (self._geometry.slots - max(slots, len(self._slots))) * self._slot_bytes
-        staying = [entry for entry in self._slots if entry is not None and entry.owner is not None]
-        needed = sum(self._most_bytes(entry) for entry in staying)
-        while slots > len(self._slots) and needed > limit - self._reserved_bytes and self._pins.give_way():
-            pass
-        limit -= self._reserved_bytes
-        if needed > limit:
-            log.warning("%d bytes that run cannot be moved to %d slots: there is room for %d", needed, slots, limit)
-            return None
-        leaving: list[int] = []
-        for entry in sorted(self._held_in_slots(), key=attrgetter("number"), reverse=True):
-            size = self._most_bytes(entry)
-            if len(staying) < slots and needed + size <= limit:
-                staying.append(entry)
-                needed += size
-            elif entry.slot is not None:
-                leaving.append(entry.slot)
-        for slot in reversed(leaving):  # the oldest first, and so they are evicted
-            self._vacate(slot)
-        self._make_room(needed, limit + self._reserved_bytes)
-        carried: list[tuple[Entry, SavedKV]] = []
-        for entry in staying:
-            saved = self._read(entry) if self._tokens_in(entry) else _NOTHING
-            if saved is not None:
-                carried.append((entry, saved))
-            elif entry.owner is not None:
-                return None
-            else:
-                self._discard(entry)
-        return carried
-
-    def _reopen(self, slots: int, before: int) -> int:
-        """Take memory for `slots`, or else for as many as there were `before`; returns how many there are."""
-        try:
-            self._ops.resize(slots)
-        except (BackendError, MemoryError) as error:
-            log.warning(NO_MEMORY, slots, before, error)
-        else:
-            return slots
-        try:
-            self._ops.resize(before)
-        except (BackendError, MemoryError) as error:
-            raise BackendError(f"the memory of {before} slots could not be taken again: {error}", fatal=True) from error
-        return before
-
-    def _carry_in(self, entry: Entry, saved: SavedKV) -> None:
-        """Load what was carried out into the entry's slot. If that fails, what is held is dropped; what runs has its
-        slot and nothing computed, and so is computed again."""
-        slot, tokens = entry.slot, self._tokens_in(entry)
-        assert slot is not None
-        if not tokens:
-            return
-        try:
-            self._ops.load(slot, saved)
-            self._moved_bytes += saved.nbytes
-            self._trim(slot, tokens)
-        except (BackendError, MemoryError) as error:
-            _raise_if_fatal(error)
-            log.warning("%d tokens cannot be loaded into slot %d: %s; they are computed again", tokens, slot, error)
-            self._empty(slot)
-            self._index.remove(entry)
-            if entry.owner is not None:
-                self._slots[slot] = entry
-                entry.length = 0
-                entry.owner.restart()
 
     def _tokens_in(self, entry: Entry) -> int:
         return entry.length if entry.owner is None else entry.owner.end

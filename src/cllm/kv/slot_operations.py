@@ -5,10 +5,10 @@ from __future__ import annotations
 from cllm.kv.holders import entry_of
 from cllm.kv.operations import check_removal, check_shift, check_truncation, close_hole, open_hole
 from cllm.kv.sequence import KVSequence
-from cllm.kv.slot_pins import SlotPins
+from cllm.kv.slot_resizing import SlotResizing
 
 
-class SlotOperations(SlotPins):
+class SlotOperations(SlotResizing):
     def remove_range(self, sequence: KVSequence, start: int, end: int) -> bool:
         check_removal(sequence, start, end)
         self._ops.remove(sequence.slot, start, end)

@@ -1,12 +1,14 @@
-"""The slots manager and the disk: whole sequences, saved while nothing runs, and loaded into the store.
+"""The slots manager and the disk: whole sequences, handed over when it is quiet or they leave, loaded into the store.
 
 Saving a sequence takes the backend milliseconds that cannot be had in parts, so it is done when it is quiet, and at the
-end. One that is loaded has the tokens of whoever asked for it, as far as they agree; what follows in its bytes is cut
-off when it is brought into a slot.
+end; while others run only if it is short, and seldom. One that is evicted from the store is bytes already, which cost
+nothing to hand over. One that is loaded has the tokens of whoever asked for it, as far as they agree; what follows in
+its bytes is cut off when it is brought into a slot.
 """
 
 from __future__ import annotations
 
+import math
 from time import monotonic, sleep
 from typing import Any
 
@@ -17,6 +19,7 @@ from cllm.kv.disk.store import Space
 from cllm.kv.holders import Entry
 from cllm.kv.loads import NOTHING, Incoming, Load
 from cllm.kv.memory import most_bytes
+from cllm.kv.ops import SavedKV
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
 from cllm.kv.slot_operations import SlotOperations
@@ -29,10 +32,42 @@ QUIET_S = 0.5
 RETRY_S = 1.0
 """While the disk takes nothing."""
 
+STOOD_S = 2.0
+"""After the first sequence has ended that is not saved yet, until saving begins though others run,"""
+LONGEST_S = 0.02
+"""of sequences for which it takes no longer than this: what runs waits so long for its next token,"""
+BUSY_SHARE = 0.005
+"""and for this share of the time: of a hundred tokens, fewer than one is late."""
+
+FIRST_GUESS = 1e9
+"""Bytes a second that are saved or copied, until that was timed."""
+LEARNING = 0.25
+
+
+class Speed:
+    """How fast sequences become bytes that are ours to give away."""
+
+    def __init__(self) -> None:
+        self._bytes_per_s = FIRST_GUESS
+
+    def seconds(self, size: int) -> float:
+        return size / self._bytes_per_s
+
+    def learn(self, size: int, seconds: float) -> None:
+        if seconds > 0:
+            self._bytes_per_s += LEARNING * (size / seconds - self._bytes_per_s)
+
 
 class SlotTiers(SlotOperations, Tiered):
     _keep_at: float | None = None
     """When sequences are to be saved; None: there are none."""
+    _busy_at: float | None = None
+    """When one of them is to be saved though others run; None: there is none that may be."""
+
+    def use_disk(self, tier: Tier) -> None:
+        super().use_disk(tier)
+        self._known = False
+        self._slot_speed, self._store_speed = Speed(), Speed()
 
     # -- bringing ----------------------------------------------------------------------------------------------
 
@@ -94,61 +129,95 @@ class SlotTiers(SlotOperations, Tiered):
     def _note_end(self) -> None:
         """A sequence has ended: it may be worth a place on disk."""
         if self._tier is not None:
-            self._keep_at = self._clock() + QUIET_S
+            now = self._clock()
+            self._keep_at = now + QUIET_S
+            if self._busy_at is None:
+                self._busy_at = now + STOOD_S
 
     def _keep(self, budget_s: float) -> bool:
-        """Take in what came; save a sequence if it is quiet. True: there may be more to save."""
-        if self._tier is None:
+        """Take in what came; save a sequence if it is quiet, or takes little. True: there may be more to save."""
+        tier = self._tier
+        if tier is None:
             return False
-        self._tier.token_s = self.token_s
+        tier.token_s = self.token_s
         self._take_in()
-        now = self._clock()
-        if self._keep_at is None or now < self._keep_at or budget_s <= 0 or self._running_slots():
+        known = tier.space is not None
+        if known and not self._known and self._keep_at is None:
+            self._note_end()  # what ended before has waited for this
+        self._known = known
+        busy, now = bool(self._running_slots()), self._clock()
+        due = self._busy_at if busy else self._keep_at
+        if due is None or now < due or budget_s <= 0:
             return False
-        kept = self._keep_one(self._tier)
+        kept = self._keep_one(tier, LONGEST_S if busy else math.inf)
+        if busy:
+            pause = (self._clock() - now) / BUSY_SHARE
+            self._busy_at = None if kept is None else now + (pause if kept else RETRY_S)
+            return False
         if kept is None:
             self._keep_at = None
         elif not kept:
             self._keep_at = now + RETRY_S
         return bool(kept)
 
-    def _keep_one(self, tier: Tier) -> bool | None:
-        """Hand one sequence over. False: there is no room for it now; None: there is none that is worth it."""
+    def _keep_one(self, tier: Tier, most_s: float) -> bool | None:
+        """Hand one sequence over, which takes so long at most. False: there is no room for it now; None: there is none
+        that is worth it."""
         space = tier.space
         if space is None or not tier.pays:
             return None
         for entry in [*self._held_in_slots(), *self._store.entries]:
-            if entry.offered or not self._worth(tier, entry):
+            size = most_bytes(entry.length, self._bytes_per_token)
+            if entry.offered or not self._worth(tier, entry) or self._speed_of(entry).seconds(size) > most_s:
                 continue
-            if space.room() < most_bytes(entry.length, self._bytes_per_token):
+            if space.room() < size:
                 return False
-            entry.offered = True
-            try:
-                self._hand_over(tier, space, entry)
-            except BackendError as error:
-                if error.fatal:
-                    raise
-                tier.fault("keeping a sequence on disk", error)
-            except Exception as error:
-                tier.fault("keeping a sequence on disk", error)
+            self._hand_over(tier, space, entry)
             return True
         return None
+
+    def _evict(self, entry: Entry) -> None:
+        tier = self._tier
+        if tier is not None and not entry.offered and self._worth(tier, entry) and tier.pays:
+            space = tier.space
+            if space is not None:
+                self._hand_over(tier, space, entry, leaves=True)
+        super()._evict(entry)
+
+    def _speed_of(self, entry: Entry) -> Speed:
+        return self._slot_speed if entry.saved is None else self._store_speed
 
     def _worth(self, tier: Tier, entry: Entry) -> bool:
         """It is long, or was used again."""
         least = tier.least_blocks if entry.hits else max(tier.least_blocks, tier.worth_blocks)
         return entry.length >= least * tier.block_tokens
 
-    def _hand_over(self, tier: Tier, space: Space, entry: Entry) -> None:
+    def _hand_over(self, tier: Tier, space: Space, entry: Entry, *, leaves: bool = False) -> None:
+        """Once, whatever comes of it. One that `leaves` the store gives its bytes away."""
+        entry.offered = True
         tokens = b"".join(bytes(node.key) for node in reversed(list(entry.path())))
-        names = tier.names(space, entry.space, tokens)
-        found = space.find_sequence(names, tokens)
-        if found is not None and found.matched * TOKEN_BYTES == len(tokens):
-            return
-        # What is in the store changes a little when it is loaded, and the disk's must not.
+        try:
+            names = tier.names(space, entry.space, tokens)
+            found = space.find_sequence(names, tokens)
+            if found is not None and found.matched * TOKEN_BYTES == len(tokens):
+                return
+            payload = self._payload(entry, leaves)
+            if payload is not None and space.put_sequence(names, tokens, payload):
+                tier.worked()
+        except Exception as error:
+            if isinstance(error, BackendError) and error.fatal:
+                raise
+            tier.fault("keeping a sequence on disk", error)
+
+    def _payload(self, entry: Entry, leaves: bool) -> SavedKV | None:
+        """Bytes that nobody changes any more: what is in the store changes a little whenever it is loaded."""
+        if leaves and entry.saved is not None and entry.saved is not self._in_hand:
+            return entry.saved
+        speed, started = self._speed_of(entry), self._clock()
         payload = self._read(entry) if entry.saved is None else entry.saved.copy()
-        if payload is not None and space.put_sequence(names, tokens, payload):
-            tier.worked()
+        if payload is not None:
+            speed.learn(payload.nbytes, self._clock() - started)
+        return payload
 
     def _disk_due_at(self) -> float | None:
         moments = (super()._disk_due_at(), self._keep_at if not self._running_slots() else None)
@@ -159,11 +228,11 @@ class SlotTiers(SlotOperations, Tiered):
             return
         until = monotonic() + seconds
         self._tier.token_s = self.token_s
-        while self._keep_at is not None and monotonic() < until and not self._tier.store.writer.trouble:
-            kept = self._keep_one(self._tier)
+        while monotonic() < until and not self._tier.store.writer.trouble:
+            kept = self._keep_one(self._tier, math.inf)
             if kept is None:
-                self._keep_at = None
-            elif not kept:
+                break
+            if not kept:
                 self._tier.store.flush(max(0.0, min(0.1, until - monotonic())))
                 sleep(0.001)
         self._end_loads(seconds)

@@ -41,6 +41,7 @@ class SlotKVManager(SlotTiers):
         *,
         bytes_per_token: int,
         store_bytes: int = 0,
+        block_tokens: int = 16,
         max_sequences: int | None = None,
         eviction_threshold: float = 1.0,
         eviction_policy: str = "lru",
@@ -54,6 +55,7 @@ class SlotKVManager(SlotTiers):
             geometry,
             bytes_per_token=bytes_per_token,
             store_bytes=store_bytes,
+            block_tokens=block_tokens,
             eviction_policy=eviction_policy,
             pin_limit=pin_limit,
             clock=clock,
@@ -226,6 +228,8 @@ class SlotKVManager(SlotTiers):
             pins=len(self._pins),
             pinned=pinned,
             pins_refused=self._pins.refused,
+            blocks_stored=self._events.blocks_stored,
+            blocks_removed=self._events.blocks_removed,
         )
 
     def details(self) -> dict[str, Any]:
@@ -241,6 +245,9 @@ class SlotKVManager(SlotTiers):
             "disk": self._disk_details(),
             "pins": self._pin_details(),
         }
+
+    def held_names(self) -> tuple[int, set[bytes]]:
+        return self._events.number, set(self._index.names.counts)
 
     def view(self) -> KVView:
         saved = [*(pin.holder for pin in self._pins.by_id.values()), *self._store.entries]
