@@ -17,6 +17,7 @@ from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Request
 from cllm.engine.scheduler import Scheduler
+from cllm.engine.tenant import NOBODY
 from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockBytes
@@ -210,11 +211,11 @@ class Rig:
 
     def submit(self, prompt: str, max_tokens: int = 4, **options: Any) -> Request:
         timeout_s, priority = options.pop("timeout_s", 1e9), options.pop("priority", 0)
-        window, pins = options.pop("window", None), options.pop("pins", ())
+        window, pins, tenant = options.pop("window", None), options.pop("pins", ()), options.pop("tenant", NOBODY)
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **options})
         name = f"r{len(self.requests)}"
         limits = {"timeout_s": timeout_s, "priority": priority, "max_context": 96, "window": window, "pins": pins}
-        request = make_request(prompt, params, arrival=self.now, request_id=name, **limits)
+        request = make_request(prompt, params, arrival=self.now, request_id=name, tenant=tenant, **limits)
         self.requests.append(request)
         self.engine.submit(request)
         if timeout_s < 1e9:

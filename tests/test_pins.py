@@ -14,11 +14,12 @@ from cllm.backends.fake import FakeBackend
 from cllm.kv.manager import KVManager
 from cllm.kv.memory import most_bytes
 from cllm.kv.pins import PinMark
+from cllm.kv.radix import COMMON_SPACE
 from cllm.kv.sequence import KVSequence
 from cllm.kv.slots import SlotKVManager
 from test_kv_managers import BYTES_PER_TOKEN, ManagerMachine, compute, on_demand, paged, run_to_end, slots
 
-SPACES = (b"", b"one")
+SPACES = (b"", b"one", COMMON_SPACE)
 LONG = list(range(100, 124))
 MAKERS = {"paged": paged, "slots": lambda **options: slots(store_tokens=200, max_sequences=5, **options)}
 
@@ -129,7 +130,8 @@ class PinMachine(ManagerMachine):
     def what_is_pinned_is_found_in_its_space(self) -> None:
         for tokens, space, _ in self.pinned.values():
             key = KVSequence([*tokens, 2]).tokens.tobytes()
-            assert self.kv.peek(key, space) >= len(tokens)
+            for finder in SPACES if space == COMMON_SPACE else (space,):
+                assert self.kv.peek(key, finder) >= len(tokens)
 
 
 class SlotPinMachine(PinMachine):

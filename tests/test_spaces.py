@@ -14,17 +14,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from cllm.backends.fake import FakeBackend
-from cllm.engine.params import SamplingParams
-from cllm.engine.request import Request, RequestState
+from cllm.engine.request import RequestState
 from cllm.engine.tenant import Tenant
 from cllm.kv.manager import KVManager
-from cllm.kv.radix import RadixTree
+from cllm.kv.radix import COMMON_SPACE, RadixTree
 from cllm.kv.sequence import KVSequence
+from cllm.kv.table import held_by
+from cllm.kv.window import Window
 from engine_kit import make_request, make_scheduler, reference
+from fault_kit import Rig
 from test_kv_managers import ManagerMachine, Prompt, compute, on_demand, paged, run_to_end, slots, state_of
-from test_scheduler import LAYOUTS, SchedulerMachine, answer, run, step
+from test_same_answers import SameAnswers, quiet
+from test_scheduler import LAYOUTS, answer, run, step
 
-Space = st.sampled_from([b"", b"ann", b"bob"])
+__all__ = ["quiet"]
+
+OWN_SPACES = (b"", b"ann", b"bob")
+Space = st.sampled_from([*OWN_SPACES, COMMON_SPACE])
 
 
 def most_in_common(tokens: Sequence[int], others: Iterable[Sequence[int]]) -> int:
@@ -33,7 +39,8 @@ def most_in_common(tokens: Sequence[int], others: Iterable[Sequence[int]]) -> in
 
 
 class SpacesMachine(ManagerMachine):
-    """What a sequence finds was computed in its own space before; all else of `ManagerMachine` holds, too."""
+    """What a sequence finds was computed in its own space before, or in the common one; all else of `ManagerMachine`
+    holds, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +51,7 @@ class SpacesMachine(ManagerMachine):
         sequence = KVSequence(prompt, space=space)
         before = state_of(self.kv)
         expected = self.kv.peek(sequence.tokens.tobytes(), space)
-        possible = most_in_common(prompt, (other.tokens for other in self.computed if other.space == space))
+        possible = most_in_common(prompt, (s.tokens for s in self.computed if s.space in (space, COMMON_SPACE)))
         assert expected <= possible
         cached = self.kv.admit(sequence)
         if cached is None:
@@ -92,13 +99,13 @@ class AsIfAloneMachine(ManagerMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.alone = {space: self.build() for space in (b"", b"ann", b"bob")}
+        self.alone = {space: self.build() for space in OWN_SPACES}
         self.twins: dict[int, KVSequence] = {}
 
     def build(self) -> tuple[FakeBackend, KVManager]:
         return paged(blocks=2048, block_size=2)
 
-    @rule(prompt=Prompt, space=Space)
+    @rule(prompt=Prompt, space=st.sampled_from(OWN_SPACES))
     def admit(self, prompt: list[int], space: bytes) -> None:
         sequence, twin = KVSequence(prompt, space=space), KVSequence(prompt)
         assert self.kv.admit(sequence) == self.alone[space][1].admit(twin)
@@ -118,7 +125,7 @@ class AsIfAloneMachine(ManagerMachine):
         for each in ((self.backend, self.kv, sequence), (backend, kv, twin)):
             assert each[1].grow(each[2], count)
             compute(*each, count)
-        assert sequence.indexed == twin.indexed
+        assert held_by(sequence).indexed == held_by(twin).indexed
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -144,40 +151,42 @@ class AsIfAloneMachine(ManagerMachine):
         """Memory that is lost is another matter."""
 
 
-class TenantMachine(SchedulerMachine):
-    """The same through the scheduler: twins, preemption, lost steps and lost memory included."""
+class TenantMachine(SameAnswers):
+    """The same through the engine: twins, preemption, windows, lost steps and lost memory included."""
 
-    @initialize(layout=st.sampled_from(LAYOUTS), tokens=st.sampled_from([128, 512]))
-    def start(self, layout: str, tokens: int) -> None:
-        self.backend = FakeBackend()
-        self.scheduler = make_scheduler(self.backend, layout, tokens=tokens, running=4, max_step_tokens=24)
-        self.live: dict[str, Request] = {}
-        self.tokens: dict[tuple[str, int], list[int]] = {}
-        self.known: list[Any] = []
-        admit = self.scheduler.kv.admit
+    @initialize(blocks=st.sampled_from([28, 128]))
+    def start(self, blocks: int) -> None:
+        super().start(blocks)
+        for rig in self.rigs:
+            self._watch(rig)
+
+    def _watch(self, rig: Rig) -> None:
+        kv, known = rig.scheduler.kv, list[Any]()
+        admit = kv.admit
 
         def watched(sequence: Any) -> int | None:
             cached = admit(sequence)
-            own = [s.tokens for s in self.known if s.space == sequence.space and s is not sequence]
+            spaces = (sequence.space, COMMON_SPACE)
+            own = [s.tokens for s in known if s.space in spaces and s is not sequence]
             if not sequence.counts_as_query:
                 own.append(sequence.tokens)
             assert cached is None or cached <= most_in_common(sequence.tokens, own)
-            self.known.append(sequence)
+            known.append(sequence)
             return cached
 
-        self.scheduler.kv.admit = watched  # type: ignore[method-assign]
+        kv.admit = watched  # type: ignore[method-assign]
 
     @rule(
-        letters=st.lists(st.sampled_from([97, 98]), min_size=1, max_size=60),
+        letters=st.text("ab", min_size=1, max_size=60),
         n=st.integers(1, 3),
         max_tokens=st.integers(1, 30),
         space=Space,
+        kept=st.sampled_from([(4, 12), None, None]),
     )
-    def submit(self, letters: list[int], n: int, max_tokens: int, space: bytes) -> None:
-        params = SamplingParams(n=n, temperature=0.0, max_tokens=max_tokens)
-        request = make_request(letters, params, max_context=100, tenant=Tenant(space.decode(), space))
-        self.live[request.id] = request
-        self.scheduler.add(request)
+    def submit(self, letters: str, n: int, max_tokens: int, space: bytes, kept: Any) -> None:
+        for rig in self.rigs:
+            window = Window.fit(*kept, rig.scheduler.kv.unit_tokens) if kept else None
+            rig.submit(letters, max_tokens, n=n, seed=3, window=window, tenant=Tenant(space.decode(), space))
 
 
 _profile = settings(max_examples=50, stateful_step_count=40, deadline=None)
@@ -205,6 +214,45 @@ def test_the_same_prompt_is_found_in_its_own_space_alone(make: Any) -> None:
         kv.check()
     assert found == 16
     assert (kv.peek(key), kv.peek(key, b"ann"), kv.peek(key, b"bob")) == (16, 16, 0)
+
+
+@pytest.mark.parametrize("make", [paged, slots])
+def test_what_is_common_is_found_by_all_and_gone_on_from_by_each_alone(make: Any) -> None:
+    backend, kv = make()
+    common, question = list(range(16)), [50] * 9
+
+    def ask(space: bytes, tokens: list[int]) -> int:
+        sequence = KVSequence(tokens, space=space)
+        found = kv.admit(sequence)
+        assert found is not None
+        compute(backend, kv, sequence, len(tokens) - found)
+        kv.check()
+        kv.release(sequence)
+        kv.check()
+        return found
+
+    assert ask(COMMON_SPACE, common) == 0
+    assert ask(b"ann", common + question) == 16
+    assert ask(b"bob", common + question) == 16
+    assert ask(b"ann", common + question) == 24
+    assert ask(COMMON_SPACE, common + question) in (12, 15, 16)
+    assert ask(b"", [*common[:8], 70, 71]) == 8  # a branch within what is common
+    assert ask(b"ann", [*common[:8], 70, 71, 72]) == 8
+    usage = kv.usage()
+    assert usage.referenced == 0 and usage.free + usage.evictable == usage.total
+
+
+def test_blocks_that_are_common_are_held_once() -> None:
+    backend, kv = paged(blocks=16)
+    common = list(range(16))
+    for space in (COMMON_SPACE, b"ann", b"bob", b"eve"):
+        sequence = KVSequence(common if space == COMMON_SPACE else [*common, *range(60, 65)], space=space)
+        kv.admit(sequence)
+        compute(backend, kv, sequence, len(sequence.tokens) - sequence.num_computed)
+        kv.release(sequence)
+    kv.check()
+    usage = kv.usage()
+    assert (usage.evictable, usage.evictions) == (4 + 3, 0)  # the beginning once, and one block of each
 
 
 def test_what_was_used_longest_ago_goes_first_whosever_it_is() -> None:

@@ -40,14 +40,14 @@ class Prefixes:
     # -- finding -----------------------------------------------------------------------------------------------
 
     def find(self, key: bytes, space: bytes) -> Found[list[int]]:
-        """The longest prefix cached in a space, in whole blocks; the last token does not count, for it is always
+        """The longest prefix cached for a space, in whole blocks; the last token does not count, for it is always
         computed."""
         usable = len(key) - TOKEN_BYTES
-        return self.tree.find(key[: usable - usable % self.tree.unit_bytes], self.tree.root_of(space))
+        return self.tree.find_for(key[: usable - usable % self.tree.unit_bytes], space)
 
     def blocks_of(self, key: bytes, space: bytes) -> list[int]:
         """The blocks that spell the longest prefix of `key` that is cached. Nobody uses them for that."""
-        found = self.tree.find(key, self.tree.root_of(space))
+        found = self.tree.find_for(key, space)
         parts = [node.value for node in found.node.path()]
         if parts:
             parts[0] = parts[0][: found.inside // self.tree.unit_bytes]
@@ -93,9 +93,13 @@ class Prefixes:
     # -- pins --------------------------------------------------------------------------------------------------
 
     def find_held(self, sequence: KVSequence, blocks: int) -> Found[list[int]]:
-        """Where the first `blocks` blocks of a sequence end, which are in the tree."""
-        tokens = blocks * self.tree.unit_bytes // TOKEN_BYTES
-        return self.tree.find(sequence.tokens[:tokens].tobytes(), self.tree.root_of(sequence.space))
+        """Where the first `blocks` blocks of a sequence end, on its own way through the tree."""
+        held, unit = held_by(sequence), self.tree.unit_bytes
+        node, begin = held.node, held.indexed - len(held.node.value)
+        while begin >= blocks and node.parent is not None:
+            node = node.parent
+            begin -= len(node.value)
+        return Found(node, (blocks - begin) * unit, blocks * unit)
 
     def unpinned_blocks(self, found: Found[list[int]]) -> int:
         """Blocks on the way to what was found that no pin uses yet."""
@@ -171,27 +175,37 @@ class Prefixes:
         unit = tree.unit_bytes
         size = unit // TOKEN_BYTES
         key = sequence.tokens[held.indexed * size : full * size].tobytes()
-        node = held.node
-        found = tree.find(key, node)
+        node, space = held.node, sequence.space
+        found = tree.find(key, node, space)
         if found.matched:
             node = self._adopt(sequence.blocks, held, self._cut(found), found.matched // unit)
         if rest := sequence.blocks[held.indexed : full]:
             rest_key = key[len(key) - len(rest) * unit :]
-            parent = node.names[-1] if node.parent is not None else root_name(b"", sequence.space)
+            parent = self._last_name(sequence, node)
             names = chain(parent, rest_key, size)
             self._events.stored(parent, names)
-            if node.references == 1 and not node.children and node.parent is not None:
+            extends = node.space == space and node.parent is not None
+            if extends and node.references == 1 and not node.children:
                 node.key += rest_key
                 node.value += rest
                 node.names += names
             else:
-                node = tree.add(node, rest_key, rest)
+                node = tree.add(node, rest_key, rest, space)
                 node.names = names
                 node.references = 1
                 node.number = self._holders.give(node)
             self._pool.hand_over(rest, node.number)
         held.node = node
         held.indexed = full
+
+    def _last_name(self, sequence: KVSequence, node: BlockNode) -> bytes:
+        """What the block before the sequence's next is called in its space, which is where `node` ends."""
+        if node.space == sequence.space and node.names:
+            return node.names[-1]
+        size = self.tree.unit_bytes // TOKEN_BYTES
+        root = root_name(b"", sequence.space)
+        names = chain(root, sequence.tokens, size, end=held_by(sequence).indexed * size)
+        return names[-1] if names else root
 
     def _adopt(self, table: list[int], held: BlocksHeld, node: BlockNode, count: int) -> BlockNode:
         """Someone else computed the same `count` blocks first: use theirs, give ours back."""
