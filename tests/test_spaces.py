@@ -179,7 +179,7 @@ class TenantMachine(SameAnswers):
     @rule(
         letters=st.text("ab", min_size=1, max_size=60),
         n=st.integers(1, 3),
-        max_tokens=st.integers(1, 30),
+        max_tokens=st.integers(1, 16),
         space=Space,
         kept=st.sampled_from([(4, 12), None, None]),
     )
@@ -190,8 +190,9 @@ class TenantMachine(SameAnswers):
 
 
 _profile = settings(max_examples=50, stateful_step_count=40, deadline=None)
-for _machine in (SpacesMachine, SlotSpacesMachine, OnDemandSpacesMachine, AsIfAloneMachine, TenantMachine):
+for _machine in (SpacesMachine, SlotSpacesMachine, OnDemandSpacesMachine, AsIfAloneMachine):
     _machine.TestCase.settings = _profile
+TenantMachine.TestCase.settings = SameAnswers.TestCase.settings
 TestPagedSpaces = SpacesMachine.TestCase
 TestSlotSpaces = SlotSpacesMachine.TestCase
 TestOnDemandSpaces = OnDemandSpacesMachine.TestCase

@@ -70,7 +70,7 @@ class PagedKVManager(PagedPins, PagedTiers):
         self._copied_bytes = 0
         self._loads = []
         limit_bytes = int(geometry.blocks * pin_limit) * self._arena.block_bytes
-        self._pins = Pins(limit_bytes, clock, self._drop_pin)
+        self._pins = Pins(limit_bytes, clock, self._drop_pin, self._held_by_pins)
         self._start_empty()
 
     def _start_empty(self) -> None:

@@ -16,7 +16,7 @@ from cllm.kv.events import KVEvents
 from cllm.kv.eviction import EvictionPolicy, make_policy
 from cllm.kv.numbers import Numbers
 from cllm.kv.pool import BlockPool
-from cllm.kv.radix import TOKEN_BYTES, Found, RadixTree
+from cllm.kv.radix import COMMON_SPACE, TOKEN_BYTES, Found, RadixTree
 from cllm.kv.sequence import KVSequence
 from cllm.kv.table import BlockNode, BlocksHeld, held_by
 
@@ -176,21 +176,23 @@ class Prefixes:
         size = unit // TOKEN_BYTES
         key = sequence.tokens[held.indexed * size : full * size].tobytes()
         node, space = held.node, sequence.space
-        found = tree.find(key, node, space)
-        if found.matched:
-            node = self._adopt(sequence.blocks, held, self._cut(found), found.matched // unit)
+        while (found := self._next(node, key, space)).matched:
+            node = held.node = self._adopt(sequence.blocks, held, self._cut(found), found.matched // unit)
+            key = key[found.matched :]
         if rest := sequence.blocks[held.indexed : full]:
-            rest_key = key[len(key) - len(rest) * unit :]
-            parent = self._last_name(sequence, node)
-            names = chain(parent, rest_key, size)
-            self._events.stored(parent, names)
-            extends = node.space == space and node.parent is not None
-            if extends and node.references == 1 and not node.children:
-                node.key += rest_key
+            # What goes on from what is common has names of its own: the same tokens may be below the root of the space
+            # as well, and no name is in the tree twice.
+            before = node.names[-1] if node.names else b""
+            goes_on = bool(before) and node.space == space
+            start = before if goes_on else root_name(before, space)
+            names = chain(start, key, size)
+            self._events.stored(before or start, names)
+            if goes_on and node.references == 1 and not node.children:
+                node.key += key
                 node.value += rest
                 node.names += names
             else:
-                node = tree.add(node, rest_key, rest, space)
+                node = tree.add(node, key, rest, space)
                 node.names = names
                 node.references = 1
                 node.number = self._holders.give(node)
@@ -198,14 +200,10 @@ class Prefixes:
         held.node = node
         held.indexed = full
 
-    def _last_name(self, sequence: KVSequence, node: BlockNode) -> bytes:
-        """What the block before the sequence's next is called in its space, which is where `node` ends."""
-        if node.space == sequence.space and node.names:
-            return node.names[-1]
-        size = self.tree.unit_bytes // TOKEN_BYTES
-        root = root_name(b"", sequence.space)
-        names = chain(root, sequence.tokens, size, end=held_by(sequence).indexed * size)
-        return names[-1] if names else root
+    def _next(self, node: BlockNode, key: bytes, space: bytes) -> Found[list[int]]:
+        """What follows on `node` for a space: its own, or else what is common."""
+        found = self.tree.find(key, node, space)
+        return found if found.matched or node.space != COMMON_SPACE else self.tree.find(key, node)
 
     def _adopt(self, table: list[int], held: BlocksHeld, node: BlockNode, count: int) -> BlockNode:
         """Someone else computed the same `count` blocks first: use theirs, give ours back."""

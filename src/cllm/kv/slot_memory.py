@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -59,7 +59,7 @@ class SlotMemory(KVManager):
         self._coming_bytes = 0
         """Of sequences that are being loaded, and will be in the store."""
         self._loads: list[Load] = []
-        self._pins: Pins[Entry] = Pins(int(store_bytes * pin_limit), clock, self._drop_pin)
+        self._pins: Pins[Entry] = Pins(int(store_bytes * pin_limit), clock, self._drop_pin, _held_by)
         self._pinned_bytes = 0
         self._policy_name = eviction_policy
         self._slots: list[Entry | None] = [None] * geometry.first
@@ -383,6 +383,10 @@ class SlotMemory(KVManager):
 
     def _most_bytes(self, entry: Entry) -> int:
         return most_bytes(self._tokens_in(entry), self._bytes_per_token)
+
+
+def _held_by(entries: Sequence[Entry]) -> int:
+    return sum(entry.saved.nbytes for entry in entries if entry.saved is not None)
 
 
 def _raise_if_fatal(error: BackendError | MemoryError) -> None:

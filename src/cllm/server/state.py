@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,16 +22,14 @@ if TYPE_CHECKING:
     from cllm.llm import AsyncLLM
 
 
-log = logging.getLogger("cllm.server")
-
-
 @dataclass(slots=True)
 class ServerState:
     llm: AsyncLLM
     config: Config
     registry: CollectorRegistry
     created: int = field(default_factory=lambda: int(time.time()))
-    warm_tenant: Tenant | None = NOBODY
+    warm_tenant: Callable[[bool], Tenant | None] = lambda shared: NOBODY
+    """For whom prefixes are warmed that are shared, or are not."""
     benchmark_running: bool = False
     bodies: Lanes = field(default_factory=body_lanes)
     texts: Texts = field(init=False)
@@ -41,13 +39,7 @@ class ServerState:
 
     async def warm_up(self) -> None:
         """Have `kv.warm` computed."""
-        prefixes = self.config.kv.warm
-        if prefixes and self.warm_tenant is None:
-            log.warning("kv.warm is left out: every key has cached prefixes of its own, and there is no server.api_key")
-        elif prefixes and self.warm_tenant is not None:
-            if self.warm_tenant.space:
-                log.warning("kv.warm is for server.api_key alone: other keys have cached prefixes of their own")
-            await warm_up(self.llm, prefixes, self.warm_tenant)
+        await warm_up(self.llm, self.config.kv.warm, self.warm_tenant)
 
     @property
     def served_name(self) -> str:
@@ -70,6 +62,12 @@ def tenant_of(request: Request) -> Tenant:
     """Whose key came with the request."""
     tenant: Tenant = getattr(request.state, "tenant", NOBODY)
     return tenant
+
+
+def is_operators(request: Request) -> bool:
+    """Whether the request may do what concerns all keys."""
+    sees_all: bool = getattr(request.state, "sees_all", True)
+    return sees_all
 
 
 async def _state_of(request: Request) -> ServerState:
