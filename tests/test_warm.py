@@ -252,6 +252,31 @@ async def test_marks_pin_what_stands_before_them() -> None:
         assert pins[0]["tokens"] + len(LONG) // 16 * 16 <= pins[1]["tokens"]
 
 
+async def test_marks_that_say_nothing_are_taken() -> None:
+    """As clients send them whose types have the field."""
+    part = {"type": "text", "text": LONG, "cache_control": None}
+    async with client_of(fake_config()) as client:
+        message = {"role": "user", "content": [part], "cache_control": None}
+        await chat(client, message, cache_control=None)
+        assert (await client.pins())["prefixes"] == []
+        marked = {"role": "system", "content": [{**part, "cache_control": {**EPHEMERAL, "ttl": None}}]}
+        await chat(client, marked, message, tools=[])
+        (pin,) = (await client.pins())["prefixes"]
+        assert 290 < pin["until"] - time.time() <= 301
+
+
+async def test_a_mark_on_a_head_that_changes_keeps_what_does_not() -> None:
+    """The first part goes, with its mark; the second is the same in every request."""
+    async with client_of(fake_config()) as client:
+        for stamp in ("eb6c6", "36ee5"):
+            head = f"x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch={stamp};"
+            texts = [head, "You are a coding agent.", SYSTEM]
+            parts = [{"type": "text", "text": text, "cache_control": EPHEMERAL} for text in texts]
+            answer = await chat(client, {"role": "system", "content": parts}, {"role": "user", "content": "Why?"})
+        assert cached(answer) >= len(SYSTEM)
+        assert len({pin["id"] for pin in (await client.pins())["prefixes"]}) <= 3
+
+
 async def test_a_mark_on_the_request_pins_its_prompt() -> None:
     async with client_of(fake_config()) as client:
         for path in ("/v1/completions", "/generate"):
