@@ -391,6 +391,7 @@ async def until_pinned(llm: AsyncLLM, count: int) -> list[dict[str, Any]]:
 async def test_what_was_pinned_is_computed_again_when_memory_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     config = fake_config(warm=[LONG, {"prompt": SYSTEM, "ttl_s": 1000}])
     async with AsyncLLM(config) as llm:
+        create_app(llm, config)
         await warm_up(llm, config.kv.warm, lambda shared: EVERYBODY)
         tokens = llm.tokenizer.encode(LONG.upper())
         await warm(llm, tokens, pin=True, ttl_s=500, tenant=Tenant("ann", b"ann"), source="request")
@@ -415,6 +416,7 @@ async def test_what_cannot_be_pinned_again_is_given_up(
 ) -> None:
     config = fake_config(warm=[LONG, SYSTEM])
     async with AsyncLLM(config) as llm:
+        create_app(llm, config)
         await warm_up(llm, config.kv.warm, lambda shared: NOBODY)
         monkeypatch.setattr(llm._loaded.scheduler.kv._pins, "limit_bytes", 0)  # type: ignore[attr-defined]
         await lose_memory(llm)

@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,6 @@ from cllm.text.bounded import TokenLimit
 from cllm.text.chat import ChatTemplate
 from cllm.text.tokenizer import Tokenizer
 from cllm.text.volatile import VolatileHeads
-from cllm.warm import pin_again
 from cllm.windows import Windows
 
 GIL_SWITCH_S = 5e-4
@@ -59,6 +58,8 @@ class AsyncLLM:
         """Whether what the engine says is no longer passed on."""
         self._rows: RowSampler | None = None
         self._volatile = VolatileHeads(config.prompt.volatile_patterns)
+        self.pin_again: Callable[[AsyncLLM], Coroutine[Any, Any, None]] | None = None
+        """Computes anew what was pinned, when its memory was lost."""
         self._pinning: asyncio.Task[None] | None = None
 
     # -- life --------------------------------------------------------------------------------------------------
@@ -352,8 +353,8 @@ class AsyncLLM:
             self._loop.call_soon_threadsafe(self._pin_again)
 
     def _pin_again(self) -> None:
-        if self._pinning is None or self._pinning.done():
-            self._pinning = asyncio.create_task(pin_again(self))
+        if self.pin_again is not None and (self._pinning is None or self._pinning.done()):
+            self._pinning = asyncio.create_task(self.pin_again(self))
 
     def _dispatch(self, outputs: list[Output]) -> None:
         now = time.monotonic()

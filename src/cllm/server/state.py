@@ -15,7 +15,7 @@ from cllm.server.bodies import body_lanes
 from cllm.server.errors import ApiError
 from cllm.server.lanes import Lanes
 from cllm.server.texts import Texts
-from cllm.warm import warm_up
+from cllm.warm import pin_again, warm_up
 
 if TYPE_CHECKING:
     from cllm.config import Config
@@ -36,6 +36,7 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.texts = Texts(self.llm)
+        self.llm.pin_again = pin_again
 
     async def warm_up(self) -> None:
         """Have `kv.warm` computed."""
