@@ -12,17 +12,22 @@ from cllm.kv.events import KVEvents
 from cllm.kv.manager import KVManager
 from cllm.kv.paged import PagedKVManager
 from test_kv_managers import paged, run_to_end
-from test_pins import PinMachine
+from test_pins import SPACES, PinMachine
 
 
 def names_in(kv: PagedKVManager) -> set[bytes]:
     """From the tokens that the tree spells, made anew."""
-    tree, names = kv._prefixes.tree, set()
-    spaces = {id(root): space for space, root in tree._roots.items()}
-    for node in tree.nodes():
-        spelled = b"".join(bytes(part.key) for part in reversed(list(node.path())))
-        names.update(chain(root_name(b"", spaces[id(node.root())]), spelled, kv.block_size))
-    return names
+    names: list[bytes] = []
+    for node in kv._prefixes.tree.nodes():
+        space, last = None, b""
+        for part in reversed(list(node.path())):
+            if part.space != space:  # the root's, or where a space goes on from what is common
+                last, space = root_name(last, part.space), part.space
+            made = chain(last, bytes(part.key), kv.block_size)
+            last = made[-1]
+        names += made
+    assert len(names) == len(set(names))
+    return set(names)
 
 
 class EventMachine(PinMachine):
@@ -54,7 +59,7 @@ class EventMachine(PinMachine):
                 picture.clear()
             elif event.kind == "stored":
                 assert not picture.intersection(event.names)
-                assert event.parent in picture or event.parent in {root_name(b"", b""), root_name(b"", b"one")}
+                assert event.parent in picture or event.parent in {root_name(b"", space) for space in SPACES}
                 picture.update(event.names)
             else:
                 assert picture.issuperset(event.names)

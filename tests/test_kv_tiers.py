@@ -19,12 +19,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from cllm.errors import BackendError
 from cllm.kv.disk.files import ID_BYTES
 from cllm.kv.disk.speed import GUESS_BYTES
+from cllm.kv.radix import COMMON_SPACE
 from cllm.kv.upkeep import UpkeepSettings
 from disk_kit import FaultyFiles
 from tier_kit import BLOCK, Cache, SlotCache
 
 LONG = list(range(100, 100 + 10 * BLOCK + 1))
-SPACES = (b"", b"", b"one")
+SPACES = (b"", b"", b"one", COMMON_SPACE)
 
 
 def prompt(trunk: int, shared: int, branch: int, length: int) -> list[int]:
@@ -201,6 +202,21 @@ def test_other_spaces_do_not_find_it(cache: Cache, tmp_path: Path) -> None:
     later = again(cache, tmp_path)
     assert later.run(LONG, b"two") == 0 and later.run(LONG) == 0
     assert later.run(LONG, b"one") == 40
+
+
+def test_what_is_common_is_written_once_and_each_finds_its_own_after_it(cache: Cache, tmp_path: Path) -> None:
+    longer = [*LONG[:40], *range(300, 317)]
+    cache.run(LONG[:40], COMMON_SPACE)
+    for _ in range(2):
+        for space in (b"one", b"two"):
+            assert cache.run(longer, space) >= 40
+    later = again(cache, tmp_path)
+    assert later.store.stats().blocks == 10 + 2 * 4
+    assert later.run(longer, b"one") == 0, "what is common is found by others when it is in memory"
+    later.kv._evict(24)
+    assert later.run(LONG[:40], COMMON_SPACE) == 36
+    assert later.run(longer, b"three") == 40
+    assert later.run(longer, b"two") == 56
 
 
 def test_what_was_evicted_comes_back(cache: Cache) -> None:

@@ -14,11 +14,12 @@ from cllm.backends.fake import FakeBackend
 from cllm.kv.manager import KVManager
 from cllm.kv.memory import most_bytes
 from cllm.kv.pins import PinMark
+from cllm.kv.radix import COMMON_SPACE
 from cllm.kv.sequence import KVSequence
 from cllm.kv.slots import SlotKVManager
 from test_kv_managers import BYTES_PER_TOKEN, ManagerMachine, compute, on_demand, paged, run_to_end, slots
 
-SPACES = (b"", b"one")
+SPACES = (b"", b"one", COMMON_SPACE)
 LONG = list(range(100, 124))
 MAKERS = {"paged": paged, "slots": lambda **options: slots(store_tokens=200, max_sequences=5, **options)}
 
@@ -49,6 +50,7 @@ class PinMachine(ManagerMachine):
         self.now = 0.0
         super().__init__()
         self.pinned: dict[str, tuple[list[int], bytes, float]] = {}
+        self.lost: dict[str, tuple[list[int], bytes, float]] = {}
 
     def build(self) -> tuple[FakeBackend, KVManager]:
         return paged(eviction_threshold=0.8, pin_limit=self.limit, clock=lambda: self.now)
@@ -76,11 +78,13 @@ class PinMachine(ManagerMachine):
         mark = PinMark(int(share * len(sequence.tokens)), ttl_s)
         self.kv.rewind(sequence)
         self.kv.pin(sequence, mark)
+        self.note_who_gave_way(allowed=True)  # to a space that has less than its part
         assert (mark.pin_id is None) == (mark.refusal is not None)
         if mark.pin_id is not None:
             before = self.pinned.get(mark.pin_id)
             until = max(self.now + ttl_s, -1.0 if before is None else before[2])
             self.pinned[mark.pin_id] = (sequence.tokens[: mark.pinned_tokens].tolist(), sequence.space, until)
+            self.lost.pop(mark.pin_id, None)
         self.kv.release(sequence)
 
     @precondition(lambda self: self.pinned)
@@ -104,12 +108,21 @@ class PinMachine(ManagerMachine):
     def rebuild(self) -> None:
         super().rebuild()
         self.forget()
+        lost = {pin.id: pin for pin in self.kv.lost_pins()}
+        assert lost.keys() == {name for name, pin in self.lost.items() if pin[2] > self.now} - self.pinned.keys()
+        for name, pin in lost.items():
+            tokens, space, until = self.lost[name]
+            assert (pin.of.tokens.tolist(), pin.of.space, pin.ttl_s) == (tokens, space, until - self.now)
 
     def forget(self) -> None:
+        self.lost.update(self.pinned)
         self.pinned.clear()
 
+    def listed(self, state: str) -> list[dict[str, Any]]:
+        return [pin for pin in self.kv.details()["pins"]["prefixes"] if pin["state"] == state]
+
     def note_who_gave_way(self, *, allowed: bool) -> None:
-        names = {pin["id"] for pin in self.kv.details()["pins"]["prefixes"]}
+        names = {pin["id"] for pin in self.listed("pinned")}
         gone = self.pinned.keys() - names
         assert allowed or not gone
         for name in gone:
@@ -122,14 +135,15 @@ class PinMachine(ManagerMachine):
         assert usage.free + usage.evictable + usage.referenced == usage.total
         assert min(usage.free, usage.evictable, usage.referenced) >= 0
         assert usage.referenced >= usage.pinned and (self.live or usage.referenced == usage.pinned)
-        assert usage.pins == len(self.pinned) == len(details["prefixes"])
+        assert usage.pins == len(self.pinned) == len(self.listed("pinned"))
         assert details["pinned_bytes"] <= details["limit_bytes"]
 
     @invariant()
     def what_is_pinned_is_found_in_its_space(self) -> None:
         for tokens, space, _ in self.pinned.values():
             key = KVSequence([*tokens, 2]).tokens.tobytes()
-            assert self.kv.peek(key, space) >= len(tokens)
+            for finder in SPACES if space == COMMON_SPACE else (space,):
+                assert self.kv.peek(key, finder) >= len(tokens)
 
 
 class SlotPinMachine(PinMachine):
@@ -255,3 +269,36 @@ def test_slots_can_still_be_taken_when_pins_are_in_the_way() -> None:
     assert len(kv._slots) == 2
     for sequence in (running, other):
         kv.release(sequence)
+
+
+def pin_for(kv: KVManager, backend: FakeBackend, space: bytes, first: int, length: int = 12, **mark: Any) -> PinMark:
+    sequence = KVSequence(range(first, first + length), space=space)
+    assert kv.admit(sequence) is not None
+    compute(backend, kv, sequence, length - sequence.num_computed)
+    wish = PinMark(length, **mark)
+    kv.pin(sequence, wish)
+    kv.release(sequence)
+    kv.check()
+    return wish
+
+
+def test_a_space_that_has_more_than_its_part_gives_it_up_to_others() -> None:
+    backend, kv = paged(blocks=48, pin_limit=0.25)  # 12 blocks of 4 tokens
+    greedy = [pin_for(kv, backend, b"ann", 100 * number, ttl_s=100.0 + number) for number in range(5)]
+    assert [mark.pin_id is not None for mark in greedy] == [True] * 4 + [False]
+    assert pin_for(kv, backend, b"bob", 0).pin_id and pin_for(kv, backend, b"bob", 100).pin_id
+    over = pin_for(kv, backend, b"bob", 200)
+    assert over.refusal is not None and "kv.pin_limit" in over.refusal
+    held = {pin["id"] for pin in kv.details()["pins"]["prefixes"]}
+    assert [mark.pin_id in held for mark in greedy[:4]] == [False, False, True, True]  # those that end soonest went
+    assert pin_for(kv, backend, b"eve", 0).pin_id
+    assert kv.details()["pins"]["gave_way"] == 3
+
+
+def test_what_is_warm_on_purpose_is_nobodys_part() -> None:
+    backend, kv = paged(blocks=48, pin_limit=0.25)
+    for number in range(4):
+        assert pin_for(kv, backend, COMMON_SPACE, 100 * number, source="warm").pin_id
+    assert pin_for(kv, backend, b"ann", 0).pin_id  # what it shares with what is warm costs nothing
+    assert pin_for(kv, backend, b"ann", 500).refusal
+    assert kv.usage().pins == 5 and kv.details()["pins"]["gave_way"] == 0

@@ -21,7 +21,7 @@ from cllm.engine.tenant import Tenant
 from cllm.kv import slot_memory
 from cllm.kv.holders import entry_of
 from cllm.kv.manager import KVManager
-from cllm.kv.radix import RadixTree
+from cllm.kv.radix import COMMON_SPACE, RadixTree
 from cllm.kv.sequence import KVSequence
 from cllm.kv.table import held_by
 from cllm.kv.window import Window
@@ -30,8 +30,8 @@ from test_kv_managers import ManagerMachine, Prompt, compute, on_demand, paged, 
 from test_same_answers import SameAnswers
 from test_scheduler import LAYOUTS, answer, run, step
 
-SPACES = (b"", b"ann", b"bob")
-Space = st.sampled_from(SPACES)
+OWN_SPACES = (b"", b"ann", b"bob")
+Space = st.sampled_from([*OWN_SPACES, COMMON_SPACE])
 MOST_REQUESTS = 10
 """The engine's turns are counted, and all of them have to end within those that there are."""
 
@@ -42,7 +42,8 @@ def most_in_common(tokens: Sequence[int], others: Iterable[Sequence[int]]) -> in
 
 
 class SpacesMachine(ManagerMachine):
-    """What a sequence finds was computed in its own space before; all else of `ManagerMachine` holds, too."""
+    """What a sequence finds was computed in its own space before, or in the common one; all else of `ManagerMachine`
+    holds, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class SpacesMachine(ManagerMachine):
         sequence = KVSequence(prompt, space=space)
         before = state_of(self.kv)
         expected = self.kv.peek(sequence.tokens.tobytes(), space)
-        possible = most_in_common(prompt, (other.tokens for other in self.computed if other.space == space))
+        possible = most_in_common(prompt, (s.tokens for s in self.computed if s.space in (space, COMMON_SPACE)))
         assert expected <= possible
         cached = self.kv.admit(sequence)
         if cached is None:
@@ -104,7 +105,7 @@ class AsIfAloneMachine(ManagerMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.alone = {space: self.build() for space in SPACES}
+        self.alone = {space: self.build() for space in OWN_SPACES}
         self.twins: dict[int, KVSequence] = {}
 
     def build(self) -> tuple[FakeBackend, KVManager]:
@@ -114,7 +115,7 @@ class AsIfAloneMachine(ManagerMachine):
         """How much of a sequence others can find."""
         return held_by(sequence).indexed
 
-    @rule(prompt=Prompt, space=Space)
+    @rule(prompt=Prompt, space=st.sampled_from(OWN_SPACES))
     def admit(self, prompt: list[int], space: bytes) -> None:
         sequence, twin = KVSequence(prompt, space=space), KVSequence(prompt)
         found = self.kv.admit(sequence)
@@ -220,12 +221,12 @@ class TenantMachine(SameAnswers):
 
 
 def _watch(kv: KVManager, foreign: list[list[int]]) -> None:
-    """Whatever is found was computed by somebody of the same space before; if not, it goes into `foreign`."""
+    """Whatever is found was computed in the same space before, or in the common one; if not, it goes into `foreign`."""
     known: list[KVSequence] = []
     admit, fork = kv.admit, kv.fork
 
     def admit_watched(sequence: KVSequence) -> int | None:
-        own = [s.tokens for s in known if s.space == sequence.space and s is not sequence]
+        own = [s.tokens for s in known if s.space in (sequence.space, COMMON_SPACE) and s is not sequence]
         if not sequence.counts_as_query:
             own.append(sequence.tokens)
         known.append(sequence)
@@ -275,6 +276,45 @@ def test_the_same_prompt_is_found_in_its_own_space_alone(make: Any) -> None:
         kv.check()
     assert found == 16
     assert (kv.peek(key), kv.peek(key, b"ann"), kv.peek(key, b"bob")) == (16, 16, 0)
+
+
+@pytest.mark.parametrize("make", [paged, slots])
+def test_what_is_common_is_found_by_all_and_gone_on_from_by_each_alone(make: Any) -> None:
+    backend, kv = make()
+    common, question = list(range(16)), [50] * 9
+
+    def ask(space: bytes, tokens: list[int]) -> int:
+        sequence = KVSequence(tokens, space=space)
+        found = kv.admit(sequence)
+        assert found is not None
+        compute(backend, kv, sequence, len(tokens) - found)
+        kv.check()
+        kv.release(sequence)
+        kv.check()
+        return found
+
+    assert ask(COMMON_SPACE, common) == 0
+    assert ask(b"ann", common + question) == 16
+    assert ask(b"bob", common + question) == 16
+    assert ask(b"ann", common + question) == 24
+    assert ask(COMMON_SPACE, common + question) in (12, 15, 16)
+    assert ask(b"", [*common[:8], 70, 71]) == 8  # a branch within what is common
+    assert ask(b"ann", [*common[:8], 70, 71, 72]) == 8
+    usage = kv.usage()
+    assert usage.referenced == 0 and usage.free + usage.evictable == usage.total
+
+
+def test_blocks_that_are_common_are_held_once() -> None:
+    backend, kv = paged(blocks=16)
+    common = list(range(16))
+    for space in (COMMON_SPACE, b"ann", b"bob", b"eve"):
+        sequence = KVSequence(common if space == COMMON_SPACE else [*common, *range(60, 65)], space=space)
+        kv.admit(sequence)
+        compute(backend, kv, sequence, len(sequence.tokens) - sequence.num_computed)
+        kv.release(sequence)
+    kv.check()
+    usage = kv.usage()
+    assert (usage.evictable, usage.evictions) == (4 + 3, 0)  # the beginning once, and one block of each
 
 
 def test_what_was_used_longest_ago_goes_first_whosever_it_is() -> None:

@@ -118,12 +118,49 @@ def test_patterns_are_read_and_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "reason"), [("x(", "missing )"), ("a*", "also matches nothing"), ("", "also matches nothing")]
+    ("pattern", "reason"),
+    [
+        ("x(", "missing )"),
+        ("a*", "also matches nothing"),
+        ("", "also matches nothing"),
+        ("(a+)+b", "repeats what repeats"),
+        ("(a|ab)+c", "repeats what repeats"),
+        ("(?:(?:a+)+b)?x", "repeats what repeats"),
+        ("(?:a?){30}a{30}", "repeats what repeats"),
+        ("(?=(a+)+b)a", "repeats what repeats"),
+        ("(?!(a+)+b)a", "repeats what repeats"),
+        ("a.*b[^x]*c(.+)d[^y]+e", "has 4 repetitions of almost any character"),
+    ],
 )
 def test_a_wrong_pattern_is_refused_at_the_start(pattern: str, reason: str) -> None:
     with pytest.raises(InvalidConfigError, match=r"volatile_patterns is .*regular expressions") as raised:
         load_config(None, {"prompt.volatile_patterns": ["good", pattern]}, {})
     assert reason in str(raised.value) and repr(pattern) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["x-[a-z]+: .*", "(a+)+", "(?:ab{2})+c", "a{1,9}b", r"\[Context: Current time is [^\]]*\]", "(?i:Date: .*)"],
+)
+def test_a_pattern_that_ends_soon_is_taken(pattern: str) -> None:
+    assert load_config(None, {"prompt.volatile_patterns": [pattern]}, {}).config.prompt.volatile_patterns == (pattern,)
+
+
+def test_the_default_pattern_takes_no_longer_for_a_line_that_is_made_for_it() -> None:
+    for filler in ("a=", "a=;", "a", "a=a", " a="):
+        head = "x-anthropic-billing-header:" + filler * 3000
+        assert stripped(head + "\n" + RULES).endswith(RULES)
+
+
+def test_a_pattern_that_takes_too_long_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cllm.text.volatile.SLOW_S", -1.0)
+    heads = VolatileHeads(["a+", "b+"])
+    messages = [{"role": "system", "content": "aab\naab"}]
+    assert heads.strip(messages) == [{"role": "system", "content": "aab"}]
+    assert heads.strip(messages) == messages
+    assert caplog.text.count("is not used any more") == 2 and "prompt.volatile_patterns: 'a+'" in caplog.text
 
 
 # -- what it is for ------------------------------------------------------------------------------------------------

@@ -15,12 +15,13 @@ import httpx
 import pytest
 
 from cllm.config import Config, load_config
-from cllm.engine.tenant import NOBODY
-from cllm.errors import ConfigError
+from cllm.engine.params import SamplingParams
+from cllm.engine.tenant import EVERYBODY, NOBODY, Tenant
+from cllm.errors import BackendError, ConfigError
 from cllm.llm import AsyncLLM
 from cllm.server.app import create_app
 from cllm.server.key_file import add_key
-from cllm.warm import warm_up
+from cllm.warm import warm, warm_up
 from http_fakes import FakeLLM, client_for
 
 SYSTEM = "You answer in one word, whatever you are asked, and never say why. " * 2
@@ -135,20 +136,42 @@ def test_an_entry_that_is_wrong_is_named(entry: Any, problem: str) -> None:
     assert problem in str(raised.value)
 
 
-async def test_keys_that_are_kept_apart_do_not_share_what_is_warm(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ann = add_key(tmp_path / "keys.json", "ann", None)
-    server = {"api_keys": str(tmp_path / "keys.json")}
-    async with client_of(fake_config(server=server, warm=[LONG]), ann) as client:
-        assert cached(await client.ask("/v1/completions", prompt=LONG, max_tokens=1)) == 0
-    assert "kv.warm is left out" in caplog.text
-    server["api_key"] = "sesame"
-    async with client_of(fake_config(server=server, warm=[LONG]), ann) as client:
-        assert cached(await client.ask("/v1/completions", prompt=LONG, max_tokens=1)) == 0
-        client.headers["authorization"] = "Bearer sesame"
-        assert cached(await client.ask("/v1/completions", prompt=LONG, max_tokens=1)) > 0
-    assert "kv.warm is for server.api_key alone" in caplog.text
+def with_keys(tmp_path: Path, *names: str, operator: bool = True) -> tuple[dict[str, Any], list[str]]:
+    """A server's settings with a key for each name, and the keys."""
+    file = tmp_path / "keys.json"
+    keys = [add_key(file, name, None) for name in names]
+    return {"api_keys": str(file), **({"api_key": "sesame"} if operator else {})}, keys
+
+
+async def completed(client: Client, key: str, prompt: str, **more: Any) -> int:
+    """What of a prompt a key finds."""
+    client.headers["authorization"] = f"Bearer {key}"
+    return cached(await client.ask("/v1/completions", prompt=prompt, max_tokens=1, **more))
+
+
+@pytest.mark.parametrize("layout", ["paged", "slots"])
+@pytest.mark.parametrize("operator", [True, False])
+async def test_what_the_configuration_names_is_warm_for_all_keys(tmp_path: Path, layout: str, operator: bool) -> None:
+    server, (ann, bob) = with_keys(tmp_path, "ann", "bob", operator=operator)
+    async with client_of(fake_config(layout=layout, server=server, warm=[LONG])) as client:
+        whole = len(LONG) // 16 * 16
+        own = LONG + "Ann has a secret. " * 4
+        assert await completed(client, ann, own) >= whole
+        assert whole <= await completed(client, bob, own) <= len(LONG)
+        assert await completed(client, ann, own) >= len(own) - 16
+        assert await completed(client, bob, own.replace("Ann", "Bob")) <= len(LONG)
+
+
+async def test_what_is_not_shared_is_the_operators(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server, (ann,) = with_keys(tmp_path, "ann")
+    warm = [{"prompt": LONG, "shared": False}]
+    async with client_of(fake_config(server=server, warm=warm)) as client:
+        assert await completed(client, ann, LONG) == 0
+        assert await completed(client, "sesame", LONG) > 0
+    del server["api_key"]
+    async with client_of(fake_config(server=server, warm=warm)) as client:
+        assert await completed(client, ann, LONG) == 0
+    assert "kv.warm[0] is left out: it is not shared" in caplog.text
 
 
 # -- POST /kv/warm -------------------------------------------------------------------------------------------------
@@ -229,6 +252,31 @@ async def test_marks_pin_what_stands_before_them() -> None:
         assert pins[0]["tokens"] + len(LONG) // 16 * 16 <= pins[1]["tokens"]
 
 
+async def test_marks_that_say_nothing_are_taken() -> None:
+    """As clients send them whose types have the field."""
+    part = {"type": "text", "text": LONG, "cache_control": None}
+    async with client_of(fake_config()) as client:
+        message = {"role": "user", "content": [part], "cache_control": None}
+        await chat(client, message, cache_control=None)
+        assert (await client.pins())["prefixes"] == []
+        marked = {"role": "system", "content": [{**part, "cache_control": {**EPHEMERAL, "ttl": None}}]}
+        await chat(client, marked, message, tools=[])
+        (pin,) = (await client.pins())["prefixes"]
+        assert 290 < pin["until"] - time.time() <= 301
+
+
+async def test_a_mark_on_a_head_that_changes_keeps_what_does_not() -> None:
+    """The first part goes, with its mark; the second is the same in every request."""
+    async with client_of(fake_config()) as client:
+        for stamp in ("eb6c6", "36ee5"):
+            head = f"x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch={stamp};"
+            texts = [head, "You are a coding agent.", SYSTEM]
+            parts = [{"type": "text", "text": text, "cache_control": EPHEMERAL} for text in texts]
+            answer = await chat(client, {"role": "system", "content": parts}, {"role": "user", "content": "Why?"})
+        assert cached(answer) >= len(SYSTEM)
+        assert len({pin["id"] for pin in (await client.pins())["prefixes"]}) <= 3
+
+
 async def test_a_mark_on_the_request_pins_its_prompt() -> None:
     async with client_of(fake_config()) as client:
         for path in ("/v1/completions", "/generate"):
@@ -267,7 +315,7 @@ async def test_the_page_shows_what_is_pinned() -> None:
     for layout in ("paged", "slots"):
         config = fake_config(layout=layout, warm=[LONG, {"prompt": SYSTEM, "pin": False}])
         async with AsyncLLM(config) as llm:
-            await warm_up(llm, config.kv.warm, NOBODY)
+            await warm_up(llm, config.kv.warm, lambda shared: NOBODY)
             llm.watch()
             while (picture := llm.picture()) is None:
                 await asyncio.sleep(0.01)
@@ -279,16 +327,35 @@ async def test_the_page_shows_what_is_pinned() -> None:
 # -- who may -------------------------------------------------------------------------------------------------------
 
 
-async def test_only_the_operator_pins_for_all(tmp_path: Path) -> None:
-    ann = add_key(tmp_path / "keys.json", "ann", None)
-    server = {"api_keys": str(tmp_path / "keys.json"), "api_key": "sesame"}
+async def test_only_the_operator_warms_for_all(tmp_path: Path) -> None:
+    server, (ann, bob) = with_keys(tmp_path, "ann", "bob")
     async with client_of(fake_config(server=server), ann) as client:
-        for refused in (await client.post("/kv/warm", json={"prompt": LONG}), await client.delete("/kv/warm/x")):
-            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "operator_key_required")
+        refused = await client.post("/kv/warm", json={"prompt": LONG, "shared": True})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "operator_key_required")
+        assert (await client.get("/kv")).status_code == 403
         client.headers["authorization"] = "Bearer sesame"
-        await client.ask("/kv/warm", prompt=LONG)
+        await client.ask("/kv/warm", prompt=LONG.upper())
+        assert await completed(client, ann, LONG.upper()) == 0
+        client.headers["authorization"] = "Bearer sesame"
+        await client.ask("/kv/warm", prompt=LONG, shared=True)
+        assert [pin["shared"] for pin in (await client.pins())["prefixes"]] == [False, True]
+        assert await completed(client, ann, LONG) == await completed(client, bob, LONG) > 0
+
+
+async def test_every_key_warms_and_lets_go_for_itself(tmp_path: Path) -> None:
+    server, (ann, bob) = with_keys(tmp_path, "ann", "bob")
+    async with client_of(fake_config(server=server), ann) as client:
+        mine = await client.ask("/kv/warm", prompt=LONG)
+        assert mine["ttl_s"] == 86400
+        too_long = await client.post("/kv/warm", json={"prompt": LONG, "ttl_s": 90000})
+        assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "ttl_s")
+        assert await completed(client, bob, LONG) == 0
+        assert (await client.delete(f"/kv/warm/{mine['id']}")).status_code == 404
         client.headers["authorization"] = f"Bearer {ann}"
-        assert cached(await client.ask("/v1/completions", prompt=LONG, max_tokens=1)) == 0
+        assert (await client.delete(f"/kv/warm/{mine['id']}")).status_code == 204
+        his = await client.ask("/kv/warm", prompt=LONG)
+        client.headers["authorization"] = "Bearer sesame"
+        assert (await client.delete(f"/kv/warm/{his['id']}")).status_code == 204
 
 
 async def test_marks_of_a_key_pin_in_its_own_space(tmp_path: Path) -> None:
@@ -301,3 +368,61 @@ async def test_marks_of_a_key_pin_in_its_own_space(tmp_path: Path) -> None:
         assert cached(answer) == 0
         client.headers["authorization"] = "Bearer sesame"
         assert len({pin["id"] for pin in (await client.pins())["prefixes"]}) == 2
+
+
+# -- memory that is lost -------------------------------------------------------------------------------------------
+
+
+async def lose_memory(llm: AsyncLLM) -> None:
+    engine = llm._running
+    await asyncio.wrap_future(engine.ask(lambda: engine._rebuild(BackendError("lost", fatal=True))))
+
+
+async def until_pinned(llm: AsyncLLM, count: int) -> list[dict[str, Any]]:
+    for _ in range(500):
+        lost = await llm.lost_pins()
+        found: list[dict[str, Any]] = llm._loaded.scheduler.kv.details()["pins"]["prefixes"]
+        if not lost and len(found) == count and all(pin["state"] == "pinned" for pin in found):
+            return found
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"not pinned: {found}")
+
+
+async def test_what_was_pinned_is_computed_again_when_memory_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    config = fake_config(warm=[LONG, {"prompt": SYSTEM, "ttl_s": 1000}])
+    async with AsyncLLM(config) as llm:
+        create_app(llm, config)
+        await warm_up(llm, config.kv.warm, lambda shared: EVERYBODY)
+        tokens = llm.tokenizer.encode(LONG.upper())
+        await warm(llm, tokens, pin=True, ttl_s=500, tenant=Tenant("ann", b"ann"), source="request")
+        before = await until_pinned(llm, 3)
+        for _ in range(2):
+            await lose_memory(llm)
+            with caplog.at_level(logging.INFO, "cllm.warm"):
+                after = await until_pinned(llm, 3)
+            for key in ("id", "tokens", "source", "shared"):
+                assert sorted(pin[key] for pin in after) == sorted(pin[key] for pin in before)
+            ends = [[pin["until"] for pin in sorted(pins, key=lambda p: p["id"])] for pins in (before, after)]
+            assert all(abs(a - b) < 2 if a and b else a is b for a, b in zip(*ends, strict=True))
+        assert "is computed and pinned again" in caplog.text
+        async with llm.submit(LONG + "!", SamplingParams(max_tokens=1)) as generation:
+            async for _ in generation:
+                pass
+        assert generation.cached_tokens == len(LONG) // 16 * 16
+
+
+async def test_what_cannot_be_pinned_again_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = fake_config(warm=[LONG, SYSTEM])
+    async with AsyncLLM(config) as llm:
+        create_app(llm, config)
+        await warm_up(llm, config.kv.warm, lambda shared: NOBODY)
+        monkeypatch.setattr(llm._loaded.scheduler.kv._pins, "limit_bytes", 0)  # type: ignore[attr-defined]
+        await lose_memory(llm)
+        for _ in range(500):
+            if not await llm.lost_pins():
+                break
+            await asyncio.sleep(0.01)
+        assert await llm.lost_pins() == [] and llm.snapshot().kv.pins == 0
+    assert caplog.text.count("stays lost: it needs") == 2

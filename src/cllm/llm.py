@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,8 @@ from cllm.engine.turns import Turns
 from cllm.engine.watch import Picture
 from cllm.errors import ConfigError, InvalidRequestError, ShuttingDownError
 from cllm.generation import Generation
-from cllm.kv.pins import PinMark
+from cllm.kv.manager import KVManager
+from cllm.kv.pins import LostPin, PinMark
 from cllm.kv.window import Window
 from cllm.models.shape import ModelShape
 from cllm.text.bounded import TokenLimit
@@ -68,6 +69,9 @@ class AsyncLLM:
         """Whether what the engine says is no longer passed on."""
         self._rows: RowSampler | None = None
         self._volatile = VolatileHeads(config.prompt.volatile_patterns)
+        self.pin_again: Callable[[AsyncLLM], Coroutine[Any, Any, None]] | None = None
+        """Computes anew what was pinned, when its memory was lost."""
+        self._pinning: asyncio.Task[None] | None = None
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -99,6 +103,7 @@ class AsyncLLM:
         # The same list, so that whoever adds an observer later is heard too.
         parts.scheduler.observers = self.observers
         parts.scheduler.kv.on_eviction = self.observers.evicted
+        engine.on_rebuilt = lambda: self._on_rebuilt(parts.scheduler.kv)
         engine.start()
         self._engine = engine
         _open.add(self)
@@ -108,6 +113,8 @@ class AsyncLLM:
         engine, parts = self._engine, self._parts
         if engine is None:
             return
+        if self._pinning is not None:
+            self._pinning.cancel()
         if parts is not None:
             await asyncio.to_thread(engine.stop, self.config.server.shutdown_grace_s if grace_s is None else grace_s)
         # The engine's last outputs are on their way through the loop; what has none by then is told directly.
@@ -294,10 +301,14 @@ class AsyncLLM:
             raise
         return generation
 
-    async def unpin(self, name: str) -> bool:
-        """End a pin. False: there is none of that name."""
+    async def unpin(self, name: str, space: bytes | None = None) -> bool:
+        """End a pin. False: there is none of that name (in that space)."""
         kv = self._loaded.scheduler.kv
-        return await asyncio.wrap_future(self._running.ask(lambda: kv.unpin(name)))
+        return await asyncio.wrap_future(self._running.ask(lambda: kv.unpin(name, space)))
+
+    async def lost_pins(self) -> list[LostPin]:
+        """Those that are to be computed again."""
+        return await asyncio.wrap_future(self._running.ask(self._loaded.scheduler.kv.lost_pins))
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -350,6 +361,16 @@ class AsyncLLM:
         assert self._loop is not None
         if not self.deaf and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._dispatch, outputs)
+
+    def _on_rebuilt(self, kv: KVManager) -> None:
+        """On the engine's thread: what was pinned in the memory that is lost is computed again, behind all others."""
+        assert self._loop is not None
+        if kv.lost_pins() and not self.deaf and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._pin_again)
+
+    def _pin_again(self) -> None:
+        if self.pin_again is not None and (self._pinning is None or self._pinning.done()):
+            self._pinning = asyncio.create_task(self.pin_again(self))
 
     def _dispatch(self, outputs: list[Output]) -> None:
         now = time.monotonic()

@@ -7,14 +7,14 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cllm.engine.params import SamplingParams
 from cllm.engine.tenant import NOBODY, Tenant
-from cllm.errors import CLLMError, InvalidRequestError
-from cllm.kv.pins import PinMark
+from cllm.errors import CLLMError, InvalidRequestError, OverloadedError, ShuttingDownError
+from cllm.kv.pins import PinMark, PinSource
 
 if TYPE_CHECKING:
     from cllm.config.warm import WarmPrefix
@@ -47,9 +47,10 @@ async def warm(
     tenant: Tenant = NOBODY,
     request_id: str | None = None,
     priority: int = LATER,
+    source: PinSource = "warm",
 ) -> Warmed:
     """Have the K/V of a prompt computed, or loaded, as any request has; the token that comes of it is thrown away."""
-    mark = PinMark(len(prompt), math.inf if ttl_s is None else ttl_s, "warm")
+    mark = PinMark(len(prompt), math.inf if ttl_s is None else ttl_s, source)
     started = time.perf_counter()
     generation = llm.submit(
         prompt,
@@ -66,9 +67,20 @@ async def warm(
     return Warmed(len(prompt), generation.cached_tokens, took, mark.pin_id, mark.pinned_tokens, mark.refusal)
 
 
-async def warm_up(llm: AsyncLLM, prefixes: Sequence[WarmPrefix], tenant: Tenant) -> None:
-    """All of `kv.warm`, one after the other. What cannot be done is said in the log; the server goes on without."""
+async def warm_up(llm: AsyncLLM, prefixes: Sequence[WarmPrefix], tenant_of: Callable[[bool], Tenant | None]) -> None:
+    """All of `kv.warm`, one after the other. What cannot be done is said in the log; the server goes on without.
+
+    `tenant_of` says for whom one is computed that is shared, or is not; None: there is nobody.
+    """
     for number, prefix in enumerate(prefixes):
+        tenant = tenant_of(prefix.shared)
+        if tenant is None:
+            log.warning(
+                "kv.warm[%d] is left out: it is not shared, every key has cached prefixes of its own, and there is no "
+                "server.api_key that it could be for",
+                number,
+            )
+            continue
         try:
             prompt = await asyncio.to_thread(_encode, llm, prefix)
             name = f"warm-{number}"
@@ -81,6 +93,30 @@ async def warm_up(llm: AsyncLLM, prefixes: Sequence[WarmPrefix], tenant: Tenant)
             "kv.warm[%d]: %d tokens, %d of them cached before, %.2f s, %s",
             *(number, done.tokens, done.cached, done.seconds, fate),
         )
+
+
+async def pin_again(llm: AsyncLLM) -> None:
+    """Compute what was pinned and got lost with its memory, one after the other; pin it for the time that is left."""
+    while lost := await llm.lost_pins():
+        pin = lost[0]
+        ttl_s = None if math.isinf(pin.ttl_s) else pin.ttl_s
+        tenant = Tenant(space=pin.of.space)
+        try:
+            done = await warm(llm, pin.of.tokens, pin=True, ttl_s=ttl_s, tenant=tenant, source=pin.source)
+        except OverloadedError as error:
+            await asyncio.sleep(error.retry_after_s)
+            continue
+        except ShuttingDownError:
+            return
+        except CLLMError as error:
+            pinned, reason = False, str(error)
+        else:
+            pinned, reason = done.pin_id == pin.id, done.refusal or "it has another name now"
+        if pinned:
+            log.info("a pinned prefix of %d tokens that was lost is computed and pinned again", len(pin.of.tokens))
+        else:
+            log.warning("a pinned prefix of %d tokens stays lost: %s", len(pin.of.tokens), reason)
+            await llm.unpin(pin.id)
 
 
 def _encode(llm: AsyncLLM, prefix: WarmPrefix) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from cllm.config.entries import ModelEntry
+from cllm.config.patterns import what_is_wrong
 from cllm.config.problems import InvalidConfigError
 from cllm.config.relations import check_relations
 from cllm.config.warm import WarmPrefix
@@ -344,15 +344,9 @@ class PromptConfig(Section):
     @classmethod
     def _patterns_are_some(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
         for pattern in patterns:
-            try:
-                matches_nothing = re.compile(pattern).match("")
-            except (re.error, RecursionError, OverflowError) as error:
-                problem = f"regular expressions, and {pattern!r} is none ({error})"
-            else:
-                if not matches_nothing:
-                    continue
-                problem = f"regular expressions that match something; {pattern!r} also matches nothing"
-            raise PydanticCustomError("pattern", "{problem}", {"problem": problem})
+            if (wrong := what_is_wrong(pattern)) is not None:
+                problem = f"regular expressions; {pattern!r} {wrong}"
+                raise PydanticCustomError("pattern", "{problem}", {"problem": problem})
         return patterns
 
 

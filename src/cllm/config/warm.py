@@ -31,6 +31,8 @@ class WarmPrefix(_Entry):
     """Whose message the text is; without, it is what prompts themselves begin with."""
     pin: bool = True
     ttl_s: float | None = Field(default=None, gt=0)
+    shared: bool = True
+    """Whether all keys find it, where each has cached prefixes of its own; otherwise it is the operator's."""
 
     @model_validator(mode="before")
     @classmethod

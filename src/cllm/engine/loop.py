@@ -51,6 +51,9 @@ MAX_FRUITLESS_REBUILDS = 3
 class Engine:
     """`deliver` gets every step's outputs in one call, on the engine's thread."""
 
+    on_rebuilt: Callable[[], None] | None = None
+    """Called on the engine's thread when all memory was lost and there is new one."""
+
     def __init__(
         self,
         backend: Backend,
@@ -259,6 +262,8 @@ class Engine:
                 log.exception("the backend's context could not be rebuilt")
                 failure = error
             else:
+                if self.on_rebuilt is not None:
+                    self.on_rebuilt()
                 return
         message = f"the model's context was lost and could not be rebuilt: {failure} (it was lost by: {cause})"
         self._give_up(BackendError(message, fatal=True))

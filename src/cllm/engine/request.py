@@ -17,7 +17,7 @@ from cllm.engine.rows import RowSampler
 from cllm.engine.sampling import TokenChooser, TokenLogprob
 from cllm.engine.tenant import NOBODY, Tenant
 from cllm.kv.pins import PinMark
-from cllm.kv.radix import TOKEN_BYTES
+from cllm.kv.radix import COMMON_SPACE, TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
 from cllm.kv.window import Window
 
@@ -167,9 +167,9 @@ class Sequence(KVSequence):
         self._key = None
 
     def shares(self, other: Sequence, count: int) -> bool:
-        """Do both begin with the same `count` tokens, in one space? The last of this one does not count: it is always
-        computed."""
-        if self.space != other.space:
+        """Do both begin with the same `count` tokens, where this one finds what the other computes? Its last token does
+        not count: it is always computed."""
+        if other.space not in (self.space, COMMON_SPACE):
             return False
         ours, size = self.key, count * TOKEN_BYTES
         for window in (self.window, other.window):

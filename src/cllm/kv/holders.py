@@ -68,8 +68,9 @@ class HolderIndex:
         self._tree: RadixTree[set[Entry]] = RadixTree(1, set(), lambda holders, at: (set(holders), holders))
 
     def find(self, key: bytes, space: bytes) -> tuple[int, set[Entry]]:
-        """How many tokens of `key` some entry of the space holds, and the entries that hold that many."""
-        found = self._tree.find(key, self._tree.root_of(space))
+        """How many tokens of `key` some entry of the space, or one that is common to all, holds; and the entries that
+        hold that many. Entries are whole sequences, so each has its whole path in its own space."""
+        found = self._tree.find_for(key, space)
         return found.matched // TOKEN_BYTES, found.node.value
 
     def extend(self, entry: Entry, sequence: KVSequence) -> None:

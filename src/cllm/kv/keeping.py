@@ -16,7 +16,7 @@ from cllm.kv.disk.names import TOKEN_BYTES
 from cllm.kv.disk.store import Space
 from cllm.kv.ops import BlockBytes
 from cllm.kv.sequence import KVSequence
-from cllm.kv.table import held_by
+from cllm.kv.table import BlockNode, held_by
 from cllm.kv.tier import Tier
 
 MOST_OFFERS = 256
@@ -37,12 +37,12 @@ RESCUE_S = 0.002
 class Offer:
     __slots__ = ("done", "key", "names", "owner")
 
-    def __init__(self, owner: bytes, key: bytes) -> None:
+    def __init__(self, owner: bytes, key: bytes, done: int) -> None:
         self.owner = owner
         self.key = key
         self.names: list[bytes] = []
-        self.done = 0
-        """Blocks that are on disk, or on their way there."""
+        self.done = done
+        """Blocks that are on disk, or on their way there, or are not its owner's but common."""
 
 
 class Keeping:
@@ -67,19 +67,22 @@ class Keeping:
 
     def offer(self, sequence: KVSequence) -> None:
         """A sequence ends, with all it has computed in the tree."""
-        blocks = self._worth(sequence)
+        path = held_by(sequence).node.path()
+        own = [node for node in path if node.space == sequence.space]
+        blocks = self._worth(own)
         if blocks and len(self._offers) < MOST_OFFERS and self._tier.pays:
-            tokens = blocks * self._tier.block_tokens
-            self._offers.append(Offer(sequence.space, sequence.tokens[:tokens].tobytes()))
+            common = held_by(sequence).indexed - sum(len(node.value) for node in own)
+            tokens = (common + blocks) * self._tier.block_tokens
+            self._offers.append(Offer(sequence.space, sequence.tokens[:tokens].tobytes(), common))
             self.blocks += blocks
 
-    def _worth(self, sequence: KVSequence) -> int:
-        """How many of its first blocks are worth being kept: all if they are many, else those that were used again."""
-        held = held_by(sequence)
-        blocks = held.indexed
+    def _worth(self, path: list[BlockNode]) -> int:
+        """How many of the first blocks of its own are worth being kept: all if they are many, else those that were used
+        again."""
+        blocks = sum(len(node.value) for node in path)
         if blocks >= self._tier.worth_blocks:
             return blocks
-        for node in held.node.path():
+        for node in path:
             if node.hits:
                 break
             blocks -= len(node.value)
@@ -120,7 +123,7 @@ class Keeping:
         tier = self._tier
         if not offer.names:
             offer.names = tier.names(space, offer.owner, offer.key)
-            self._progress(offer, space.held(offer.names))
+            self._progress(offer, space.held(offer.names[offer.done :]))
             if offer.done == len(offer.names):
                 space.used(offer.names[-1])
         blocks = self._arena.prefixes.blocks_of(offer.key, offer.owner)[offer.done :]

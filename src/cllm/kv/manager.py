@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cllm.errors import UnsupportedOperationError
-from cllm.kv.pins import PinMark
+from cllm.kv.pins import LostPin, PinMark
 from cllm.kv.sequence import KVSequence
 from cllm.kv.usage import KVUsage
 from cllm.kv.view import KVView
@@ -126,9 +126,13 @@ class KVManager(ABC):
         it, for how long, and, from now on, what came of it: a pin that is refused is no error."""
         mark.refusal = f"{type(self).__name__} has no pins"
 
-    def unpin(self, name: str) -> bool:
-        """End a pin before its time. False: there is none of that name."""
+    def unpin(self, name: str, space: bytes | None = None) -> bool:
+        """End a pin before its time. False: there is none of that name (in that space)."""
         return False
+
+    def lost_pins(self) -> list[LostPin]:
+        """Pins that `reset` lost, and that were neither pinned again nor ended since."""
+        return []
 
     def held_names(self) -> tuple[int, set[bytes]]:
         """The names of all blocks in the prefix tree, and the number of the event after which they are so."""

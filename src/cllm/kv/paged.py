@@ -26,7 +26,7 @@ from cllm.kv.paged_pins import PagedPins
 from cllm.kv.paged_tiers import PagedTiers
 from cllm.kv.picture import picture
 from cllm.kv.pins import Pins
-from cllm.kv.radix import TOKEN_BYTES, Found
+from cllm.kv.radix import COMMON_SPACE, TOKEN_BYTES, Found
 from cllm.kv.sequence import KVSequence
 from cllm.kv.table import BlocksHeld, held_by, own_blocks
 from cllm.kv.upkeep import EVICT_AT_ONCE, LOOK_INTERVAL_S, Upkeep, UpkeepSettings
@@ -80,7 +80,7 @@ class PagedKVManager(PagedPins, PagedTiers):
         self._copied_bytes = 0
         self._loads = []
         limit_bytes = int(geometry.blocks * pin_limit) * self._arena.block_bytes
-        self._pins = Pins(limit_bytes, clock, self._drop_pin)
+        self._pins = Pins(limit_bytes, clock, self._drop_pin, self._held_by_pins)
         self._start_empty()
 
     def _start_empty(self) -> None:
@@ -354,7 +354,7 @@ class PagedKVManager(PagedPins, PagedTiers):
         for node in reversed(list(held.node.path())):
             spelled += node.key
             shared += node.value
-        if held.node.root() is not self._prefixes.tree.root_of(sequence.space):
+        if not {part.space for part in held.node.path()} <= {sequence.space, COMMON_SPACE}:
             raise AssertionError("a sequence stands in another space than its own")
         if shared != sequence.blocks[: held.indexed]:
             raise AssertionError("a block table disagrees with the tree")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cllm.kv.paged_operations import PagedOperations
-from cllm.kv.pins import PinMark, Pins, pin_id
+from cllm.kv.pins import LostPin, PinMark, Pins, beginning
 from cllm.kv.sequence import KVSequence
 from cllm.kv.table import BlockNode
 
@@ -23,16 +24,22 @@ class PagedPins(PagedOperations):
         if not sequence.intact or sequence.num_computed < blocks * size:
             self._pins.refuse(mark, "it was not computed to its end, or part of it was dropped since")
             return
-        name = pin_id(sequence, blocks * size)
-        if self._pins.renew(name, mark):
+        of, prefixes = beginning(sequence, blocks * size), self._prefixes
+        if self._pins.renew(of.id, mark):
             return
-        found = self._prefixes.find_held(sequence, blocks)
-        cost = self._prefixes.unpinned_blocks(found) * block_bytes
-        if self._pins.fits(mark, self._prefixes.pinned * block_bytes, cost):
-            self._pins.add(name, self._prefixes.pin(found), mark, blocks * size, blocks * block_bytes)
 
-    def unpin(self, name: str) -> bool:
-        return self._pins.remove(name)
+        def more() -> int:
+            return prefixes.unpinned_blocks(prefixes.find_held(sequence, blocks)) * block_bytes
+
+        if self._pins.fits(mark, sequence.space, lambda: prefixes.pinned * block_bytes, more):
+            holder = prefixes.pin(prefixes.find_held(sequence, blocks))
+            self._pins.add(of, holder, mark, blocks * block_bytes)
+
+    def unpin(self, name: str, space: bytes | None = None) -> bool:
+        return self._pins.remove(name, space)
+
+    def lost_pins(self) -> list[LostPin]:
+        return self._pins.lost()
 
     def held_names(self) -> tuple[int, set[bytes]]:
         nodes = self._prefixes.tree.nodes()
@@ -40,6 +47,10 @@ class PagedPins(PagedOperations):
 
     def _drop_pin(self, node: BlockNode) -> None:
         self._prefixes.unpin(node)
+
+    def _held_by_pins(self, nodes: Sequence[BlockNode]) -> int:
+        parts = {part.number: len(part.value) for node in nodes for part in node.path()}
+        return sum(parts.values()) * self._arena.block_bytes
 
     def _pins_give_way(self, running: int) -> bool:
         """Whether there is more room now, because one pin less is there: only where hardly anybody else has any."""

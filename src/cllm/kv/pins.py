@@ -2,7 +2,10 @@
 
 A pin is one more user of a prefix, so its memory counts as referenced and the eviction order never sees it. There is
 less of it than of memory (the limit), and where nothing else is left for a request, pins give way: the ones that end
-soonest first.
+soonest first. Spaces share the limit: one that has more than its part gives it up to one that has less.
+
+If the memory is lost, and with it what was pinned, the tokens of it are remembered until somebody has computed them
+again and pins them anew.
 """
 
 from __future__ import annotations
@@ -10,17 +13,20 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from cllm.kv.radix import TOKEN_BYTES
+from cllm.kv.radix import COMMON_SPACE
 from cllm.kv.sequence import KVSequence
 
 log = logging.getLogger("cllm.kv")
 
 H = TypeVar("H")
+PinSource = Literal["warm", "request"]
+"""Whoever runs the server wants it, or whoever sent a request does."""
 
 
 @dataclass(slots=True)
@@ -30,36 +36,66 @@ class PinMark:
 
     tokens: int
     ttl_s: float = math.inf
-    source: str = "request"
+    source: PinSource = "request"
     pin_id: str | None = None
     pinned_tokens: int = 0
     refusal: str | None = None
 
 
+class Spelled(NamedTuple):
+    """What a pin is of."""
+
+    tokens: array[int]
+    space: bytes
+
+    @property
+    def id(self) -> str:
+        """The same for the same tokens of the same space."""
+        return blake2b(self.tokens.tobytes(), digest_size=16, key=self.space, person=b"cllm pin").hexdigest()
+
+
 @dataclass(slots=True)
 class Pin(Generic[H]):
     id: str
+    of: Spelled
     holder: H
-    tokens: int
     bytes: int
     """Of the whole prefix; what several pins have in common counts for each here, and once for the limit."""
-    source: str
+    source: PinSource
     since: float
     until: float
     uses: int = 1
 
 
+class LostPin(NamedTuple):
+    """One whose memory is lost, and which is to be computed again."""
+
+    id: str
+    of: Spelled
+    source: PinSource
+    ttl_s: float
+
+
 class Pins(Generic[H]):
     """The book of them. Memory is for `drop` to let go of."""
 
-    def __init__(self, limit_bytes: int, clock: Callable[[], float], drop: Callable[[H], None]) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        clock: Callable[[], float],
+        drop: Callable[[H], None],
+        held: Callable[[Sequence[H]], int],
+    ) -> None:
+        """`held` says how many bytes some holders have together."""
         self.limit_bytes = limit_bytes
         self.by_id: dict[str, Pin[H]] = {}
+        self._lost: dict[str, Pin[None]] = {}
         self.refused = self.expired = self.gave_way = 0
         self.next_at: float | None = None
         """When the next one's time is up."""
         self._clock = clock
         self._drop = drop
+        self._held = held
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -73,25 +109,43 @@ class Pins(Generic[H]):
             return False
         pin.until = max(pin.until, self._clock() + mark.ttl_s)
         pin.uses += 1
-        mark.pin_id, mark.pinned_tokens = pin_id, pin.tokens
+        mark.pin_id, mark.pinned_tokens = pin_id, len(pin.of.tokens)
         self._look_ahead()
         return True
 
-    def add(self, pin_id: str, holder: H, mark: PinMark, tokens: int, size: int) -> None:
-        now = self._clock()
-        self.by_id[pin_id] = Pin(pin_id, holder, tokens, size, mark.source, now, now + mark.ttl_s)
-        mark.pin_id, mark.pinned_tokens = pin_id, tokens
+    def add(self, of: Spelled, holder: H, mark: PinMark, size: int) -> None:
+        now, pin_id = self._clock(), of.id
+        before = self._lost.pop(pin_id, None)
+        since, uses = (now, 1) if before is None else (before.since, before.uses)
+        self.by_id[pin_id] = Pin(pin_id, of, holder, size, mark.source, since, now + mark.ttl_s, uses)
+        mark.pin_id, mark.pinned_tokens = pin_id, len(of.tokens)
         self._look_ahead()
 
-    def fits(self, mark: PinMark, pinned_bytes: int, more_bytes: int) -> bool:
-        """Whether so much more may be pinned; if not, the mark says why."""
-        if pinned_bytes + more_bytes <= self.limit_bytes:
-            return True
-        return self.refuse(
-            mark,
-            f"it needs {more_bytes} bytes more, and {pinned_bytes} of the {self.limit_bytes} bytes that may be pinned "
-            "are (kv.pin_limit)",
-        )
+    def fits(self, mark: PinMark, space: bytes, pinned: Callable[[], int], more: Callable[[], int]) -> bool:
+        """Whether so many more bytes may be pinned for a space; if not, the mark says why."""
+        while pinned() + more() > self.limit_bytes:
+            if not self._give_up_more_than_a_part(space, more()):
+                return self.refuse(
+                    mark,
+                    f"it needs {more()} bytes more, and {pinned()} of the {self.limit_bytes} bytes that may be pinned "
+                    "are (kv.pin_limit)",
+                )
+        return True
+
+    def _give_up_more_than_a_part(self, space: bytes, size: int) -> bool:
+        """Let go of a pin of the space that has most, if that is more than its part, and `space` stays within its own.
+        What is warm on purpose is nobody's part. False: nobody has too much."""
+        marked: dict[bytes, list[Pin[H]]] = {space: []}
+        for pin in self.by_id.values():
+            if pin.source == "request":
+                marked.setdefault(pin.of.space, []).append(pin)
+        held = {owner: self._held([pin.holder for pin in pins]) for owner, pins in marked.items()}
+        part = self.limit_bytes // len(held)
+        most = max(held, key=held.__getitem__)
+        if most == space or held[most] <= part or held[space] + size > part:
+            return False
+        self.gave_way += 1
+        return self.remove(min(marked[most], key=lambda pin: (pin.until, pin.since)).id)
 
     def refuse(self, mark: PinMark, why: str) -> bool:
         mark.refusal = why
@@ -100,11 +154,16 @@ class Pins(Generic[H]):
 
     # -- going -------------------------------------------------------------------------------------------------
 
-    def remove(self, pin_id: str) -> bool:
-        """False: there is no such pin."""
-        pin = self.by_id.pop(pin_id, None)
-        if pin is None:
+    def remove(self, pin_id: str, space: bytes | None = None) -> bool:
+        """False: there is no such pin (of that space)."""
+        pin = self.by_id.get(pin_id)
+        known = pin or self._lost.get(pin_id)
+        if known is None or (space is not None and known.of.space != space):
             return False
+        self._lost.pop(pin_id, None)
+        if pin is None:
+            return True
+        del self.by_id[pin_id]
         self._look_ahead()
         self._drop(pin.holder)
         return True
@@ -124,15 +183,24 @@ class Pins(Generic[H]):
         if pin is None:
             return False
         self.gave_way += 1
-        log.warning("a pinned prefix of %d tokens gives way to a request that needs its memory", pin.tokens)
+        log.warning("a pinned prefix of %d tokens gives way to a request that needs its memory", len(pin.of.tokens))
         return self.remove(pin.id)
 
     def forget(self) -> None:
-        """The memory is lost, and with it what was pinned."""
+        """The memory is lost, and with it what was pinned. It stays on the list of what is `lost`."""
         if self.by_id:
             log.warning("%d pinned prefixes are lost with the memory that held them", len(self.by_id))
+        for pin in self.by_id.values():
+            self._lost[pin.id] = Pin(pin.id, pin.of, None, 0, pin.source, pin.since, pin.until, pin.uses)
         self.by_id.clear()
         self.next_at = None
+
+    def lost(self) -> list[LostPin]:
+        """What is to be computed and pinned again, those first that last longest."""
+        now = self._clock()
+        self._lost = {name: pin for name, pin in self._lost.items() if pin.until > now}
+        pins = sorted(self._lost.values(), key=lambda pin: (-pin.until, pin.since))
+        return [LostPin(pin.id, pin.of, pin.source, pin.until - now) for pin in pins]
 
     # -- looking -----------------------------------------------------------------------------------------------
 
@@ -145,16 +213,8 @@ class Pins(Generic[H]):
             "expired": self.expired,
             "gave_way": self.gave_way,
             "prefixes": [
-                {
-                    "id": pin.id,
-                    "tokens": pin.tokens,
-                    "bytes": pin.bytes,
-                    "source": pin.source,
-                    "uses": pin.uses,
-                    "since": round(pin.since + to_time, 1),
-                    "until": None if math.isinf(pin.until) else round(pin.until + to_time, 1),
-                }
-                for pin in self.by_id.values()
+                *(_line(pin, "pinned", to_time) for pin in self.by_id.values()),
+                *(_line(pin, "computing", to_time) for pin in self._lost.values()),
             ],
         }
 
@@ -163,8 +223,19 @@ class Pins(Generic[H]):
         self.next_at = None if math.isinf(soonest) else soonest
 
 
-def pin_id(sequence: KVSequence, tokens: int) -> str:
-    """The name of a pin: the same for the same tokens of the same space."""
-    data = memoryview(sequence.tokens)[:tokens].tobytes()
-    assert len(data) == tokens * TOKEN_BYTES
-    return blake2b(data, digest_size=16, key=sequence.space, person=b"cllm pin").hexdigest()
+def _line(pin: Pin[Any], state: str, to_time: float) -> dict[str, Any]:
+    return {
+        "id": pin.id,
+        "state": state,
+        "tokens": len(pin.of.tokens),
+        "bytes": pin.bytes,
+        "source": pin.source,
+        "shared": pin.of.space == COMMON_SPACE,
+        "uses": pin.uses,
+        "since": round(pin.since + to_time, 1),
+        "until": None if math.isinf(pin.until) else round(pin.until + to_time, 1),
+    }
+
+
+def beginning(sequence: KVSequence, tokens: int) -> Spelled:
+    return Spelled(sequence.tokens[:tokens], sequence.space)

@@ -16,7 +16,7 @@ from cllm.kv.events import KVEvents
 from cllm.kv.eviction import EvictionPolicy, make_policy
 from cllm.kv.numbers import Numbers
 from cllm.kv.pool import BlockPool
-from cllm.kv.radix import TOKEN_BYTES, Found, RadixTree
+from cllm.kv.radix import COMMON_SPACE, TOKEN_BYTES, Found, RadixTree
 from cllm.kv.sequence import KVSequence
 from cllm.kv.table import BlockNode, BlocksHeld, held_by
 
@@ -40,14 +40,14 @@ class Prefixes:
     # -- finding -----------------------------------------------------------------------------------------------
 
     def find(self, key: bytes, space: bytes) -> Found[list[int]]:
-        """The longest prefix cached in a space, in whole blocks; the last token does not count, for it is always
+        """The longest prefix cached for a space, in whole blocks; the last token does not count, for it is always
         computed."""
         usable = len(key) - TOKEN_BYTES
-        return self.tree.find(key[: usable - usable % self.tree.unit_bytes], self.tree.root_of(space))
+        return self.tree.find_for(key[: usable - usable % self.tree.unit_bytes], space)
 
     def blocks_of(self, key: bytes, space: bytes) -> list[int]:
         """The blocks that spell the longest prefix of `key` that is cached. Nobody uses them for that."""
-        found = self.tree.find(key, self.tree.root_of(space))
+        found = self.tree.find_for(key, space)
         parts = [node.value for node in found.node.path()]
         if parts:
             parts[0] = parts[0][: found.inside // self.tree.unit_bytes]
@@ -93,9 +93,13 @@ class Prefixes:
     # -- pins --------------------------------------------------------------------------------------------------
 
     def find_held(self, sequence: KVSequence, blocks: int) -> Found[list[int]]:
-        """Where the first `blocks` blocks of a sequence end, which are in the tree."""
-        tokens = blocks * self.tree.unit_bytes // TOKEN_BYTES
-        return self.tree.find(sequence.tokens[:tokens].tobytes(), self.tree.root_of(sequence.space))
+        """Where the first `blocks` blocks of a sequence end, on its own way through the tree."""
+        held, unit = held_by(sequence), self.tree.unit_bytes
+        node, begin = held.node, held.indexed - len(held.node.value)
+        while begin >= blocks and node.parent is not None:
+            node = node.parent
+            begin -= len(node.value)
+        return Found(node, (blocks - begin) * unit, blocks * unit)
 
     def unpinned_blocks(self, found: Found[list[int]]) -> int:
         """Blocks on the way to what was found that no pin uses yet."""
@@ -171,27 +175,35 @@ class Prefixes:
         unit = tree.unit_bytes
         size = unit // TOKEN_BYTES
         key = sequence.tokens[held.indexed * size : full * size].tobytes()
-        node = held.node
-        found = tree.find(key, node)
-        if found.matched:
-            node = self._adopt(sequence.blocks, held, self._cut(found), found.matched // unit)
+        node, space = held.node, sequence.space
+        while (found := self._next(node, key, space)).matched:
+            node = held.node = self._adopt(sequence.blocks, held, self._cut(found), found.matched // unit)
+            key = key[found.matched :]
         if rest := sequence.blocks[held.indexed : full]:
-            rest_key = key[len(key) - len(rest) * unit :]
-            parent = node.names[-1] if node.parent is not None else root_name(b"", sequence.space)
-            names = chain(parent, rest_key, size)
-            self._events.stored(parent, names)
-            if node.references == 1 and not node.children and node.parent is not None:
-                node.key += rest_key
+            # What goes on from what is common has names of its own: the same tokens may be below the root of the space
+            # as well, and no name is in the tree twice.
+            before = node.names[-1] if node.names else b""
+            goes_on = bool(before) and node.space == space
+            start = before if goes_on else root_name(before, space)
+            names = chain(start, key, size)
+            self._events.stored(before or start, names)
+            if goes_on and node.references == 1 and not node.children:
+                node.key += key
                 node.value += rest
                 node.names += names
             else:
-                node = tree.add(node, rest_key, rest)
+                node = tree.add(node, key, rest, space)
                 node.names = names
                 node.references = 1
                 node.number = self._holders.give(node)
             self._pool.hand_over(rest, node.number)
         held.node = node
         held.indexed = full
+
+    def _next(self, node: BlockNode, key: bytes, space: bytes) -> Found[list[int]]:
+        """What follows on `node` for a space: its own, or else what is common."""
+        found = self.tree.find(key, node, space)
+        return found if found.matched or node.space != COMMON_SPACE else self.tree.find(key, node)
 
     def _adopt(self, table: list[int], held: BlocksHeld, node: BlockNode, count: int) -> BlockNode:
         """Someone else computed the same `count` blocks first: use theirs, give ours back."""

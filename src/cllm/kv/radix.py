@@ -8,6 +8,12 @@ begin and end at multiples of it (a block's tokens for the paged manager, one to
 
 A tree has a root for every *space*. What is below one root is never found from another, so sequences of different
 spaces share nothing, whatever their tokens are. `b""` is the space of all that belong to none.
+
+`COMMON_SPACE` is the exception: what is there is for everybody to find. Others go on from its nodes with nodes of their
+own, which are filed under the name of their space, so that nobody else finds those:
+
+    root of COMMON_SPACE ──"You are a helpful…"──► A ──"What is 2+2?"──► B        A is common, B one space's own,
+                                                    └──"What is 2+2?"──► C        C another's
 """
 
 from __future__ import annotations
@@ -21,18 +27,20 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 TOKEN_BYTES = 4
+COMMON_SPACE = b"common to all"
 V = TypeVar("V")
 
 
 class Node(Generic[V]):
     """An edge and the node it leads to. `references` counts the sequences whose path runs through it."""
 
-    __slots__ = ("children", "hits", "key", "names", "number", "parent", "pins", "references", "value")
+    __slots__ = ("children", "hits", "key", "names", "number", "parent", "pins", "references", "space", "value")
 
-    def __init__(self, parent: Node[V] | None, key: bytearray, value: V) -> None:
+    def __init__(self, parent: Node[V] | None, key: bytearray, value: V, space: bytes) -> None:
         self.parent = parent
         self.key = key
         self.value = value
+        self.space = space
         self.children: dict[bytes, Node[V]] = {}
         self.references = 0
         self.hits = 0
@@ -78,7 +86,7 @@ class RadixTree(Generic[V]):
     def __init__(self, unit_tokens: int, root_value: V, split_value: Callable[[V, int], tuple[V, V]]) -> None:
         """`split_value(value, units)` divides an edge's value where the edge is cut, `units` from its beginning."""
         self.unit_bytes = unit_tokens * TOKEN_BYTES
-        self.root: Node[V] = _Root(None, bytearray(), root_value)
+        self.root: Node[V] = _Root(None, bytearray(), root_value, b"")
         self.leaves = 0
         self._split_value = split_value
         self._roots: WeakValueDictionary[bytes, Node[V]] = WeakValueDictionary({b"": self.root})
@@ -87,15 +95,40 @@ class RadixTree(Generic[V]):
         """Where the sequences of a space begin. Hold it, or what is below it: otherwise it is a new one next time."""
         root = self._roots.get(space)
         if root is None:
-            root = self._roots[space] = _Root(None, bytearray(), self.root.value)
+            root = self._roots[space] = _Root(None, bytearray(), self.root.value, space)
         return root
 
-    def find(self, key: bytes, start: Node[V] | None = None) -> Found[V]:
-        """Follow `key` from `start` (the root of no space) as far as whole units agree. Changes nothing."""
+    def find_for(self, key: bytes, space: bytes) -> Found[V]:
+        """The longest prefix of `key` that a space may find: its own, or one that begins in the common space."""
+        best = self.find(key, self.root_of(space))
+        common = self._roots.get(COMMON_SPACE)
+        if common is None or space == COMMON_SPACE:
+            return best
+        shared = self.find(key, common)
+        if shared.matched > best.matched:
+            best = shared
+        node, begin = shared.node, shared.matched - shared.inside
+        while True:
+            end = begin + len(node.key)
+            if end <= shared.matched and node.children:
+                own = self.find(key[end:], node, space)
+                if end + own.matched > best.matched:
+                    best = Found(own.node, own.inside, end + own.matched)
+            if node.parent is None:
+                return best
+            node = node.parent
+            begin -= len(node.key)
+
+    def find(self, key: bytes, start: Node[V] | None = None, space: bytes | None = None) -> Found[V]:
+        """Follow `key` from `start` (the root of no space) as far as whole units agree. Changes nothing.
+
+        `space`: what follows must be of that space, if it is not of `start`'s.
+        """
         node = start or self.root
         unit = self.unit_bytes
         offset = 0
-        while child := node.children.get(key[offset : offset + unit]):
+        first = key[:unit] if space is None else _filed(node, space, key[:unit])
+        while child := node.children.get(key[offset : offset + unit] if offset else first):
             length = len(child.key)
             if key[offset : offset + length] == child.key:
                 offset += length
@@ -112,12 +145,13 @@ class RadixTree(Generic[V]):
             return node
         return self._split(node, found.inside)
 
-    def add(self, parent: Node[V], key: bytes, value: V) -> Node[V]:
-        """A new leaf below `parent`. `parent` must have no child that begins like `key`."""
-        node = Node(parent, bytearray(key), value)
+    def add(self, parent: Node[V], key: bytes, value: V, space: bytes | None = None) -> Node[V]:
+        """A new leaf below `parent`, of the same space if none is given. `parent` must have no child of that space that
+        begins like `key`."""
+        node = Node(parent, bytearray(key), value, parent.space if space is None else space)
         if parent.parent is None or parent.children:
             self.leaves += 1
-        parent.children[key[: self.unit_bytes]] = node
+        parent.children[_filed(parent, node.space, key[: self.unit_bytes])] = node
         return node
 
     def remove(self, leaf: Node[V]) -> Node[V]:
@@ -125,7 +159,7 @@ class RadixTree(Generic[V]):
         parent = leaf.parent
         if parent is None or leaf.children:
             raise ValueError("only a leaf can be removed")
-        del parent.children[bytes(leaf.key[: self.unit_bytes])]
+        del parent.children[_filed(parent, leaf.space, leaf.key[: self.unit_bytes])]
         leaf.parent = None
         if parent.parent is None or parent.children:
             self.leaves -= 1
@@ -149,8 +183,13 @@ class RadixTree(Generic[V]):
         leaves = 0
         for node in self.nodes():
             parent = node.parent
-            if parent is None or parent.children.get(bytes(node.key[: self.unit_bytes])) is not node:
+            if (
+                parent is None
+                or parent.children.get(_filed(parent, node.space, node.key[: self.unit_bytes])) is not node
+            ):
                 raise AssertionError("a node is not filed under its parent")
+            if node.space != parent.space != COMMON_SPACE:
+                raise AssertionError("a node goes on from one of another space, which is not common to all")
             if not node.key or len(node.key) % self.unit_bytes:
                 raise AssertionError(f"an edge of {len(node.key)} bytes is not a multiple of the unit")
             if parent.parent is not None and parent.references < node.references:
@@ -166,17 +205,22 @@ class RadixTree(Generic[V]):
         assert parent is not None
         unit = self.unit_bytes
         upper_value, lower_value = self._split_value(node.value, at // unit)
-        upper = Node(parent, node.key[:at], upper_value)
+        upper = Node(parent, node.key[:at], upper_value, node.space)
         upper.references = node.references
         upper.hits = node.hits
         upper.pins = node.pins
         upper.names, node.names = node.names[: at // unit], node.names[at // unit :]
-        parent.children[bytes(node.key[:unit])] = upper
+        parent.children[_filed(parent, node.space, node.key[:unit])] = upper
         node.key = node.key[at:]
         node.value = lower_value
         node.parent = upper
         upper.children[bytes(node.key[:unit])] = node
         return upper
+
+
+def _filed(parent: Node[V], space: bytes, unit: bytes | bytearray) -> bytes:
+    """Under what a child of `parent` that begins so is filed: longer than a unit if it is another space's."""
+    return bytes(unit) if space == parent.space else space + b"/" + unit
 
 
 def _common_prefix(key: bytes, offset: int, edge: bytearray, unit: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from cllm.errors import BackendError
 from cllm.kv.events import KVEvents
@@ -57,7 +57,7 @@ class SlotMemory(KVManager):
         self._in_hand: SavedKV | None = None
         """What is being loaded into a slot, though it may leave the store meanwhile."""
         self._loads: list[Load] = []
-        self._pins: Pins[Entry] = Pins(int(store_bytes * pin_limit), clock, self._drop_pin)
+        self._pins: Pins[Entry] = Pins(int(store_bytes * pin_limit), clock, self._drop_pin, _held_by)
         self._pinned_bytes = 0
         self._policy_name = eviction_policy
         self._events = KVEvents()
@@ -134,13 +134,16 @@ class SlotMemory(KVManager):
 
     # -- slots -------------------------------------------------------------------------------------------------
 
-    def _bring(self, source: Entry, slot: int, cached: int) -> bool:
-        """Make `slot` hold the first `cached` tokens of `source`. False: the backend cannot, and the slot is empty."""
+    def _bring(self, source: Entry, slot: int, cached: int, space: bytes) -> bool:
+        """Make `slot` hold the first `cached` tokens of `source` for somebody of that space. False: the backend cannot,
+        and the slot is empty."""
         source.hits += 1
         saved = source.saved
         try:
             if source.slot == slot:
-                self._take_over(source, slot, cached)
+                # Who goes on in another space does not replace the source, where others look for it.
+                needed = source.length - cached >= SAVE_TAIL_TOKENS or source.space != space
+                self._take_over(source, slot, needed)
             elif source.slot is not None:
                 self._vacate(slot)
                 self._copy(source.slot, slot, source.length)
@@ -156,10 +159,9 @@ class SlotMemory(KVManager):
             return False
         return True
 
-    def _take_over(self, source: Entry, slot: int, cached: int) -> None:
-        """Go on in the slot of a held sequence, of which only the first `cached` tokens stay there."""
-        worth_saving = source.length - cached >= SAVE_TAIL_TOKENS
-        if not (worth_saving and self._save(source)):
+    def _take_over(self, source: Entry, slot: int, needed: bool) -> None:
+        """Go on in the slot of a held sequence, which is saved for others if they need it."""
+        if not (needed and self._save(source)):
             self._index.remove(source)
         self._slots[slot] = None
 
@@ -281,6 +283,10 @@ class SlotMemory(KVManager):
 
     def _most_bytes(self, entry: Entry) -> int:
         return most_bytes(self._tokens_in(entry), self._bytes_per_token)
+
+
+def _held_by(entries: Sequence[Entry]) -> int:
+    return sum(entry.saved.nbytes for entry in entries if entry.saved is not None)
 
 
 def _raise_if_fatal(error: BackendError | MemoryError) -> None:

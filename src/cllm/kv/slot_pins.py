@@ -6,7 +6,7 @@ from typing import Any
 
 from cllm.kv.holders import Entry, entry_of
 from cllm.kv.memory import most_bytes
-from cllm.kv.pins import PinMark, pin_id
+from cllm.kv.pins import LostPin, PinMark, beginning
 from cllm.kv.sequence import KVSequence
 from cllm.kv.slot_memory import SAVE_TAIL_TOKENS, SlotMemory
 
@@ -21,11 +21,11 @@ class SlotPins(SlotMemory):
         if not sequence.intact or sequence.num_computed < tokens:
             pins.refuse(mark, "it was not computed to its end, or part of it was dropped since")
             return
-        name = pin_id(sequence, tokens)
-        if pins.renew(name, mark):
+        of = beginning(sequence, tokens)
+        if pins.renew(of.id, mark):
             return
         needed = most_bytes(sequence.num_computed, self._bytes_per_token)
-        if not pins.fits(mark, self._pinned_bytes, needed):
+        if not pins.fits(mark, sequence.space, lambda: self._pinned_bytes, lambda: needed):
             return
         self._make_room(needed, self._store_bytes)
         if self._store.bytes + needed + self._reserved_bytes > self._store_bytes:
@@ -40,10 +40,13 @@ class SlotPins(SlotMemory):
         entry.owner = entry.slot = None
         entry.saved, entry.pinned = saved, True
         self._pinned_bytes += saved.nbytes
-        pins.add(name, entry, mark, tokens, saved.nbytes)
+        pins.add(of, entry, mark, saved.nbytes)
 
-    def unpin(self, name: str) -> bool:
-        return self._pins.remove(name)
+    def unpin(self, name: str, space: bytes | None = None) -> bool:
+        return self._pins.remove(name, space)
+
+    def lost_pins(self) -> list[LostPin]:
+        return self._pins.lost()
 
     def _pinned_tokens(self) -> int:
         return sum(pin.holder.length for pin in self._pins.by_id.values())

@@ -82,7 +82,7 @@ class SlotKVManager(SlotTiers):
             return None
         if source is None:
             self._vacate(slot)
-        elif not self._bring(source, slot, cached):
+        elif not self._bring(source, slot, cached, sequence.space):
             cached = 0
         self._occupy(slot, sequence, cached)
         if sequence.counts_as_query:

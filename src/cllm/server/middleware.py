@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from cllm.served import Served
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-OPERATOR_PATHS = frozenset({"/kv", "/kv/stream", "/kv/warm", "/benchmark", "/models/load", "/models/unload"})
+OPERATOR_PATHS = frozenset({"/kv", "/kv/stream", "/benchmark", "/models/load", "/models/unload"})
 """What shows, or takes, what belongs to all keys."""
+OWN_PATHS = ("/kv/warm", "/kv/warm/")
+"""What everybody may do for himself: the route looks who it is."""
 _SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -76,10 +78,12 @@ class ApiKey:
         caller = self._caller(scope)
         if caller is None:
             await _refuse(_UNKNOWN_KEY, scope, receive, send)
-        elif _is_operators(scope["path"]) and not self._tenants.sees_all(caller):
-            await _refuse(_NOT_THE_OPERATOR, scope, receive, send)
+            return
+        sees_all = self._tenants.sees_all(caller)
+        if not sees_all and _is_operators(scope["path"]):
+            await _refuse(not_the_operator(), scope, receive, send)
         else:
-            scope["state"]["tenant"] = caller.tenant
+            scope["state"]["tenant"], scope["state"]["sees_all"] = caller.tenant, sees_all
             await self._within_limit(caller, scope, receive, send)
 
     async def _within_limit(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +105,8 @@ class ApiKey:
 
 
 def _is_operators(path: str) -> bool:
-    return path in OPERATOR_PATHS or path.startswith("/kv/")
+    own = path == OWN_PATHS[0] or path.startswith(OWN_PATHS[1])
+    return path in OPERATOR_PATHS or (path.startswith("/kv/") and not own)
 
 
 class Leases:
@@ -127,12 +132,15 @@ _UNKNOWN_KEY = ApiError(
     code="invalid_api_key",
     headers={"WWW-Authenticate": "Bearer"},
 )
-_NOT_THE_OPERATOR = ApiError(
-    403,
-    "This concerns the requests of all keys: it needs the operator's key (server.api_key).",
-    kind="permission_error",
-    code="operator_key_required",
-)
+
+
+def not_the_operator() -> ApiError:
+    return ApiError(
+        403,
+        "This concerns the requests of all keys: it needs the operator's key (server.api_key).",
+        kind="permission_error",
+        code="operator_key_required",
+    )
 
 
 def _over_limit(caller: Caller) -> ApiError:

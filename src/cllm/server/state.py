@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 from weakref import WeakKeyDictionary
@@ -19,14 +19,11 @@ from cllm.server.errors import ApiError
 from cllm.server.lanes import Lanes
 from cllm.server.page.hub import Hub
 from cllm.server.texts import Texts
-from cllm.warm import warm_up
+from cllm.warm import pin_again, warm_up
 
 if TYPE_CHECKING:
     from cllm.config import Config
     from cllm.llm import AsyncLLM
-
-
-log = logging.getLogger("cllm.server")
 
 
 class ModelState:
@@ -38,6 +35,7 @@ class ModelState:
         self.texts = Texts(llm)
         self.hub = Hub(llm, config, name)
         self._name = name
+        llm.pin_again = pin_again
 
     @property
     def served_name(self) -> str:
@@ -56,7 +54,8 @@ class ServerState:
     config: Config
     registry: CollectorRegistry
     created: int = field(default_factory=lambda: int(time.time()))
-    warm_tenant: Tenant | None = NOBODY
+    warm_tenant: Callable[[bool], Tenant | None] = lambda shared: NOBODY
+    """For whom prefixes are warmed that are shared, or are not."""
     benchmark_running: bool = False
     bodies: Lanes = field(default_factory=body_lanes)
     one: ModelState | None = field(init=False)
@@ -72,13 +71,7 @@ class ServerState:
 
     async def warm_up(self, model: ModelState) -> None:
         """Have `kv.warm` computed."""
-        prefixes = model.config.kv.warm
-        if prefixes and self.warm_tenant is None:
-            log.warning("kv.warm is left out: every key has cached prefixes of its own, and there is no server.api_key")
-        elif prefixes and self.warm_tenant is not None:
-            if self.warm_tenant.space:
-                log.warning("kv.warm is for server.api_key alone: other keys have cached prefixes of their own")
-            await warm_up(model.llm, prefixes, self.warm_tenant)
+        await warm_up(model.llm, model.config.kv.warm, self.warm_tenant)
 
     async def model(self, name: str | None, request: Request, timeout_s: float | None = None) -> ModelState:
         """The model that a request means, which stays loaded until the request is answered."""
@@ -144,6 +137,12 @@ def tenant_of(request: Request) -> Tenant:
     """Whose key came with the request."""
     tenant: Tenant = getattr(request.state, "tenant", NOBODY)
     return tenant
+
+
+def is_operators(request: Request) -> bool:
+    """Whether the request may do what concerns all keys."""
+    sees_all: bool = getattr(request.state, "sees_all", True)
+    return sees_all
 
 
 async def _state_of(request: Request) -> ServerState:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cllm.engine.tenant import NOBODY, Tenant
+from cllm.engine.tenant import EVERYBODY, NOBODY, Tenant
 from cllm.errors import ConfigError
 from cllm.server.key_file import OPERATOR, KeyFile, digest, new_salt, read_keys
 
@@ -91,11 +91,13 @@ class Tenants(Collector):
         """Whether this key may look at what the server does for all of them."""
         return self._shared or len(self._by_digest) == 1 or caller is self._callers.get(OPERATOR)
 
-    @property
-    def warm_tenant(self) -> Tenant | None:
-        """For whom prefixes are computed that nobody has asked for; None: for nobody, each key has its own."""
+    def warm_tenant(self, shared: bool) -> Tenant | None:
+        """For whom prefixes are computed that nobody has asked for, for all keys or the operator alone; None: there is
+        no operator, and each key has its own."""
         if self._path is None or self._shared:
             return NOBODY
+        if shared:
+            return EVERYBODY
         operator = self._callers.get(OPERATOR)
         return None if operator is None else operator.tenant
 

@@ -1,4 +1,4 @@
-"""`/kv/warm`: prefixes that the operator has computed and pinned, and lets go."""
+"""`/kv/warm`: prefixes that somebody has computed and pinned for himself, or the operator for all, and lets go."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from cllm.engine.tenant import Tenant
 from cllm.server.answers import unless_gone
 from cllm.server.bodies import taken
 from cllm.server.errors import ApiError
+from cllm.server.middleware import not_the_operator
 from cllm.server.openai_replies import ErrorReply, error_responses
 from cllm.server.openai_schema import ChatMessage
-from cllm.server.state import ModelState, ServerState, State, tenant_of
+from cllm.server.state import ModelState, ServerState, State, is_operators, tenant_of
 from cllm.server.validation import AtMost, RequestModel, Words, refusal
 from cllm.warm import warm
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from cllm.served import Served
 
 router = APIRouter(tags=["Operations"])
+
+
+MOST_TTL_S = 86400
 
 
 class WarmRequest(RequestModel):
@@ -44,7 +49,13 @@ class WarmRequest(RequestModel):
     ) = Field(None, description="The first messages of chats, instead of a prompt.")
     pin: bool = Field(True, description="Keep it from being evicted.")
     ttl_s: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Seconds that the pin lasts. Default: as long as the server."
+        None,
+        description="Seconds that the pin lasts. Default: as long as the server. Where every key has cached prefixes "
+        f"of its own: {MOST_TTL_S}, which is the most, except for the operator's.",
+    )
+    shared: bool = Field(
+        False,
+        description="For all keys, where each has cached prefixes of its own; the operator's key may ask for that.",
     )
 
     @model_validator(mode="after")
@@ -100,6 +111,7 @@ async def warm_prefix(
     body: Annotated[WarmRequest, Depends(taken(WarmRequest))], request: Request, state: State
 ) -> Response:
     """Compute the K/V of a prefix, so that requests which begin with it find it, and pin it."""
+    tenant, ttl_s = _for_whom(body, request, state)
     model = await state.model(body.model, request)
     prompt: Sequence[int]
     if body.messages is not None:
@@ -111,10 +123,11 @@ async def warm_prefix(
         model.llm,
         prompt,
         pin=body.pin,
-        ttl_s=body.ttl_s,
-        tenant=tenant_of(request),
+        ttl_s=ttl_s,
+        tenant=tenant,
         request_id=f"warm-{request.state.unique_id}",
         priority=0,
+        source="warm" if is_operators(request) else "request",
     )
     done = await unless_gone(request.receive, work)
     if done.refusal is not None:
@@ -129,15 +142,29 @@ async def warm_prefix(
         tokens=done.tokens,
         cached_tokens=done.cached,
         pinned_tokens=done.pinned_tokens,
-        ttl_s=body.ttl_s if done.pin_id else None,
+        ttl_s=ttl_s if done.pin_id else None,
         seconds=done.seconds,
     )
     return Response(reply.model_dump_json(), media_type="application/json")
 
 
 @router.delete("/kv/warm/{pin_id}", status_code=204, responses=error_responses(ErrorReply, 401, 403, 404, 409, 503))
-async def unpin(pin_id: str, state: State, model: str | None = None) -> Response:
-    """End a pin. What it held stays cached like anything else."""
-    if not await state.loaded(model).llm.unpin(pin_id):
+async def unpin(pin_id: str, request: Request, state: State, model: str | None = None) -> Response:
+    """End a pin: the operator any, others their own. What it held stays cached like anything else."""
+    space = None if is_operators(request) else tenant_of(request).space
+    if not await state.loaded(model).llm.unpin(pin_id, space):
         raise ApiError(404, "There is no pin of that name (any more); GET /kv lists them.", code="pin_not_found")
     return Response(status_code=204)
+
+
+def _for_whom(body: WarmRequest, request: Request, state: ServerState) -> tuple[Tenant, float | None]:
+    """Whose space it is for, and how long it is pinned."""
+    if is_operators(request):
+        shared = state.warm_tenant(True) if body.shared else None
+        return shared or tenant_of(request), body.ttl_s
+    if body.shared:
+        raise not_the_operator()
+    if body.ttl_s is not None and body.ttl_s > MOST_TTL_S:
+        problem = f"ttl_s is {body.ttl_s:g}: it may be {MOST_TTL_S} at most without the operator's key."
+        raise ApiError(400, problem, param="ttl_s")
+    return tenant_of(request), body.ttl_s or MOST_TTL_S

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import Any
+
+log = logging.getLogger("cllm")
 
 HEAD_MESSAGES = 8
 HEAD_CHARACTERS = 4096
 """Messages that come later, and lines that begin later in one, are left alone."""
 LINE_CHARACTERS = 1024
-"""So much of a line a pattern sees: what it costs does not grow with the prompt. Patterns are the operator's own, who
-has to see to it that they do not repeat repetitions: Python's expressions cannot be interrupted."""
+"""So much of a line a pattern sees: what it costs does not grow with the prompt."""
+
+SLOW_S = 0.25
+"""A pattern that takes longer for one line is not used any more: Python's expressions cannot be interrupted, and
+everybody waits. What would take for ever is refused with the configuration."""
 
 _ROLES = ("system", "developer")
 
@@ -65,6 +72,17 @@ class VolatileHeads:
     def _skip(self, text: str, position: int, end: int) -> int:
         """Where what none of the patterns matches begins."""
         for pattern in self._patterns:
+            started = perf_counter()
             if found := pattern.match(text, position, end):
                 position = found.end()
+            if (took := perf_counter() - started) > SLOW_S:
+                self._drop(pattern, took)
         return position
+
+    def _drop(self, pattern: re.Pattern[str], took: float) -> None:
+        # A new list: others may be looking through the old one.
+        self._patterns = [other for other in self._patterns if other is not pattern]
+        log.error(
+            "prompt.volatile_patterns: %r took %.2f s for one line and is not used any more; make it simpler",
+            *(pattern.pattern, took),
+        )
