@@ -28,6 +28,7 @@ from cllm.engine.turns import Turns
 from cllm.engine.watch import Picture
 from cllm.errors import ConfigError, InvalidRequestError, ShuttingDownError
 from cllm.generation import Generation
+from cllm.kv.events import Listener
 from cllm.kv.pins import PinMark
 from cllm.kv.window import Window
 from cllm.models.shape import ModelShape
@@ -298,6 +299,10 @@ class AsyncLLM:
         """End a pin. False: there is none of that name."""
         kv = self._loaded.scheduler.kv
         return await asyncio.wrap_future(self._running.ask(lambda: kv.unpin(name)))
+
+    async def listen(self) -> Listener | None:
+        """What comes into the prefix tree and leaves it, from now on. None: the backend has no such tree."""
+        return await asyncio.wrap_future(self._running.ask(self._loaded.scheduler.kv.listen))
 
     # -- inside ------------------------------------------------------------------------------------------------
 

@@ -136,7 +136,8 @@ class Pins(Generic[H]):
 
     # -- looking -----------------------------------------------------------------------------------------------
 
-    def details(self, pinned_bytes: int) -> dict[str, Any]:
+    def details(self, pinned_bytes: int, number_of: Callable[[H], int]) -> dict[str, Any]:
+        """`number_of`: what the picture of the cache knows a prefix by."""
         to_time = time.time() - self._clock()  # whoever reads this may do so much later
         return {
             "limit_bytes": self.limit_bytes,
@@ -147,6 +148,7 @@ class Pins(Generic[H]):
             "prefixes": [
                 {
                     "id": pin.id,
+                    "prefix": number_of(pin.holder),
                     "tokens": pin.tokens,
                     "bytes": pin.bytes,
                     "source": pin.source,

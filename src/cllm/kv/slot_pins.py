@@ -9,6 +9,7 @@ from cllm.kv.memory import most_bytes
 from cllm.kv.pins import PinMark, pin_id
 from cllm.kv.sequence import KVSequence
 from cllm.kv.slot_memory import SAVE_TAIL_TOKENS, SlotMemory
+from cllm.kv.slot_picture import number_of
 
 
 class SlotPins(SlotMemory):
@@ -49,4 +50,4 @@ class SlotPins(SlotMemory):
         return sum(pin.holder.length for pin in self._pins.by_id.values())
 
     def _pin_details(self) -> dict[str, Any]:
-        return self._pins.details(self._pinned_bytes)
+        return self._pins.details(self._pinned_bytes, number_of)
