@@ -9,7 +9,7 @@ What both hold is one JSON object; `change` leaves out what is as it was.
     resident            a bit for every extent of `extent_cells` cells: its memory is taken from the OS
     prefixes            the largest nodes of the prefix tree
     requests            running ones first; `holders` are the numbers of its sequences
-    kept                what `/kv` has in `details` of the disk, of other memory between, and of pins
+    kept                what `/kv` has in `details` of the disk and of pins
     told                what came into the prefix tree and left it since the version before (told.py); not in `whole`
     now                 plain numbers: counters of the engine and the cache, resident bytes of the process
 

@@ -42,7 +42,7 @@ INLINE_S = 0.001
 """Encoding goes to a thread, unless the last time took less than this."""
 
 
-KEPT = ("disk", "host", "pins")
+KEPT = ("disk", "pins")
 """Parts of `details` in `/kv` that are sent."""
 
 
