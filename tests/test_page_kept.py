@@ -65,6 +65,7 @@ def test_what_is_written_to_disk_and_loaded_from_it_is_shown(browser: Browser, t
         assert httpx.get(f"{server.url}/kv").json()["disk"]["bytes"] == browser.js(
             "return document.getElementById('disk-bar').value"
         )
+        browser.open("about:blank")
         server.process.terminate()
         assert server.end() == 0
     with serving(*disk, "backend.fake.latency_ms=20") as server:
@@ -203,7 +204,8 @@ def test_why_a_model_is_not_unloaded_is_said(browser: Browser) -> None:
         browser.until("document.querySelectorAll('#model-list tr').length === 2")
         body = {"prompt": "go on", "max_tokens": 3000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{several.url}/v1/completions", json=body, timeout=60) as answer:
-            assert next(answer.iter_bytes())
+            pieces = answer.iter_bytes()
+            assert next(pieces)
             press(browser, "#model-list", "Unload")
             shows(browser, "models-problem", "one")
             assert browser.find("#models-problem").is_displayed()

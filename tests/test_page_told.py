@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 
 from cllm.engine.params import SamplingParams
 from cllm.kv.events import KVEvent
+from cllm.kv.paged import PagedKVManager
+from cllm.llm import AsyncLLM
 from cllm.server.page.told import MOST, short_name, told
-from page_kit import page_of, reading, watchers_gone
+from page_kit import LIMIT_S, page_of, reading, watchers_gone
 
 A, B, C, D = (bytes([number]) * 32 for number in range(1, 5))
 
@@ -53,21 +57,27 @@ async def test_the_stream_tells_every_block_that_is_stored_and_removed() -> None
     async with page_of(resources={"kv_cache_max_memory_mb": 0.02}) as (llm, app), reading(app.url) as events:
         reader = await anext(events)
         assert "told" not in reader.known
-        for number in range(40):
-            _ = [delta async for delta in llm.submit(f"{number} " * 100, SamplingParams(max_tokens=5))]
         counts = {"stored": 0, "removed": 0}
-        while (now := reader.known["now"]["kv"])["blocks_removed"] != counts["removed"] or not counts["removed"]:
-            reader.known.pop("told", None)
-            reader = await anext(events)
-            for entry in reader.known.get("told", ()):
-                counts[entry["kind"]] += entry["blocks"]
-        assert counts["stored"] == now["blocks_stored"]
+        for number in range(20):
+            _ = [delta async for delta in llm.submit(f"{number} " * 100, SamplingParams(max_tokens=5))]
+            while (counts["stored"], counts["removed"]) != _counted(llm):
+                reader.known.pop("told", None)
+                reader = await asyncio.wait_for(anext(events), LIMIT_S)
+                for entry in reader.known.get("told", ()):
+                    counts[entry["kind"]] += entry["blocks"]
+        assert counts["removed"] > 0
         names = {prefix["name"] for prefix in reader.known["prefixes"]}
         assert names == {short_name(name) for name in _ends(llm)}
 
 
-def _ends(llm: object) -> list[bytes]:
-    kv = llm._loaded.scheduler.kv  # type: ignore[attr-defined]
+def _counted(llm: AsyncLLM) -> tuple[int, int]:
+    kv = llm.kv()
+    return kv["blocks_stored"], kv["blocks_removed"]
+
+
+def _ends(llm: AsyncLLM) -> list[bytes]:
+    kv = llm._loaded.scheduler.kv
+    assert isinstance(kv, PagedKVManager)
     return [node.names[-1] for node in kv._prefixes.tree.nodes()]
 
 
@@ -101,7 +111,9 @@ async def test_pins_are_in_the_stream_by_the_number_of_their_prefix() -> None:
 
 async def test_a_listener_goes_with_the_last_watcher() -> None:
     async with page_of() as (llm, app):
-        listeners = llm._loaded.scheduler.kv._arena.events._listeners  # type: ignore[attr-defined]
+        kv = llm._loaded.scheduler.kv
+        assert isinstance(kv, PagedKVManager)
+        listeners = kv._arena.events._listeners
         async with reading(app.url) as events:
             await anext(events)
             assert len(listeners) == 1
