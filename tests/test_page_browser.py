@@ -378,17 +378,3 @@ function tick(now) {
 }
 requestAnimationFrame(tick);
 """
-
-
-def test_of_several_models_one_is_chosen(browser: Browser) -> None:
-    with serving("models=[one, {name: two, load: first_use}]", "resources.max_memory_mb=4") as several:
-        browser.open(several.url)
-        browser.live()
-        browser.until("document.querySelectorAll('#models option').length === 2")
-        assert browser.text("#model") == "one"
-        assert httpx.post(f"{several.url}/models/load", json={"model": "two"}, timeout=60).status_code == 200
-        choose = "const box = document.getElementById('models'); box.value = 'two'"
-        browser.js(f"{choose}; box.dispatchEvent(new Event('change'));")
-        browser.until("document.getElementById('model').textContent === 'two'")
-        browser.until("document.getElementById('models').textContent.includes('two · ready')")
-        assert browser.complaints() == []

@@ -28,6 +28,7 @@ from cllm.engine.turns import Turns
 from cllm.engine.watch import Picture
 from cllm.errors import ConfigError, InvalidRequestError, ShuttingDownError
 from cllm.generation import Generation
+from cllm.kv.events import Listener
 from cllm.kv.manager import KVManager
 from cllm.kv.pins import LostPin, PinMark
 from cllm.kv.window import Window
@@ -309,6 +310,10 @@ class AsyncLLM:
     async def lost_pins(self) -> list[LostPin]:
         """Those that are to be computed again."""
         return await asyncio.wrap_future(self._running.ask(self._loaded.scheduler.kv.lost_pins))
+
+    async def listen(self) -> Listener | None:
+        """What comes into the cache of prefixes and leaves it, from now on. None: there is no such cache."""
+        return await asyncio.wrap_future(self._running.ask(self._loaded.scheduler.kv.listen))
 
     # -- inside ------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cllm.errors import UnsupportedOperationError
+from cllm.kv.events import Listener
 from cllm.kv.pins import LostPin, PinMark
 from cllm.kv.sequence import KVSequence
 from cllm.kv.usage import KVUsage
@@ -137,6 +138,10 @@ class KVManager(ABC):
     def held_names(self) -> tuple[int, set[bytes]]:
         """The names of all blocks in the prefix tree, and the number of the event after which they are so."""
         raise self._cannot("name what it holds")
+
+    def listen(self) -> Listener | None:
+        """From now on, what comes into the cache of prefixes and leaves it. None: there is no such cache."""
+        return None
 
     # -- operations on a sequence's memory ---------------------------------------------------------------------
     # Positions are places in memory, [0, held). What cannot be done raises `UnsupportedOperationError`; nothing that

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from cllm.kv.events import Listener
 from cllm.kv.paged_operations import PagedOperations
 from cllm.kv.pins import LostPin, PinMark, Pins, beginning
 from cllm.kv.sequence import KVSequence
@@ -45,6 +46,9 @@ class PagedPins(PagedOperations):
         nodes = self._prefixes.tree.nodes()
         return self._arena.events.number, {name for node in nodes for name in node.names}
 
+    def listen(self) -> Listener:
+        return self._arena.events.listen()
+
     def _drop_pin(self, node: BlockNode) -> None:
         self._prefixes.unpin(node)
 
@@ -66,4 +70,4 @@ class PagedPins(PagedOperations):
         return pins
 
     def _pin_details(self) -> dict[str, Any]:
-        return self._pins.details(self._prefixes.pinned * self._arena.block_bytes)
+        return self._pins.details(self._prefixes.pinned * self._arena.block_bytes, lambda node: node.number)

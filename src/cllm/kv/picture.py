@@ -47,5 +47,5 @@ def _largest(arena: Arena) -> list[BlockNode]:
 def _prefix_view(node: BlockNode, block_size: int) -> PrefixView:
     parent = node.parent.number if node.parent is not None else 0
     first = tuple(memoryview(node.key[: FIRST_TOKENS * 4]).cast("i"))
-    users = node.references - node.pins
-    return PrefixView(node.number, parent, len(node.value) * block_size, node.hits, users, first, node.pins)
+    users, name = node.references - node.pins, node.names[-1]
+    return PrefixView(node.number, parent, len(node.value) * block_size, node.hits, users, first, node.pins, name)

@@ -204,7 +204,8 @@ class Pins(Generic[H]):
 
     # -- looking -----------------------------------------------------------------------------------------------
 
-    def details(self, pinned_bytes: int) -> dict[str, Any]:
+    def details(self, pinned_bytes: int, number_of: Callable[[H], int]) -> dict[str, Any]:
+        """`number_of`: what the picture of the cache knows a prefix by."""
         to_time = time.time() - self._clock()  # whoever reads this may do so much later
         return {
             "limit_bytes": self.limit_bytes,
@@ -213,8 +214,8 @@ class Pins(Generic[H]):
             "expired": self.expired,
             "gave_way": self.gave_way,
             "prefixes": [
-                *(_line(pin, "pinned", to_time) for pin in self.by_id.values()),
-                *(_line(pin, "computing", to_time) for pin in self._lost.values()),
+                *(_line(pin, "pinned", to_time, number_of(pin.holder)) for pin in self.by_id.values()),
+                *(_line(pin, "computing", to_time, None) for pin in self._lost.values()),
             ],
         }
 
@@ -223,10 +224,11 @@ class Pins(Generic[H]):
         self.next_at = None if math.isinf(soonest) else soonest
 
 
-def _line(pin: Pin[Any], state: str, to_time: float) -> dict[str, Any]:
+def _line(pin: Pin[Any], state: str, to_time: float, prefix: int | None) -> dict[str, Any]:
     return {
         "id": pin.id,
         "state": state,
+        "prefix": prefix,
         "tokens": len(pin.of.tokens),
         "bytes": pin.bytes,
         "source": pin.source,

@@ -29,7 +29,7 @@ def picture(
     for row, entry in zip(cells, slots, strict=False):
         if entry is None:
             continue
-        number, tokens = _number_of(entry), entry.length
+        number, tokens = number_of(entry), entry.length
         if (owner := entry.owner) is None:
             held.append(entry)
         else:
@@ -51,7 +51,8 @@ def picture(
     )
 
 
-def _number_of(entry: Entry) -> int:
+def number_of(entry: Entry) -> int:
+    """As a holder of cells."""
     return 1 + entry.number % _MOST_NUMBER
 
 
@@ -61,4 +62,4 @@ def _prefix_view(entry: Entry) -> PrefixView:
         first += memoryview(node.key[: (FIRST_TOKENS - len(first)) * 4]).cast("i")
         if len(first) >= FIRST_TOKENS:
             break
-    return PrefixView(_number_of(entry), 0, entry.length, entry.hits, 0, tuple(first), int(entry.pinned))
+    return PrefixView(number_of(entry), 0, entry.length, entry.hits, 0, tuple(first), int(entry.pinned))

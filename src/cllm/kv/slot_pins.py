@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from cllm.kv.events import Listener
 from cllm.kv.holders import Entry, entry_of
 from cllm.kv.memory import most_bytes
 from cllm.kv.pins import LostPin, PinMark, beginning
 from cllm.kv.sequence import KVSequence
 from cllm.kv.slot_memory import SAVE_TAIL_TOKENS, SlotMemory
+from cllm.kv.slot_picture import number_of
 
 
 class SlotPins(SlotMemory):
@@ -45,6 +47,9 @@ class SlotPins(SlotMemory):
     def unpin(self, name: str, space: bytes | None = None) -> bool:
         return self._pins.remove(name, space)
 
+    def listen(self) -> Listener:
+        return self._events.listen()
+
     def lost_pins(self) -> list[LostPin]:
         return self._pins.lost()
 
@@ -52,4 +57,4 @@ class SlotPins(SlotMemory):
         return sum(pin.holder.length for pin in self._pins.by_id.values())
 
     def _pin_details(self) -> dict[str, Any]:
-        return self._pins.details(self._pinned_bytes)
+        return self._pins.details(self._pinned_bytes, number_of)

@@ -119,7 +119,7 @@ class Tier:
     def worked(self) -> None:
         self._strikes = 0
 
-    def numbers(self) -> TierNumbers:
+    def numbers(self, loading: int) -> TierNumbers:
         store = self.store
         return TierNumbers(
             self.loads,
@@ -128,4 +128,7 @@ class Tier:
             store.writer.speed.total,
             store.reader.speed.total,
             store.writer.queued_bytes,
+            loading,
+            store.kept_bytes,
+            store.limit,
         )

@@ -111,4 +111,4 @@ class Tiered(KVManager):
         }
 
     def _disk_numbers(self) -> TierNumbers:
-        return TierNumbers() if self._tier is None else self._tier.numbers()
+        return TierNumbers() if self._tier is None else self._tier.numbers(self.loading)

@@ -15,6 +15,12 @@ class TierNumbers(NamedTuple):
     written_bytes: int = 0
     read_bytes: int = 0
     queued_bytes: int = 0
+    """What waits to be written."""
+    loading: int = 0
+    """Loads under way."""
+    bytes: int = 0
+    """In the directory, of all models and all servers, when last looked at."""
+    limit_bytes: int = 0
 
 
 class KVUsage(NamedTuple):

@@ -38,6 +38,8 @@ class PrefixView(NamedTuple):
     """How its edge begins."""
     pins: int = 0
     """Pins on it; without users and pins it is evictable."""
+    name: bytes = b""
+    """Of its last block, as events have it; paged backends."""
 
 
 class SequenceView(NamedTuple):

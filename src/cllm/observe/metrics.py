@@ -152,7 +152,10 @@ _GAUGES = (
     ),
     _Value("kv_slots", "Slots that have memory (0 on paged backends).", lambda s: s.kv.slots),
     _Value("kv_resident_bytes", "KV bytes in memory, as last seen while nothing ran.", lambda s: s.kv.resident_bytes),
+    _Value("kv_disk_bytes", "KV bytes on disk, of all models and servers there.", lambda s: s.kv.disk.bytes),
+    _Value("kv_disk_limit_bytes", "Most KV bytes on disk; 0: none are kept.", lambda s: s.kv.disk.limit_bytes),
     _Value("kv_disk_queued_bytes", "KV bytes that wait to be written to disk.", lambda s: s.kv.disk.queued_bytes),
+    _Value("kv_disk_loading", "Loads of KV from disk under way.", lambda s: s.kv.disk.loading),
     _Value("kv_pins", "Prefixes that are pinned.", lambda s: s.kv.pins),
     _Value(
         "kv_pinned_bytes",

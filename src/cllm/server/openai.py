@@ -29,6 +29,7 @@ from cllm.server.openai_replies import (
     ModelCard,
     ModelList,
     ServedCard,
+    ServedList,
     error_responses,
     event_stream,
 )
@@ -102,10 +103,11 @@ async def chat_completions(
 
 
 @router.get("/models", responses=error_responses(ErrorReply, 401))
-async def models(state: State) -> ModelList:
+async def models(state: State) -> ServedList | ModelList:
     """The models that requests may name."""
     if state.several is not None:
-        return ModelList(data=[served_card(served, state.created) for served in state.several.models])
+        cards = [served_card(served, state.created) for served in state.several.models]
+        return ServedList(data=list(cards), memory_budget_bytes=state.several.ledger.budget)
     return ModelList(data=[_card(state)])
 
 

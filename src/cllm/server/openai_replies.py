@@ -108,6 +108,12 @@ class ModelList(BaseModel):
     data: list[ServedCard | ModelCard]
 
 
+class ServedList(ModelList):
+    """Where there are several."""
+
+    memory_budget_bytes: int = Field(description="Most that weights and K/V of all take together.")
+
+
 class ErrorDetail(BaseModel):
     message: str
     type: str

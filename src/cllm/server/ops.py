@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict
 
 from cllm.server.openai_replies import ErrorReply, error_responses
 from cllm.server.state import State
+
+if TYPE_CHECKING:
+    from cllm.served import ServedModels
 
 router = APIRouter(tags=["Operations"])
 
@@ -60,4 +63,25 @@ async def metrics(state: State) -> Response:
 @router.get("/kv", responses=error_responses(ErrorReply, 401, 403, 404))
 async def kv(state: State, model: str | None = None) -> dict[str, Any]:
     """The KV cache: sizes, sequences, what is held. Of several models, that of `model` or of the first one."""
-    return state.loaded(model).llm.kv()
+    content = state.loaded(model).llm.kv()
+    if state.several is not None:
+        content["models"] = _models(state.several)
+    return content
+
+
+def _models(several: ServedModels) -> dict[str, Any]:
+    """What each takes of the memory that all share."""
+    taken = {standing.name: standing for standing in several.ledger.standings()}
+    return {
+        "budget_bytes": several.ledger.budget,
+        "taken_bytes": sum(standing.fixed + standing.kv for standing in taken.values()),
+        "models": [
+            {
+                "name": served.name,
+                "state": served.state,
+                "fixed_bytes": taken[served.name].fixed if served.name in taken else 0,
+                "kv_bytes": taken[served.name].kv if served.name in taken else 0,
+            }
+            for served in several.models
+        ],
+    }

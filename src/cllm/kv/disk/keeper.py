@@ -239,8 +239,9 @@ class Keeper:
         if survey.bytes + needed > self.limit:
             self._evict(survey.files, survey.bytes + needed - self.limit, protected)
             survey = self.directory.survey()
-        self.bytes = survey.bytes
-        return survey.bytes + needed <= self.limit
+        fits = survey.bytes + needed <= self.limit
+        self.bytes = survey.bytes + needed if fits else survey.bytes  # what fits is taken at once
+        return fits
 
     def _evict(self, files: list[Found], excess: int, protected: Mapping[str, int]) -> None:
         candidates = [

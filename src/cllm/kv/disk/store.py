@@ -128,6 +128,15 @@ class DiskStore:
         return Space(self, self._keeper, shelf, self._monotonic)
 
     @property
+    def limit(self) -> int:
+        return self._keeper.limit
+
+    @property
+    def kept_bytes(self) -> int:
+        """In the directory, when last looked at."""
+        return self._keeper.bytes
+
+    @property
     def closed(self) -> bool:
         return self._closed
 

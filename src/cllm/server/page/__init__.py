@@ -2,6 +2,7 @@
 
 files.py    the page itself, which holds no data and therefore needs no API key
 encode.py   pictures of the engine as events: all of it, or what has changed
+told.py     what came into the prefix tree and left it
 hub.py      one source of events for all watchers
 routes.py   /, /page/… and /kv/stream
 """

@@ -9,6 +9,8 @@ What both hold is one JSON object; `change` leaves out what is as it was.
     resident            a bit for every extent of `extent_cells` cells: its memory is taken from the OS
     prefixes            the largest nodes of the prefix tree
     requests            running ones first; `holders` are the numbers of its sequences
+    kept                what `/kv` has in `details` of the disk and of pins
+    told                what came into the prefix tree and left it since the version before (told.py); not in `whole`
     now                 plain numbers: counters of the engine and the cache, resident bytes of the process
 
 Columns of numbers are base64 of little-endian 32-bit integers: a hundred thousand of them cost a millisecond, as JSON
@@ -28,6 +30,7 @@ from numpy.typing import NDArray
 
 from cllm.engine.watch import Picture, RequestView
 from cllm.kv.view import FREE, KVView, PrefixView
+from cllm.server.page.told import short_name
 
 CACHED, SHARED, PRIVATE = 1, 2, 3
 _NUMBERS = (1 << 29) - 1
@@ -50,6 +53,8 @@ class Frame(NamedTuple):
     resident: str
     prefixes: list[dict[str, Any]]
     requests: list[dict[str, Any]]
+    kept: Mapping[str, Any]
+    told: Sequence[Mapping[str, Any]]
     now: Mapping[str, Any]
 
 
@@ -62,15 +67,17 @@ class Source(NamedTuple):
     now: Mapping[str, Any]
     text_of: TextOf | None
     """Turns the tokens that a prefix begins with into text; None where they are not shown."""
+    kept: Mapping[str, Any] = {}
+    told: Sequence[Mapping[str, Any]] = ()
 
 
 def frame_of(before: Frame | None, source: Source) -> Frame:
     """The frame after `before`. Parts that have not changed are the same objects."""
-    version, picture, names, now, text_of = source
+    version, picture, names, now, text_of, kept, told = source
     view = picture.kv
     now = {**now, "prefixes": view.prefixes_in_all, "requests": picture.requests_in_all}
     if before is not None and before.picture is picture:
-        return before._replace(version=version, now=now)
+        return before._replace(version=version, now=now, kept=kept, told=told)
     return Frame(
         version=version,
         picture=picture,
@@ -80,6 +87,8 @@ def frame_of(before: Frame | None, source: Source) -> Frame:
         resident=_base64(np.packbits(view.resident, bitorder="little")),
         prefixes=[_prefix(prefix, text_of) for prefix in view.prefixes],
         requests=_requests(picture),
+        kept=kept,
+        told=told,
         now=now,
     )
 
@@ -95,6 +104,7 @@ def whole(frame: Frame) -> bytes:
             "resident": frame.resident,
             "prefixes": frame.prefixes,
             "requests": frame.requests,
+            "kept": frame.kept,
             "now": frame.now,
         },
     )
@@ -106,9 +116,11 @@ def change(before: Frame, after: Frame) -> bytes:
     content: dict[str, Any] = {"version": after.version, "now": after.now}
     if after.codes is not before.codes and (changed := _changes(before.codes, after.codes)):
         content["map"] = changed
-    for part in ("resident", "prefixes", "requests"):
+    for part in ("resident", "prefixes", "requests", "kept"):
         if (value := getattr(after, part)) != getattr(before, part):
             content[part] = value
+    if after.told:
+        content["told"] = after.told
     return _event("change", content)
 
 
@@ -165,6 +177,7 @@ def _prefix(prefix: PrefixView, text_of: TextOf | None) -> dict[str, Any]:
         "hits": prefix.hits,
         "users": prefix.users,
         "pins": prefix.pins,
+        "name": short_name(prefix.name),
     }
     if text_of is not None:
         shown["text"] = text_of(prefix.first_tokens)[:_TEXT_LENGTH]

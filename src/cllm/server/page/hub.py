@@ -22,10 +22,12 @@ import psutil
 from cllm.errors import ShuttingDownError
 from cllm.server.errors import ApiError
 from cllm.server.page.encode import Frame, Source, TextOf, change, frame_of, whole
+from cllm.server.page.told import told
 
 if TYPE_CHECKING:
     from cllm.config import Config
     from cllm.engine.watch import Picture
+    from cllm.kv.events import Listener
     from cllm.llm import AsyncLLM
 
 log = logging.getLogger("cllm.server")
@@ -38,6 +40,10 @@ RECENT = 8
 """Events that a slow watcher may be behind by; who is further behind gets a frame whole."""
 INLINE_S = 0.001
 """Encoding goes to a thread, unless the last time took less than this."""
+
+
+KEPT = ("disk", "pins")
+"""Parts of `details` in `/kv` that are sent."""
 
 
 class Hub:
@@ -57,6 +63,7 @@ class Hub:
         self._making_whole = asyncio.Lock()
         self._recent: deque[tuple[int, bytes]] = deque(maxlen=RECENT)
         self._news = asyncio.Event()
+        self._listener: Listener | None = None
 
     @property
     def watchers(self) -> int:
@@ -125,6 +132,7 @@ class Hub:
     async def _tick(self) -> None:
         quiet, in_thread = 0, True
         try:
+            self._listener = await self._llm.listen()
             while True:
                 picture = self._llm.picture()
                 known = self._frame and self._frame.picture
@@ -137,11 +145,13 @@ class Hub:
         except Exception:
             log.exception("the page's stream broke off")
         finally:
+            self._listener = None
             self._tell()
 
     async def _advance(self, picture: Picture, in_thread: bool) -> bool:
         """Encode the next event; says whether it took so long that the next one should be encoded in a thread."""
-        source = Source(next(self._versions), picture, self._names(), self._now(), self._text_of)
+        news = told(self._listener.take()) if self._listener is not None else []
+        source = Source(next(self._versions), picture, self._names(), self._now(), self._text_of, self._kept(), news)
         if in_thread:
             frame, data, seconds = await asyncio.to_thread(_encode, self._frame, source)
         else:
@@ -158,6 +168,10 @@ class Hub:
     def _names(self) -> dict[str, Any]:
         llm = self._llm
         return {"model": self._alias or llm.model_name, "backend": llm.backend_name, "context": llm.max_context}
+
+    def _kept(self) -> dict[str, Any]:
+        details = self._llm.kv()["details"]
+        return {part: details[part] for part in KEPT if details.get(part) is not None}
 
     def _now(self) -> dict[str, Any]:
         snapshot = self._llm.snapshot()

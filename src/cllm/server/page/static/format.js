@@ -31,6 +31,13 @@ export function duration(seconds) {
   return `${minutes}:${String(Math.floor(seconds % 60)).padStart(2, "0")} min`;
 }
 
+/** Time that is left, no more exactly than anybody needs. */
+export function span(seconds) {
+  if (seconds < 60) return `${Math.max(0, Math.round(seconds))} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min`;
+  return seconds < 48 * 3600 ? `${Math.floor(seconds / 3600)} h` : `${Math.floor(seconds / 86400)} days`;
+}
+
 export function clock(seconds) {
   return new Date(seconds * 1000).toLocaleTimeString("en-GB");
 }

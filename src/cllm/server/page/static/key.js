@@ -13,11 +13,14 @@ export const key = {
     return this.value ? { authorization: `Bearer ${this.value}` } : {};
   },
 
-  /** Ask for a key; resolves once one was typed in. */
-  ask() {
+  /** Ask for a key, and say why; true once one was typed in. With `mayChat`, a part of the page works without: false if
+   * that is enough. */
+  ask(why = "", mayChat = false) {
     const dialog = byId("key-dialog");
     const field = byId("key");
-    setText(byId("key-error"), this.value ? "The server does not take this key." : "");
+    const skip = byId("key-skip");
+    setText(byId("key-error"), why || (this.value ? "The server does not take this key." : ""));
+    skip.hidden = !mayChat;
     field.value = "";
     if (!dialog.open) dialog.showModal();
     field.focus();
@@ -27,7 +30,11 @@ export const key = {
         sessionStorage.setItem(NAME, field.value);
         dialog.close();
         this.show();
-        resolve();
+        resolve(true);
+      };
+      skip.onclick = () => {
+        dialog.close();
+        resolve(false);
       };
     });
   },

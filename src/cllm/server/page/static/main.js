@@ -5,11 +5,14 @@ import { Arena } from "./arena.js";
 import { ArenaMap } from "./map.js";
 import { Chat } from "./chat.js";
 import { Events } from "./events.js";
+import { Kept } from "./kept.js";
 import { MemoryChart } from "./memory.js";
+import { ModelList } from "./model_list.js";
 import { PRIVATE } from "./colour.js";
 import { PrefixTree } from "./tree.js";
 import { Requests } from "./requests.js";
 import { Selection } from "./selection.js";
+import { Told } from "./told.js";
 import { bytes, percent, rate, whole } from "./format.js";
 import { follow } from "./stream.js";
 import { models } from "./models.js";
@@ -24,14 +27,18 @@ const tree = new PrefixTree(selection);
 const map = new ArenaMap(arena, (number, state) => (state === PRIVATE ? requests : tree).nameOf(number));
 const chart = new MemoryChart();
 const events = new Events();
-const shown = { geometry: null, prefixes: [], requests: [] };
+const kept = new Kept(tree, selection);
+const told = new Told();
+const shown = { geometry: null, prefixes: [], requests: [], kept: {} };
 let pace = [];
 
 selection.onChange(() => map.highlight([...requests.holdersOf(selection.key), ...tree.holdersOf(selection.key)]));
 onTheme(() => {
   requests.render();
   tree.render();
+  list.render();
 });
+const list = new ModelList();
 new Chat();
 models.follow();
 
@@ -42,6 +49,7 @@ follow((kind, event) => {
     setText(byId("model"), event.model);
     setText(byId("backend"), `${event.backend}, context ${whole(event.context)}`);
     events.restart();
+    told.restart();
     pace = [];
   }
   const { now } = event;
@@ -49,9 +57,12 @@ follow((kind, event) => {
   if (ranges.length) map.changed(ranges, isWhole);
   shown.prefixes = event.prefixes ?? shown.prefixes;
   shown.requests = event.requests ?? shown.requests;
+  shown.kept = event.kept ?? shown.kept;
   const { cellBytes, cellTokens } = shown.geometry;
   tree.show(shown.prefixes, now.prefixes, cellBytes / cellTokens);
   requests.show(shown.requests, now.requests);
+  kept.show(shown.kept, now);
+  told.follow(event.told ?? [], now, cellTokens);
   const takenBytes = arena.takenCells * cellBytes;
   chart.add(now, takenBytes);
   events.follow(now);
@@ -90,8 +101,6 @@ function showOrder({ kv, dropped_tokens: dropped }) {
     `extents in use ${whole(kv.extents_used)}, needed ${whole(kv.extents_needed)}`,
     `given back ${bytes(kv.released_bytes)}`,
     `tokens dropped by windows ${whole(dropped)}`,
-    `pinned ${whole(kv.pins)}, ${bytes(kv.pinned * kv.bytes_per_unit)}, refused ${whole(kv.pins_refused)}`,
-    `tree: blocks stored ${whole(kv.blocks_stored)}, removed ${whole(kv.blocks_removed)}`,
     `upkeep failures ${whole(kv.upkeep_failures)}`,
   ];
   setText(byId("map-order"), parts.join(" · "));

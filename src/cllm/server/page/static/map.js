@@ -60,6 +60,7 @@ export class ArenaMap {
     this.ready = pixelOf(rgbOfCss(cssColour("ready")));
     this.released = pixelOf(rgbOfCss(cssColour("released")));
     if (this.columns) {
+      this.buffer.fill(pixelOf(rgbOfCss(this.background))); // beyond the last cell, too
       this.paint(0, this.arena.cells);
       this.request();
     }

@@ -15,6 +15,7 @@ export async function follow(onEvent) {
   models.onChange(() => switchOver());
   for (;;) {
     await visible();
+    if (!models.isReady) await idle();
     const controller = new AbortController();
     switchOver = () => controller.abort();
     const stopWatching = closeWhenHidden(controller);
@@ -24,6 +25,16 @@ export async function follow(onEvent) {
       if (response.status === 401) {
         show("locked", "needs a key");
         await key.ask();
+        continue;
+      }
+      if (response.status === 403) {
+        const problem = await problemOf(response);
+        show("locked", "needs the operator's key");
+        if (await key.ask(problem, true)) continue;
+        return; // the chat goes on without; another key can be given after "Forget key"
+      }
+      if (response.status === 409) {
+        await idle();
         continue;
       }
       if (!response.ok) throw new Error(await problemOf(response));
@@ -48,9 +59,18 @@ export async function follow(onEvent) {
   }
 }
 
+/** There is nothing to follow until the model is loaded. */
+async function idle() {
+  show("idle", `${models.chosen || "the model"} is not loaded`);
+  setText(byId("model"), models.chosen);
+  setText(byId("backend"), "");
+  await models.ready();
+}
+
 function show(state, text) {
   const node = byId("connection");
   node.dataset.state = state;
+  document.body.dataset.stream = state;
   setText(node, text);
 }
 

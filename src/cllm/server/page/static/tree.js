@@ -42,6 +42,15 @@ export class PrefixTree {
     return `${label(found)}, ${whole(found.tokens)} tokens, ${whole(found.hits)} hits, ${whole(found.users)} users${found.pins ? ", pinned" : ""}`;
   }
 
+  /** How the prompt begins that a prefix is the end of. */
+  beginningOf(number) {
+    const known = new Map(this.prefixes.map(({ prefix }) => [prefix.number, prefix]));
+    let found = known.get(number);
+    if (!found) return `prefix ${number}`;
+    while (known.has(found.parent)) found = known.get(found.parent);
+    return found.text ? label(found) : `prefix ${number}`;
+  }
+
   create({ prefix }) {
     const node = make("tr");
     const cells = Array.from({ length: 5 }, () => node.appendChild(make("td")));
@@ -60,7 +69,7 @@ export class PrefixTree {
     row.indent.style.setProperty("--depth", Math.min(depth, DEEPEST_INDENT));
     row.dot.style.backgroundColor = cssOf(prefix.number * 4 + (prefix.users ? SHARED : CACHED));
     row.name.setAttribute("aria-pressed", String(this.selection.key === `prefix ${prefix.number}`));
-    row.name.title = depth ? `level ${depth + 1}` : "";
+    row.name.title = [depth && `level ${depth + 1}`, prefix.name && `ends with block ${prefix.name}`].filter(Boolean).join(", ");
     setText(row.name, label(prefix));
     setText(tokens, whole(prefix.tokens));
     setText(size, bytes(prefix.tokens * this.bytesPerToken));
