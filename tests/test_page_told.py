@@ -81,13 +81,13 @@ def _ends(llm: AsyncLLM) -> list[bytes]:
     return [node.names[-1] for node in kv._prefixes.tree.nodes()]
 
 
-async def test_slots_have_nothing_to_tell() -> None:
+async def test_slots_tell_the_blocks_that_their_sequences_spell() -> None:
     async with page_of(layout="slots") as (llm, app), reading(app.url) as events:
         reader = await anext(events)
         _ = [delta async for delta in llm.submit("hello " * 20, SamplingParams(max_tokens=5))]
-        while not reader.known["prefixes"]:
-            reader = await anext(events)
-        assert await llm.listen() is None and "told" not in reader.known
+        while "told" not in reader.known:
+            reader = await asyncio.wait_for(anext(events), LIMIT_S)
+        assert reader.known["told"][0]["kind"] == "stored"
 
 
 async def test_pins_are_in_the_stream_by_the_number_of_their_prefix() -> None:
