@@ -90,6 +90,11 @@ class Account:
         self.missing = 0
 
     @property
+    def is_owed(self) -> bool:
+        """Whether others wait for memory that is their right."""
+        return self._ledger.is_owed(self)
+
+    @property
     def taken(self) -> int:
         return self.kv + (self.fixed if self.is_claimed else 0)
 
@@ -180,10 +185,12 @@ class MemoryLedger:
             account.target = kept
         _wake([other for other in woken if other is not account])
 
-    def keep_used(self, account: Account) -> None:
+    def is_owed(self, account: Account) -> bool:
         with self._lock:
-            wanted = any(other.is_entitled for other in self._accounts if other is not account)
-        self.keep(account, account.least if wanted else account.kv)
+            return any(other.is_entitled for other in self._accounts if other is not account)
+
+    def keep_used(self, account: Account) -> None:
+        self.keep(account, account.least if self.is_owed(account) else account.kv)
 
     # -- looking -----------------------------------------------------------------------------------------------
 
