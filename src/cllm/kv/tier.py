@@ -120,12 +120,12 @@ class Tier:
         self._strikes = 0
 
     def numbers(self) -> TierNumbers:
-        store = self.store
+        space = self._space
         return TierNumbers(
             self.loads,
             self.loaded_tokens,
             self.failed_loads,
-            store.writer.speed.total,
-            store.reader.speed.total,
-            store.writer.queued_bytes,
+            space.written_bytes if space is not None else 0,
+            space.read_bytes if space is not None else 0,
+            self.store.writer.queued_bytes,
         )

@@ -56,8 +56,7 @@ class Shares:
     def check(self) -> None:
         """Refuse at the start what can never be."""
         for served in self._models:
-            if self._needed(served) > self.budget or self.most_kv(served) < served.estimate.context_bytes:
-                raise ConfigError(f"{self._estimate(served)}: more than {self._limit}; {ADVICE}")
+            self.check_one(served)
         together = [served for served in self._models if served.at_start or served.entry.pinned]
         if sum(map(self._reserved, together)) > self.budget:
             parts = "; ".join(map(self._estimate, together))
@@ -65,6 +64,10 @@ class Shares:
                 f"{len(together)} models are to be loaded together, but do not fit into {self._limit}: {parts}; "
                 f"set load: first_use for some of them, or {ADVICE}"
             )
+
+    def check_one(self, served: Served) -> None:
+        if self._needed(served) > self.budget or self.most_kv(served) < served.estimate.context_bytes:
+            raise ConfigError(f"{self._estimate(served)}: more than {self._limit}; {ADVICE}")
 
     def _reserved(self, served: Served) -> int:
         return self.fixed(served) + self.least(served)
