@@ -62,7 +62,7 @@ async def test_every_endpoint_works_for_each_model() -> None:
         assert metrics.count("# TYPE cllm:num_requests_running gauge") == 1
         assert 'cllm:request_success_total{finished_reason="length",model_name="b"}' in metrics
         assert 'cllm:num_requests_running{model_name="a"} 0.0' in metrics
-        assert "cllm:memory_budget_bytes 1.048576e+06" in metrics
+        assert 'cllm:memory_budget_bytes{device="cpu"} 1.048576e+06' in metrics
         assert (await client.get("/health")).json() == {"status": "ok", "model_loaded": True, "model": "a"}
         assert "/models/load" in (await client.get("/openapi.json")).json()["paths"]
 

@@ -1,4 +1,4 @@
-"""A model that is unloaded and asked for again: what it had computed is on disk, and answers are the same to the bit."""
+"""A model that is unloaded and asked for again: what it computed is on disk, and answers are the same to the bit."""
 
 from __future__ import annotations
 

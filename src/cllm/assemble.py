@@ -101,9 +101,6 @@ def assemble(config: Config, before_mapping: Callable[[], None] | None = None, p
 
     `before_mapping` is called before the model file is mapped, if it is. `place` is for one of several models.
     """
-    if place is not None:
-        own = config.resources.model_copy(update={"kv_cache_max_memory_mb": place.kv_bytes / MIB})
-        config = config.model_copy(update={"resources": own})
     opened = _open_model(config, before_mapping, place)
     try:
         return _build(config, opened, place)
@@ -122,7 +119,8 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None, place
             latency_s=fake.latency_ms / 1000,
             layout="slots" if fake.layout == "slots" else "blocks",
         )
-        return _Opened("fake", ByteTokenizer(fake.vocab_size), _chat_template(config, None), backend, None)
+        kv_bytes = None if place is None else place.kv_bytes
+        return _Opened("fake", ByteTokenizer(fake.vocab_size), _chat_template(config, None), backend, kv_bytes)
     model, tokenizer, template = _read_model(config, Kept() if place is None else place.kept)
     files = files_of(model)
     name = name_of(config, model)
@@ -130,7 +128,8 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None, place
     _check_relations(config, kind)
     threads = choose_threads(config.backend.threads, read_cpus())
     if kind == "torch" or isinstance(model, HFModel):
-        backend, kv_bytes = open_torch(config, model, name, threads, config.scheduler.max_running or PAGED_MAX_RUNNING)
+        running, most = config.scheduler.max_running or PAGED_MAX_RUNNING, None if place is None else place.kv_bytes
+        backend, kv_bytes = open_torch(config, model, name, threads, running, most)
     else:
         if place is not None:
             kv_bytes = place.kv_bytes

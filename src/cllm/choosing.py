@@ -17,7 +17,7 @@ from cllm.models.hf_directory import HFModel
 from cllm.models.registry import resolve
 from cllm.models.shape import ModelShape
 from cllm.on_disk import ModelFiles, files_of
-from cllm.on_torch import Model, asks_for_gpu, gpu_refusal, has_gpu, torch_refusal, torch_weights
+from cllm.on_torch import Model, asks_for_gpu, device_of, gpu_refusal, has_gpu, torch_refusal, torch_weights
 from cllm.resources import Weights
 
 log = logging.getLogger("cllm")
@@ -39,6 +39,8 @@ class Estimate:
     """Tokens of the longest sequence."""
     is_elastic: bool
     """Whether its K/V memory can grow and shrink while it is loaded."""
+    device: str = "cpu"
+    """In whose memory all of it lies."""
     files: ModelFiles | None = None
     """Of which all of this was read."""
 
@@ -75,8 +77,9 @@ def estimate(config: Config) -> Estimate:
         name, shape = name_of(config, model), model.shape
         weights = weights_of(config, model, kind).size
     is_elastic = kind == "native" or (kind == "fake" and config.backend.fake.layout == "paged")
-    context = context_of(config, shape, Backend.context_cap)
-    return Estimate(name, kind, weights, token_bytes_of(config, shape), context, is_elastic, files)
+    device = device_of(config) if kind == "torch" else "cpu"
+    context = context_of(config, shape, Backend.context_cap if device == "cpu" else None)
+    return Estimate(name, kind, weights, token_bytes_of(config, shape), context, is_elastic, device, files)
 
 
 def context_of(config: Config, shape: ModelShape, cap: int | None) -> int:

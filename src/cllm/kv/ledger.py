@@ -86,6 +86,10 @@ class Account:
         self.is_rigid = True
         self._ledger.keep(self, self.kv)
 
+    def close(self) -> None:
+        """The model is gone, and all its memory with it."""
+        self._ledger.close(self)
+
     def needs_no_more(self) -> None:
         self.missing = 0
 
@@ -142,7 +146,6 @@ class MemoryLedger:
         return False
 
     def close(self, account: Account) -> None:
-        """The model is gone, and all its memory with it."""
         with self._lock:
             self._accounts.remove(account)
             woken = self._waiting

@@ -26,11 +26,11 @@ from cllm.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from cllm.kv.ledger import Account, MemoryLedger
+from cllm.kv.ledger import Account, MemoryLedger, Standing
 from cllm.llm import AsyncLLM
 from cllm.on_disk import Stores
 from cllm.served.entries import Served, by_name, check_disk_limits, could_not, read_entries
-from cllm.served.memory import Shares, choose_budget
+from cllm.served.memory import Memory, Shares, choose_memories
 
 log = logging.getLogger("cllm")
 
@@ -51,9 +51,7 @@ class ServedModels:
 
     def __init__(self, config: Config, *, before_mapping: Callable[[], None] | None = None) -> None:
         self.models = read_entries(config)
-        self.ledger = MemoryLedger(choose_budget(config))
-        self.shares = Shares(self.models, self.ledger.budget)
-        self.shares.check()
+        self.memories = choose_memories(config, self.models)
         check_disk_limits(self.models)
         self._by_name = by_name(self.models)
         self._before_mapping = before_mapping
@@ -65,6 +63,24 @@ class ServedModels:
         self._stopping = False
         self._started = False
         self._tending: asyncio.Task[None] | None = None
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def memory_of(self, served: Served) -> Memory:
+        return self.memories[served.estimate.device]
+
+    @property
+    def ledger(self) -> MemoryLedger:
+        """Of the memory that the default model lies in."""
+        return self.memory_of(self.default).ledger
+
+    @property
+    def shares(self) -> Shares:
+        return self.memory_of(self.default).shares
+
+    def standings(self) -> list[Standing]:
+        """Of all models that are loaded."""
+        return [standing for memory in self.memories.values() for standing in memory.ledger.standings()]
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -212,7 +228,7 @@ class ServedModels:
                     if served.account is not None:
                         return await self._open(served, served.account)
                 if not served.waiting or time.monotonic() > until or not self._may_have_room(served):
-                    raise ModelUnavailableError(self.shares.no_room(served))
+                    raise ModelUnavailableError(self.memory_of(served).shares.no_room(served))
                 served.awaits_room = True
                 await asyncio.sleep(ROOM_STEP_S)
         finally:
@@ -222,13 +238,15 @@ class ServedModels:
         """Its files may be others than when it was estimated."""
         if await asyncio.to_thread(lambda: served.estimate.is_current):
             return
-        served.estimate = await asyncio.to_thread(estimate, served.config)
-        self.shares.check_one(served)
+        found = await asyncio.to_thread(estimate, served.config)
+        if found.device not in self.memories:
+            raise ModelError(f"{served.name} is for {found.device} now, of which nothing was set aside; start again")
+        served.estimate = found
+        self.memory_of(served).shares.check_one(served)
 
     async def _open(self, served: Served, account: Account) -> AsyncLLM:
-        place = Place(
-            self.shares.most_kv(served), account if account.least else None, kept=served.kept, stores=self._stores
-        )
+        most = self.memory_of(served).shares.most_kv(served)
+        place = Place(most, account if account.least else None, kept=served.kept, stores=self._stores)
         llm = AsyncLLM(served.config, before_mapping=self._before_mapping, place=place, turns=self._turns)
         llm.observers = served.observers
         await llm.start()
@@ -250,42 +268,45 @@ class ServedModels:
                 await llm.shutdown(0)
         finally:
             if served.account is not None:
-                self.ledger.close(served.account)
+                served.account.close()
                 served.account = None
 
     async def _find_room(self, served: Served) -> Account | None:
         """Its account, with its weights counted. Others are unloaded for it if need be, the longest unused first; None:
         all that might be are in use."""
-        fixed, least = self.shares.fixed(served), self.shares.least(served)
-        while not self.ledger.fits(fixed + least):
-            victim = self._next_to_go()
+        memory = self.memory_of(served)
+        ledger, fixed, least = memory.ledger, memory.shares.fixed(served), memory.shares.least(served)
+        while not ledger.fits(fixed + least):
+            victim = self._next_to_go(memory)
             if victim is None:
                 return None
             log.info("%s makes room for %s", victim.name, served.name)
             await asyncio.shield(self._change(victim, self._unload))
-        account = self.ledger.open(served.name, fixed=fixed, least=least)
+        account = ledger.open(served.name, fixed=fixed, least=least)
         until = time.monotonic() + CLAIM_S
         try:
-            while not self.ledger.claim(account):
+            while not ledger.claim(account):
                 if time.monotonic() > until or self._stopping:
-                    raise ModelUnavailableError(self.shares.no_room(served))
+                    raise ModelUnavailableError(memory.shares.no_room(served))
                 await asyncio.sleep(CLAIM_STEP_S)
         except BaseException:
-            self.ledger.close(account)
+            account.close()
             raise
         return account
 
-    def _next_to_go(self) -> Served | None:
-        idle = [served for served in self._that_may_go() if not (served.is_wanted or served.changing)]
+    def _next_to_go(self, memory: Memory) -> Served | None:
+        idle = [served for served in self._that_may_go(memory) if not (served.is_wanted or served.changing)]
         return min(idle, key=lambda served: served.last_used, default=None)
 
     def _may_have_room(self, served: Served) -> bool:
         """Whether it fits once all have gone that may."""
-        going = sum(each.account.needed for each in self._that_may_go() if each.account is not None)
-        return self.ledger.fits(self.shares.fixed(served) + self.shares.least(served) - going)
+        memory = self.memory_of(served)
+        going = sum(each.account.needed for each in self._that_may_go(memory) if each.account is not None)
+        return memory.ledger.fits(memory.shares.fixed(served) + memory.shares.least(served) - going)
 
-    def _that_may_go(self) -> list[Served]:
-        return [served for served in self.models if served.account is not None and not served.entry.pinned]
+    def _that_may_go(self, memory: Memory) -> list[Served]:
+        there = [served for served in self.models if served.account is not None and self.memory_of(served) is memory]
+        return [served for served in there if not served.entry.pinned]
 
     async def _tend(self) -> None:
         """Unload what has been idle for as long as its entry says, and what is broken."""
