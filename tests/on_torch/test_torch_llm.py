@@ -294,10 +294,10 @@ def test_without_torch_it_says_how_to_install_it(directory: Path, monkeypatch: p
 
 
 def test_a_gpu_is_taken_by_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cllm.assemble.has_gpu", lambda config: True)
+    monkeypatch.setattr("cllm.choosing.has_gpu", lambda config: True)
     with opened(write_model(tmp_path / "tiny.gguf")).backend as backend:
         assert backend.name == "torch"
-    monkeypatch.setattr("cllm.assemble._check_llama_cpp_installed", lambda otherwise: None)
+    monkeypatch.setattr("cllm.choosing._check_llama_cpp_installed", lambda otherwise: None)
     foreign = write_model(tmp_path / "yarn.gguf", rope_scaling="yarn")
     assert choose_backend(load_config(None, {}).config, GGUFModel.open(foreign)) == "llama_cpp"
 

@@ -50,10 +50,7 @@ async def test_those_that_shrink_and_those_that_do_not_answer_as_if_alone(
         single = {**common, "model.name": path, "resources.kv_cache_max_memory_mb": 8.0}
         async with AsyncLLM(load_config(None, single, {}).config) as llm:
             expected[name] = [await tokens(llm, prompt) for prompt in PROMPTS]
-    # The third is native's: what cannot shrink and what can lie in one budget.
-    served = several(
-        [*directories, {"name": gguf, "backend": {"type": "torch"}}], resources__max_memory_mb=16.0, **common
-    )
+    served = several([*directories, gguf], resources__max_memory_mb=16.0, **common)
     await served.start()
     try:
         assert [each.estimate.kind for each in served.models] == ["torch", "torch", "native"]
