@@ -94,7 +94,7 @@ async def _warm_up(state: ServerState, model: ModelState) -> None:
 @router.post(
     "/kv/warm",
     response_model=WarmReply,
-    responses=error_responses(ErrorReply, 400, 401, 403, 408, 409, 413, 429, 500, 503),
+    responses=error_responses(ErrorReply, 400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
 )
 async def warm_prefix(
     body: Annotated[WarmRequest, Depends(taken(WarmRequest))], request: Request, state: State
