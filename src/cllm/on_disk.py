@@ -68,6 +68,12 @@ class Stores:
     def get(self, directory: Path, *, limit: int, queue_bytes: int) -> DiskStore:
         store = self._open.get(directory)
         if store is None:
+            log.info(
+                "K/V of prompts and answers are kept in %s, at most %.0f MiB (kv.disk.max_mb); "
+                "kv.disk.enabled: false switches that off",
+                directory,
+                limit / MIB,
+            )
             store = self._open[directory] = DiskStore(directory, limit=limit, queue_bytes=queue_bytes)
         store.allow_queue(queue_bytes)
         return store
@@ -176,12 +182,6 @@ def keep_on_disk(
 def _begin(config: Config, kv: Tiered, block_bytes: int, queue_bytes: int, stores: Stores | None) -> OnDisk:
     settings = config.kv.disk
     directory = kv_directory(settings.directory)
-    log.info(
-        "K/V of prompts and answers are kept in %s, at most %.0f MiB (kv.disk.max_mb); "
-        "kv.disk.enabled: false switches that off",
-        directory,
-        settings.max_mb,
-    )
     store = (stores or Stores()).get(directory, limit=int(settings.max_mb * MIB), queue_bytes=queue_bytes)
     tier = Tier(store, block_tokens=config.resources.block_size, block_bytes=block_bytes)
     kv.use_disk(tier)

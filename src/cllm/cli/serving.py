@@ -191,8 +191,11 @@ class Server(uvicorn.Server):
         serves = self._serves
         if isinstance(serves, AsyncLLM):
             return f"{serves.model_name}, {serves.backend_name}"
-        loaded = sum(served.ready for served in serves.models)
-        return f"{', '.join(served.name for served in serves.models)}; {loaded} of {len(serves.models)} loaded"
+        names = {
+            is_ready: [each.name for each in serves.models if each.ready == is_ready] for is_ready in (True, False)
+        }
+        parts = [f"{', '.join(names[True])} loaded", f"{', '.join(names[False])} on first use"]
+        return "; ".join(part for part, found in zip(parts, names.values(), strict=True) if found)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
