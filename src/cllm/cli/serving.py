@@ -191,11 +191,10 @@ class Server(uvicorn.Server):
         serves = self._serves
         if isinstance(serves, AsyncLLM):
             return f"{serves.model_name}, {serves.backend_name}"
-        names = {
-            is_ready: [each.name for each in serves.models if each.ready == is_ready] for is_ready in (True, False)
-        }
-        parts = [f"{', '.join(names[True])} loaded", f"{', '.join(names[False])} on first use"]
-        return "; ".join(part for part, found in zip(parts, names.values(), strict=True) if found)
+        loaded = [served.name for served in serves.models if served.ready]
+        others = [served.name for served in serves.models if not served.ready]
+        parts = ((loaded, "loaded"), (others, "on first use"))
+        return "; ".join(f"{', '.join(names)} {how}" for names, how in parts if names)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
