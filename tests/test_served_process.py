@@ -74,7 +74,7 @@ def test_one_line_says_where_and_which_models(tmp_path: Path) -> None:
         write_model(tmp_path / f"{name}.gguf", context_length=512)
     command = [sys.executable, "-m", "cllm", "serve", *(str(tmp_path / name) for name in ("A.gguf", "B.gguf", "dir"))]
     command += ["--backend", "native", "--port", "0", "--set", "resources.max_memory_mb=16"]
-    command += ["--set", f"kv.disk.directory={tmp_path / 'kv'}"]
+    command += ["--set", "kv.disk.enabled=true", "--set", f"kv.disk.directory={tmp_path / 'kv'}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         line = server.stdout.readline()
@@ -90,7 +90,8 @@ def test_what_cannot_be_served_is_one_line() -> None:
     command += ["--set", "resources.max_memory_mb=0.04"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
-    assert "2 models are to be loaded together, but do not fit" in ended.stderr.splitlines()[-1]
+    (error,) = [line for line in ended.stderr.splitlines() if line.startswith("cllm: ")]
+    assert "2 models are to be loaded together, but do not fit" in error
     assert "Traceback" not in ended.stderr
 
 
