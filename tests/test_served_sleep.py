@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cllm.config import load_config
-from cllm.errors import ConfigError
+from cllm.errors import ConfigError, ShuttingDownError
 from cllm.kv.tier import Tier
 from cllm.served import Served, ServedModels
 from cllm.server.app import create_app
@@ -46,6 +46,11 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [
         str(write_model(tmp_path / f"{name}.gguf", seed=seed, context_length=2048)) for seed, name in enumerate("ab")
     ]
+
+
+async def until(what: Callable[[], object]) -> None:
+    while not what():
+        await asyncio.sleep(0.001)
 
 
 async def answer(served: ServedModels, model: Served, tokens: list[int]) -> tuple[list[Any], int]:
@@ -120,6 +125,65 @@ def test_one_directory_has_one_limit() -> None:
     with pytest.raises(ConfigError, match=r"^kv.disk.max_mb is 2048 for a and 10 for b, which keep K/V in the same"):
         ServedModels(config("a", own))
     ServedModels(config("a", {"name": "b", "kv": {"disk": {"max_mb": 10.0, "directory": "/nowhere"}}}))
+
+
+async def test_who_waits_for_memory_and_then_for_the_disk_sleeps_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tier, "compute_seconds", slow)
+    own = {"name": "a", "backend": {"fake": {"latency_ms": 5.0}}, "kv": {"disk": {"enabled": False}}}
+    disk = {"kv__disk__enabled": True, "kv__disk__directory": str(tmp_path)}
+    async with serving(own, "b", resources__max_memory_mb=74 / 1024, **disk) as (client, served):
+        a, b = served.models
+        long = "x" * 3900
+        before = (await complete(client, "b", long)).json()
+        await served.unload(b)
+        await served.load(b)
+        running = [
+            asyncio.create_task(complete(client, "a", f"{n}{long}", max_tokens=60, ignore_eos=True)) for n in "12"
+        ]
+        await until(lambda: a.llm is not None and a.llm.snapshot().generated_tokens >= 2)
+        assert b.llm is not None and b.account is not None
+        kv, tries = b.llm._loaded.scheduler.kv, 0
+        fetch = kv.fetch
+
+        def counted(sequence: Any) -> bool:
+            nonlocal tries
+            tries += 1
+            return fetch(sequence)
+
+        kv.fetch = counted  # type: ignore[method-assign]
+        waiting = asyncio.create_task(complete(client, "b", long))
+        await until(lambda: b.account is not None and b.account.is_entitled)
+        assert kv.loading == 0 and not any(each.done() for each in running)
+        after = (await waiting).json()
+        assert after["choices"] == before["choices"]
+        assert after["usage"]["prompt_tokens_details"]["cached_tokens"] >= 3800
+        assert {answer.status_code for answer in await asyncio.gather(*running)} == {200}
+        assert tries < 100, "it looks when there is something new, not all the time"
+        served.ledger.check()
+
+
+async def test_unloading_while_blocks_are_read_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tier, "compute_seconds", slow)
+    disk = {"kv__disk__enabled": True, "kv__disk__directory": str(tmp_path)}
+    async with serving("a", "b", **disk) as (client, served):
+        b, long = served.models[1], "x" * 3900
+        before = (await complete(client, "b", long)).json()["choices"]
+        for _ in range(5):
+            await served.unload(b)
+            await served.load(b)
+            assert b.llm is not None
+            generation = b.llm.submit([*b.llm.tokenizer.encode(long), 5], EXACT)
+            leaving = asyncio.create_task(generation.__anext__())
+            await asyncio.sleep(0)  # nobody has a lease: it goes on with the load under way
+            await served.unload(b)
+            with pytest.raises((ShuttingDownError, StopAsyncIteration)):
+                while True:
+                    await leaving
+                    leaving = asyncio.create_task(generation.__anext__())
+        assert (await complete(client, "b", long)).json()["choices"] == before
+        served.ledger.check()
 
 
 # -- warm prefixes and pins ----------------------------------------------------------------------------------------
