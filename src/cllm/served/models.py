@@ -19,7 +19,6 @@ from cllm.config import Config
 from cllm.engine.turns import Turns
 from cllm.errors import (
     CLLMError,
-    ConfigError,
     ModelBusyError,
     ModelError,
     ModelUnavailableError,
@@ -165,7 +164,9 @@ class ServedModels:
             await asyncio.wait_for(asyncio.shield(change), left_s)
         except asyncio.TimeoutError:
             raise RequestTimeoutError(f"{served.name} {served.doing}, and the request's time is over") from None
-        except (ConfigError, ModelError) as error:
+        except (ModelUnavailableError, ShuttingDownError):
+            raise
+        except CLLMError as error:
             raise ModelUnavailableError(could_not(served, error), RETRY_S) from error
 
     def _next_change(self, served: Served, *, again: bool = False) -> asyncio.Task[None]:
