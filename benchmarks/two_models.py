@@ -5,8 +5,9 @@
 
 Load alternates between the models in phases of `--phase` requests. Each has a set of prompts of its own, from which it
 is asked at random; the budget holds a part of both sets (`--share`, 0.6). Every side gets the same requests in the same
-order. With `--wake` the time from a request for a model that is unloaded to its first token is measured as well; with
-`--busy` the time between the tokens of an answer of one model while the other one answers and computes prompts.
+order, and nothing is kept on disk. With `--wake` the time from a request for a model that is unloaded to its first
+token is measured as well, for a short prompt and for one whose K/V come from disk; with `--busy` the time between the
+tokens of an answer of one model while the other one answers and computes prompts, and while it is loaded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import tempfile
 from collections.abc import Coroutine
 from itertools import pairwise
 from statistics import median
@@ -36,7 +38,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40, help="of each model")
     parser.add_argument("--words", type=int, default=200, help="of each prompt")
     parser.add_argument("--phase", type=int, default=200, help="requests to a model before it is the other's turn")
-    parser.add_argument("--phases", type=int, default=6)
+    parser.add_argument("--phases", type=int, default=6, help="0: only what follows is measured")
     parser.add_argument("--share", type=float, default=0.6, help="of both sets that the budget holds")
     parser.add_argument("--wake", type=int, default=0, metavar="TIMES", help="measure waking the model so often")
     parser.add_argument("--busy", type=int, default=0, metavar="TOKENS", help="measure gaps in answers of so many")
@@ -44,6 +46,23 @@ def main() -> None:
 
 
 async def run(args: argparse.Namespace) -> None:
+    if args.phases:
+        await compare(args)
+    if args.busy:
+        for beside, gaps in (await busy(args)).items():
+            p50, p99, most = (1000 * percentile(gaps, share) for share in (50, 99, 100))
+            print(
+                f"between tokens, {beside}: {p50:.1f} ms (median), {p99:.1f} ms (99th percentile), {most:.0f} ms (most)"
+            )
+    if args.wake:
+        for what, took, cached in await wake(args):
+            print(
+                f"from asleep to the first token of {what}: {median(took):.3f} s (median of {args.wake}), "
+                f"{cached} tokens from disk"
+            )
+
+
+async def compare(args: argparse.Namespace) -> None:
     dice = random.Random(7)
     prompts = {name: [text(dice, args.words) for _ in range(args.prompts)] for name in "ab"}
     order = [
@@ -59,19 +78,13 @@ async def run(args: argparse.Namespace) -> None:
         await hit_rate(args, [name], weights + budget / 2, [each for each in order if each[0] == name]) for name in "ab"
     ]
     print(f"found in the cache: {together:.1%} with one budget, {sum(apart) / 2:.1%} with two halves")
-    if args.busy:
-        for beside, gaps in (await busy(args)).items():
-            p50, p99 = (1000 * percentile(gaps, share) for share in (50, 99))
-            print(f"between tokens, {beside}: {p50:.1f} ms (median), {p99:.1f} ms (99th percentile)")
-    if args.wake:
-        print(f"from asleep to the first token: {await wake(args):.3f} s (median of {args.wake})")
 
 
 def text(dice: random.Random, words: int) -> str:
     return " ".join(dice.choices(WORDS, k=words))
 
 
-def config_of(args: argparse.Namespace, names: list[str], budget: float) -> Config:
+def config_of(args: argparse.Namespace, names: list[str], budget: float, disk: str | None = None) -> Config:
     name_of = {"a": "smollm2", "b": "smollm2"} if args.backend == "native" else {"a": "a", "b": "b"}
     settings: dict[str, Any] = {
         "backend.type": args.backend,
@@ -80,15 +93,20 @@ def config_of(args: argparse.Namespace, names: list[str], budget: float) -> Conf
         "resources.max_context_length": 2048,
         "kv.release_after_s": None,
         "scheduler.kv_cache_eviction_threshold": 1.0,
+        "kv.disk.enabled": disk is not None,
+        "kv.disk.directory": disk,
     }
     return load_config(None, settings, {}).config
 
 
-async def ask(models: ServedModels, served: Served, prompt: str) -> None:
+async def ask(models: ServedModels, served: Served, prompt: str) -> int:
+    """How many of the prompt's tokens were cached."""
     llm = await models.acquire(served)
-    async for _ in llm.submit(prompt, ONE):
+    generation = llm.submit(prompt, ONE)
+    async for _ in generation:
         pass
     served.release()
+    return generation.cached_tokens
 
 
 async def measure(args: argparse.Namespace, prompts: dict[str, list[str]]) -> tuple[int, int]:
@@ -117,18 +135,23 @@ async def hit_rate(args: argparse.Namespace, names: list[str], budget: float, or
     return hits / queries
 
 
-async def wake(args: argparse.Namespace) -> float:
-    models = ServedModels(config_of(args, ["a"], 4096 * MIB))
-    await models.start()
-    (served,) = models.models
-    took = []
-    for _ in range(args.wake):
-        await models.unload(served)
-        started = perf_counter()
-        await ask(models, served, "The capital of France is")
-        took.append(perf_counter() - started)
-    await models.shutdown(0)
-    return median(took)
+async def wake(args: argparse.Namespace) -> list[tuple[str, list[float], int]]:
+    with tempfile.TemporaryDirectory() as disk:
+        models = ServedModels(config_of(args, ["a"], 4096 * MIB, disk))
+        await models.start()
+        (served,) = models.models
+        found = []
+        for words in (5, 1000):
+            prompt, took, cached = text(random.Random(words), words), [], 0
+            await ask(models, served, prompt)
+            for _ in range(args.wake):
+                await models.unload(served)
+                started = perf_counter()
+                cached = await ask(models, served, prompt)
+                took.append(perf_counter() - started)
+            found.append((f"a prompt of {words} words", took, cached))
+        await models.shutdown(0)
+    return found
 
 
 async def busy(args: argparse.Namespace) -> dict[str, list[float]]:
@@ -151,6 +174,11 @@ async def busy(args: argparse.Namespace) -> dict[str, list[float]]:
                 answer(second), ask(models, second, text(dice, 1200 if args.backend == "native" else 300))
             )
 
+    async def loading() -> None:
+        while True:
+            await models.unload(second)
+            await models.load(second)
+
     async def beside(load: Coroutine[Any, Any, None] | None) -> list[float]:
         task = asyncio.create_task(load) if load is not None else None
         gaps = [gap for _ in range(3) for gap in await answer(first)]
@@ -160,6 +188,7 @@ async def busy(args: argparse.Namespace) -> dict[str, list[float]]:
         return gaps
 
     found = {"alone": await beside(None), "beside a busy model": await beside(others())}
+    found["while a model is unloaded and loaded"] = await beside(loading())
     await models.shutdown(0)
     return found
 

@@ -23,8 +23,8 @@ def config(*entries: Any, **settings: Any) -> Config:
 async def serving(*entries: Any, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, ServedModels]]:
     settings_of_all = config(*entries, **settings)
     served = ServedModels(settings_of_all)
-    await served.start()
     transport = httpx.ASGITransport(app=create_app(served, settings_of_all))
+    await served.start()
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             yield client, served

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from cllm.config import load_config
-from cllm.errors import ModelError
+from cllm.errors import ModelError, ModelUnavailableError
 from cllm.llm import AsyncLLM
 from cllm.served import models
 from cllm.server.app import create_app
@@ -62,7 +62,7 @@ async def test_every_endpoint_works_for_each_model() -> None:
         assert metrics.count("# TYPE cllm:num_requests_running gauge") == 1
         assert 'cllm:request_success_total{finished_reason="length",model_name="b"}' in metrics
         assert 'cllm:num_requests_running{model_name="a"} 0.0' in metrics
-        assert "cllm:memory_budget_bytes 1.048576e+06" in metrics
+        assert 'cllm:memory_budget_bytes{device="cpu"} 1.048576e+06' in metrics
         assert (await client.get("/health")).json() == {"status": "ok", "model_loaded": True, "model": "a"}
         assert "/models/load" in (await client.get("/openapi.json")).json()["paths"]
 
@@ -143,7 +143,7 @@ async def test_a_request_waits_for_a_load_no_longer_than_its_own_time(monkeypatc
         assert "b is still being loaded" in answer.json()["error"]["message"]
         assert (await complete(client, "a")).status_code == 200, "others are not held up"
         blocked.set()
-        with pytest.raises(ModelError):
+        with pytest.raises(ModelUnavailableError, match="b could not be loaded: it is damaged"):
             await served.load(served.models[1])
 
 
@@ -160,7 +160,8 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_is_tried_again(monkeyp
         monkeypatch.setattr(AsyncLLM, "start", fails_once)
         b = served.models[1]
         first = await complete(client, "b")
-        assert first.status_code == 500 and "it is damaged" in first.json()["error"]["message"]
+        assert (first.status_code, first.json()["error"]["code"]) == (503, "model_unavailable")
+        assert first.json()["error"]["message"] == "b could not be loaded: b.gguf: it is damaged"
         assert await states(client) == {"a": "ready", "b": "failed"}
         second = await complete(client, "b")
         assert (second.status_code, second.json()["error"]["code"]) == (503, "model_unavailable")

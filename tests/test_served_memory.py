@@ -107,6 +107,37 @@ async def test_who_waits_for_another_models_memory_sleeps_and_is_served_when_it_
         served.ledger.check()
 
 
+@pytest.mark.model
+async def test_what_cannot_shrink_is_counted_as_a_whole_and_gives_way_as_a_whole(tmp_path: Path) -> None:
+    paths = [str(write_model(tmp_path / f"{name}.gguf", seed=seed)) for seed, name in enumerate("abc")]
+    rigid = {"type": "llama_cpp", "llama_cpp": {"n_seq_max": 2}}
+    entries = [{"name": path, "backend": rigid, "load": "first_use"} for path in paths[:2]]
+    common = {"resources.max_context_length": 256, "backend.threads": 2, "kv.disk.enabled": False}
+    settings = {**common, "backend.type": "native", "models": [*entries, paths[2]], "resources.max_memory_mb": 8.0}
+    served = ServedModels(load_config(None, settings, {}).config)
+    await served.start()
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    try:
+        assert [each.estimate.is_elastic for each in served.models] == [False, False, True]
+        for _ in range(2):
+            for each in served.models:
+                llm = await served.acquire(each)
+                answer = [token async for delta in llm.submit([5, 6, 7], params) for token in delta.token_ids]
+                assert len(answer) == 8 and each.account is not None
+                if not each.estimate.is_elastic:
+                    assert (each.account.kv, each.account.least) == (0, 0)
+                    assert llm.kv()["bytes"]["total"] <= each.account.fixed - each.estimate.weights
+                each.release()
+                served.ledger.check()
+            before = served.ledger.free
+            taken = served.models[0].account
+            assert taken is not None
+            await served.unload(served.models[0])
+            assert served.ledger.free == before + taken.fixed
+    finally:
+        await served.shutdown(0)
+
+
 async def test_native_models_answer_to_the_bit_as_if_alone_while_memory_changes_hands(tmp_path: Path) -> None:
     paths = {name: str(write_model(tmp_path / f"{name}.gguf", seed=seed)) for seed, name in enumerate("ab")}
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -67,12 +68,30 @@ def test_a_stream_keeps_its_model_until_it_ends_or_its_client_leaves() -> None:
         assert server.end() == 0
 
 
+def test_one_line_says_where_and_which_models(tmp_path: Path) -> None:
+    for name in ("A", "B", "dir/C"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_model(tmp_path / f"{name}.gguf", context_length=512)
+    command = [sys.executable, "-m", "cllm", "serve", *(str(tmp_path / name) for name in ("A.gguf", "B.gguf", "dir"))]
+    command += ["--backend", "native", "--port", "0", "--set", "resources.max_memory_mb=16"]
+    command += ["--set", "kv.disk.enabled=true", "--set", f"kv.disk.directory={tmp_path / 'kv'}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        server.send_signal(signal.SIGTERM)
+        rest, said = server.communicate(timeout=60)
+    assert re.fullmatch(r"cLLM is ready: http://127\.0\.0\.1:\d+ \(A, B loaded; C on first use\)\n", line)
+    assert (rest, server.returncode) == ("", 0)
+    assert said.count("K/V of prompts and answers are kept in") == 1
+
+
 def test_what_cannot_be_served_is_one_line() -> None:
     command = [sys.executable, "-m", "cllm", "serve", "a", "b", "--backend", "fake", "--port", "0"]
     command += ["--set", "resources.max_memory_mb=0.04"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
-    assert "2 models are to be loaded together, but do not fit" in ended.stderr.splitlines()[-1]
+    (error,) = [line for line in ended.stderr.splitlines() if line.startswith("cllm: ")]
+    assert "2 models are to be loaded together, but do not fit" in error
     assert "Traceback" not in ended.stderr
 
 

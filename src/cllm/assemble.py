@@ -23,7 +23,7 @@ from cllm.kv.upkeep import UpkeepSettings
 from cllm.machine import offers_large_pages, read_cpus, read_rooms
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
-from cllm.on_disk import ModelFiles, OnDisk, files_of, keep_on_disk
+from cllm.on_disk import ModelFiles, OnDisk, Stores, files_of, keep_on_disk
 from cllm.on_torch import Model, open_torch
 from cllm.resources import choose_kv_bytes, choose_threads
 from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
@@ -73,6 +73,8 @@ class Place:
     account: Account | None = None
     """Says how much of that it may use, where this can change."""
     kept: Kept = field(default_factory=Kept)
+    stores: Stores | None = None
+    """Where K/V are kept on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,9 @@ def assemble(config: Config, before_mapping: Callable[[], None] | None = None, p
 
     `before_mapping` is called before the model file is mapped, if it is. `place` is for one of several models.
     """
-    if place is not None:
-        own = config.resources.model_copy(update={"kv_cache_max_memory_mb": place.kv_bytes / MIB})
-        config = config.model_copy(update={"resources": own})
     opened = _open_model(config, before_mapping, place)
     try:
-        return _build(config, opened, None if place is None else place.account)
+        return _build(config, opened, place)
     except BaseException:
         opened.backend.close()
         raise
@@ -120,7 +119,8 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None, place
             latency_s=fake.latency_ms / 1000,
             layout="slots" if fake.layout == "slots" else "blocks",
         )
-        return _Opened("fake", ByteTokenizer(fake.vocab_size), _chat_template(config, None), backend, None)
+        kv_bytes = None if place is None else place.kv_bytes
+        return _Opened("fake", ByteTokenizer(fake.vocab_size), _chat_template(config, None), backend, kv_bytes)
     model, tokenizer, template = _read_model(config, Kept() if place is None else place.kept)
     files = files_of(model)
     name = name_of(config, model)
@@ -128,7 +128,8 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None, place
     _check_relations(config, kind)
     threads = choose_threads(config.backend.threads, read_cpus())
     if kind == "torch" or isinstance(model, HFModel):
-        backend, kv_bytes = open_torch(config, model, name, threads, config.scheduler.max_running or PAGED_MAX_RUNNING)
+        running, most = config.scheduler.max_running or PAGED_MAX_RUNNING, None if place is None else place.kv_bytes
+        backend, kv_bytes = open_torch(config, model, name, threads, running, most)
     else:
         if place is not None:
             kv_bytes = place.kv_bytes
@@ -218,7 +219,7 @@ def _chat_template(config: Config, model: Model | None) -> ChatTemplate:
     return load_hf_chat_template(model, source) if isinstance(model, HFModel) else load_chat_template(model, source)
 
 
-def _build(config: Config, opened: _Opened, account: Account | None) -> Parts:
+def _build(config: Config, opened: _Opened, place: Place | None) -> Parts:
     backend = opened.backend
     shape = backend.shape
     token_bytes = token_bytes_of(config, shape)
@@ -234,6 +235,7 @@ def _build(config: Config, opened: _Opened, account: Account | None) -> Parts:
     if backend.layout == "slots":
         memory = _slot_memory(config, backend, budget, token_bytes, context)
     else:
+        account = None if place is None else place.account
         memory = _block_memory(config, backend, budget, token_bytes, context, account)
     scheduler = Scheduler(
         memory.kv,
@@ -248,7 +250,8 @@ def _build(config: Config, opened: _Opened, account: Account | None) -> Parts:
         memory.max_context,
         memory.max_running,
     )
-    disk = keep_on_disk(config, backend, opened.name, opened.files, memory.kv, token_bytes)
+    stores = None if place is None else place.stores
+    disk = keep_on_disk(config, backend, opened.name, opened.files, memory.kv, token_bytes, stores)
     return Parts(
         opened.name,
         opened.tokenizer,

@@ -10,12 +10,14 @@ from typing import Literal
 from cllm.backends.base import Backend
 from cllm.config import Config
 from cllm.errors import ModelError
+from cllm.kv.disk.contents import Identity, identity
 from cllm.kv.memory import SLOT_PADDING, bytes_per_token
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from cllm.models.registry import resolve
 from cllm.models.shape import ModelShape
-from cllm.on_torch import Model, asks_for_gpu, gpu_refusal, has_gpu, torch_refusal, torch_weights
+from cllm.on_disk import ModelFiles, files_of
+from cllm.on_torch import Model, asks_for_gpu, device_of, gpu_refusal, has_gpu, torch_refusal, torch_weights
 from cllm.resources import Weights
 
 log = logging.getLogger("cllm")
@@ -37,15 +39,32 @@ class Estimate:
     """Tokens of the longest sequence."""
     is_elastic: bool
     """Whether its K/V memory can grow and shrink while it is loaded."""
+    device: str = "cpu"
+    """In whose memory all of it lies."""
+    files: ModelFiles | None = None
+    """Of which all of this was read."""
 
     @property
     def context_bytes(self) -> int:
         """K/V of one sequence with a whole context: with less than that, a model cannot do what it promises."""
         return -(-self.context // SLOT_PADDING) * SLOT_PADDING * self.token_bytes
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the files are still those."""
+        try:
+            return self.files is None or all(map(_is_same, self.files.paths, self.files.identities))
+        except OSError:
+            return False
+
+
+def _is_same(path: Path, found: Identity) -> bool:
+    return identity(path) == found
+
 
 def estimate(config: Config) -> Estimate:
     """Raises `ModelError` for a model that nothing here can run."""
+    files = None
     if config.backend.type == "fake":
         from cllm.backends.fake import FakeBackend
 
@@ -53,12 +72,14 @@ def estimate(config: Config) -> Estimate:
         name, shape, weights = "fake", FakeBackend(vocab_size=config.backend.fake.vocab_size).shape, 0
     else:
         model = open_model(config)
+        files = files_of(model)
         kind = choose_backend(config, model)
         name, shape = name_of(config, model), model.shape
         weights = weights_of(config, model, kind).size
     is_elastic = kind == "native" or (kind == "fake" and config.backend.fake.layout == "paged")
-    context = context_of(config, shape, Backend.context_cap)
-    return Estimate(name, kind, weights, token_bytes_of(config, shape), context, is_elastic)
+    device = device_of(config) if kind == "torch" else "cpu"
+    context = context_of(config, shape, Backend.context_cap if device == "cpu" else None)
+    return Estimate(name, kind, weights, token_bytes_of(config, shape), context, is_elastic, device, files)
 
 
 def context_of(config: Config, shape: ModelShape, cap: int | None) -> int:

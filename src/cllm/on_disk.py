@@ -59,11 +59,39 @@ def files_of(model: GGUFModel | HFModel) -> ModelFiles:
         raise ModelError(f"{model.path}: cannot be read: {error.strerror or error}") from error
 
 
-class OnDisk:
-    """A store that is open, with the one model that uses it."""
+class Stores:
+    """The stores of a process: one for each directory, however many models use it, so that its limit is one."""
 
-    def __init__(self, store: DiskStore, tier: Tier, directory: Path) -> None:
+    def __init__(self) -> None:
+        self._open: dict[Path, DiskStore] = {}
+
+    def get(self, directory: Path, *, limit: int, queue_bytes: int) -> DiskStore:
+        store = self._open.get(directory)
+        if store is None:
+            log.info(
+                "K/V of prompts and answers are kept in %s, at most %.0f MiB (kv.disk.max_mb); "
+                "kv.disk.enabled: false switches that off",
+                directory,
+                limit / MIB,
+            )
+            store = self._open[directory] = DiskStore(directory, limit=limit, queue_bytes=queue_bytes)
+        store.allow_queue(queue_bytes)
+        return store
+
+    def close(self) -> None:
+        """When all models are gone."""
+        stores, self._open = self._open, {}
+        for store in stores.values():
+            store.close(FLUSH_S)
+
+
+class OnDisk:
+    """A store that is open, with one of the models that use it."""
+
+    def __init__(self, store: DiskStore, tier: Tier, directory: Path, *, shared: bool) -> None:
+        """Who shares a store leaves it open."""
         self.store = store
+        self._shared = shared
         self._tier = tier
         self._directory = directory
         self._stopping = threading.Event()
@@ -102,14 +130,24 @@ class OnDisk:
         return content_digest(files.paths, known, loaded=files.identities, stopped=self._stopping.is_set)
 
     def close(self) -> None:
+        """All that was handed over is written, unless that takes too long; if others have the store, it goes on."""
         self._stopping.set()
-        self.store.close(FLUSH_S)
+        if self._shared:
+            self.store.flush(FLUSH_S)
+        else:
+            self.store.close(FLUSH_S)
 
 
 def keep_on_disk(
-    config: Config, backend: Backend, name: str, files: ModelFiles | None, kv: KVManager, token_bytes: int
+    config: Config,
+    backend: Backend,
+    name: str,
+    files: ModelFiles | None,
+    kv: KVManager,
+    token_bytes: int,
+    stores: Stores | None = None,
 ) -> OnDisk | None:
-    """Have the manager use the disk, if that is wanted and can be done."""
+    """Have the manager use the disk, if that is wanted and can be done. `stores` are what several models share."""
     settings, own, ops = config.kv.disk, backend.kv_identity, backend.ops
     asked = "enabled" in settings.model_fields_set
     if not settings.enabled or (files is None and not asked):
@@ -134,23 +172,17 @@ def keep_on_disk(
         block_bytes = ops.block_bytes if isinstance(ops, BlockBytes) else config.resources.block_size * token_bytes
         # Sequences are handed over whole, so there must be room for the longest.
         longest = 0 if paged else most_bytes(kv.max_tokens, token_bytes)
-        disk = _begin(config, kv, block_bytes, QUEUE_BYTES + longest)
+        disk = _begin(config, kv, block_bytes, QUEUE_BYTES + longest, stores)
         disk.open(files, bits, about)
         return disk
     log.log(logging.WARNING if asked else logging.DEBUG, "K/V are not kept on disk: %s", reason)
     return None
 
 
-def _begin(config: Config, kv: Tiered, block_bytes: int, queue_bytes: int) -> OnDisk:
+def _begin(config: Config, kv: Tiered, block_bytes: int, queue_bytes: int, stores: Stores | None) -> OnDisk:
     settings = config.kv.disk
     directory = kv_directory(settings.directory)
-    log.info(
-        "K/V of prompts and answers are kept in %s, at most %.0f MiB (kv.disk.max_mb); "
-        "kv.disk.enabled: false switches that off",
-        directory,
-        settings.max_mb,
-    )
-    store = DiskStore(directory, limit=int(settings.max_mb * MIB), queue_bytes=queue_bytes)
+    store = (stores or Stores()).get(directory, limit=int(settings.max_mb * MIB), queue_bytes=queue_bytes)
     tier = Tier(store, block_tokens=config.resources.block_size, block_bytes=block_bytes)
     kv.use_disk(tier)
-    return OnDisk(store, tier, directory)
+    return OnDisk(store, tier, directory, shared=stores is not None)

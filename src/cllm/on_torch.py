@@ -98,10 +98,28 @@ def torch_weights(config: Config, model: Model, name: str) -> Weights:
     return Weights(name, weight_bytes(decoder_of(model), dtype))
 
 
-def open_torch(config: Config, model: Model, name: str, threads: int, running: int) -> tuple[TorchBackend, int]:
+def device_of(config: Config) -> str:
+    """Where torch would put a model."""
+    from cllm.backends.torch.device import choose_device
+
+    return str(choose_device(config.backend.torch.device))
+
+
+def gpu_room(device: str) -> Room:
+    import torch
+
+    from cllm.backends.torch.device import read_gpu_room
+
+    return read_gpu_room(torch.device(device))
+
+
+def open_torch(
+    config: Config, model: Model, name: str, threads: int, running: int, most_kv: int | None = None
+) -> tuple[TorchBackend, int]:
     """The backend and its K/V budget: on a GPU what is free there after loading, otherwise as on every CPU.
 
-    `running` sequences may be computed at once.
+    `running` sequences may be computed at once. One of several models gets `most_kv` bytes; on a GPU, where nobody
+    knows before what a step takes beside them, perhaps fewer.
     """
     from cllm.backends.torch.backend import TorchBackend
     from cllm.backends.torch.device import choose_device
@@ -109,7 +127,9 @@ def open_torch(config: Config, model: Model, name: str, threads: int, running: i
     settings, resources = config.backend.torch, config.resources
     device = choose_device(settings.device)
     weights = _check_device(config, model, name, device)
-    kv_bytes = None if device.type == "cuda" else choose_kv_bytes(resources, weights, read_rooms())
+    kv_bytes = None
+    if device.type != "cuda":
+        kv_bytes = choose_kv_bytes(resources, weights, read_rooms()) if most_kv is None else most_kv
     with show_progress(f"Loading {name}", None) as report:
         backend = TorchBackend(
             model,
@@ -124,6 +144,7 @@ def open_torch(config: Config, model: Model, name: str, threads: int, running: i
     if kv_bytes is None:
         try:
             kv_bytes = _gpu_kv_bytes(config, backend, weights, running)
+            kv_bytes = kv_bytes if most_kv is None else min(kv_bytes, most_kv)
         except BaseException:
             backend.close()
             raise

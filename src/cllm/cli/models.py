@@ -104,7 +104,8 @@ def _print(rows: list[dict[str, Any]]) -> None:
         console.print(table)
     for row in rows:
         if "problem" in row:
-            typer.echo(f"{row['name']}: {row['problem']}")
+            problem = row["problem"].removeprefix(f"{row['name']}: ")
+            typer.echo(f"{row['name']}: {problem}")
 
 
 def _mib(size: int) -> str:

@@ -191,8 +191,10 @@ class Server(uvicorn.Server):
         serves = self._serves
         if isinstance(serves, AsyncLLM):
             return f"{serves.model_name}, {serves.backend_name}"
-        loaded = sum(served.ready for served in serves.models)
-        return f"{', '.join(served.name for served in serves.models)}; {loaded} of {len(serves.models)} loaded"
+        loaded = [served.name for served in serves.models if served.ready]
+        others = [served.name for served in serves.models if not served.ready]
+        parts = ((loaded, "loaded"), (others, "on first use"))
+        return "; ".join(f"{', '.join(names)} {how}" for names, how in parts if names)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

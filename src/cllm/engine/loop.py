@@ -76,8 +76,8 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._arrived = False
-        """Whether something came, since the last step was planned, that a sequence waits for."""
-        scheduler.kv.on_arrival = self._on_arrival
+        """Whether somebody called, since the last turn began, because something came that a sequence may wait for."""
+        scheduler.kv.on_arrival = self.wake
         self._submit_lock = threading.Lock()
         self._submitted = 0
         self._accepting = False
@@ -178,10 +178,7 @@ class Engine:
         self._wake.set()
 
     def wake(self) -> None:
-        """Have a turn now, and whatever is published with it."""
-        self._wake.set()
-
-    def _on_arrival(self) -> None:
+        """Have a turn now, and whatever is published with it; tidying up goes on after it."""
         self._arrived = True
         self._wake.set()
 

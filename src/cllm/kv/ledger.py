@@ -86,8 +86,17 @@ class Account:
         self.is_rigid = True
         self._ledger.keep(self, self.kv)
 
+    def close(self) -> None:
+        """The model is gone, and all its memory with it."""
+        self._ledger.close(self)
+
     def needs_no_more(self) -> None:
         self.missing = 0
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether others wait for memory that is their right."""
+        return self._ledger.is_owed(self)
 
     @property
     def taken(self) -> int:
@@ -137,7 +146,6 @@ class MemoryLedger:
         return False
 
     def close(self, account: Account) -> None:
-        """The model is gone, and all its memory with it."""
         with self._lock:
             self._accounts.remove(account)
             woken = self._waiting
@@ -180,10 +188,12 @@ class MemoryLedger:
             account.target = kept
         _wake([other for other in woken if other is not account])
 
-    def keep_used(self, account: Account) -> None:
+    def is_owed(self, account: Account) -> bool:
         with self._lock:
-            wanted = any(other.is_entitled for other in self._accounts if other is not account)
-        self.keep(account, account.least if wanted else account.kv)
+            return any(other.is_entitled for other in self._accounts if other is not account)
+
+    def keep_used(self, account: Account) -> None:
+        self.keep(account, account.least if self.is_owed(account) else account.kv)
 
     # -- looking -----------------------------------------------------------------------------------------------
 

@@ -35,13 +35,22 @@ def extent_size(blocks: int, block_bytes: int) -> int:
 
 class Limits:
     def __init__(
-        self, arena: Arena, account: Account, *, evict: Callable[[int], None], release: Callable[[range], bool]
+        self,
+        arena: Arena,
+        account: Account,
+        *,
+        evict: Callable[[int], None],
+        release: Callable[[range], bool],
+        unpin: Callable[[], bool],
     ) -> None:
-        """`release` gives the memory of empty extents back; False: it could not."""
+        """`release` gives the memory of empty extents back; False: it could not. `unpin` lets go of a pinned prefix;
+        False: there is none."""
         self._arena = arena
         self._account = account
         self._evict = evict
         self._release = release
+        self._unpin = unpin
+        self._coming = False
 
     def restart(self) -> None:
         """The books are new: everything is open and empty."""
@@ -78,7 +87,7 @@ class Limits:
         closed = extents.count - extents.open
         missing, ahead = min(missing, closed), min(AHEAD, closed - min(missing, closed))
         more = (extents.open + missing) * arena.extent_bytes - account.kv
-        coming = account.ask(more, self._oldest_prefix(), ahead * arena.extent_bytes)
+        coming = self._coming = account.ask(more, self._oldest_prefix(), ahead * arena.extent_bytes)
         self.follow()
         if not coming and blocks + found <= arena.pool.free + arena.prefixes.evictable:
             account.needs_no_more()
@@ -88,6 +97,12 @@ class Limits:
     def may_grow(self) -> bool:
         """Whether somebody waits for memory that other models have."""
         return self._account.missing > 0
+
+    @property
+    def expects_more(self) -> bool:
+        """Whether what somebody waits for will come: others are about to give it back, or have to as soon as they
+        can."""
+        return self.may_grow and (self._coming or self._account.kv < self._account.least)
 
     def follow(self) -> None:
         """Open what was granted, and say how much of it is unused."""
@@ -115,22 +130,30 @@ class Limits:
             used = pool.total - pool.free
         goal = max(goal, -(-used // size))
         if goal < extents.open:
-            if not self._vacate(goal):
+            above = self._used_above(goal)
+            if above and arena.pinned:
+                return False  # blocks that are being read into stay where they are; when they are here, it goes on
+            if not self._vacate(goal, above):
                 account.keep_all()
                 return False
             pool.resize(goal)
         account.give_back(min(account.kv, extents.open * arena.extent_bytes))
         if goal > wanted and used > (goal - 1) * size and not arena.prefixes.evictable:
+            if account.is_owed and self._unpin():
+                return True
             self.follow()
             account.keep_used()
             return False
         return account.target < account.kv
 
-    def _vacate(self, goal: int) -> bool:
-        """Leave nothing above the first `goal` extents, neither blocks nor memory."""
+    def _used_above(self, goal: int) -> int:
+        pool = self._arena.pool
+        return pool.free_map.count(0, goal * pool.extents.size, pool.total)
+
+    def _vacate(self, goal: int, above: int) -> bool:
+        """Leave nothing above the first `goal` extents, neither the `above` blocks that are there nor memory."""
         arena = self._arena
         pool = arena.pool
-        above = pool.free_map.count(0, goal * pool.extents.size, pool.total)
         try:
             for call in in_calls(plan_fill(pool.open_map(), above)) if above else ():
                 arena.relocate(call)

@@ -71,7 +71,13 @@ class PagedKVManager(PagedPins, PagedTiers):
         self._upkeep = Upkeep(self._arena, upkeep or UpkeepSettings(), evict=self._evict, clock=clock)
         self._limits: Limits | None = None
         if account is not None:
-            self._limits = Limits(self._arena, account, evict=self._evict, release=self._upkeep.release)
+            self._limits = Limits(
+                self._arena,
+                account,
+                evict=self._evict,
+                release=self._upkeep.release,
+                unpin=lambda: self._pins.give_way(),
+            )
         self._max_sequences = max_sequences
         self._threshold_blocks = int(geometry.blocks * eviction_threshold)
         self._watermark = watermark
@@ -104,7 +110,8 @@ class PagedKVManager(PagedPins, PagedTiers):
         prefixes = self._prefixes
         found = prefixes.find(sequence.prefix.tobytes(), sequence.space)
         while not self._room_for(sequence, found):
-            if self.awaits_memory or not self._pins_give_way(running=0):
+            waits = self._limits is not None and self._limits.expects_more
+            if waits or not self._pins_give_way(running=0):
                 return None
         cached_blocks = found.matched // prefixes.tree.unit_bytes
         needed = self._blocks_for(sequence.needed) - cached_blocks

@@ -120,13 +120,13 @@ class Tier:
         self._strikes = 0
 
     def numbers(self, loading: int) -> TierNumbers:
-        store = self.store
+        store, space = self.store, self._space
         return TierNumbers(
             self.loads,
             self.loaded_tokens,
             self.failed_loads,
-            store.writer.speed.total,
-            store.reader.speed.total,
+            space.written_bytes if space is not None else 0,
+            space.read_bytes if space is not None else 0,
             store.writer.queued_bytes,
             loading,
             store.kept_bytes,

@@ -8,7 +8,7 @@ a lock: a scrape in the middle of an update may miss the newest value, never see
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -271,12 +271,17 @@ class ModelsCollector(Collector):
     """The metrics of several engines, each of which may be there or not, and of the memory they share."""
 
     def __init__(
-        self, prefix: str, engines: Sequence[EngineCollector], standings: Callable[[], list[Standing]], budget: int
+        self,
+        prefix: str,
+        engines: Sequence[EngineCollector],
+        standings: Callable[[], list[Standing]],
+        budgets: Mapping[str, int],
     ) -> None:
+        """`budgets` by device."""
         self._prefix = prefix
         self._engines = engines
         self._standings = standings
-        self._budget = budget
+        self._budgets = budgets
 
     def describe(self) -> list[Metric]:
         return []
@@ -290,7 +295,12 @@ class ModelsCollector(Collector):
                 else:
                     families[family.name] = family
         yield from families.values()
-        yield GaugeMetricFamily(f"{self._prefix}:memory_budget_bytes", "Most that all models take.", self._budget)
+        budget = GaugeMetricFamily(
+            f"{self._prefix}:memory_budget_bytes", "Most that all models take of a memory.", labels=["device"]
+        )
+        for device, size in self._budgets.items():
+            budget.add_metric([device], size)
+        yield budget
         memory = GaugeMetricFamily(
             f"{self._prefix}:model_memory_bytes", "Memory of a model that is loaded.", labels=["model_name", "kind"]
         )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from cllm.assemble import Kept
@@ -17,7 +19,7 @@ from cllm.engine.stats import EngineSnapshot
 from cllm.errors import ConfigError, ModelError
 from cllm.kv.ledger import Account
 from cllm.llm import AsyncLLM
-from cllm.models.registry import models_in
+from cllm.models.registry import kv_directory, models_in
 
 log = logging.getLogger("cllm")
 
@@ -43,6 +45,10 @@ class Served:
     error: str | None = None
     """Why it could not be loaded."""
     users: int = 0
+    waiting: int = 0
+    """Those who wait for it to be loaded."""
+    awaits_room: bool = False
+    """It is loaded once others have made room."""
     last_used: float = 0.0
     loads: int = 0
     retry_at: float = 0.0
@@ -51,8 +57,28 @@ class Served:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
+    def is_wanted(self) -> bool:
+        return self.users > 0 or self.waiting > 0
+
+    @property
     def ready(self) -> bool:
         return self.state == "ready" and self.llm is not None and self.llm.ready
+
+    @property
+    def doing(self) -> str:
+        """Instead of being ready."""
+        if self.awaits_room:
+            return "waits for memory that other models have in use"
+        return "is still being unloaded" if self.state == "unloading" else "is still being loaded"
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Somebody waits for it: it is not unloaded again before he had it."""
+        self.waiting += 1
+        try:
+            yield
+        finally:
+            self.waiting -= 1
 
     def snapshot(self) -> EngineSnapshot | None:
         return self.llm.snapshot() if self.llm is not None and self.ready else None
@@ -104,3 +130,23 @@ def by_name(models: Sequence[Served]) -> dict[str, Served]:
             raise ConfigError(f"two models are called {served.name!r}: give one of them another alias")
     named = {name: served for served in reversed(models) for name in served.names}
     return named | {name: served for served in models for name in served.entry.aliases} | shown
+
+
+def check_disk_limits(models: Sequence[Served]) -> None:
+    """K/V on disk have one limit for each directory."""
+    first: dict[Path, Served] = {}
+    for served in models:
+        settings = served.config.kv.disk
+        if not settings.enabled:
+            continue
+        other = first.setdefault(kv_directory(settings.directory), served)
+        if other.config.kv.disk.max_mb != settings.max_mb:
+            raise ConfigError(
+                f"kv.disk.max_mb is {other.config.kv.disk.max_mb:.12g} for {other.name} and {settings.max_mb:.12g} for "
+                f"{served.name}, which keep K/V in the same directory: give them one limit, or one of them another "
+                "kv.disk.directory"
+            )
+
+
+def could_not(served: Served, why: object) -> str:
+    return f"{served.name} could not be loaded: {why}"

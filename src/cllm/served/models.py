@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from cllm.assemble import Place
+from cllm.choosing import estimate
 from cllm.config import Config
 from cllm.engine.turns import Turns
 from cllm.errors import (
@@ -24,10 +25,11 @@ from cllm.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from cllm.kv.ledger import Account, MemoryLedger
+from cllm.kv.ledger import Account, MemoryLedger, Standing
 from cllm.llm import AsyncLLM
-from cllm.served.entries import Served, by_name, read_entries
-from cllm.served.memory import Shares, choose_budget
+from cllm.on_disk import Stores
+from cllm.served.entries import Served, by_name, check_disk_limits, could_not, read_entries
+from cllm.served.memory import Memory, Shares, choose_memories
 
 log = logging.getLogger("cllm")
 
@@ -36,6 +38,9 @@ TEND_S = 1.0
 CLAIM_S = 30.0
 """How long a model that is to be loaded waits for others to give K/V memory back."""
 CLAIM_STEP_S = 0.01
+ROOM_S = 30.0
+"""How long a model that requests wait for waits for others, all of which are in use, to have none."""
+ROOM_STEP_S = 0.05
 RETRY_S = 10.0
 """After a model could not be loaded, requests for it are refused for so long before it is tried again."""
 
@@ -45,18 +50,41 @@ class ServedModels:
 
     def __init__(self, config: Config, *, before_mapping: Callable[[], None] | None = None) -> None:
         self.models = read_entries(config)
-        self.ledger = MemoryLedger(choose_budget(config))
-        self.shares = Shares(self.models, self.ledger.budget)
-        self.shares.check()
+        self.memories = choose_memories(config, self.models)
+        check_disk_limits(self.models)
         self._by_name = by_name(self.models)
         self._before_mapping = before_mapping
         self.on_loaded: Callable[[Served, AsyncLLM], Awaitable[None]] | None = None
         """What else is to be done before a model that was loaded is used."""
         self._turns = Turns()
+        self._stores = Stores()
         self._one_at_a_time = asyncio.Lock()
         self._stopping = False
         self._started = False
         self._tending: asyncio.Task[None] | None = None
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def memory_of(self, served: Served) -> Memory:
+        return self.memories[served.estimate.device]
+
+    @property
+    def ledger(self) -> MemoryLedger:
+        """Of the memory that the default model lies in."""
+        return self.memory_of(self.default).ledger
+
+    @property
+    def shares(self) -> Shares:
+        return self.memory_of(self.default).shares
+
+    @property
+    def budget(self) -> int:
+        """Bytes of all memories together."""
+        return sum(memory.ledger.budget for memory in self.memories.values())
+
+    def standings(self) -> list[Standing]:
+        """Of all models that are loaded."""
+        return [standing for memory in self.memories.values() for standing in memory.ledger.standings()]
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -83,12 +111,15 @@ class ServedModels:
             self._tending.cancel()
         loaded = [served.llm for served in self.models if served.llm is not None]
         await asyncio.gather(*(llm.shutdown(grace_s) for llm in loaded))
+        for served in self.models:
+            served.idle.set()  # whoever waits for requests to end has waited long enough
         changing = [served.changing for served in self.models if served.changing is not None]
         await asyncio.gather(*changing, return_exceptions=True)
         for served in self.models:
             if served.llm is not None and served.llm not in loaded:  # it was being loaded
                 await served.llm.shutdown(0)
             served.state = "unloaded"
+        await asyncio.to_thread(self._stores.close)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -103,10 +134,9 @@ class ServedModels:
     async def acquire(self, served: Served, timeout_s: float | None = None) -> AsyncLLM:
         """The model, loaded; whoever gets it calls `served.release` in the end. Until then it stays."""
         until = time.monotonic() + (served.config.scheduler.request_timeout_s if timeout_s is None else timeout_s)
-        while not served.ready:
-            if self._stopping:
-                raise ShuttingDownError("the server is shutting down and takes no more requests")
-            await self._wait(served, self._next_change(served), until)
+        with served.awaited():
+            while not served.ready:
+                await self._wait(served, self._next_change(served), until)
         served.users += 1
         served.idle.clear()
         served.last_used = time.monotonic()
@@ -115,37 +145,46 @@ class ServedModels:
 
     async def load(self, served: Served) -> None:
         """Have it loaded, if it is not."""
-        while not served.ready:
-            await asyncio.shield(self._next_change(served, again=True))
+        with served.awaited():
+            while not served.ready:
+                await self._wait(served, self._next_change(served, again=True))
 
     async def unload(self, served: Served, *, wait: bool = False) -> None:
         """Have it unloaded, if it is not. With `wait` once its requests have ended; those that come meanwhile wait, and
         have it loaded again."""
+        if served.state == "loading" and served.changing is not None:
+            await asyncio.wait([served.changing])
         if served.users and not wait:
             raise ModelBusyError(
                 f"{served.name} has {served.users} requests running; wait for them, or ask with wait = true"
             )
-        if served.changing is not None:
+        if served.state == "unloading" and served.changing is not None:
             await asyncio.shield(served.changing)
-        if served.state == "ready":
+        elif served.state == "ready":
             await asyncio.shield(self._change(served, self._unload))
 
-    async def _wait(self, served: Served, change: asyncio.Task[None], until: float) -> None:
+    async def _wait(self, served: Served, change: asyncio.Task[None], until: float | None = None) -> None:
         try:
-            await asyncio.wait_for(asyncio.shield(change), max(0.0, until - time.monotonic()))
+            left_s = None if until is None else max(0.0, until - time.monotonic())
+            await asyncio.wait_for(asyncio.shield(change), left_s)
         except asyncio.TimeoutError:
-            what = "being unloaded" if served.state == "unloading" else "being loaded"
-            raise RequestTimeoutError(f"{served.name} is still {what}, and the request's time is over") from None
+            raise RequestTimeoutError(f"{served.name} {served.doing}, and the request's time is over") from None
+        except (ModelUnavailableError, ShuttingDownError):
+            raise
+        except CLLMError as error:
+            raise ModelUnavailableError(could_not(served, error), RETRY_S) from error
 
     def _next_change(self, served: Served, *, again: bool = False) -> asyncio.Task[None]:
         """What happens next on the way to a model that is ready."""
+        if self._stopping:
+            raise ShuttingDownError("the server is shutting down and takes no more requests")
         if served.changing is not None:
             return served.changing
         if served.state == "ready":  # its engine has given up
             return self._change(served, self._unload)
         wait_s = served.retry_at - time.monotonic()
         if served.state == "failed" and wait_s > 0 and not again:
-            raise ModelUnavailableError(f"{served.name} could not be loaded: {served.error}", wait_s)
+            raise ModelUnavailableError(could_not(served, served.error), wait_s)
         return self._change(served, self._load)
 
     # -- changes -----------------------------------------------------------------------------------------------
@@ -164,76 +203,116 @@ class ServedModels:
     async def _load(self, served: Served) -> None:
         started = time.monotonic()
         served.state = "loading"
-        async with self._one_at_a_time:
-            try:
-                served.account = await self._find_room(served)
-                place = Place(
-                    self.shares.most_kv(served), served.account if served.account.least else None, served.kept
-                )
-                llm = AsyncLLM(served.config, before_mapping=self._before_mapping, place=place, turns=self._turns)
-                llm.observers = served.observers
-                await llm.start()
-            except BaseException as error:
-                self._close_account(served)
-                served.state, served.error = "failed", str(error) or type(error).__name__
-                served.retry_at = time.monotonic() + (RETRY_S if not isinstance(error, ModelUnavailableError) else 0)
-                if self._started:
-                    log.error("%s could not be loaded: %s", served.name, served.error)
-                if isinstance(error, CLLMError) or not isinstance(error, Exception):
-                    raise
-                raise ModelError(f"{served.name} could not be loaded: {error}") from error
-        served.llm = llm
-        if self.on_loaded is not None:
-            await self.on_loaded(served, llm)
+        try:
+            llm = await self._load_in_turn(served)
+            if self.on_loaded is not None and not self._stopping:
+                await self.on_loaded(served, llm)
+        except BaseException as error:
+            await self._free(served)
+            served.state, served.error = "failed", str(error) or type(error).__name__
+            served.retry_at = time.monotonic() + (RETRY_S if not isinstance(error, ModelUnavailableError) else 0)
+            if self._started and not self._stopping:
+                log.error("%s could not be loaded: %s", served.name, served.error)
+            if isinstance(error, CLLMError) or not isinstance(error, Exception):
+                raise
+            raise ModelError(could_not(served, error)) from error
         served.state, served.error = "ready", None
         served.loads += 1
         served.last_used = time.monotonic()
         log.info("%s is loaded, after %.2f s", served.name, served.last_used - started)
 
+    async def _load_in_turn(self, served: Served) -> AsyncLLM:
+        """One at a time. Who finds no room lets others go ahead, and looks again as long as somebody waits for it."""
+        until = time.monotonic() + ROOM_S
+        try:
+            while True:
+                async with self._one_at_a_time:
+                    if self._stopping:
+                        raise ShuttingDownError("the server is shutting down and loads no more models")
+                    await self._look_again(served)
+                    served.account = await self._find_room(served)
+                    if served.account is not None:
+                        return await self._open(served, served.account)
+                if not served.waiting or time.monotonic() > until or not self._may_have_room(served):
+                    raise ModelUnavailableError(self.memory_of(served).shares.no_room(served))
+                served.awaits_room = True
+                await asyncio.sleep(ROOM_STEP_S)
+        finally:
+            served.awaits_room = False
+
+    async def _look_again(self, served: Served) -> None:
+        """Its files may be others than when it was estimated."""
+        if await asyncio.to_thread(lambda: served.estimate.is_current):
+            return
+        found = await asyncio.to_thread(estimate, served.config)
+        if found.device not in self.memories:
+            raise ModelError(f"{served.name} is for {found.device} now, of which nothing was set aside; start again")
+        served.estimate = found
+        self.memory_of(served).shares.check_one(served)
+
+    async def _open(self, served: Served, account: Account) -> AsyncLLM:
+        most = self.memory_of(served).shares.most_kv(served)
+        place = Place(most, account if account.least else None, kept=served.kept, stores=self._stores)
+        llm = AsyncLLM(served.config, before_mapping=self._before_mapping, place=place, turns=self._turns)
+        llm.observers = served.observers
+        await llm.start()
+        served.llm = llm
+        return llm
+
     async def _unload(self, served: Served) -> None:
         served.state = "unloading"
-        while served.users:
+        while served.users and not self._stopping:
             await served.idle.wait()
-        llm, served.llm = served.llm, None
-        if llm is not None:
-            await llm.shutdown(0)
-        self._close_account(served)
+        await self._free(served)
         served.state = "unloaded"
         log.info("%s is unloaded", served.name)
 
-    def _close_account(self, served: Served) -> None:
-        if served.account is not None:
-            self.ledger.close(served.account)
-            served.account = None
+    async def _free(self, served: Served) -> None:
+        llm, served.llm = served.llm, None
+        try:
+            if llm is not None:
+                await llm.shutdown(0)
+        finally:
+            if served.account is not None:
+                served.account.close()
+                served.account = None
 
-    async def _find_room(self, served: Served) -> Account:
-        """Its account, with its weights counted. Others are unloaded for it if need be, the longest unused first."""
-        fixed, least = self.shares.fixed(served), self.shares.least(served)
-        while not self.ledger.fits(fixed + least):
-            victim = self._next_to_go()
+    async def _find_room(self, served: Served) -> Account | None:
+        """Its account, with its weights counted. Others are unloaded for it if need be, the longest unused first; None:
+        all that might be are in use."""
+        memory = self.memory_of(served)
+        ledger, fixed, least = memory.ledger, memory.shares.fixed(served), memory.shares.least(served)
+        while not ledger.fits(fixed + least):
+            victim = self._next_to_go(memory)
             if victim is None:
-                raise ModelUnavailableError(self.shares.no_room(served))
+                return None
             log.info("%s makes room for %s", victim.name, served.name)
             await asyncio.shield(self._change(victim, self._unload))
-        account = self.ledger.open(served.name, fixed=fixed, least=least)
+        account = ledger.open(served.name, fixed=fixed, least=least)
         until = time.monotonic() + CLAIM_S
         try:
-            while not self.ledger.claim(account):
-                if time.monotonic() > until:
-                    raise ModelUnavailableError(self.shares.no_room(served))
+            while not ledger.claim(account):
+                if time.monotonic() > until or self._stopping:
+                    raise ModelUnavailableError(memory.shares.no_room(served))
                 await asyncio.sleep(CLAIM_STEP_S)
         except BaseException:
-            self.ledger.close(account)
+            account.close()
             raise
         return account
 
-    def _next_to_go(self) -> Served | None:
-        idle = [
-            served
-            for served in self.models
-            if served.state == "ready" and not (served.users or served.entry.pinned or served.changing)
-        ]
+    def _next_to_go(self, memory: Memory) -> Served | None:
+        idle = [served for served in self._that_may_go(memory) if not (served.is_wanted or served.changing)]
         return min(idle, key=lambda served: served.last_used, default=None)
+
+    def _may_have_room(self, served: Served) -> bool:
+        """Whether it fits once all have gone that may."""
+        memory = self.memory_of(served)
+        going = sum(each.account.needed for each in self._that_may_go(memory) if each.account is not None)
+        return memory.ledger.fits(memory.shares.fixed(served) + memory.shares.least(served) - going)
+
+    def _that_may_go(self, memory: Memory) -> list[Served]:
+        there = [served for served in self.models if served.account is not None and self.memory_of(served) is memory]
+        return [served for served in there if not served.entry.pinned]
 
     async def _tend(self) -> None:
         """Unload what has been idle for as long as its entry says, and what is broken."""
@@ -244,7 +323,7 @@ class ServedModels:
                 after = served.entry.unload_after_s
                 if served.state == "ready" and not served.ready and served.changing is None:
                     self._change(served, self._unload)  # its engine has given up: others may have its memory
-                elif after is None or served.entry.pinned or served.users or served.changing is not None:
+                elif after is None or served.entry.pinned or served.is_wanted or served.changing is not None:
                     continue
                 elif served.state == "ready" and now - served.last_used >= after:
                     self._change(served, self._unload)

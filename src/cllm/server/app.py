@@ -73,8 +73,8 @@ def _collector(serves: AsyncLLM | ServedModels, config: Config, tenants: Tenants
             EngineCollector(prefix, partial(str, served.name), served.snapshot, _observe(served.observers, tenants))
             for served in serves.models
         ],
-        lambda: serves.ledger.standings(),
-        serves.ledger.budget,
+        serves.standings,
+        {device: memory.ledger.budget for device, memory in serves.memories.items()},
     )
 
 

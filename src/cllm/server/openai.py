@@ -107,7 +107,7 @@ async def models(state: State) -> ServedList | ModelList:
     """The models that requests may name."""
     if state.several is not None:
         cards = [served_card(served, state.created) for served in state.several.models]
-        return ServedList(data=list(cards), memory_budget_bytes=state.several.ledger.budget)
+        return ServedList(data=list(cards), memory_budget_bytes=state.several.budget)
     return ModelList(data=[_card(state)])
 
 

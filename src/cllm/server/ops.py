@@ -71,9 +71,9 @@ async def kv(state: State, model: str | None = None) -> dict[str, Any]:
 
 def _models(several: ServedModels) -> dict[str, Any]:
     """What each takes of the memory that all share."""
-    taken = {standing.name: standing for standing in several.ledger.standings()}
+    taken = {standing.name: standing for standing in several.standings()}
     return {
-        "budget_bytes": several.ledger.budget,
+        "budget_bytes": several.budget,
         "taken_bytes": sum(standing.fixed + standing.kv for standing in taken.values()),
         "models": [
             {

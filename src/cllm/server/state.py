@@ -102,7 +102,8 @@ class ServerState:
         if served.llm is None or not served.ready:
             raise ApiError(
                 409,
-                f"The model {served.name!r} is {served.state}: there is nothing to see. POST /models/load loads it.",
+                f"The model {served.name!r} is {served.state}: there is nothing to see, and pins end with it; those of "
+                "kv.warm come back when it is loaded. POST /models/load loads it.",
                 param="model",
                 code="model_not_loaded",
             )

@@ -38,6 +38,7 @@ class Shelf:
         """What lies on disk is known."""
         self.unusable: dict[str, tuple[int, int]] = {}
         """Files that are left alone as long as size and time are these: of another version, or being written to."""
+        self.written_bytes = self.read_bytes = 0
 
 
 def space_of(fingerprint: bytes) -> str:

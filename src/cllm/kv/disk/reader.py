@@ -222,7 +222,9 @@ class Reader:
             if error.errno == errno.EIO:
                 self._keeper.distrust(ticket.shelf, segment, parts[done].block, parts[done].record)
         with self._keeper.lock:
-            self.speed.add(sum(len(part.buffer) for part in parts[:done]), self._monotonic() - began)
+            nbytes = sum(len(part.buffer) for part in parts[:done])
+            ticket.shelf.read_bytes += nbytes
+            self.speed.add(nbytes, self._monotonic() - began)
         return done
 
     def _read_spans(self, ticket: Ticket, file: int, spans: list[list[Part]]) -> Iterator[tuple[int, int]]:

@@ -140,6 +140,10 @@ class DiskStore:
     def closed(self) -> bool:
         return self._closed
 
+    def allow_queue(self, nbytes: int) -> None:
+        """So many bytes may wait to be written, if that is more than before."""
+        self.writer.queue_bytes = max(self.writer.queue_bytes, nbytes)
+
     def load_seconds(self, nbytes: int) -> float:
         """How long loading so much would take now, behind all that waits."""
         with self._keeper.lock:
@@ -222,6 +226,15 @@ class Space:
         self._shelf = shelf
         self._monotonic = monotonic
         self._looked_at = monotonic()
+
+    @property
+    def written_bytes(self) -> int:
+        """Of this model, by this process; so is what follows."""
+        return self._shelf.written_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        return self._shelf.read_bytes
 
     def ready(self, timeout: float | None = 0.0) -> bool:
         """Whether it is known what lies on disk."""

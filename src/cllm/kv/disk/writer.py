@@ -85,7 +85,7 @@ class Writer:
         self._files = keeper.files
         self._staging = staging
         self._helpers = helpers
-        self._queue_bytes = queue_bytes
+        self.queue_bytes = queue_bytes
         self._linger_s = linger_s
         self._monotonic = monotonic
         self._sleep = sleep
@@ -107,7 +107,7 @@ class Writer:
         """Bytes that can be handed over now."""
         if self.closed or not self._may_write():
             return 0
-        return self._queue_bytes - self.queued_bytes
+        return self.queue_bytes - self.queued_bytes
 
     def reserve(self, nbytes: int) -> None:
         """So much will be added."""
@@ -127,7 +127,7 @@ class Writer:
             if not self._items:
                 return self._rest()
             wait = self._oldest + self._linger_s - self._monotonic()
-            if wait > 0 and not self._flushing and self.queued_bytes < min(self._record_bytes, self._queue_bytes // 2):
+            if wait > 0 and not self._flushing and self.queued_bytes < min(self._record_bytes, self.queue_bytes // 2):
                 return wait
             items, self._items = list(self._items), deque()
             self._busy = True
@@ -244,6 +244,7 @@ class Writer:
             if linked:
                 first = segment.count
                 segment.size += size
+                shelf.written_bytes += size
                 segment.add(record)
                 segment.use(segment.count, keeper.directory.stamps(1))
                 shelf.index.add(segment, first)
@@ -268,6 +269,7 @@ class Writer:
             covered = shelf.index.covered(saved.names[:-1], saved.tokens)
             if linked:
                 segment.size += size
+                shelf.written_bytes += size
                 segment.add(record)
                 shelf.index.add(segment)
         keeper.touch_sequence(segment)
