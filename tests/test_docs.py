@@ -239,7 +239,7 @@ LAYERS = [
     {"kv"},
     {"models", "config"},
     {"backends", "text", "resources"},
-    {"engine", "on_disk", "on_torch"},
+    {"engine", "on_disk", "on_host", "on_torch"},
     {"observe", "assemble", "generation", "windows"},
     {"llm"},
     {"offline", "simulate", "warm"},

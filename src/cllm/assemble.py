@@ -25,6 +25,7 @@ from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from cllm.models.registry import resolve
 from cllm.on_disk import ModelFiles, OnDisk, files_of, keep_on_disk
+from cllm.on_host import keep_on_host
 from cllm.on_torch import Model, asks_for_gpu, gpu_refusal, has_gpu, open_torch, torch_refusal
 from cllm.resources import Weights, choose_kv_bytes, choose_threads
 from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
@@ -287,6 +288,7 @@ def _build(config: Config, opened: _Opened) -> Parts:
         memory.max_context,
         memory.max_running,
     )
+    keep_on_host(config, backend, memory.kv)
     disk = keep_on_disk(config, backend, opened.name, opened.files, memory.kv, token_bytes)
     return Parts(
         opened.name,

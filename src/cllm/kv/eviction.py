@@ -7,6 +7,8 @@ ancestors too, so an ancestor is never older than its descendants, and the next 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -23,6 +25,9 @@ class EvictionPolicy(Protocol[T]):
         """The item to evict next. The policy must not be empty."""
 
     def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[T]:
+        """From the next to go to the last."""
 
     def __contains__(self, item: object) -> bool: ...
 
@@ -44,6 +49,9 @@ class LRU(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
 
     def __contains__(self, item: object) -> bool:
         return item in self._items
@@ -70,6 +78,9 @@ class SegmentedLRU(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)
+
+    def __iter__(self) -> Iterator[T]:
+        return chain(self._probation, self._protected)
 
     def __contains__(self, item: object) -> bool:
         return item in self._probation or item in self._protected

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cllm.kv.arena import Arena
-from cllm.kv.disk.names import TOKEN_BYTES
+from cllm.kv.disk.names import TOKEN_BYTES, chain, root_name
 from cllm.kv.disk.store import Space
+from cllm.kv.host import HostTier
 from cllm.kv.ops import BlockBytes
 from cllm.kv.sequence import KVSequence
 from cllm.kv.table import held_by
@@ -35,12 +39,13 @@ RESCUE_S = 0.002
 
 
 class Offer:
-    __slots__ = ("done", "key", "names", "owner")
+    __slots__ = ("done", "key", "names", "owner", "tree_names")
 
     def __init__(self, owner: bytes, key: bytes) -> None:
         self.owner = owner
         self.key = key
         self.names: list[bytes] = []
+        self.tree_names: list[bytes] = []
         self.done = 0
         """Blocks that are on disk, or on their way there."""
 
@@ -57,6 +62,8 @@ class Keeping:
         self._bytes_per_s = FIRST_GUESS
         self._retry_s = SHORTEST_RETRY_S
         self._retry_at = float("-inf")
+        self.host: HostTier | None = None
+        """Where blocks are read, if there is one: from the arena of a GPU that would wait for the steps."""
 
     def __len__(self) -> int:
         return len(self._offers)
@@ -125,22 +132,33 @@ class Keeping:
                 space.used(offer.names[-1])
         blocks = self._arena.prefixes.blocks_of(offer.key, offer.owner)[offer.done :]
         most = min(most, max(1, AT_ONCE_BYTES // tier.block_bytes))
-        if not blocks:
+        started = self._clock()
+        content = self._content(offer, blocks, most)
+        if content is None:
+            return False
+        if not content:
             self._next()
             return True
-        blocks = blocks[:most]
-        end = offer.done + len(blocks)
+        end = offer.done + len(content)
         before = offer.names[offer.done - 1] if offer.done else space.root(offer.owner)
-        ops = self._arena.ops
-        assert isinstance(ops, BlockBytes)
-        started = self._clock()
-        kept = space.put(before, offer.done, offer.names[offer.done : end], ops.read_blocks(blocks))
+        kept = space.put(before, offer.done, offer.names[offer.done : end], content)
         self._learn(kept, self._clock() - started)
         self._progress(offer, kept)
         if kept:
             self._retry_s = SHORTEST_RETRY_S
             tier.worked()
-        return kept == len(blocks)
+        return kept == len(content)
+
+    def _content(self, offer: Offer, blocks: list[int], most: int) -> Sequence[NDArray[np.uint8]] | None:
+        """Of the next blocks of an offer, as far as they are still somewhere. None: they are on their way."""
+        if self.host is not None:
+            if not offer.tree_names:
+                root = root_name(b"", offer.owner)
+                offer.tree_names = chain(root, offer.key, self._tier.block_tokens)
+            return self.host.contents(offer.tree_names[offer.done :], blocks, most)
+        ops = self._arena.ops
+        assert isinstance(ops, BlockBytes)
+        return ops.read_blocks(blocks[:most])
 
     def _progress(self, offer: Offer, blocks: int) -> None:
         offer.done += blocks

@@ -6,7 +6,7 @@ reused. Every node has a number, under which the pool knows it as the holder of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ class Prefixes:
         """Blocks that no running sequence uses, and no pin."""
         self.pinned = 0
         """Blocks that pins use, whoever else does."""
+        self.leaving: Callable[[list[bytes], list[int]], None] | None = None
+        """Called with blocks that were evicted, before they are used again."""
         self._events = events or KVEvents()
         self._pool = pool
         self._holders = holders
@@ -224,10 +226,12 @@ class Prefixes:
     def evict(self, count: int) -> int:
         """Free at least `count` evictable blocks, or all, those used longest ago first, from the ends of edges."""
         freed = 0
+        gone: list[tuple[list[bytes], list[int]]] = []
         while freed < count and len(self.policy):
             node = self.policy.peek()
             take = min(count - freed, len(node.value))
             keep = len(node.value) - take
+            gone.append((node.names[keep:], node.value[keep:]))
             self._pool.release(node.value[keep:])
             self._events.removed(node.names[keep:])
             freed += take
@@ -239,7 +243,20 @@ class Prefixes:
                 self.tree.remove(node)
                 self._holders.take_back(node.number)
         self.evictable -= freed
+        if gone and self.leaving is not None:
+            gone.reverse()  # the first to go last, as in every chain
+            names = [name for part, _ in gone for name in part]
+            self.leaving(names, [block for _, part in gone for block in part])
         return freed
+
+    def next_to_go(self, count: int) -> Iterator[tuple[list[bytes], list[int]]]:
+        """Names and blocks of the next evictable ones, so many or a few more, piece by piece."""
+        for node in self.policy:
+            if count <= 0:
+                return
+            keep = max(0, len(node.value) - count)
+            count -= len(node.value) - keep
+            yield node.names[keep:], node.value[keep:]
 
     # -- checking ----------------------------------------------------------------------------------------------
 
