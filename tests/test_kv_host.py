@@ -36,12 +36,24 @@ class HostTiers(Tiers):
         """Whoever asked for it goes on without."""
         self.cache.rows.fail_at = self.cache.rows.calls + after
 
-    @rule(tokens=st.builds(prompt, st.integers(0, 1), st.just(40), st.just(0), st.just(40)))
-    def evicted_and_asked_again(self, tokens: list[int]) -> None:
-        self.whole_request(tokens, b"")
-        self.cache.lose(24)
-        self.cache.ask(tokens)
-        self.cache.admit()
+    @rule(
+        order=st.lists(st.integers(0, 3), min_size=2, max_size=6), evicted=st.integers(0, 24), copies=st.integers(0, 1)
+    )
+    def in_turns(self, order: list[int], evicted: int, copies: int) -> None:
+        """More than the arena holds, one after the other, with copies that are made when they must be."""
+        self.end_all()
+        for trunk in order:
+            sequence = self.cache.ask(prompt(trunk, 45, 0, 45))
+            for _ in range(20):
+                self.cache.admit()
+                if sequence in self.cache.running:
+                    break
+                self.cache.rows.work(1)
+                self.cache.clock.now += 1.0
+            self.cache.compute(sequence, 45)
+            self.cache.finish(sequence)
+            self.cache.lose(evicted)
+            self.cache.rows.work(copies)
 
     def end_all(self) -> None:
         self.cache.rows.fail_at = 0
