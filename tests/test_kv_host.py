@@ -27,9 +27,9 @@ class HostTiers(Tiers):
     def make_cache(self) -> Cache:
         return HostCache(self.directory, files=self.files, upkeep=UpkeepSettings(compaction="always"))
 
-    @rule(count=st.integers(1, 3))
-    def copies_are_made(self, count: int) -> None:
-        self.cache.rows.work(count)
+    @rule(count=st.integers(1, 3), newest=st.booleans())
+    def copies_are_made(self, count: int, newest: bool) -> None:
+        self.cache.rows.work(count, newest=newest)
 
     @rule(after=st.integers(1, 12))
     def a_copy_fails(self, after: int) -> None:
@@ -37,9 +37,12 @@ class HostTiers(Tiers):
         self.cache.rows.fail_at = self.cache.rows.calls + after
 
     @rule(
-        order=st.lists(st.integers(0, 3), min_size=2, max_size=6), evicted=st.integers(0, 24), copies=st.integers(0, 1)
+        order=st.lists(st.integers(0, 3), min_size=2, max_size=6),
+        evicted=st.integers(0, 24),
+        copies=st.integers(0, 1),
+        newest=st.booleans(),
     )
-    def in_turns(self, order: list[int], evicted: int, copies: int) -> None:
+    def in_turns(self, order: list[int], evicted: int, copies: int, newest: bool) -> None:
         """More than the arena holds, one after the other, with copies that are made when they must be."""
         self.end_all()
         for trunk in order:
@@ -48,7 +51,7 @@ class HostTiers(Tiers):
                 self.cache.admit()
                 if sequence in self.cache.running:
                     break
-                self.cache.rows.work(1)
+                self.cache.rows.work(1, newest=newest)
                 self.cache.clock.now += 1.0
             self.cache.compute(sequence, 45)
             self.cache.finish(sequence)

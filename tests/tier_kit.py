@@ -238,10 +238,10 @@ class LateRows:
         assert isinstance(ops, BlockBytes)
         return ops
 
-    def work(self, count: int | None = None) -> None:
-        made, self.under_way = self.under_way[:count], self.under_way[len(self.under_way[:count]) :]
-        for each in made:
-            each.make()
+    def work(self, count: int | None = None, *, newest: bool = False) -> None:
+        """Those of the two directions overtake each other."""
+        for _ in range(len(self.under_way) if count is None else min(count, len(self.under_way))):
+            self.under_way.pop(-1 if newest else 0).make()
 
     def drop(self) -> None:
         """The backend's memory is renewed."""

@@ -201,6 +201,7 @@ class PagedTiers(PagedOperations, Tiered):
         if loaded:
             host.land(moved)
         host.note_load(loaded * self.block_size, len(moved.blocks) * self.block_size)
+        self._tell_arrival()  # nobody else does, and it may have been found in passing
         return loaded
 
     def _land_from_disk(self, loaded: int, own: list[int], load: Load) -> int:
