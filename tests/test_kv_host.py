@@ -243,15 +243,16 @@ def scenario(cache: HostCache) -> None:
 
 def test_every_call_fails_in_turn(tmp_path: Path) -> None:
     whole = HostCache(tmp_path / "whole")
+    whole.rows.waits_fail = True
     scenario(whole)
     assert whole.kv.usage().host.loads > 0
     for number in range(1, whole.rows.calls + 1):
         cache = HostCache(tmp_path / str(number), files=FaultyFiles())
-        cache.rows.fail_at = number
+        cache.rows.fail_at, cache.rows.waits_fail = number, True
         try:
             scenario(cache)
-        except BackendError:
-            # The device did not wait when it had to: nothing of it is certain any more.
+        except BackendError as error:
+            assert error.fatal and "could not be waited for" in str(error)
             cache.waiting.clear()
             cache.running.clear()
             cache.forget()

@@ -48,7 +48,7 @@ def test_blocks_come_back_to_the_bit(model: Path, kv_type: str) -> None:
             part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8))
         before = arena.read(range(8))
         rows = backend.open_host_rows(6 * backend.block_bytes)
-        rows.want_more()
+        rows.want_more(1)
         assert rows.rows == rows.most_rows == 6
         assert rows.copy_out([2, 3, 4, 7], [1, 2, 4, 5]).done
         assert bytes(rows.row(4)) == bytes(before[4].numpy()), "the bytes that the disk has"

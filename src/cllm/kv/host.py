@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.errors import BackendError
+from cllm.errors import BackendError, describe
 from cllm.kv.disk.names import chain
 from cllm.kv.disk.speed import GUESS_BYTES, Speed
 from cllm.kv.loads import patience
@@ -80,7 +80,7 @@ class HostTier:
         """Blocks that are copied, and that nobody has had the device wait for."""
         self._under_way: list[Moved] = []
         self._strikes = 0
-        rows.want_more()
+        rows.want_more(1)
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -132,8 +132,9 @@ class HostTier:
 
     def _take(self, count: int) -> list[int]:
         """So many rows in order, or as many as can be had."""
-        if len(self._free) < count + self._copied_at_once and self._seen < self._rows.most_rows:
-            self._rows.want_more()
+        missing = count + self._copied_at_once - len(self._free)
+        if missing > 0 and self._seen < self._rows.most_rows:
+            self._rows.want_more(missing)
         there = self._rows.rows
         self._free[:0] = range(there - 1, self._seen - 1, -1)
         self._seen = there
@@ -151,7 +152,7 @@ class HostTier:
             return
         waiting = {id(copying): copying for block in blocks if (copying := self._leaving.pop(block, None))}
         for copying in waiting.values():
-            self._rows.wait_for(copying)
+            self._wait_for(copying)
 
     # -- bringing ----------------------------------------------------------------------------------------------
 
@@ -200,7 +201,14 @@ class HostTier:
 
     def land(self, moved: Moved) -> None:
         """What follows reads the blocks."""
-        self._rows.wait_for(moved.copying)
+        self._wait_for(moved.copying)
+
+    def _wait_for(self, copying: Copying) -> None:
+        """If the device does not wait where it must, nothing that it holds is certain."""
+        try:
+            self._rows.wait_for(copying)
+        except Exception as error:
+            raise BackendError(f"copies of blocks could not be waited for: {describe(error)}", fatal=True) from error
 
     def note_load(self, tokens: int, asked: int) -> None:
         self.loads += 1

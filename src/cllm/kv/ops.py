@@ -167,8 +167,8 @@ class HostRows(Protocol):
     def rows(self) -> int:
         """That are there by now. They stay, with what they hold, when the backend's memory is renewed."""
 
-    def want_more(self) -> None:
-        """The rows do not suffice: have more, within the limit. They need not be there at once."""
+    def want_more(self, count: int) -> None:
+        """Have so many rows more, or some more than that, within the limit. They need not be there at once."""
 
     def copy_out(self, blocks: Sequence[int], rows: Sequence[int]) -> Copying:
         """Copy what the blocks hold when all that was asked for before is done. Whoever has the blocks overwritten

@@ -72,7 +72,7 @@ class Rows:
         self._pieces: list[torch.Tensor] = []
         self._growing: threading.Thread | None = None
         self._closed = False
-        self.rows = 0
+        self.rows = self._wanted = 0
         self._on_gpu = self._device.type == "cuda"
         if self._on_gpu:
             self._outwards = torch.cuda.Stream(self._device)
@@ -80,18 +80,19 @@ class Rows:
 
     # -- memory ------------------------------------------------------------------------------------------------
 
-    def want_more(self) -> None:
-        if self._closed or self.rows >= self.most_rows:
+    def want_more(self, count: int) -> None:
+        self._wanted = min(max(self._wanted, self.rows + count), self.most_rows)
+        if self._closed or self.rows >= self._wanted:
             return
         if not self._on_gpu:
-            self._add_piece()
+            self._grow()
         elif self._growing is None or not self._growing.is_alive():
             self._growing = threading.Thread(target=self._grow, name="cllm-kv-pin", daemon=True)
             self._growing.start()
 
     def _grow(self) -> None:
         try:
-            with torch.cuda.device(self._device):
+            while self.rows < self._wanted and not self._closed:
                 self._add_piece()
         except Exception as error:
             log.warning("the host's memory for K/V stays at %d MiB: %s", self.rows * self.row_bytes >> 20, error)
@@ -103,7 +104,8 @@ class Rows:
         piece = torch.from_numpy(memory)
         if self._on_gpu:
             memory[:] = 0  # the system gives the pages now, not while the driver holds its locks
-            _check(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 0))
+            with torch.cuda.device(self._device):
+                _check(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 0))
         self._pieces.append(piece)
         self.rows += count
 
