@@ -258,7 +258,7 @@ KV_LAYERS = [
     {"paged", "paged_operations", "paged_tiers", "slot_tiers", "slots", "slot_operations", "paged_pins", "slot_pins"},
 ]
 
-USES_DISK = {"tier", "loads", "keeping", "slot_tiers", "prefixes"}
+USES_DISK = {"tier", "host", "keeping", "slot_tiers", "prefixes"}
 
 DISK_LAYERS = [
     {"names", "files", "speed", "staging", "worker"},

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cllm.errors import BackendError, describe
-from cllm.kv.disk.names import root_name
 from cllm.kv.host import HostTier, Moved
 from cllm.kv.keeping import RESCUE_S, Keeping
 from cllm.kv.loads import NOTHING, Arriving, Incoming, Load
@@ -104,9 +103,8 @@ class PagedTiers(PagedOperations, Tiered):
         return load
 
     def _look_on_host(self, host: HostTier, sequence: KVSequence, found: Found[list[int]], whole: int) -> Load:
-        prefix, inside = sequence.prefix, found.inside // self._prefixes.tree.unit_bytes
-        parent = found.node.names[inside - 1] if inside else root_name(b"", sequence.space)
-        cached = found.matched // self._prefixes.tree.unit_bytes
+        prefix, cached = sequence.prefix, found.matched // self._prefixes.tree.unit_bytes
+        parent = self._prefixes.last_name(found, sequence.space)
         names = host.find(parent, prefix[cached * self.block_size : whole * self.block_size])
         if len(names) < host.least_blocks:
             return NOTHING

@@ -55,6 +55,11 @@ class Prefixes:
             parts[0] = parts[0][: found.inside // self.tree.unit_bytes]
         return [block for part in reversed(parts) for block in part]
 
+    def last_name(self, found: Found[list[int]], space: bytes) -> bytes:
+        """Of the last block that was found; if there is none, what the names of the first ones in that space follow."""
+        inside = found.inside // self.tree.unit_bytes
+        return found.node.names[inside - 1] if inside else root_name(b"", space)
+
     def unused_blocks(self, found: Found[list[int]]) -> int:
         """Evictable blocks of a prefix that was found: whoever takes it keeps them from being evicted."""
         # Whoever uses a node uses its ancestors, so the first used one ends the way up.
