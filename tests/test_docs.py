@@ -253,7 +253,7 @@ LAYERS = [
 KV_LAYERS = [
     {"sequence", "window", "usage", "view", "ops", "memory", "slot_sizes"},
     {"radix", "eviction", "numbers", "trigger", "extents", "pool", "pins", "events"},
-    {"prefixes", "arena", "fragmentation", "holders", "store", "table", "tier", "loads"},
+    {"prefixes", "arena", "fragmentation", "holders", "store", "table", "tier", "loads", "host"},
     {"manager", "operations", "compaction", "tiered", "upkeep", "keeping", "picture", "slot_memory", "slot_picture"},
     {"paged", "paged_operations", "paged_tiers", "slot_tiers", "slots", "slot_operations", "paged_pins", "slot_pins"},
 ]
