@@ -63,7 +63,7 @@ def settings(place: Place, gpu_tokens: int, host_tokens: int, **more: Any) -> di
     """With room for so many tokens' K/V."""
     token_mb = _token_bytes(config_of(place.shape("8B"))) / MIB
     room = {"resources__kv_cache_max_memory_mb": gpu_tokens * token_mb, "kv__host__max_mb": host_tokens * token_mb}
-    return place.settings_for("8B", kv__disk__enabled=False, **room, **more)
+    return place.settings_for("8B", **room, **more)
 
 
 def _token_bytes(config: dict[str, Any]) -> int:
