@@ -239,7 +239,7 @@ LAYERS = [
     {"kv"},
     {"models", "config"},
     {"backends", "text", "resources"},
-    {"engine", "on_disk", "on_torch"},
+    {"engine", "on_disk", "on_host", "on_torch"},
     {"observe", "choosing", "generation", "windows"},
     {"assemble"},
     {"llm"},
@@ -254,14 +254,14 @@ LAYERS = [
 KV_LAYERS = [
     {"sequence", "window", "usage", "view", "ops", "memory", "ledger", "slot_sizes"},
     {"radix", "eviction", "numbers", "trigger", "extents", "pool", "pins", "events", "slot_names"},
-    {"prefixes", "arena", "fragmentation", "holders", "store", "table", "tier", "loads"},
+    {"prefixes", "arena", "fragmentation", "holders", "store", "table", "tier", "loads", "host"},
     {"manager", "operations", "compaction", "tiered", "upkeep", "limits", "keeping", "picture"}
     | {"slot_memory", "slot_picture"},
     {"paged", "paged_operations", "paged_tiers", "paged_pins"}
     | {"slots", "slot_operations", "slot_tiers", "slot_pins", "slot_resizing"},
 ]
 
-USES_DISK = {"tier", "loads", "keeping", "slot_tiers", "slot_names", "prefixes"}
+USES_DISK = {"tier", "host", "loads", "keeping", "slot_tiers", "slot_names", "prefixes"}
 
 DISK_LAYERS = [
     {"names", "files", "speed", "staging", "worker"},

@@ -37,6 +37,7 @@ SECTIONS = {
     "fp8": "speed.speed_fp8",
     "http": "over_http.http",
     "invariance": "invariance.invariance",
+    "host": "host.host",
     "peer": "peer.peer",
 }
 NEEDS_GPU = ("fp8",)

@@ -50,6 +50,7 @@ def _differing(found: All) -> float:
 
 
 _INVARIANT = "batch-invariant mode"
+_HOST = "turns through the host"
 FIGURES = (
     Figure("kernels against the plain twin in f64", "", "0 wrong", _wrong_kernels, "{:.0f} wrong", most=0),
     Figure(
@@ -112,6 +113,26 @@ FIGURES = (
     ),
     Figure(
         "GPU idle between two steps of 64 rows", "", "<= 3 %", _at("8B idle", "idle_percent"), "{:.2f} %", most=3.0,
+    ),
+    Figure(
+        "8B, prompts of 4,096 tokens that left the GPU: first token, from the host's memory", "computed again", "said",
+        _ratio(_at(_HOST, "first_token_s"), _at("turns computed again", "first_token_s")), "{:.2f}x",
+    ),
+    Figure(
+        "16 streams beside them: P99 between tokens", "all K/V on the GPU", "<= 1.05x",
+        _ratio(_at(_HOST, "gap_p99_s"), _at("turns on the GPU", "gap_p99_s")), "{:.2f}x", most=1.05,
+    ),
+    Figure(
+        "copies to the host's memory", "pinned memory alone", ">= 0.7",
+        _ratio(_at(_HOST, "out_bytes_per_s"), _at("pinned copies", "out_bytes_per_s")), "{:.2f}", least=0.7,
+    ),
+    Figure(
+        "copies from it", "pinned memory alone", ">= 0.7",
+        _ratio(_at(_HOST, "in_bytes_per_s"), _at("pinned copies", "in_bytes_per_s")), "{:.2f}", least=0.7,
+    ),
+    Figure(
+        f"{_INVARIANT}: answers over K/V from the host's memory", "", "0 differ",
+        _at("invariant turns through the host", "different"), "{:.0f} differ", most=0,
     ),
     Figure(
         "8B through HTTP, 256 streaming clients", "the engine's own", ">= 0.85",

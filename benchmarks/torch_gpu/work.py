@@ -71,6 +71,7 @@ class Place:
             "model.name": str(self.directory / self.shape(shape)),
             "backend.type": "torch",
             "backend.torch.device": self.device,
+            "kv.disk.enabled": False,  # what an earlier run left there would not be computed
             "log.level": "warning",
         }
         if not self.on_gpu:

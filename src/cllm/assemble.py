@@ -24,6 +24,7 @@ from cllm.machine import offers_large_pages, read_cpus, read_rooms
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from cllm.on_disk import ModelFiles, OnDisk, Stores, files_of, keep_on_disk
+from cllm.on_host import keep_on_host
 from cllm.on_torch import Model, open_torch
 from cllm.resources import choose_kv_bytes, choose_threads
 from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
@@ -250,6 +251,7 @@ def _build(config: Config, opened: _Opened, place: Place | None) -> Parts:
         memory.max_context,
         memory.max_running,
     )
+    keep_on_host(config, backend, memory.kv)
     stores = None if place is None else place.stores
     disk = keep_on_disk(config, backend, opened.name, opened.files, memory.kv, token_bytes, stores)
     return Parts(

@@ -29,7 +29,7 @@ def run_benchmark(path: Path, only: str, *more: str) -> tuple[int, str, dict[str
 
 
 def test_every_section_measures(tmp_path: Path) -> None:
-    code, said, report = run_benchmark(tmp_path / "all.json", "kernels,attention,8B,http,invariance")
+    code, said, report = run_benchmark(tmp_path / "all.json", "kernels,attention,8B,http,invariance,host")
     assert report["errors"] == {}, said
     assert code == 0
     found = report["measures"]
@@ -40,6 +40,8 @@ def test_every_section_measures(tmp_path: Path) -> None:
     assert found["invariant alone"]["different"] == found["invariant in a small pool"]["different"] == 0
     assert found["invariant in a small pool"]["preemptions"] > 0
     assert found["fast against invariant"]["agreement_percent"] >= 99
+    assert found["turns through the host"]["loads"] > 0 and found["turns computed again"]["cached_share"] == 0
+    assert found["invariant turns through the host"]["different"] == 0
     assert found["8B over HTTP"]["events_per_token"] > 0.9
     not_measured = [row[0] for row in report["table"] if row[3] == "not measured"]
     assert len(not_measured) == 4  # fp8, both of 1B, and the GPU's idle time

@@ -162,6 +162,15 @@ class DiskConfig(Section):
     )
 
 
+class HostConfig(Section):
+    max_mb: float | None = Field(
+        default=None,
+        ge=0,
+        description="host memory in MiB for K/V that leave a GPU's, from where they come back sooner than they are "
+        "computed (torch; null: on a GPU a quarter of what is free, at most what the GPU has for K/V; 0: none)",
+    )
+
+
 class KVConfig(Section):
     release_after_s: float | None = Field(
         default=10.0,
@@ -195,6 +204,7 @@ class KVConfig(Section):
         "while answers are generated",
     )
     window: WindowConfig = WindowConfig()
+    host: HostConfig = HostConfig()
     disk: DiskConfig = DiskConfig()
     warm: tuple[WarmPrefix, ...] = Field(
         default=(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cllm.kv.events import KVEvents
 from cllm.kv.extents import extent_blocks
@@ -32,8 +32,9 @@ class Arena:
         self.block_bytes = block_bytes
         self.extent_blocks = extent or extent_blocks(geometry.blocks, block_bytes)
         self.pinned = 0
-        """Blocks that others write to and that must stay where they are."""
+        """Blocks that others read or write beside the steps, and that must stay where they are."""
         self.events = KVEvents()
+        self._leaving: Callable[[list[bytes], list[int]], None] | None = None
         self._policy = policy
         self._apart = apart
         self.clear()
@@ -48,8 +49,14 @@ class Arena:
             policy=self._policy,
             events=self.events,
         )
+        self.prefixes.leaving = self._leaving
         self.events.cleared()
         self.running = {}
+
+    def keep_leaving(self, keep: Callable[[list[bytes], list[int]], None]) -> None:
+        """From now on `keep` is called with the names of blocks that were evicted, and the blocks, before they are used
+        again."""
+        self._leaving = self.prefixes.leaving = keep
 
     @property
     def extent_bytes(self) -> int:

@@ -7,6 +7,8 @@ ancestors too, so an ancestor is never older than its descendants, and the next 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
@@ -27,6 +29,9 @@ class EvictionPolicy(Protocol[T]):
         """When the item to evict next was last used. The policy must not be empty."""
 
     def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[T]:
+        """From the next to go to the last."""
 
     def __contains__(self, item: object) -> bool: ...
 
@@ -51,6 +56,9 @@ class LRU(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
 
     def __contains__(self, item: object) -> bool:
         return item in self._items
@@ -80,6 +88,9 @@ class SegmentedLRU(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)
+
+    def __iter__(self) -> Iterator[T]:
+        return chain(self._probation, self._protected)
 
     def __contains__(self, item: object) -> bool:
         return item in self._probation or item in self._protected

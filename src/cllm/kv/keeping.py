@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cllm.kv.arena import Arena
-from cllm.kv.disk.names import TOKEN_BYTES
+from cllm.kv.disk.names import TOKEN_BYTES, chain, root_name
 from cllm.kv.disk.store import Space
+from cllm.kv.host import HostTier
 from cllm.kv.ops import BlockBytes
+from cllm.kv.prefixes import name_before
+from cllm.kv.radix import COMMON_SPACE
 from cllm.kv.sequence import KVSequence
 from cllm.kv.table import BlockNode, held_by
 from cllm.kv.tier import Tier
@@ -35,14 +41,24 @@ RESCUE_S = 0.002
 
 
 class Offer:
-    __slots__ = ("done", "key", "names", "owner")
+    __slots__ = ("common", "done", "key", "names", "owner", "tree_names")
 
-    def __init__(self, owner: bytes, key: bytes, done: int) -> None:
+    def __init__(self, owner: bytes, key: bytes, common: int) -> None:
         self.owner = owner
         self.key = key
+        self.common = common
+        """Blocks at the beginning that are not the owner's but common."""
         self.names: list[bytes] = []
-        self.done = done
-        """Blocks that are on disk, or on their way there, or are not its owner's but common."""
+        self.tree_names: list[bytes] = []
+        self.done = common
+        """Blocks that are on disk, or on their way there, or common."""
+
+    def name_in_tree(self, block_tokens: int) -> None:
+        """Find the names that its blocks have in the tree, which are not those on disk."""
+        at = self.common * block_tokens * TOKEN_BYTES
+        common = chain(root_name(b"", COMMON_SPACE), self.key[:at], block_tokens)
+        before = name_before(common[-1] if common else b"", COMMON_SPACE, self.owner)
+        self.tree_names = [*common, *chain(before, self.key[at:], block_tokens)]
 
 
 class Keeping:
@@ -57,6 +73,8 @@ class Keeping:
         self._bytes_per_s = FIRST_GUESS
         self._retry_s = SHORTEST_RETRY_S
         self._retry_at = float("-inf")
+        self.host: HostTier | None = None
+        """Where blocks are read, if there is one: from the arena of a GPU that would wait for the steps."""
 
     def __len__(self) -> int:
         return len(self._offers)
@@ -128,22 +146,32 @@ class Keeping:
                 space.used(offer.names[-1])
         blocks = self._arena.prefixes.blocks_of(offer.key, offer.owner)[offer.done :]
         most = min(most, max(1, AT_ONCE_BYTES // tier.block_bytes))
-        if not blocks:
+        started = self._clock()
+        content = self._content(offer, blocks, most)
+        if content is None:
+            return False
+        if not content:
             self._next()
             return True
-        blocks = blocks[:most]
-        end = offer.done + len(blocks)
+        end = offer.done + len(content)
         before = offer.names[offer.done - 1] if offer.done else space.root(offer.owner)
-        ops = self._arena.ops
-        assert isinstance(ops, BlockBytes)
-        started = self._clock()
-        kept = space.put(before, offer.done, offer.names[offer.done : end], ops.read_blocks(blocks))
+        kept = space.put(before, offer.done, offer.names[offer.done : end], content)
         self._learn(kept, self._clock() - started)
         self._progress(offer, kept)
         if kept:
             self._retry_s = SHORTEST_RETRY_S
             tier.worked()
-        return kept == len(blocks)
+        return kept == len(content)
+
+    def _content(self, offer: Offer, blocks: list[int], most: int) -> Sequence[NDArray[np.uint8]] | None:
+        """Of the next blocks of an offer, as far as they are still somewhere. None: they are on their way."""
+        if self.host is not None:
+            if not offer.tree_names:
+                offer.name_in_tree(self._tier.block_tokens)
+            return self.host.contents(offer.tree_names[offer.done :], blocks, most)
+        ops = self._arena.ops
+        assert isinstance(ops, BlockBytes)
+        return ops.read_blocks(blocks[:most])
 
     def _progress(self, offer: Offer, blocks: int) -> None:
         offer.done += blocks

@@ -1,4 +1,4 @@
-"""Blocks on their way from disk into the arena.
+"""Blocks on their way into the arena, from disk or from the host's memory.
 
 A load has a sequence of its own: it holds the prefix that is in memory already and the blocks that are being read, as
 running sequences do. When reading is done, what is right of it joins the tree and the sequence ends. So whoever waited
@@ -9,12 +9,39 @@ give back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.kv.disk.reader import Ticket
 from cllm.kv.sequence import Awaited, KVSequence
+
+UNKNOWN_SPEED = 4.0
+"""How many times as long as expected a load may take, while it is not known how long computing would."""
+
+GRACE_S = 0.1
+"""How much later than computing would have been a load may be before nobody waits for it any more."""
+
+
+def patience(expected_s: float, computing_s: float, *, measured: bool) -> float | None:
+    """How long to wait for a load that is expected to take so long, instead of computing (0: not known how long that
+    takes). None: it is better not to. While it is not measured how fast loads are, they are tried."""
+    if computing_s and measured and expected_s >= computing_s:
+        return None
+    return max(2 * expected_s, computing_s) + GRACE_S if computing_s else UNKNOWN_SPEED * expected_s + 1.0
+
+
+class Arriving(Protocol):
+    """What a reader tells of a load."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def loaded(self) -> int:
+        """How many blocks, from the first on, are right."""
+
+    def cancel(self) -> None: ...
 
 
 class Incoming(KVSequence):
@@ -25,7 +52,7 @@ class Incoming(KVSequence):
 
 
 class Load(Awaited):
-    __slots__ = ("asker", "buffers", "first", "holder", "late", "names", "over", "ticket", "until")
+    __slots__ = ("asker", "buffers", "first", "holder", "late", "more", "names", "over", "ticket", "until")
 
     def __init__(
         self,
@@ -44,10 +71,12 @@ class Load(Awaited):
         self.until = until
         """Nobody waits for it longer than this."""
         self.buffers: Sequence[NDArray[np.uint8]] = ()
-        self.ticket: Ticket | None = None
+        self.ticket: Arriving | None = None
         self.over = holder is None
         self.late = False
         """Nobody waits for it any more, though the blocks are the reader's until it says so."""
+        self.more = False
+        """All of it came, and what follows may be found further down."""
 
     @property
     def arrived(self) -> bool:
@@ -64,4 +93,4 @@ class Load(Awaited):
 
 
 NOTHING = Load(None)
-"""There is nothing on disk that is worth waiting for."""
+"""There is nothing anywhere that is worth waiting for."""

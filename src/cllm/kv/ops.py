@@ -138,3 +138,48 @@ class BlockBytes(Protocol):
 
     def land(self, blocks: Sequence[int], content: Sequence[NDArray[np.uint8]]) -> None:
         """What `landing` gave for these blocks is written: from now on they hold it."""
+
+
+class Copying(Protocol):
+    """Copies between blocks and rows that were asked for together."""
+
+    @property
+    def done(self) -> bool:
+        """Raises `BackendError` if they failed."""
+
+    @property
+    def seconds(self) -> float:
+        """What they took, once they are done."""
+
+
+class HostRows(Protocol):
+    """Memory of the host beside the arena, in rows of the size of a block. Copies between the two go on beside the
+    steps. When the backend's memory is renewed, none is under way any more."""
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    @property
+    def most_rows(self) -> int:
+        """The limit."""
+
+    @property
+    def rows(self) -> int:
+        """That are there by now. They stay, with what they hold, when the backend's memory is renewed."""
+
+    def want_more(self, count: int) -> None:
+        """Have so many rows more, or some more than that, within the limit. They need not be there at once."""
+
+    def copy_out(self, blocks: Sequence[int], rows: Sequence[int]) -> Copying:
+        """Copy what the blocks hold when all that was asked for before is done. Whoever has the blocks overwritten
+        before the copies are done asks for `wait_for` first."""
+
+    def copy_in(self, rows: Sequence[int], blocks: Sequence[int], after: Sequence[Copying]) -> Copying:
+        """Copy rows into blocks, when all that was asked for before is done, and `after`. Whoever has the blocks read
+        asks for `wait_for` first."""
+
+    def wait_for(self, copying: Copying) -> None:
+        """What is asked of the backend from now on takes effect after these copies."""
+
+    def row(self, number: int) -> NDArray[np.uint8]:
+        """A row's bytes."""

@@ -302,6 +302,7 @@ class PagedKVManager(PagedPins, PagedTiers):
             prepared_bytes=upkeep.prepared_bytes,
             upkeep_failures=upkeep.failures,
             disk=self._disk_numbers(),
+            host=self._host_numbers(),
             pins=len(self._pins),
             pinned=self._prefixes.pinned,
             pins_refused=self._pins.refused,
@@ -328,6 +329,7 @@ class PagedKVManager(PagedPins, PagedTiers):
             ],
             "prefix_nodes_evictable": len(self._prefixes.policy),
             "upkeep": self._upkeep.details(),
+            "host": self._host_details(),
             "disk": self._disk_details(),
             "pins": self._pin_details(),
         }
@@ -344,6 +346,7 @@ class PagedKVManager(PagedPins, PagedTiers):
             yield from _count(own_blocks(sequence), held)
         yield from self._prefixes.examine(uses, self._pin_uses(uses), held, CHECK_SLICE)
         yield from self._pool.examine(held, CHECK_SLICE)
+        self._check_host()
         for number, sequence in self._running.items():
             if held_by(sequence).number != number or self._arena.holders.owners.get(number) is not sequence:
                 raise AssertionError("a sequence is not known by its number")
@@ -408,6 +411,7 @@ class PagedKVManager(PagedPins, PagedTiers):
         if blocks is None:
             raise AssertionError("blocks were available and could not be had")
         self._peak = max(self._peak, self._referenced())
+        self._reuse(blocks)
         return blocks
 
     def _evict(self, count: int) -> None:

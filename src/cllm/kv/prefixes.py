@@ -6,7 +6,7 @@ reused. Every node has a number, under which the pool knows it as the holder of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ class Prefixes:
         """Blocks that no running sequence uses, and no pin."""
         self.pinned = 0
         """Blocks that pins use, whoever else does."""
+        self.leaving: Callable[[list[bytes], list[int]], None] | None = None
+        """Called with blocks that were evicted, before they are used again."""
         self._events = events or KVEvents()
         self._pool = pool
         self._holders = holders
@@ -52,6 +54,11 @@ class Prefixes:
         if parts:
             parts[0] = parts[0][: found.inside // self.tree.unit_bytes]
         return [block for part in reversed(parts) for block in part]
+
+    def name_before(self, found: Found[list[int]], space: bytes) -> bytes:
+        """What the names of the blocks follow that a space would have next behind what was found."""
+        inside = found.inside // self.tree.unit_bytes
+        return name_before(found.node.names[inside - 1] if inside else b"", found.node.space, space)
 
     def unused_blocks(self, found: Found[list[int]]) -> int:
         """Evictable blocks of a prefix that was found: whoever takes it keeps them from being evicted."""
@@ -180,11 +187,9 @@ class Prefixes:
             node = held.node = self._adopt(sequence.blocks, held, self._cut(found), found.matched // unit)
             key = key[found.matched :]
         if rest := sequence.blocks[held.indexed : full]:
-            # What goes on from what is common has names of its own: the same tokens may be below the root of the space
-            # as well, and no name is in the tree twice.
             before = node.names[-1] if node.names else b""
             goes_on = bool(before) and node.space == space
-            start = before if goes_on else root_name(before, space)
+            start = name_before(before, node.space, space)
             names = chain(start, key, size)
             self._events.stored(before or start, names)
             if goes_on and node.references == 1 and not node.children:
@@ -236,10 +241,12 @@ class Prefixes:
     def evict(self, count: int) -> int:
         """Free at least `count` evictable blocks, or all, those used longest ago first, from the ends of edges."""
         freed = 0
+        gone: list[tuple[list[bytes], list[int]]] = []
         while freed < count and len(self.policy):
             node = self.policy.peek()
             take = min(count - freed, len(node.value))
             keep = len(node.value) - take
+            gone.append((node.names[keep:], node.value[keep:]))
             self._pool.release(node.value[keep:])
             self._events.removed(node.names[keep:])
             freed += take
@@ -251,7 +258,20 @@ class Prefixes:
                 self.tree.remove(node)
                 self._holders.take_back(node.number)
         self.evictable -= freed
+        if gone and self.leaving is not None:
+            gone.reverse()  # the first to go last, as in every chain
+            names = [name for part, _ in gone for name in part]
+            self.leaving(names, [block for _, part in gone for block in part])
         return freed
+
+    def next_to_go(self, count: int) -> Iterator[tuple[list[bytes], list[int]]]:
+        """Names and blocks of the next evictable ones, so many or a few more, piece by piece."""
+        for node in self.policy:
+            if count <= 0:
+                return
+            keep = max(0, len(node.value) - count)
+            count -= len(node.value) - keep
+            yield node.names[keep:], node.value[keep:]
 
     # -- checking ----------------------------------------------------------------------------------------------
 
@@ -296,6 +316,15 @@ class Prefixes:
         if (np.frombuffer(self._pool.holders, np.int32)[part] != numbers).any():
             raise AssertionError("a block of the tree has another holder than its node")
         return len(blocks)
+
+
+def name_before(last: bytes, last_space: bytes, space: bytes) -> bytes:
+    """What the names of blocks follow that a space has behind the block of that name, or (`b""`) at its beginning.
+
+    What goes on from what is common has names of its own: the same tokens may be below the root of the space as well,
+    and no name is in the tree twice.
+    """
+    return last if last and last_space == space else root_name(last, space)
 
 
 def _split_blocks(blocks: list[int], at: int) -> tuple[list[int], list[int]]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cllm.errors import BackendError
+from cllm.kv.disk.reader import Ticket
 from cllm.kv.disk.store import Space
 from cllm.kv.holders import Entry
 from cllm.kv.loads import NOTHING, Incoming, Load
@@ -71,9 +72,10 @@ class SlotTiers(SlotOperations, Tiered):
 
     # -- bringing ----------------------------------------------------------------------------------------------
 
-    def _look(self, tier: Tier, sequence: KVSequence) -> Load | None:
-        space = tier.space
-        if space is None:
+    def _look(self, sequence: KVSequence) -> Load | None:
+        tier = self._tier
+        space = None if tier is None else tier.space
+        if tier is None or space is None:
             return None
         key = sequence.prefix.tobytes()[:-TOKEN_BYTES]
         cached = self._index.find(key, sequence.space)[0]
@@ -104,9 +106,9 @@ class SlotTiers(SlotOperations, Tiered):
         self._loads.append(load)
         return load
 
-    def _land(self, tier: Tier, load: Load) -> None:
-        holder, ticket, (saved,) = load.holder, load.ticket, load.buffers
-        assert holder is not None and ticket is not None
+    def _land(self, load: Load) -> None:
+        tier, holder, ticket, (saved,) = self._tier, load.holder, load.ticket, load.buffers
+        assert tier is not None and holder is not None and isinstance(ticket, Ticket)
         load.end()
         self._coming_bytes -= saved.nbytes
         tokens = len(holder.tokens)
@@ -139,7 +141,7 @@ class SlotTiers(SlotOperations, Tiered):
         tier = self._tier
         if tier is None:
             return False
-        tier.token_s = self.token_s
+        self._tell_speed()
         self._take_in()
         known = tier.space is not None
         if known and not self._known and self._keep_at is None:
@@ -227,7 +229,7 @@ class SlotTiers(SlotOperations, Tiered):
         if self._tier is None:
             return
         until = monotonic() + seconds
-        self._tier.token_s = self.token_s
+        self._tell_speed()
         while monotonic() < until and not self._tier.store.writer.trouble:
             kept = self._keep_one(self._tier, math.inf)
             if kept is None:

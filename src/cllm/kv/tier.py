@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from cllm.kv.disk.names import chain
 from cllm.kv.disk.store import DiskStore, Space
+from cllm.kv.loads import patience
 from cllm.kv.usage import TierNumbers
 
 log = logging.getLogger("cllm.kv")
@@ -20,12 +21,6 @@ LEAST_TOKENS = 64
 
 WORTH_TOKENS = 512
 """A prefix of so many tokens is kept, though nobody has used it a second time."""
-
-UNKNOWN_SPEED = 4.0
-"""How many times as long as expected a load may take, while it is not known how long computing would."""
-
-GRACE_S = 0.1
-"""How much later than computing would have been a load may be before nobody waits for it any more."""
 
 STRIKES = 3
 """Faults in a row of our own, not of the disk, after which the disk is not used any more."""
@@ -80,9 +75,7 @@ class Tier:
     def patience(self, blocks: int, nbytes: int) -> float | None:
         """How long to wait for so many bytes, which save computing so many blocks. None: it is better not to."""
         expected, computing = self.store.load_seconds(nbytes) + LATENCY_S, self.compute_seconds(blocks)
-        if blocks < self.least_blocks or (computing and self.measured and expected >= computing):
-            return None
-        return max(2 * expected, computing) + GRACE_S if computing else UNKNOWN_SPEED * expected + 1.0
+        return None if blocks < self.least_blocks else patience(expected, computing, measured=self.measured)
 
     def compute_seconds(self, blocks: int) -> float:
         """0: not known yet."""

@@ -1,4 +1,4 @@
-"""What managers that use a disk have in common: who waits for it, how long, and what is told of it."""
+"""What managers that look beyond their memory have in common: who waits for it, how long, and what is told of it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Tiered(KVManager):
     _loads: list[Load]
 
     @abstractmethod
-    def _look(self, tier: Tier, sequence: KVSequence) -> Load | None:
+    def _look(self, sequence: KVSequence) -> Load | None:
         """What a sequence is to wait for. None: there is no saying now, for want of room or of knowledge."""
 
     @abstractmethod
-    def _land(self, tier: Tier, load: Load) -> None:
+    def _land(self, load: Load) -> None:
         """What was read is the cache's from now on, as far as it is right."""
 
     def use_disk(self, tier: Tier) -> None:
@@ -44,10 +44,19 @@ class Tiered(KVManager):
     def loading(self) -> int:
         return len(self._loads)
 
+    @property
+    def _looks(self) -> bool:
+        """Whether there is anywhere to look."""
+        return self._tier is not None
+
+    def _tell_speed(self) -> None:
+        if self._tier is not None:
+            self._tier.token_s = self.token_s
+
     def fetch(self, sequence: KVSequence) -> bool:
-        if self._tier is None:
+        if not self._looks:
             return False
-        self._tier.token_s = self.token_s
+        self._tell_speed()
         self._take_in()
         load = sequence.load
         assert load is None or isinstance(load, Load)
@@ -56,30 +65,28 @@ class Tiered(KVManager):
                 return True
             sequence.load = NOTHING  # computing is the safer way now
             return False
-        if load is NOTHING or (load is not None and load.asker is sequence):
+        if load is NOTHING or (load is not None and load.asker is sequence and not load.more):
             return False  # what came is in the cache; what did not is computed
         late = any(other.late for other in self._loads)
-        sequence.load = load = NOTHING if late else self._look(self._tier, sequence)
+        sequence.load = load = NOTHING if late else self._look(sequence)
         return load is not None and not load.over
 
     def _take_in(self) -> None:
         """What has arrived joins the cache; what has not, though it is time, is not waited for any more."""
-        if self._tier is None or not self._loads:
+        if not self._loads:
             return
         now = self._clock()
         for load in list(self._loads):
             if load.arrived:
                 self._loads.remove(load)
-                self._land(self._tier, load)
+                self._land(load)
             elif now >= load.until and not load.late:
                 load.cancel()
 
     def _disk_due_at(self) -> float | None:
         """When a load is too late; and while something is written, soon, so that what is published of it is right."""
-        if self._tier is None:
-            return None
         moments = [load.until for load in self._loads if not load.late]
-        if self._tier.store.writer.queued_bytes:
+        if self._tier is not None and self._tier.store.writer.queued_bytes:
             moments.append(self._clock() + LOOK_S)
         return min(moments, default=None)
 
@@ -88,8 +95,9 @@ class Tiered(KVManager):
         for load in self._loads:
             load.cancel()
         until = monotonic() + seconds
-        while self._tier is not None and self._loads and monotonic() < until:
-            self._tier.store.flush(0.0)
+        while self._loads and monotonic() < until:
+            if self._tier is not None:
+                self._tier.store.flush(0.0)
             self._take_in()
             sleep(0.001)
 

@@ -23,6 +23,21 @@ class TierNumbers(NamedTuple):
     limit_bytes: int = 0
 
 
+class HostNumbers(NamedTuple):
+    """Of the host's memory, where blocks are kept beside a GPU's, since the start; there is none: zeros."""
+
+    limit_bytes: int = 0
+    bytes: int = 0
+    """What is held there now."""
+    loads: int = 0
+    loaded_tokens: int = 0
+    failed_loads: int = 0
+    out_bytes: int = 0
+    """Copied there from the device."""
+    in_bytes: int = 0
+    """Copied back."""
+
+
 class KVUsage(NamedTuple):
     """One moment of the cache. A unit is a block (paged) or the cell of one token (slots).
 
@@ -71,6 +86,7 @@ class KVUsage(NamedTuple):
     context_rebuilds: int = 0
     """Times the backend's context was made anew with more or fewer slots."""
     disk: TierNumbers = TierNumbers()
+    host: HostNumbers = HostNumbers()
     pins: int = 0
     pinned: int = 0
     """Units that pins use. They count as referenced, whoever else uses them."""
@@ -80,7 +96,7 @@ class KVUsage(NamedTuple):
     blocks_removed: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        return {**self._asdict(), "disk": self.disk._asdict()}
+        return {**self._asdict(), "disk": self.disk._asdict(), "host": self.host._asdict()}
 
     @property
     def used_fraction(self) -> float:

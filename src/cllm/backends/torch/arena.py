@@ -51,26 +51,26 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        return sum(int(part.nbytes) for part in self._parts)
+        return sum(int(part.nbytes) for part in self.parts)
 
     @property
-    def _parts(self) -> list[torch.Tensor]:
+    def parts(self) -> list[torch.Tensor]:
         """As bytes: not every operation is there for every type."""
         return [part.view(torch.uint8) for part in (self.data, self.scales) if part is not None]
 
     @property
     def block_bytes(self) -> int:
-        return sum(int(part[0].nbytes) for part in self._parts)
+        return sum(int(part[0].nbytes) for part in self.parts)
 
     def read(self, blocks: Sequence[int]) -> torch.Tensor:
         """A copy of what they hold, in the host's memory: a row of bytes each."""
         chosen = torch.tensor(list(blocks), device=self.device)
-        return torch.cat([part[chosen].flatten(1) for part in self._parts], 1).cpu()
+        return torch.cat([part[chosen].flatten(1) for part in self.parts], 1).cpu()
 
     def write(self, blocks: Sequence[int], content: torch.Tensor) -> None:
         """The opposite of `read`."""
         chosen, content, start = torch.tensor(list(blocks), device=self.device), content.to(self.device), 0
-        for part in self._parts:
+        for part in self.parts:
             size = int(part[0].nbytes)
             part[chosen] = content[:, start : start + size].reshape(-1, *part.shape[1:])
             start += size
@@ -79,13 +79,13 @@ class Arena:
         """Blocks given as (source, target); all are read before any is written."""
         if pairs:
             sources, targets = torch.tensor(pairs, device=self.device).unbind(1)
-            for part in self._parts:
+            for part in self.parts:
                 part[targets] = part[sources]
 
     def move(self, moves: Sequence[Move]) -> None:
         """One after the other, and each as if it went through a copy of its source."""
         for move in moves:
-            for part in self._parts:
+            for part in self.parts:
                 _move(part, *move)
 
 

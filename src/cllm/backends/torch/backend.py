@@ -181,6 +181,7 @@ class TorchBackend(BlocksAsBytes):
         if not isinstance(geometry, BlockGeometry):
             raise BackendError("the torch backend keeps its K/V in blocks, not in slots")
         self._open()
+        self._end_copies()
         self._memory = None
         self._memory = memory = self._reserve(geometry)
         self._geometry = geometry
@@ -361,6 +362,7 @@ class TorchBackend(BlocksAsBytes):
     def rebuild(self) -> None:
         if self._geometry is None or self._weights is None:
             raise _no_memory()
+        self._end_copies()
         self._memory = None  # the old one first: there is no room for both
         try:
             self._memory = self._reserve(self._geometry)
@@ -370,6 +372,7 @@ class TorchBackend(BlocksAsBytes):
             raise self._failure(error, "rebuilding its context") from error
 
     def close(self) -> None:
+        self._close_host_rows()
         self._memory = None
         self._weights = None
         if self.on_gpu:

@@ -11,11 +11,30 @@ from numpy.typing import NDArray
 
 from cllm.backends.base import Backend
 from cllm.backends.torch.arena import Arena
+from cllm.backends.torch.host_rows import Rows
 from cllm.errors import BackendError
 
 
 class BlocksAsBytes(Backend):
-    """`cllm.kv.ops.BlockBytes`. What is read and written goes through copies, in the order of the steps."""
+    """`cllm.kv.ops.BlockBytes`. What is read and written goes through copies, in the order of the steps; with rows in
+    the host's memory, beside them."""
+
+    _host_rows: Rows | None = None
+
+    def open_host_rows(self, limit: int) -> Rows:
+        """At most so many bytes of the host's memory, beside what the arena takes. They are there until `close`."""
+        self._host_rows = Rows(self._arena, limit, self._failure)
+        return self._host_rows
+
+    def _end_copies(self) -> None:
+        """The arena goes: nothing may read or write it any more."""
+        if self._host_rows is not None:
+            self._host_rows.drain()
+
+    def _close_host_rows(self) -> None:
+        rows, self._host_rows = self._host_rows, None
+        if rows is not None:
+            rows.close()
 
     @abstractmethod
     def _arena(self) -> Arena: ...

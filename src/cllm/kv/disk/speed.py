@@ -1,4 +1,4 @@
-"""How fast the disk is, as measured while it is used."""
+"""How fast the disk is, or another place that K/V are kept in, as measured while it is used."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ GUESS_BYTES = 16 << 20
 class Speed:
     """Bytes per second over the last few hundred MB."""
 
-    def __init__(self) -> None:
+    def __init__(self, guess: float = FIRST_GUESS) -> None:
         self._bytes = float(GUESS_BYTES)
-        self._seconds = GUESS_BYTES / FIRST_GUESS
+        self._seconds = GUESS_BYTES / guess
         self.total = 0
 
     def add(self, count: int, seconds: float) -> None:

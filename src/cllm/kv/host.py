@@ -1,0 +1,333 @@
+"""Blocks in the host's memory, between the arena of a GPU and the disk.
+
+    arena ──copy_out──► rows, by name, used longest ago go first ──copy_in──► arena
+            before a block is evicted, or reused                    for a sequence that waits
+
+A block is called here as in the prefix tree. What was brought back stays here, too, so that it need not be copied when
+it is evicted again. Copies go on beside the steps; a row that one of them reads or writes is *busy* and not given to
+another block, and whoever overwrites a block that is still being copied has the device wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.errors import BackendError, describe
+from cllm.kv.disk.names import chain
+from cllm.kv.disk.speed import GUESS_BYTES, Speed
+from cllm.kv.loads import patience
+from cllm.kv.ops import Copying, HostRows
+from cllm.kv.tier import LEAST_TOKENS, STRIKES
+from cllm.kv.usage import HostNumbers
+
+log = logging.getLogger("cllm.kv")
+
+LATENCY_S = 0.002
+"""What loading takes whatever its size: another turn of the engine, the steps that are queued."""
+
+COPIED_AT_ONCE_BYTES = 64 << 20
+"""Of what is on its way to disk, ahead of what is written."""
+
+FIRST_GUESS = 10e9
+"""Bytes per second, before anything was copied."""
+
+
+class Moved:
+    """Copies under way, as `Load` sees them: what came, once they are done."""
+
+    __slots__ = ("blocks", "copying", "done", "loaded", "names", "outwards", "rows")
+
+    def __init__(
+        self, copying: Copying, names: Sequence[bytes], blocks: Sequence[int], rows: Sequence[int], *, outwards: bool
+    ) -> None:
+        self.copying = copying
+        self.names = list(names)
+        self.blocks = list(blocks)
+        self.rows = list(rows)
+        self.outwards = outwards
+        self.done = False
+        self.loaded = 0
+
+    def cancel(self) -> None:
+        """It is over sooner than it could be interrupted."""
+
+
+class HostTier:
+    def __init__(self, rows: HostRows, *, block_tokens: int, least_tokens: int = LEAST_TOKENS) -> None:
+        self.least_blocks = -(-least_tokens // block_tokens)
+        self.block_tokens = block_tokens
+        self.token_s = 0.0
+        """What computing a token takes; 0: not known yet."""
+        self.loads = self.loaded_tokens = self.failed_loads = 0
+        self.inwards, self.outwards = Speed(FIRST_GUESS), Speed(FIRST_GUESS)
+        self._rows = rows
+        self._row_of: OrderedDict[bytes, int] = OrderedDict()
+        """What is held, or will be when a copy is done; used longest ago first, the end of a chain before its
+        beginning."""
+        self._free: list[int] = []
+        self._seen = 0
+        """Rows that are held or free: more may have come since."""
+        self._busy: Counter[int] = Counter()
+        self._leaving: dict[int, Copying] = {}
+        """Blocks that are copied, and that nobody has had the device wait for."""
+        self._under_way: list[Moved] = []
+        self._strikes = 0
+        rows.want_more(1)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._row_of
+
+    @property
+    def usable(self) -> bool:
+        return self._strikes < STRIKES
+
+    @property
+    def copied_blocks(self) -> int:
+        """Blocks that copies under way read or write: they must stay where they are."""
+        return sum(len(moved.blocks) for moved in self._under_way)
+
+    # -- keeping -----------------------------------------------------------------------------------------------
+
+    @property
+    def pays(self) -> bool:
+        """Whether a block is brought back sooner than computed, as far as that is known."""
+        if self.token_s == 0.0 or not self._measured:
+            return True
+        return self.inwards.seconds(self._rows.row_bytes) < self.block_tokens * self.token_s
+
+    def keep(self, names: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Copy those of these consecutive blocks of a chain that are not here."""
+        for name in reversed(names):
+            if name in self._row_of:
+                self._row_of.move_to_end(name)
+        new = [(name, block) for name, block in zip(names, blocks, strict=True) if name not in self._row_of]
+        if not new or not self.usable or not self.pays:
+            return
+        rows = self._take(len(new))
+        new = new[: len(rows)]
+        if not rows:
+            return
+        names, blocks = [name for name, _ in new], [block for _, block in new]
+        try:
+            copying = self._rows.copy_out(blocks, rows)
+        except Exception as error:
+            self._free += rows
+            self.fault("copying blocks to the host's memory", error)
+            return
+        for name, row in zip(reversed(names), reversed(rows), strict=True):
+            self._row_of[name] = row
+        self._leaving.update(dict.fromkeys(blocks, copying))
+        self._begin(Moved(copying, names, blocks, rows, outwards=True))
+
+    def _take(self, count: int) -> list[int]:
+        """So many rows in order, or as many as can be had."""
+        missing = count + self._copied_at_once - len(self._free)
+        if missing > 0 and self._seen < self._rows.most_rows:
+            self._rows.want_more(missing)
+        there = self._rows.rows
+        self._free[:0] = range(there - 1, self._seen - 1, -1)
+        self._seen = there
+        if len(self._free) < count:
+            oldest = (name for name, row in self._row_of.items() if row not in self._busy)
+            for name in [name for name, _ in zip(oldest, range(count - len(self._free)), strict=False)]:
+                self._free.append(self._row_of.pop(name))
+        taken = self._free[-count:]
+        del self._free[-count:]
+        return sorted(taken)
+
+    def reuse(self, blocks: Iterable[int]) -> None:
+        """These blocks will be overwritten, by what is asked of the backend from now on."""
+        if not self._leaving:
+            return
+        waiting = {id(copying): copying for block in blocks if (copying := self._leaving.pop(block, None))}
+        for copying in waiting.values():
+            self._wait_for(copying)
+
+    # -- bringing ----------------------------------------------------------------------------------------------
+
+    def find(self, parent: bytes, tokens: array[int]) -> list[bytes]:
+        """The names of what is here of the tokens that follow the block called `parent`."""
+        names: list[bytes] = []
+        step = self.block_tokens
+        for start in range(0, len(tokens) // step * step, step):
+            (parent,) = chain(parent, tokens[start : start + step], step)
+            if parent not in self._row_of:
+                break
+            names.append(parent)
+        return names
+
+    def patience(self, blocks: int) -> float | None:
+        """How long to wait for so many blocks. None: it is better not to."""
+        queued = sum(len(moved.blocks) for moved in self._under_way if not moved.outwards)
+        expected = self.inwards.seconds((queued + blocks) * self._rows.row_bytes) + LATENCY_S
+        if blocks < self.least_blocks or not self.usable:
+            return None
+        computing = blocks * self.block_tokens * self.token_s
+        return patience(expected, computing, measured=self._measured)
+
+    @property
+    def _measured(self) -> bool:
+        return self.inwards.total >= GUESS_BYTES
+
+    @contextmanager
+    def holding(self, names: Sequence[bytes]) -> Iterator[None]:
+        """These stay here meanwhile, whatever else has to be kept."""
+        rows = [self._row_of[name] for name in names]
+        self._busy.update(rows)
+        try:
+            yield
+        finally:
+            self._busy -= Counter(rows)
+
+    def load(self, names: Sequence[bytes], blocks: Sequence[int]) -> Moved:
+        """Begin to copy what is here into blocks that nobody uses."""
+        rows = [self._row_of[name] for name in names]
+        for name in reversed(names):
+            self._row_of.move_to_end(name)
+        wanted = set(rows)
+        after = [moved.copying for moved in self._under_way if moved.outwards and not wanted.isdisjoint(moved.rows)]
+        return self._begin(Moved(self._rows.copy_in(rows, blocks, after), names, blocks, rows, outwards=False))
+
+    def land(self, moved: Moved) -> None:
+        """What follows reads the blocks."""
+        self._wait_for(moved.copying)
+
+    def _wait_for(self, copying: Copying) -> None:
+        """If the device does not wait where it must, nothing that it holds is certain."""
+        try:
+            self._rows.wait_for(copying)
+        except Exception as error:
+            raise BackendError(f"copies of blocks could not be waited for: {describe(error)}", fatal=True) from error
+
+    def note_load(self, tokens: int, asked: int) -> None:
+        self.loads += 1
+        self.loaded_tokens += tokens
+        self.failed_loads += tokens < asked
+
+    # -- copies under way --------------------------------------------------------------------------------------
+
+    def _begin(self, moved: Moved) -> Moved:
+        self._busy.update(moved.rows)
+        self._under_way.append(moved)
+        return moved
+
+    def settle(self) -> None:
+        """See what is done."""
+        for moved in list(self._under_way):
+            try:
+                if not moved.copying.done:
+                    continue
+            except Exception as error:
+                self._end(moved)
+                self._forget(moved)
+                self.fault("copying blocks between the host's memory and the device", error)
+            else:
+                self._end(moved)
+                moved.loaded = len(moved.blocks)
+                speed = self.outwards if moved.outwards else self.inwards
+                speed.add(len(moved.blocks) * self._rows.row_bytes, moved.copying.seconds)
+                self._strikes = 0
+
+    def _end(self, moved: Moved) -> None:
+        moved.done = True
+        self._under_way.remove(moved)
+        self._busy -= Counter(moved.rows)
+        for block in moved.blocks:
+            if self._leaving.get(block) is moved.copying:
+                del self._leaving[block]
+
+    def _forget(self, moved: Moved) -> None:
+        """What its rows hold is not certain."""
+        for name in moved.names:
+            if name in self._row_of:
+                self._free.append(self._row_of.pop(name))
+
+    @property
+    def _copied_at_once(self) -> int:
+        return max(1, COPIED_AT_ONCE_BYTES // self._rows.row_bytes)
+
+    def restart(self) -> None:
+        """The arena is new, and no copy is under way any more. What was copied to the end stays."""
+        for moved in list(self._under_way):
+            try:
+                whole = moved.copying.done
+            except Exception:
+                whole = False
+            self._end(moved)
+            if not whole and moved.outwards:
+                self._forget(moved)
+        self._leaving.clear()
+
+    def fault(self, doing: str, error: Exception) -> None:
+        """No request may suffer of it, unless all memory is in doubt."""
+        if isinstance(error, BackendError) and error.fatal:
+            raise error
+        self._strikes += 1
+        last = "; the host's memory is not used any more" if self._strikes >= STRIKES else ""
+        log.error("%s failed: %s%s", doing, error or type(error).__name__, last, exc_info=error)
+
+    # -- looking -----------------------------------------------------------------------------------------------
+
+    def contents(self, names: Sequence[bytes], blocks: Sequence[int], most: int) -> list[NDArray[np.uint8]] | None:
+        """Of consecutive blocks, `most` at once, to be copied before anything else is asked. The first of them may be
+        in the arena still, as `blocks`: they are copied here. None: that is under way."""
+        coming = {row for moved in self._under_way if moved.outwards for row in moved.rows}
+        found: list[NDArray[np.uint8]] = []
+        for name in names[:most]:
+            row = self._row_of.get(name)
+            if row is None or row in coming:
+                break
+            found.append(self._rows.row(row))
+        if found or not names:
+            return found
+        if names[0] not in self._row_of:
+            ahead = min(len(blocks), max(most, self._copied_at_once))
+            self.keep(names[:ahead], blocks[:ahead])
+        return None if names[0] in self._row_of else []
+
+    def numbers(self) -> HostNumbers:
+        size = self._rows.row_bytes
+        return HostNumbers(
+            self._rows.most_rows * size,
+            len(self._row_of) * size,
+            self.loads,
+            self.loaded_tokens,
+            self.failed_loads,
+            self.outwards.total,
+            self.inwards.total,
+        )
+
+    def details(self) -> dict[str, Any]:
+        size = self._rows.row_bytes
+        return {
+            "limit_bytes": self._rows.most_rows * size,
+            "taken_bytes": self._rows.rows * size,
+            "bytes": len(self._row_of) * size,
+            "blocks": len(self._row_of),
+            "copying": self.copied_blocks,
+            "out_bytes_per_s": round(self.outwards.bytes_per_s),
+            "in_bytes_per_s": round(self.inwards.bytes_per_s),
+            "used": self.usable,
+        }
+
+    def check(self) -> None:
+        """Raise AssertionError if a row is held twice, or lost."""
+        rows = [*self._free, *self._row_of.values()]
+        if sorted(rows) != list(range(self._seen)):
+            raise AssertionError("rows of the host's memory are held twice, or by nobody")
+        if self._seen > self._rows.most_rows:
+            raise AssertionError("there are more rows in the host's memory than may be")
+        under_way = Counter(row for moved in self._under_way for row in moved.rows)
+        if under_way != self._busy:
+            raise AssertionError("rows that are copied are counted wrong")
