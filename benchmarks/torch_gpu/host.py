@@ -49,7 +49,7 @@ async def host(place: Place, keep: Keep) -> None:
     every, streams = (turns.prompts + 1) * one, turns.streams * (turns.stream_in + turns.stream_out + 32)
     small = streams + int(2.5 * one)
     for name, on_gpu, on_host in (
-        ("turns on the GPU", every + streams, 0),
+        ("turns on the GPU", int(1.5 * (every + streams)), 0),
         ("turns through the host", small, every),
         ("turns computed again", small, 0),
     ):
