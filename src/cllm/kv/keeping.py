@@ -70,8 +70,12 @@ class Keeping:
         blocks = self._worth(sequence)
         if blocks and len(self._offers) < MOST_OFFERS and self._tier.pays:
             tokens = blocks * self._tier.block_tokens
-            self._offers.append(Offer(sequence.space, sequence.tokens[:tokens].tobytes()))
-            self.blocks += blocks
+            self.take([Offer(sequence.space, sequence.tokens[:tokens].tobytes())])
+
+    def take(self, offers: list[Offer]) -> None:
+        for offer in offers[: MOST_OFFERS - len(self._offers)]:
+            self._offers.append(offer)
+            self.blocks += len(offer.key) // (TOKEN_BYTES * self._tier.block_tokens)
 
     def _worth(self, sequence: KVSequence) -> int:
         """How many of its first blocks are worth being kept: all if they are many, else those that were used again."""

@@ -135,6 +135,7 @@ class PagedTiers(PagedOperations, Tiered):
         if self._keeping is None:
             return False, budget_s
         started = self._clock()
+        self._say_whether_busy(len(self._arena.running) > self.loading)
         self._take_in()
         more = self._keeping.work(self._time_to_keep(budget_s * BUSY_SHARE, budget_s))
         return more, max(0.0, budget_s - (self._clock() - started))

@@ -101,6 +101,7 @@ class SlotTiers(SlotOperations, Tiered):
         if self._tier is None:
             return False
         self._tier.token_s = self.token_s
+        self._say_whether_busy(bool(self._running_slots()))
         self._take_in()
         now = self._clock()
         if self._keep_at is None or now < self._keep_at or budget_s <= 0 or self._running_slots():

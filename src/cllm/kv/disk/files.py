@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
@@ -22,6 +23,20 @@ MOST_BUFFERS = 512
 
 Buffer = memoryview | bytes
 """Of single bytes."""
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """Linux has it, Python does not."""
+    try:
+        found = ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return found
+
+
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = _find_sync_file_range()
 
 
 class Listed(NamedTuple):
@@ -65,6 +80,11 @@ class Files:
 
     def sync(self, file: int) -> None:
         getattr(os, "fdatasync", os.fsync)(file)
+
+    def begin_sync(self, file: int, offset: int, count: int) -> None:
+        """Have the system begin to write this to the disk; what comes of it, `sync` tells."""
+        if _sync_file_range is not None:
+            _sync_file_range(file, offset, count, _SYNC_FILE_RANGE_WRITE)
 
     def lock(self, file: int) -> bool:
         """Take the file for this process, until it is closed there. False: another one has it."""

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from cllm.kv.disk.directory import BusyError, Directory, Found
+from cllm.kv.disk.directory import BusyError, Directory, Found, Tally
 from cllm.kv.disk.format import PAGE, SUFFIX, DamagedError, OtherVersionError, Record
 from cllm.kv.disk.index import Index
 from cllm.kv.disk.segment import Piece, Segment, read_page, read_record, scan
 
 log = logging.getLogger("cllm.kv.disk")
+
+SURVEY_INTERVAL_S = 60.0
+"""How often, at least, all files are looked at while something is written."""
+
+MANY_FILES, SPARE_PART = 64, 32
+"""Where looking at all of them takes long, a little more goes than has to, so that it is not done for every record."""
 
 
 class Shelf:
@@ -45,10 +52,13 @@ def space_of(fingerprint: bytes) -> str:
 
 
 class Keeper:
-    def __init__(self, directory: Directory, limit: int) -> None:
+    def __init__(self, directory: Directory, limit: int, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.directory = directory
         self.files = directory.files
         self.limit = limit
+        self._monotonic = monotonic
+        self._survey_at = float("-inf")
+        """Until then, what others say of the directory's bytes is believed."""
         self.lock = threading.Lock()
         """Guards all that is known in memory. Nobody waits for a disk while he holds it."""
         self.shelves: dict[str, Shelf] = {}
@@ -230,19 +240,28 @@ class Keeper:
 
     # -- what has to go ----------------------------------------------------------------------------------------
 
-    def make_room(self, needed: int, protected: Mapping[str, int]) -> bool:
+    def make_room(self, needed: int, protected: Mapping[str, int], tally: Tally) -> bool:
         """Have `needed` bytes free below the limit; the directory is locked. What was used longest ago goes first, but
         for the first blocks of protected segments. False: too much is being written, or protected."""
         if needed > self.limit:
             return False
-        survey = self.directory.survey()
-        if survey.bytes + needed > self.limit:
-            self._evict(survey.files, survey.bytes + needed - self.limit, protected)
+        total = tally.read() if self._monotonic() < self._survey_at else None
+        if total is None or total + needed > self.limit:
             survey = self.directory.survey()
-        self.bytes = survey.bytes
-        return survey.bytes + needed <= self.limit
+            self._survey_at = self._monotonic() + SURVEY_INTERVAL_S
+            total = survey.bytes
+            if total + needed > self.limit:
+                spare = self.limit // SPARE_PART if len(survey.files) >= MANY_FILES else 0
+                total -= self._evict(survey.files, total + needed + spare - self.limit, protected)
+        self.bytes = total
+        if total + needed > self.limit:
+            return False
+        tally.write(total + needed)
+        return True
 
-    def _evict(self, files: list[Found], excess: int, protected: Mapping[str, int]) -> None:
+    def _evict(self, files: list[Found], excess: int, protected: Mapping[str, int]) -> int:
+        """The bytes that were freed."""
+        wanted = excess
         candidates = [
             (stamp, max(first, protected.get(found.path, 0)), found)
             for found in files
@@ -253,6 +272,7 @@ class Keeper:
             if excess <= 0:
                 break
             excess -= self._evict_piece(found, first, excess)
+        return wanted - excess
 
     def _pieces(self, found: Found) -> list[Piece]:
         known = self._known(found)

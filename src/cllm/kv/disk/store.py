@@ -29,15 +29,15 @@ from cllm.kv.disk.index import FoundSequence
 from cllm.kv.disk.keeper import Keeper, Shelf, space_of
 from cllm.kv.disk.names import TOKEN_BYTES, root_name, tail_name
 from cllm.kv.disk.reader import Reader, Ticket
-from cllm.kv.disk.runs import Run, Saved, Sums
+from cllm.kv.disk.runs import Run, Saved
 from cllm.kv.disk.speed import GUESS_BYTES
 from cllm.kv.disk.staging import Staging
-from cllm.kv.disk.worker import Worker, be_patient
+from cllm.kv.disk.worker import Worker
 from cllm.kv.disk.writer import Writer
 
 Block = NDArray[np.uint8] | memoryview | bytes
 MOST_HELPERS = 4
-"""Threads that copy and check what is read and written."""
+"""Threads that copy and check what is read."""
 
 LOOK_INTERVAL_S = 2.0
 """How often, at most, the directory is looked at for what others wrote; only while somebody asks."""
@@ -84,19 +84,17 @@ class DiskStore:
         """`rate`: most bytes per second to write. Without `threads`, `work` does what they would."""
         root = str(directory)
         self._keeper = Keeper(
-            Directory(root, files or Files(), clock_ns=clock_ns, monotonic=monotonic, sleep=sleep), limit
+            Directory(root, files or Files(), clock_ns=clock_ns, monotonic=monotonic, sleep=sleep),
+            limit,
+            monotonic=monotonic,
         )
         self._monotonic = monotonic
         self.staging = Staging(queue_bytes)
         cores = min(MOST_HELPERS, os.cpu_count() or 1) if threads else 1
         self._helpers = ThreadPoolExecutor(cores, thread_name_prefix="cllm-kv-help") if cores > 1 else None
-        self._patient_helper: ThreadPoolExecutor | None = None
-        if threads:
-            self._patient_helper = ThreadPoolExecutor(1, thread_name_prefix="cllm-kv-sums", initializer=be_patient)
         self.writer = Writer(
             self._keeper,
             staging=self.staging,
-            helpers=self._patient_helper,
             queue_bytes=queue_bytes,
             linger_s=linger_s,
             rate=rate,
@@ -198,9 +196,8 @@ class DiskStore:
             for worker in self._workers:
                 worker.stop(1.0)
         self.reader.give_up()
-        for helpers in (self._helpers, self._patient_helper):
-            if helpers is not None:
-                helpers.shutdown(wait=False, cancel_futures=True)
+        if self._helpers is not None:
+            self._helpers.shutdown(wait=False, cancel_futures=True)
 
 
 class Space:
@@ -260,7 +257,7 @@ class Space:
                 break
             before = names[start - 1] if start else parent
             with self._keeper.lock:
-                run = Run(self._shelf, before, first + start, list(names[start:end]), copies, Sums())
+                run = Run(self._shelf, before, first + start, list(names[start:end]), copies)
                 self._store.writer.add(run)
         with self._keeper.lock:
             index, pending = self._shelf.index, self._shelf.pending
@@ -276,6 +273,8 @@ class Space:
         with self._keeper.lock:
             index, pending = self._shelf.index, self._shelf.pending
             room = self._store.writer.room() // self.block_bytes
+            if self._store.writer.pace.gentle:
+                room = min(room, self._store.staging.ready(self.block_bytes))
             for number, name in enumerate(names):
                 if name in index or name in pending:
                     continue
@@ -338,7 +337,7 @@ class Space:
                 return False
             shelf.pending.add(end)
             self._store.writer.reserve(len(view))
-            self._store.writer.add(Saved(shelf, [*names, end], tokens, count, view, Sums()))
+            self._store.writer.add(Saved(shelf, [*names, end], tokens, count, view))
         self._store.wake()
         return True
 

@@ -17,7 +17,6 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager, suppress
 
 from cllm.kv.disk.directory import BusyError
@@ -34,7 +33,8 @@ from cllm.kv.disk.format import (
     whole_pages,
 )
 from cllm.kv.disk.keeper import Keeper, Shelf
-from cllm.kv.disk.runs import Run, Saved, Sums, joined
+from cllm.kv.disk.pace import Pace
+from cllm.kv.disk.runs import Run, Saved, joined
 from cllm.kv.disk.segment import Segment
 from cllm.kv.disk.speed import Speed
 from cllm.kv.disk.staging import Staging
@@ -49,8 +49,11 @@ SMALL_RECORD_BYTES = 64 << 10
 SEGMENT_BYTES = 256 << 20
 """A segment that would become longer is not appended to; at most a quarter of the limit."""
 
-WRITE_BYTES = 8 << 20
+MOST_PIECES = 500
 """In one call."""
+
+BEGIN_SYNC_BYTES = 1 << 20
+"""The disk begins with so much, while more is summed up and copied."""
 
 KEEP_COPIES_S = 5.0
 """How long the memory of copies stays taken when there is nothing to write."""
@@ -66,7 +69,6 @@ class Writer:
         keeper: Keeper,
         *,
         staging: Staging,
-        helpers: Executor | None,
         queue_bytes: int,
         linger_s: float,
         rate: float | None,
@@ -77,18 +79,15 @@ class Writer:
         self.queued_bytes = 0
         self.closed = False
         """Nothing more is taken."""
-        self.rate = rate
-        """Most bytes per second, on average over a record; None: as fast as the disk takes them."""
+        self.pace = Pace(rate, sleep=sleep)
         self.trouble: str | None = None
         """Why nothing is written now."""
         self._keeper = keeper
         self._files = keeper.files
         self._staging = staging
-        self._helpers = helpers
         self._queue_bytes = queue_bytes
         self._linger_s = linger_s
         self._monotonic = monotonic
-        self._sleep = sleep
         self._items: deque[Run | Saved] = deque()
         self._arrived = threading.Condition(keeper.lock)
         self._oldest: float = 0.0
@@ -117,12 +116,13 @@ class Writer:
         if not self._items:
             self._oldest = self._monotonic()
         self._items.append(item)
-        item.sums.begin(item.blocks if isinstance(item, Run) else item.pieces(SEQUENCE_PIECE), self._helpers)
 
     # -- the thread --------------------------------------------------------------------------------------------
 
     def work(self) -> float | None:
         """Write a batch if one is due. 0: there may be more; otherwise how long to wait for it."""
+        if self._prepare():
+            return 0.0
         with self._keeper.lock:
             if not self._items:
                 return self._rest()
@@ -142,6 +142,15 @@ class Writer:
                 self._arrived.notify_all()
         return 0.0
 
+    def _prepare(self) -> bool:
+        """Have memory for copies that the engine has no time to take."""
+        self.pace.begin()
+        prepared = self._staging.prepare(self.queued_bytes)
+        if prepared:
+            self._idle_since = self._monotonic()
+            self.pace.rest(0)
+        return bool(prepared)
+
     def _rest(self) -> float | None:
         """Nothing to write: memory for copies goes back after a while."""
         if not self._staging.kept:
@@ -155,7 +164,7 @@ class Writer:
     @contextmanager
     def flushing(self) -> Iterator[None]:
         """Nothing waits for more to come."""
-        self._flushing = True
+        self._flushing, self.pace.gentle = True, False
         try:
             yield
         finally:
@@ -228,8 +237,8 @@ class Writer:
         if tip is not None and tip.size + size > self._segment_bytes:
             tip = None
         with ExitStack() as stack:
-            with keeper.directory.locked():
-                if not keeper.make_room(size + PAGE, protected):
+            with keeper.directory.locked() as tally:
+                if not keeper.make_room(size + PAGE, protected, tally):
                     return False
                 segment, file = self._reserve_behind(tip, size, stack) if tip is not None else (None, -1)
                 if segment is None:
@@ -238,7 +247,7 @@ class Writer:
             record = Record(
                 segment.header.id, segment.size, shelf.block_bytes, run.nbytes, 0, tuple(run.names), array("I")
             )
-            linked = self._fill(file, record, run.blocks, run.sums, size)
+            linked = self._fill(file, record, run.blocks, size)
         with keeper.lock:
             keeper.writing = None
             if linked:
@@ -257,12 +266,12 @@ class Writer:
         size = record_bytes(len(saved.names), len(pieces), saved.nbytes)
         header = self._header(shelf, Kind.SEQUENCE, bytes(len(saved.names[0])), 0)
         with ExitStack() as stack:
-            with keeper.directory.locked():
-                if not keeper.make_room(size + PAGE, {}):
+            with keeper.directory.locked() as tally:
+                if not keeper.make_room(size + PAGE, {}, tally):
                     return False
                 segment, file = self._reserve_new(header, size, stack)
             record = Record(header.id, PAGE, SEQUENCE_PIECE, saved.nbytes, saved.count, tuple(saved.names), array("I"))
-            linked = self._fill(file, record, pieces, saved.sums, size)
+            linked = self._fill(file, record, pieces, size)
         with keeper.lock:
             keeper.writing = None
             covered = shelf.index.covered(saved.names[:-1], saved.tokens)
@@ -325,38 +334,42 @@ class Writer:
 
         stack.push(leave)
 
-    def _fill(self, file: int, record: Record, pieces: Sequence[memoryview], sums: Sums, size: int) -> bool:
+    def _fill(self, file: int, record: Record, pieces: Sequence[memoryview], size: int) -> bool:
         """Payload, then the disk's word for it, then the header. False: the file was removed meanwhile."""
-        began, slept = self._monotonic(), 0.0
+        began, rested = self._monotonic(), 0.0
         padded = whole_pages(record.payload_bytes)
-        padding = bytes(padded - record.payload_bytes)
-        offset = record.offset + size - padded
-        record.checksums.extend(sums.of(pieces))
-        for group in _groups([*pieces, memoryview(padding)]):
-            write_all(self._files, file, group, offset)
-            offset += sum(map(len, group))
-            slept += self._pace(sum(map(len, group)))
-        record.checksums[-1] = zlib.crc32(padding, record.checksums[-1])
+        start = offset = record.offset + size - padded
+        record.checksums.extend([0] * len(pieces))
+        self.pace.begin()
+        for group in self._slices(pieces, memoryview(bytes(padded - record.payload_bytes))):
+            for number, view in group:
+                record.checksums[number] = zlib.crc32(view, record.checksums[number])
+            write_all(self._files, file, [view for _, view in group], offset)
+            offset += sum(len(view) for _, view in group)
+            if offset - start >= BEGIN_SYNC_BYTES:
+                self._files.begin_sync(file, start, offset - start)
+                start = offset
+            rested += self.pace.rest(sum(len(view) for _, view in group))
         self._files.sync(file)
         write_all(self._files, file, [record.encode()], record.offset)
         self._recovered()
-        self.speed.add(size, self._monotonic() - began - slept)
+        self.speed.add(size, self._monotonic() - began - rested)
         return self._files.status(file).st_nlink > 0
 
-    def _pace(self, count: int) -> float:
-        if self.rate is None:
-            return 0.0
-        self._sleep(count / self.rate)
-        return count / self.rate
-
-
-def _groups(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """What is written with one call."""
-    group: list[memoryview] = []
-    for piece in pieces:
-        group.append(piece)
-        if sum(map(len, group)) >= WRITE_BYTES:
+    def _slices(self, pieces: Sequence[memoryview], padding: memoryview) -> Iterator[list[tuple[int, memoryview]]]:
+        """What is summed up and written with one call: parts of pieces, with their numbers. The padding counts as part
+        of the last piece."""
+        group: list[tuple[int, memoryview]] = []
+        room = self.pace.slice_bytes
+        for number, piece in [*enumerate(pieces), (len(pieces) - 1, padding)]:
+            done = 0
+            while done < len(piece):
+                part = piece[done : done + room]
+                group.append((number, part))
+                done += len(part)
+                room -= len(part)
+                if room <= 0 or len(group) >= MOST_PIECES:
+                    yield group
+                    group, room = [], self.pace.slice_bytes
+        if group:
             yield group
-            group = []
-    if group:
-        yield group
