@@ -128,7 +128,7 @@ class PagedTiers(PagedOperations, Tiered):
     def _rescue(self, count: int) -> None:
         """So many blocks are about to be evicted. If offered ones may be among them, some of those go to disk first."""
         if self._keeping is not None and self._keeping.blocks > self._prefixes.evictable - count:
-            self._keeping.work(self._time_to_keep(RESCUE_S, RESCUE_S))
+            self._keeping.rescue(self._time_to_keep(RESCUE_S, RESCUE_S))
 
     def _keep(self, budget_s: float) -> tuple[bool, float]:
         """Take in what came, hand over what was offered. Whether there is more of it, and what the budget leaves."""
@@ -137,6 +137,9 @@ class PagedTiers(PagedOperations, Tiered):
         started = self._clock()
         self._say_whether_busy(len(self._arena.running) > self.loading)
         self._take_in()
+        if self._tier is not None and self._tier.space is not None:
+            running = self._arena.running.values()
+            self._keeping.offer_standing(sequence for sequence in running if not isinstance(sequence, Incoming))
         more = self._keeping.work(self._time_to_keep(budget_s * BUSY_SHARE, budget_s))
         return more, max(0.0, budget_s - (self._clock() - started))
 

@@ -242,13 +242,16 @@ class Space:
             self._store.reader.note_use(self._shelf, name)
         self._store.wake()
 
-    def put(self, parent: bytes, first: int, names: Sequence[bytes], blocks: Sequence[Block]) -> int:
+    def put(
+        self, parent: bytes, first: int, names: Sequence[bytes], blocks: Sequence[Block], *, urgent: bool = False
+    ) -> int:
         """Hand over consecutive blocks that follow `parent`, the first of which is number `first` of its chain.
 
-        They are copied as far as there is room. How many, from the first on, are on disk or will be, if nothing fails.
+        They are copied as far as there is room; while answers are generated, unless it is urgent, only into memory that
+        has been used for that before. How many, from the first on, are on disk or will be, if nothing fails.
         """
         views = [_view(block, self.block_bytes) for block in blocks]
-        taken = self._missing(names)
+        taken = self._missing(names, urgent)
         for number, (start, end) in enumerate(taken):
             try:
                 copies = self._store.staging.copies(views[start:end])
@@ -267,13 +270,13 @@ class Space:
         self._store.wake()
         return kept
 
-    def _missing(self, names: Sequence[bytes]) -> list[tuple[int, int]]:
+    def _missing(self, names: Sequence[bytes], urgent: bool) -> list[tuple[int, int]]:
         """The runs of these that are to be written, and that there is room for; they are pending from now on."""
         runs: list[tuple[int, int]] = []
         with self._keeper.lock:
             index, pending = self._shelf.index, self._shelf.pending
             room = self._store.writer.room() // self.block_bytes
-            if self._store.writer.pace.gentle:
+            if self._store.writer.pace.gentle and not urgent:
                 room = min(room, self._store.staging.ready(self.block_bytes))
             for number, name in enumerate(names):
                 if name in index or name in pending:
