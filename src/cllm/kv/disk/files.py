@@ -72,6 +72,13 @@ class Files:
     def read(self, file: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(file, buffers, offset)
 
+    def cached(self, file: int, offset: int) -> bool:
+        """Whether the system has this byte in its memory, so far as it can say."""
+        try:
+            return os.preadv(file, [bytearray(1)], offset, getattr(os, "RWF_NOWAIT", 0)) > 0
+        except OSError:
+            return False
+
     def write(self, file: int, buffers: Sequence[Buffer], offset: int) -> int:
         return os.pwritev(file, buffers, offset)
 
@@ -85,6 +92,15 @@ class Files:
         """Have the system begin to write this to the disk; what comes of it, `sync` tells."""
         if _sync_file_range is not None:
             _sync_file_range(file, offset, count, _SYNC_FILE_RANGE_WRITE)
+
+    def direct(self, file: int, on: bool) -> None:
+        """Have an open file read and written without the system's memory, or no longer. Whole pages only, on disk and
+        in memory. EINVAL: the file system cannot do that, now or when it is tried."""
+        flag = getattr(os, "O_DIRECT", 0)
+        if not flag:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
 
     def lock(self, file: int) -> bool:
         """Take the file for this process, until it is closed there. False: another one has it."""

@@ -240,6 +240,12 @@ class Keeper:
 
     # -- what has to go ----------------------------------------------------------------------------------------
 
+    def keep_to_limit(self) -> None:
+        """The limit may have been lowered since the files were written."""
+        if self.bytes > self.limit:
+            with self.directory.locked() as tally:
+                self.make_room(0, {}, tally)
+
     def make_room(self, needed: int, protected: Mapping[str, int], tally: Tally) -> bool:
         """Have `needed` bytes free below the limit; the directory is locked. What was used longest ago goes first, but
         for the first blocks of protected segments. False: too much is being written, or protected."""
@@ -252,16 +258,15 @@ class Keeper:
             total = survey.bytes
             if total + needed > self.limit:
                 spare = self.limit // SPARE_PART if len(survey.files) >= MANY_FILES else 0
-                total -= self._evict(survey.files, total + needed + spare - self.limit, protected)
+                self._evict(survey.files, total + needed + spare - self.limit, protected)
+                total = self.directory.survey().bytes
         self.bytes = total
         if total + needed > self.limit:
             return False
         tally.write(total + needed)
         return True
 
-    def _evict(self, files: list[Found], excess: int, protected: Mapping[str, int]) -> int:
-        """The bytes that were freed."""
-        wanted = excess
+    def _evict(self, files: list[Found], excess: int, protected: Mapping[str, int]) -> None:
         candidates = [
             (stamp, max(first, protected.get(found.path, 0)), found)
             for found in files
@@ -272,7 +277,6 @@ class Keeper:
             if excess <= 0:
                 break
             excess -= self._evict_piece(found, first, excess)
-        return wanted - excess
 
     def _pieces(self, found: Found) -> list[Piece]:
         known = self._known(found)

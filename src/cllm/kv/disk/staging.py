@@ -20,7 +20,7 @@ class Staging:
         self._free: dict[int, list[memoryview]] = {}
         self._lock = threading.Lock()
         self._wanted = 0
-        """Bytes of the copies that somebody could have made now, had there been memory."""
+        """The size of copies that somebody could have made had there been memory: that is taken until it is enough."""
 
     def copies(self, blocks: Sequence[memoryview]) -> list[memoryview]:
         return [self._copy(block) for block in blocks]
@@ -47,7 +47,8 @@ class Staging:
         """Copies of this size that take no fresh memory. If there are none, `prepare` has something to do."""
         with self._lock:
             ready = len(self._free.get(size, ()))
-            self._wanted = 0 if ready else size
+            if not ready:
+                self._wanted = size
             return ready
 
     def prepare(self, in_use: int) -> int:

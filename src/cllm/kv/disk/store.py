@@ -13,7 +13,6 @@ What the engine's thread calls here never waits for a disk.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,8 +35,8 @@ from cllm.kv.disk.worker import Worker
 from cllm.kv.disk.writer import Writer
 
 Block = NDArray[np.uint8] | memoryview | bytes
-MOST_HELPERS = 4
-"""Threads that copy and check what is read."""
+HELPERS = 4
+"""Threads that read and check. They wait for the disk most of the time."""
 
 LOOK_INTERVAL_S = 2.0
 """How often, at most, the directory is looked at for what others wrote; only while somebody asks."""
@@ -90,8 +89,7 @@ class DiskStore:
         )
         self._monotonic = monotonic
         self.staging = Staging(queue_bytes)
-        cores = min(MOST_HELPERS, os.cpu_count() or 1) if threads else 1
-        self._helpers = ThreadPoolExecutor(cores, thread_name_prefix="cllm-kv-help") if cores > 1 else None
+        self._helpers = ThreadPoolExecutor(HELPERS, thread_name_prefix="cllm-kv-help") if threads else None
         self.writer = Writer(
             self._keeper,
             staging=self.staging,

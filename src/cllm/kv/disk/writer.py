@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +33,7 @@ from cllm.kv.disk.format import (
 )
 from cllm.kv.disk.keeper import Keeper, Shelf
 from cllm.kv.disk.pace import Pace
+from cllm.kv.disk.pen import Pen
 from cllm.kv.disk.runs import Run, Saved, joined
 from cllm.kv.disk.segment import Segment
 from cllm.kv.disk.speed import Speed
@@ -48,12 +48,6 @@ SMALL_RECORD_BYTES = 64 << 10
 
 SEGMENT_BYTES = 256 << 20
 """A segment that would become longer is not appended to; at most a quarter of the limit."""
-
-MOST_PIECES = 500
-"""In one call."""
-
-BEGIN_SYNC_BYTES = 1 << 20
-"""The disk begins with so much, while more is summed up and copied."""
 
 KEEP_COPIES_S = 5.0
 """How long the memory of copies stays taken when there is nothing to write."""
@@ -80,6 +74,7 @@ class Writer:
         self.closed = False
         """Nothing more is taken."""
         self.pace = Pace(rate, sleep=sleep)
+        self._pen = Pen(keeper.files, self.pace)
         self.trouble: str | None = None
         """Why nothing is written now."""
         self._keeper = keeper
@@ -159,6 +154,7 @@ class Writer:
         if wait > 0:
             return wait
         self._staging.clear()
+        self._pen.forget()
         return None
 
     @contextmanager
@@ -336,40 +332,13 @@ class Writer:
 
     def _fill(self, file: int, record: Record, pieces: Sequence[memoryview], size: int) -> bool:
         """Payload, then the disk's word for it, then the header. False: the file was removed meanwhile."""
-        began, rested = self._monotonic(), 0.0
+        began = self._monotonic()
         padded = whole_pages(record.payload_bytes)
-        start = offset = record.offset + size - padded
-        record.checksums.extend([0] * len(pieces))
-        self.pace.begin()
-        for group in self._slices(pieces, memoryview(bytes(padded - record.payload_bytes))):
-            for number, view in group:
-                record.checksums[number] = zlib.crc32(view, record.checksums[number])
-            write_all(self._files, file, [view for _, view in group], offset)
-            offset += sum(len(view) for _, view in group)
-            if offset - start >= BEGIN_SYNC_BYTES:
-                self._files.begin_sync(file, start, offset - start)
-                start = offset
-            rested += self.pace.rest(sum(len(view) for _, view in group))
+        offset = record.offset + size - padded
+        sums, rested = self._pen.write(file, pieces, padded - record.payload_bytes, offset)
+        record.checksums.extend(sums)
         self._files.sync(file)
         write_all(self._files, file, [record.encode()], record.offset)
         self._recovered()
         self.speed.add(size, self._monotonic() - began - rested)
         return self._files.status(file).st_nlink > 0
-
-    def _slices(self, pieces: Sequence[memoryview], padding: memoryview) -> Iterator[list[tuple[int, memoryview]]]:
-        """What is summed up and written with one call: parts of pieces, with their numbers. The padding counts as part
-        of the last piece."""
-        group: list[tuple[int, memoryview]] = []
-        room = self.pace.slice_bytes
-        for number, piece in [*enumerate(pieces), (len(pieces) - 1, padding)]:
-            done = 0
-            while done < len(piece):
-                part = piece[done : done + room]
-                group.append((number, part))
-                done += len(part)
-                room -= len(part)
-                if room <= 0 or len(group) >= MOST_PIECES:
-                    yield group
-                    group, room = [], self.pace.slice_bytes
-        if group:
-            yield group
