@@ -20,7 +20,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from array import array
 from itertools import count, pairwise
@@ -97,24 +96,24 @@ def restart(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Streams:
-    """Answers that are generated all the time, side by side, and when each of their tokens came."""
+    """Answers that are generated all the time, side by side, and when each of their tokens came to the event loop, from
+    where a server sends them."""
 
     def __init__(self, llm: LLM, streams: int) -> None:
         self._llm = llm
         self._moments: list[list[tuple[int, float]]] = [[] for _ in range(streams)]
         """Of each: the number of the answer, and when a token of it came."""
         self._stopping = False
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(streams)]
-        for thread in self._threads:
-            thread.start()
+        self._tasks = [llm._begin(self._run(number)) for number in range(streams)]
 
-    def _run(self, number: int) -> None:
+    async def _run(self, number: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=STREAM_TOKENS, ignore_eos=True)
         for answer in count():
-            for _ in self._llm.stream([11 + number] * 40, params):
-                self._moments[number].append((answer, time.perf_counter()))
-                if self._stopping:
-                    return
+            async with self._llm._llm.submit([11 + number] * 40, params) as generation:
+                async for _ in generation:
+                    self._moments[number].append((answer, time.perf_counter()))
+                    if self._stopping:
+                        return
 
     def gaps(self, seconds: float) -> list[float]:
         """Between the tokens of an answer that come from now on, for so long."""
@@ -129,8 +128,8 @@ class Streams:
 
     def stop(self) -> None:
         self._stopping = True
-        for thread in self._threads:
-            thread.join()
+        for task in self._tasks:
+            task.result()
 
 
 class Feed:

@@ -161,9 +161,10 @@ class DiskStore:
                 counts=dict(keeper.counts),
             )
 
-    def wake(self) -> None:
+    def wake(self, *, to_read: bool = True) -> None:
+        """There is something to do; unless it is `to_read`, for who writes alone."""
         if self._threads:
-            for worker in self._workers:
+            for worker in self._workers[: 1 + to_read]:
                 worker.wake()
 
     def work(self) -> None:
@@ -265,7 +266,7 @@ class Space:
             if not taken and names:
                 self._store.reader.note_use(self._shelf, names[-1])
             kept = next((i for i, name in enumerate(names) if name not in pending and name not in index), len(names))
-        self._store.wake()
+        self._store.wake(to_read=not taken)
         return kept
 
     def _missing(self, names: Sequence[bytes], urgent: bool) -> list[tuple[int, int]]:

@@ -37,7 +37,7 @@ from cllm.kv.disk.pen import Pen
 from cllm.kv.disk.runs import Run, Saved, joined
 from cllm.kv.disk.segment import Segment
 from cllm.kv.disk.speed import Speed
-from cllm.kv.disk.staging import Staging
+from cllm.kv.disk.staging import AHEAD_BYTES, Staging
 
 log = logging.getLogger("cllm.kv.disk")
 
@@ -52,6 +52,9 @@ SEGMENT_BYTES = 256 << 20
 KEEP_COPIES_S = 5.0
 """How long the memory of copies stays taken when there is nothing to write."""
 
+
+GENTLE_LINGER_S = 5.0
+"""How long the writer waits for more while answers are generated: every record has its price, whatever its size."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 """How long nothing is written after it could not be; twice as long every time, up to the longest."""
@@ -121,11 +124,15 @@ class Writer:
         with self._keeper.lock:
             if not self._items:
                 return self._rest()
-            wait = self._oldest + self._linger_s - self._monotonic()
-            if wait > 0 and not self._flushing and self.queued_bytes < min(self._record_bytes, self._queue_bytes // 2):
-                return wait
+            linger, enough = self._linger_s, min(self._record_bytes, self._queue_bytes // 2)
+            if self.pace.gentle:
+                linger, enough = max(linger, GENTLE_LINGER_S), min(enough, AHEAD_BYTES // 2)
+            wait = self._oldest + linger - self._monotonic()
+            if wait > 0 and not self._flushing and self.queued_bytes < enough:
+                return min(wait, self._linger_s) or wait
             items, self._items = list(self._items), deque()
             self._busy = True
+        self.pace.begin()
         try:
             lost: set[bytes] = set()
             for item in self._in_order(items):
@@ -335,10 +342,14 @@ class Writer:
         began = self._monotonic()
         padded = whole_pages(record.payload_bytes)
         offset = record.offset + size - padded
+        self.pace.rest(0)
         sums, rested = self._pen.write(file, pieces, padded - record.payload_bytes, offset)
         record.checksums.extend(sums)
         self._files.sync(file)
+        rested += self.pace.rest(0)
         write_all(self._files, file, [record.encode()], record.offset)
         self._recovered()
         self.speed.add(size, self._monotonic() - began - rested)
-        return self._files.status(file).st_nlink > 0
+        linked = self._files.status(file).st_nlink > 0
+        self.pace.rest(0)
+        return linked
