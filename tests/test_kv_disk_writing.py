@@ -237,3 +237,35 @@ def test_gently_nothing_is_copied_into_fresh_memory_unless_it_is_urgent(tmp_path
     assert space.put(space.root(), 0, names, blocks, urgent=True) == 3
     store.work()
     assert load(store, space, names) == 3
+
+
+# -- a disk that takes nothing ---------------------------------------------------------------------------------------
+
+
+class ReadOnlyFiles(Files):
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    truncate = write = remove = set_time = make_directory = _refuse
+
+    def open(self, path: str, **options: bool) -> int:
+        return int(self._refuse()) if any(options.values()) else super().open(path)
+
+
+def test_a_read_only_file_system_is_read_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = make_store(tmp_path)
+    space = open_space(store)
+    names = names_of(space, long_prompt(5))
+    put(space, names)
+    store.work()
+    store.close()
+    again = make_store(tmp_path, files=ReadOnlyFiles())
+    space = open_space(again)
+    assert load(again, space, names) == 5
+    for number in range(1, 4):
+        put(space, names_of(space, long_prompt(5, start=1000 * number)))
+        again.work()
+    assert again.stats().trouble == "Read-only file system"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.records[0].exc_info is None and "Read-only file system" in caplog.text
+    assert load(again, space, names) == 5
