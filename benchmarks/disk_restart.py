@@ -36,7 +36,7 @@ TURN = 20
 ANSWER = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 STREAM_TOKENS = 1000
 """Of an answer beside which K/V are written; then the next one begins."""
-TURN_S = 5.0
+QUIET_S, WRITING_S = 5.0, 10.0
 """How long streams are watched with nothing to write, and with something, in turns."""
 
 
@@ -168,19 +168,18 @@ def writing(args: argparse.Namespace) -> dict[str, Any]:
         feed = Feed(parts.disk._tier, chat(args.tokens))
         streams = Streams(llm, args.streams)
         time.sleep(2.0)
-        began, before, busy_s = time.perf_counter(), store.writer.speed.total, 0.0
-        written = 0
+        began, written, busy_s = time.perf_counter(), 0, 0.0
         while written < args.mb << 20 and time.perf_counter() - began < args.seconds:
-            found["quiet"] += streams.gaps(TURN_S)
+            found["quiet"] += streams.gaps(QUIET_S)
             names = feed.offers(max(1, (512 << 20) // feed.bytes))
             engine.ask(lambda names=names: keeping.take(names)).result()
-            busy = time.perf_counter()
-            found["writing"] += streams.gaps(TURN_S)
+            before = store.writer.speed.total
+            found["writing"] += streams.gaps(WRITING_S)
+            busy_s += WRITING_S
+            written += store.writer.speed.total - before
             engine.ask(keeping.clear).result()
             while store.writer.queued_bytes:
                 time.sleep(0.05)
-            busy_s += time.perf_counter() - busy
-            written = store.writer.speed.total - before
         streams.stop()
     result: dict[str, Any] = {"written_mb": written / 1e6, "mb_per_s": written / 1e6 / busy_s}
     for kind, values in found.items():

@@ -13,10 +13,10 @@ from collections.abc import Callable
 SLICE_BYTES = 4 << 20
 """Written with one call."""
 
-GENTLE_SLICE_BYTES = 96 << 10
+GENTLE_SLICE_BYTES = 128 << 10
 """While answers are generated: about 0.1 ms."""
 
-GENTLE_SHARE = 0.02
+GENTLE_SHARE = 0.03
 """Of the time of a core that writing takes while answers are generated."""
 
 SHORTEST_REST_S, LONGEST_REST_S = 0.001, 0.1

@@ -101,7 +101,7 @@ class DiskStore:
         )
         self.reader = Reader(self._keeper, helpers=self._helpers, monotonic=monotonic)
         self._workers = (
-            Worker("cllm-kv-write", self.writer.work, patient=True),
+            Worker("cllm-kv-write", self.writer.work),
             Worker("cllm-kv-read", self.reader.work),
         )
         self._threads = threads
