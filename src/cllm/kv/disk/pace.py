@@ -16,7 +16,7 @@ SLICE_BYTES = 4 << 20
 GENTLE_SLICE_BYTES = 128 << 10
 """While answers are generated: about 0.1 ms."""
 
-GENTLE_SHARE = 0.03
+GENTLE_SHARE = 0.02
 """Of the time of a core that writing takes while answers are generated."""
 
 SHORTEST_REST_S, LONGEST_REST_S = 0.001, 0.1

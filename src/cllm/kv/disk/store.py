@@ -36,7 +36,7 @@ from cllm.kv.disk.writer import Writer
 
 Block = NDArray[np.uint8] | memoryview | bytes
 HELPERS = 4
-"""Threads that read and check. They wait for the disk most of the time."""
+"""Threads that read and check, and sum up what is written at full speed. They wait for the disk most of the time."""
 
 LOOK_INTERVAL_S = 2.0
 """How often, at most, the directory is looked at for what others wrote; only while somebody asks."""
@@ -93,6 +93,7 @@ class DiskStore:
         self.writer = Writer(
             self._keeper,
             staging=self.staging,
+            helpers=self._helpers,
             queue_bytes=queue_bytes,
             linger_s=linger_s,
             rate=rate,

@@ -16,6 +16,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager, suppress
 
 from cllm.kv.disk.directory import BusyError
@@ -66,6 +67,7 @@ class Writer:
         keeper: Keeper,
         *,
         staging: Staging,
+        helpers: Executor | None,
         queue_bytes: int,
         linger_s: float,
         rate: float | None,
@@ -77,7 +79,7 @@ class Writer:
         self.closed = False
         """Nothing more is taken."""
         self.pace = Pace(rate, sleep=sleep)
-        self._pen = Pen(keeper.files, self.pace)
+        self._pen = Pen(keeper.files, self.pace, helpers)
         self.trouble: str | None = None
         """Why nothing is written now."""
         self._keeper = keeper
