@@ -261,8 +261,8 @@ KV_LAYERS = [
 USES_DISK = {"tier", "loads", "keeping", "slot_tiers", "prefixes"}
 
 DISK_LAYERS = [
-    {"names", "files", "speed", "staging", "worker"},
-    {"contents", "format", "directory"},
+    {"names", "files", "pace", "speed", "staging", "worker"},
+    {"contents", "format", "directory", "pen"},
     {"segment"},
     {"index", "overview"},
     {"keeper"},
