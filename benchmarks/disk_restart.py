@@ -7,8 +7,9 @@ that finds the K/V on disk, and of one that keeps nothing. Each is a process of 
 dropped from the system's memory before. Times are those of the first token; answers must be equal to the bit of every
 log probability.
 
-Writing: the K/V of several prompts wait to be written while an answer is generated; the gaps between its tokens stand
-beside those of answers with nothing to write.
+Writing: K/V are written while answers are generated, 2 GB of them: those of a prompt, offered again and again by other
+names. In turns of some seconds there is nothing to write, and more than there is time for; the gaps between tokens of
+the one stand beside those of the other.
 """
 
 from __future__ import annotations
@@ -20,17 +21,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
+from array import array
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from cllm import LLM, SamplingParams
+from cllm.kv.keeping import Offer
+from cllm.kv.tier import Tier
 
 TURN = 20
 """Tokens of the next message."""
 ANSWER = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
-STREAM_TOKENS = 250
+STREAM_TOKENS = 1000
+"""Of an answer beside which K/V are written; then the next one begins."""
+QUIET_S, WRITING_S = 5.0, 10.0
+"""How long streams are watched with nothing to write, and with something, in turns."""
 
 
 def chat(tokens: int, number: int = 0) -> list[int]:
@@ -88,34 +95,97 @@ def restart(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def gaps(llm: LLM, number: int) -> list[float]:
-    params = SamplingParams(temperature=0, max_tokens=STREAM_TOKENS, ignore_eos=True)
-    moments = [time.perf_counter() for _ in llm.stream([11 + number] * 40, params)]
-    return [after - before for before, after in pairwise(moments)]
+class Streams:
+    """Answers that are generated all the time, side by side, and when each of their tokens came to the event loop, from
+    where a server sends them."""
+
+    def __init__(self, llm: LLM, streams: int) -> None:
+        self._llm = llm
+        self._moments: list[list[tuple[int, float]]] = [[] for _ in range(streams)]
+        """Of each: the number of the answer, and when a token of it came."""
+        self._stopping = False
+        self._tasks = [llm._begin(self._run(number)) for number in range(streams)]
+
+    async def _run(self, number: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=STREAM_TOKENS, ignore_eos=True)
+        for answer in count():
+            async with self._llm._llm.submit([11 + number] * 40, params) as generation:
+                async for _ in generation:
+                    self._moments[number].append((answer, time.perf_counter()))
+                    if self._stopping:
+                        return
+
+    def gaps(self, seconds: float) -> list[float]:
+        """Between the tokens of an answer that come from now on, for so long."""
+        starts = [len(moments) for moments in self._moments]
+        time.sleep(seconds)
+        return [
+            after[1] - before[1]
+            for moments, start in zip(self._moments, starts, strict=True)
+            for before, after in pairwise(moments[start:])
+            if before[0] == after[0]
+        ]
+
+    def stop(self) -> None:
+        self._stopping = True
+        for task in self._tasks:
+            task.result()
+
+
+class Feed:
+    """Offers the K/V of one prompt by ever other names: as many bytes as are wanted, by the way that all others go."""
+
+    def __init__(self, tier: Tier, tokens: list[int]) -> None:
+        self._tier = tier
+        whole = len(tokens) // tier.block_tokens * tier.block_tokens
+        self._key = array("i", tokens[:whole]).tobytes()
+        self._number = 0
+        self.bytes = whole // tier.block_tokens * tier.block_bytes
+
+    def offers(self, count: int) -> list[Offer]:
+        space = self._tier.space
+        assert space is not None
+        made = []
+        for _ in range(count):
+            self._number += 1
+            offer = Offer(b"", self._key)
+            offer.names = self._tier.names(space, b"%d" % self._number, self._key)
+            made.append(offer)
+        return made
 
 
 def writing(args: argparse.Namespace) -> dict[str, Any]:
+    """Streams run all the time; in turns, nothing is offered to the disk, and more than it is given time to write."""
     found: dict[str, list[float]] = {"quiet": [], "writing": []}
-    written = 0
     with tempfile.TemporaryDirectory(dir=args.directory) as directory, opened(args, directory) as llm:
-        parts = llm._llm._parts
-        assert parts is not None and parts.disk is not None
-        tier, store = parts.disk._tier, parts.disk.store
-        for number in range(args.rounds):
-            space, tier._space = tier._space, None  # what is computed now waits
-            for prompt in range(args.prompts):
-                llm.generate([chat(args.tokens, number * args.prompts + prompt)], SamplingParams(max_tokens=1))
-            found["quiet"] += gaps(llm, 2 * number)
+        parts, engine = llm._llm._parts, llm._llm._engine
+        assert parts is not None and parts.disk is not None and engine is not None
+        store, keeping = parts.disk.store, engine.scheduler.kv._keeping
+        llm.generate([chat(args.tokens)], SamplingParams(max_tokens=1))
+        while len(keeping):
+            time.sleep(0.1)
+        store.flush()
+        feed = Feed(parts.disk._tier, chat(args.tokens))
+        streams = Streams(llm, args.streams)
+        time.sleep(2.0)
+        began, written, busy_s = time.perf_counter(), 0, 0.0
+        while written < args.mb << 20 and time.perf_counter() - began < args.seconds:
+            found["quiet"] += streams.gaps(QUIET_S)
+            names = feed.offers(max(1, (512 << 20) // feed.bytes))
+            engine.ask(lambda names=names: keeping.take(names)).result()
             before = store.writer.speed.total
-            assert space is not None
-            tier.attach(space)
-            found["writing"] += gaps(llm, 2 * number + 1)
+            found["writing"] += streams.gaps(WRITING_S)
+            busy_s += WRITING_S
             written += store.writer.speed.total - before
-            store.flush()
-    result: dict[str, Any] = {"written_mb": written / 1e6}
+            engine.ask(keeping.clear).result()
+            while store.writer.queued_bytes:
+                time.sleep(0.05)
+        streams.stop()
+    result: dict[str, Any] = {"written_mb": written / 1e6, "mb_per_s": written / 1e6 / busy_s}
     for kind, values in found.items():
         values.sort()
         result |= {f"{kind}_p50_ms": 1e3 * median(values), f"{kind}_p99_ms": 1e3 * values[int(0.99 * len(values))]}
+        result[f"{kind}_tokens"] = len(values)
     result["p99_ratio"] = result["writing_p99_ms"] / result["quiet_p99_ms"]
     return result
 
@@ -125,7 +195,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--backend", default="native")
     parser.add_argument("--tokens", type=int, default=4000)
-    parser.add_argument("--prompts", type=int, default=4, help="whose K/V are written behind an answer")
+    parser.add_argument("--mb", type=int, default=2048, help="MiB to write behind running streams")
+    parser.add_argument("--streams", type=int, default=2, help="that run meanwhile")
+    parser.add_argument("--seconds", type=float, default=400, help="for writing behind streams, at most")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", help="where the K/V are kept meanwhile (a temporary directory there)")
     parser.add_argument("--cold", action="store_true", help="read from the disk, not from the system's memory")

@@ -3,8 +3,8 @@
     python benchmarks/disk_store.py --directory ~/.cache --mb 1024 --json disk.json
 
 In every round a plain file and the store write the same bytes, in turns first, and both are read again with nothing of
-them in the system's memory. The plain file is written with calls of 8 MiB and one fdatasync for every 32 MiB, and read
-with calls of 8 MiB (what dd does with large blocks). The first use of a place on the disk, and of memory for it, can
+them in the system's memory. The plain file is written with calls of 8 MiB and one fdatasync at the end, and read with
+calls of 8 MiB (what `dd bs=8M conv=fdatasync` does). The first use of a place on the disk, and of memory for it, can
 cost more than the writing, above all in virtual machines: so both write new files, and the ratio of writing compares
 rounds in which each was first with each other, and those in which each was second. Printed are medians over the rounds.
 On a machine that does other things the ratios say how much of a core was left; the time of a core that the store takes
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import shutil
 import tempfile
@@ -29,7 +30,7 @@ from cllm.kv.disk.store import DiskStore, Space
 
 BLOCK_TOKENS, BLOCK_BYTES = 16, 16 * 23_040
 """smollm2, f16."""
-CALL_BYTES, SYNC_BYTES = 8 << 20, 32 << 20
+CALL_BYTES = 8 << 20
 CHAIN_BLOCKS = 250
 """A prompt of 4,000 tokens."""
 
@@ -40,8 +41,6 @@ def plain_write(path: Path, data: np.ndarray, total: int) -> float:
     for done in range(0, total, CALL_BYTES):
         at = done % (len(data) - CALL_BYTES)
         os.write(file, data[at : at + CALL_BYTES].data)
-        if (done + CALL_BYTES) % SYNC_BYTES == 0:
-            os.fdatasync(file)
     os.fdatasync(file)
     took = time.perf_counter() - began
     os.close(file)
@@ -115,7 +114,9 @@ def one_round(place: Path, number: int, mb: int, blocks: np.ndarray) -> dict[str
     figures["write_cpu_s_per_gb"] = (time.process_time() - busy) / total * 1e9
     if number % 2:
         figures["plain_write"] = plain_write(plain, flat, total)
-    buffer = np.ones((CHAIN_BLOCKS, BLOCK_BYTES), np.uint8)
+    # Begins with a page, as the arena does.
+    buffer = np.frombuffer(mmap.mmap(-1, CHAIN_BLOCKS * BLOCK_BYTES), np.uint8).reshape(CHAIN_BLOCKS, BLOCK_BYTES)
+    buffer.fill(1)
     forget(place)
     figures["plain_read"] = plain_read(plain, buffer.reshape(-1))
     forget(place)

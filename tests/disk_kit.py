@@ -61,8 +61,8 @@ class FaultyFiles(Files):
 
 def make_store(directory: Path, *, limit: int = 1 << 20, files: Files | None = None, **options: Any) -> DiskStore:
     """One that works when it is told to."""
-    files = files or FaultyFiles()
-    return DiskStore(directory, limit=limit, threads=False, files=files, linger_s=0.0, sleep=lambda _: None, **options)
+    options = {"linger_s": 0.0, "sleep": lambda _: None} | options
+    return DiskStore(directory, limit=limit, threads=False, files=files or FaultyFiles(), **options)
 
 
 def open_space(store: DiskStore, model: bytes = MODEL, block_bytes: int = BLOCK_BYTES) -> Space:

@@ -264,8 +264,8 @@ KV_LAYERS = [
 USES_DISK = {"tier", "host", "loads", "keeping", "slot_tiers", "slot_names", "prefixes"}
 
 DISK_LAYERS = [
-    {"names", "files", "speed", "staging", "worker"},
-    {"contents", "format", "directory"},
+    {"names", "files", "pace", "speed", "staging", "worker"},
+    {"contents", "format", "directory", "pen"},
     {"segment"},
     {"index", "overview"},
     {"keeper"},

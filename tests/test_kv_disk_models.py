@@ -158,3 +158,18 @@ def test_nobody_waits_for_a_digest_that_is_not_needed_any_more(tmp_path: Path) -
     with pytest.raises(contents.StoppedError):
         contents.content_digest([file], tmp_path / "known", stopped=lambda: True)
     assert not (tmp_path / "known").exists()
+
+
+def test_two_servers_write_and_one_of_them_is_cleared_under_the_other(tmp_path: Path) -> None:
+    stores = [make_store(tmp_path) for _ in range(2)]
+    spaces = [open_space(store) for store in stores]
+    chains = [names_of(spaces[0], long_prompt(4, start=1000 * number)) for number in range(2)]
+    for store, space, names in zip(stores, spaces, chains, strict=True):
+        put(space, names)
+        store.work()
+    assert clear(tmp_path, lambda model: True)[0] == 2
+    for store, space, names in zip(stores, spaces, chains, strict=True):
+        assert load(store, space, names) == 0
+        put(space, names)
+        store.work()
+        assert load(store, space, names) == 4 and store.stats().trouble is None

@@ -235,6 +235,21 @@ def test_offers_are_saved_from_eviction(cache: Cache) -> None:
     assert cache.run(LONG) == 40
 
 
+def test_what_runs_for_long_is_written_before_it_ends(cache: Cache, tmp_path: Path) -> None:
+    sequence = cache.ask(LONG)
+    cache.admit()
+    cache.compute(sequence, 2 * BLOCK)
+    cache.settle()
+    assert cache.store.stats().blocks == 0, "so much is not worth it"
+    cache.compute(sequence, len(LONG))
+    for _ in range(12):  # memory for copies is taken one by one, by the store
+        cache.settle()
+    assert cache.store.stats().blocks == 10
+    cache.finish(sequence)
+    cache.settle()
+    assert cache.store.stats().written_bytes < 2 * 4096 + 10 * cache.tier.block_bytes + 4096, "it was written once"
+
+
 def test_one_off_prompts_do_not_wear_the_disk(cache: Cache) -> None:
     short = LONG[: 2 * BLOCK + 1]
     cache.run(short)

@@ -1,6 +1,7 @@
 """Which blocks are written to disk, and when.
 
 A sequence that ends offers what it has in the tree, if that is worth a place on disk: it is long, or was used before.
+One that runs for long does so before that, and again whenever it has grown by as much as is worth it.
 An offer is only the tokens; they are looked up in the tree when there is time, so blocks may move or go meanwhile.
 Handing a block over copies it on the engine's thread, so that is done a few blocks at a time, between steps.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,9 @@ AT_ONCE_BYTES = 1 << 20
 
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.05, 5.0
 """While the disk takes nothing."""
+
+STANDING_S = 2.0
+"""How often running sequences are looked at for what they could offer."""
 
 RESCUE_S = 0.002
 """For blocks that are about to be evicted."""
@@ -75,6 +79,8 @@ class Keeping:
         self._retry_at = float("-inf")
         self.host: HostTier | None = None
         """Where blocks are read, if there is one: from the arena of a GPU that would wait for the steps."""
+        self._look_at = clock() + STANDING_S
+        self._urgent = False
 
     def __len__(self) -> int:
         return len(self._offers)
@@ -84,15 +90,30 @@ class Keeping:
         self.blocks = 0
 
     def offer(self, sequence: KVSequence) -> None:
-        """A sequence ends, with all it has computed in the tree."""
-        path = held_by(sequence).node.path()
-        own = [node for node in path if node.space == sequence.space]
+        """What a sequence has computed, and has in the tree."""
+        held = held_by(sequence)
+        own = [node for node in held.node.path() if node.space == sequence.space]
         blocks = self._worth(own)
         if blocks and len(self._offers) < MOST_OFFERS and self._tier.pays:
-            common = held_by(sequence).indexed - sum(len(node.value) for node in own)
+            common = held.indexed - sum(len(node.value) for node in own)
             tokens = (common + blocks) * self._tier.block_tokens
-            self._offers.append(Offer(sequence.space, sequence.tokens[:tokens].tobytes(), common))
-            self.blocks += blocks
+            self.take([Offer(sequence.space, sequence.tokens[:tokens].tobytes(), common)])
+            held.offered = common + blocks
+
+    def offer_standing(self, sequences: Iterable[KVSequence]) -> None:
+        """Sequences that run: what they have computed by now should not wait for their ends."""
+        now = self._clock()
+        if now < self._look_at:
+            return
+        self._look_at = now + STANDING_S
+        for sequence in sequences:
+            if held_by(sequence).indexed >= held_by(sequence).offered + self._tier.worth_blocks:
+                self.offer(sequence)
+
+    def take(self, offers: list[Offer]) -> None:
+        for offer in offers[: MOST_OFFERS - len(self._offers)]:
+            self._offers.append(offer)
+            self.blocks += len(offer.key) // (TOKEN_BYTES * self._tier.block_tokens) - offer.done
 
     def _worth(self, path: list[BlockNode]) -> int:
         """How many of the first blocks of its own are worth being kept: all if they are many, else those that were used
@@ -136,6 +157,14 @@ class Keeping:
         self._credit_s = max(self._credit_s, 0.0)
         return bool(self._offers)
 
+    def rescue(self, budget_s: float) -> None:
+        """What was offered may be gone soon: it goes to the disk now, though memory has to be taken for that."""
+        self._retry_at, self._urgent = float("-inf"), True
+        try:
+            self.work(budget_s)
+        finally:
+            self._urgent = False
+
     def _advance(self, offer: Offer, space: Space, most: int) -> bool:
         """Hand some blocks over, or find that there are none left. False: nothing is taken now."""
         tier = self._tier
@@ -155,7 +184,7 @@ class Keeping:
             return True
         end = offer.done + len(content)
         before = offer.names[offer.done - 1] if offer.done else space.root(offer.owner)
-        kept = space.put(before, offer.done, offer.names[offer.done : end], content)
+        kept = space.put(before, offer.done, offer.names[offer.done : end], content, urgent=self._urgent)
         self._learn(kept, self._clock() - started)
         self._progress(offer, kept)
         if kept:

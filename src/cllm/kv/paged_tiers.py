@@ -270,18 +270,22 @@ class PagedTiers(PagedOperations, Tiered):
         if self._host is not None:
             self._tell_speed()  # they go to the host's memory, and from there to disk
         elif self._keeping is not None and self._keeping.blocks > self._prefixes.evictable - count:
-            self._keeping.work(self._time_to_keep(RESCUE_S, RESCUE_S))
+            self._keeping.rescue(self._time_to_keep(RESCUE_S, RESCUE_S))
 
     def _keep(self, budget_s: float) -> tuple[bool, float]:
         """Take in what came, hand over what was offered. Whether there is more of it, and what the budget leaves."""
         if not self._looks:
             return False, budget_s
         started = self._clock()
+        self._say_whether_busy(len(self._arena.running) > self.loading)
         self._take_in()
         if self._host is not None:
             self._copy_ahead(self._host)
         more = False
         if self._keeping is not None:
+            if self._tier is not None and self._tier.space is not None:
+                running = self._arena.running.values()
+                self._keeping.offer_standing(sequence for sequence in running if not isinstance(sequence, Incoming))
             more = self._keeping.work(self._time_to_keep(budget_s * BUSY_SHARE, budget_s))
         return more, max(0.0, budget_s - (self._clock() - started))
 
@@ -300,6 +304,7 @@ class PagedTiers(PagedOperations, Tiered):
         return min((moment for moment in moments if moment is not None), default=None)
 
     def wind_up(self, seconds: float) -> None:
+        self._say_whether_busy(False)
         if self._keeping is not None:
             self._keeping.drain(seconds)
         self._end_loads(seconds)

@@ -142,6 +142,7 @@ class SlotTiers(SlotOperations, Tiered):
         if tier is None:
             return False
         self._tell_speed()
+        self._say_whether_busy(bool(self._running_slots()))
         self._take_in()
         known = tier.space is not None
         if known and not self._known and self._keep_at is None:
@@ -229,6 +230,7 @@ class SlotTiers(SlotOperations, Tiered):
         if self._tier is None:
             return
         until = monotonic() + seconds
+        self._say_whether_busy(False)
         self._tell_speed()
         while monotonic() < until and not self._tier.store.writer.trouble:
             kept = self._keep_one(self._tier, math.inf)

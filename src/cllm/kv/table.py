@@ -11,15 +11,15 @@ BlockNode = Node[list[int]]
 class BlocksHeld(Holding):
     """The first `indexed` blocks of the table are the tree's, on the way to `node`; the others are the sequence's own.
 
-    `number` is what the pool knows it by as the holder of those.
+    `number` is what the pool knows it by as the holder of those. The first `offered` were offered to the disk.
     """
 
-    __slots__ = ("indexed", "node", "number")
+    __slots__ = ("indexed", "node", "number", "offered")
 
     def __init__(self, node: BlockNode, indexed: int) -> None:
         self.node = node
         self.indexed = indexed
-        self.number = 0
+        self.number = self.offered = 0
 
 
 def held_by(sequence: KVSequence) -> BlocksHeld:

@@ -83,6 +83,11 @@ class Tiered(KVManager):
             elif now >= load.until and not load.late:
                 load.cancel()
 
+    def _say_whether_busy(self, busy: bool) -> None:
+        """What is written behind answers is written without haste."""
+        if self._tier is not None:
+            self._tier.store.writer.pace.note(self._tier, answering=busy)
+
     def _disk_due_at(self) -> float | None:
         """When a load is too late; and while something is written, soon, so that what is published of it is right."""
         moments = [load.until for load in self._loads if not load.late]

@@ -1,6 +1,7 @@
 """The directory that several processes share: who may write, how much there is, and what goes first.
 
-    ROOT/lock                      held (flock) by whoever makes room, begins or shortens a file; for milliseconds
+    ROOT/lock                      held (flock) by whoever makes room, begins or shortens a file; for milliseconds.
+                                   In it: how many bytes all segments have at most
     ROOT/FINGERPRINT/ID.kv         a segment; held (flock) by whoever appends to it
     ROOT/models                    digests of model files (contents.py)
 
@@ -12,17 +13,20 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from cllm.kv.disk.files import ID_BYTES, Files, Listed
+from cllm.kv.disk.files import ID_BYTES, Files, Listed, read_all, write_all
 from cllm.kv.disk.format import SUFFIX
 
 LOCK_NAME, KNOWN_NAME = "lock", "models"
 LOCK_WAIT_S = 5.0
+_TALLY = struct.Struct("<QI")
 _SPACE = re.compile(r"[0-9a-f]{32}")
 _SEGMENT = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}{re.escape(SUFFIX)}")
 
@@ -44,6 +48,33 @@ class Survey(NamedTuple):
     @property
     def bytes(self) -> int:
         return sum(found.size for found in self.files)
+
+
+class Tally:
+    """The bytes of all segments, in the lock's file, so that who writes needs not look at each: never fewer than there
+    are. Who adds says so first. Who removes need not: it is counted again when that matters, and from time to time."""
+
+    def __init__(self, files: Files, file: int) -> None:
+        self._files = files
+        self._file = file
+
+    def read(self) -> int | None:
+        """None: nobody knows."""
+        data = bytearray(_TALLY.size)
+        try:
+            if read_all(self._files, self._file, [memoryview(data)], 0) < len(data):
+                return None
+        except OSError:
+            return None
+        total, checksum = _TALLY.unpack(data)
+        return int(total) if checksum == zlib.crc32(data[:8]) else None
+
+    def write(self, total: int) -> None:
+        number = total.to_bytes(8, "little")
+        write_all(self._files, self._file, [_TALLY.pack(total, zlib.crc32(number))], 0)
+
+    def forget(self) -> None:
+        self._files.truncate(self._file, 0)
 
 
 class BusyError(OSError):
@@ -106,7 +137,7 @@ class Directory:
             return []
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[Tally]:
         """Nobody else begins, shortens or removes a file meanwhile."""
         deadline, pause = self._monotonic() + LOCK_WAIT_S, 0.001
         while True:
@@ -114,7 +145,7 @@ class Directory:
             with self.opened(self.space_path(LOCK_NAME), create=True, write=True) as file:
                 # A lock file that somebody removed locks out nobody.
                 if self.files.lock(file) and self.files.status(file).st_nlink:
-                    yield
+                    yield Tally(self.files, file)
                     return
             if self._monotonic() > deadline:
                 raise BusyError(f"another process has held {self.root}/{LOCK_NAME} for {LOCK_WAIT_S:g} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
@@ -22,6 +23,20 @@ MOST_BUFFERS = 512
 
 Buffer = memoryview | bytes
 """Of single bytes."""
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """Linux has it, Python does not."""
+    try:
+        found = ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return found
+
+
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = _find_sync_file_range()
 
 
 class Listed(NamedTuple):
@@ -57,6 +72,13 @@ class Files:
     def read(self, file: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(file, buffers, offset)
 
+    def cached(self, file: int, offset: int) -> bool:
+        """Whether the system has this byte in its memory, so far as it can say."""
+        try:
+            return os.preadv(file, [bytearray(1)], offset, getattr(os, "RWF_NOWAIT", 0)) > 0
+        except OSError:
+            return False
+
     def write(self, file: int, buffers: Sequence[Buffer], offset: int) -> int:
         return os.pwritev(file, buffers, offset)
 
@@ -65,6 +87,20 @@ class Files:
 
     def sync(self, file: int) -> None:
         getattr(os, "fdatasync", os.fsync)(file)
+
+    def begin_sync(self, file: int, offset: int, count: int) -> None:
+        """Have the system begin to write this to the disk; what comes of it, `sync` tells."""
+        if _sync_file_range is not None:
+            _sync_file_range(file, offset, count, _SYNC_FILE_RANGE_WRITE)
+
+    def direct(self, file: int, on: bool) -> None:
+        """Have an open file read and written without the system's memory, or no longer. Whole pages only, on disk and
+        in memory. EINVAL: the file system cannot do that, now or when it is tried."""
+        flag = getattr(os, "O_DIRECT", 0)
+        if not flag:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
 
     def lock(self, file: int) -> bool:
         """Take the file for this process, until it is closed there. False: another one has it."""

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from cllm.kv.disk.directory import BusyError, Directory, Found
+from cllm.kv.disk.directory import BusyError, Directory, Found, Tally
 from cllm.kv.disk.format import PAGE, SUFFIX, DamagedError, OtherVersionError, Record
 from cllm.kv.disk.index import Index
 from cllm.kv.disk.segment import Piece, Segment, read_page, read_record, scan
 
 log = logging.getLogger("cllm.kv.disk")
+
+SURVEY_INTERVAL_S = 60.0
+"""How often, at least, all files are looked at while something is written."""
+
+MANY_FILES, SPARE_PART = 64, 32
+"""Where looking at all of them takes long, a little more goes than has to, so that it is not done for every record."""
 
 
 class Shelf:
@@ -46,10 +53,13 @@ def space_of(fingerprint: bytes) -> str:
 
 
 class Keeper:
-    def __init__(self, directory: Directory, limit: int) -> None:
+    def __init__(self, directory: Directory, limit: int, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.directory = directory
         self.files = directory.files
         self.limit = limit
+        self._monotonic = monotonic
+        self._survey_at = float("-inf")
+        """Until then, what others say of the directory's bytes is believed."""
         self.lock = threading.Lock()
         """Guards all that is known in memory. Nobody waits for a disk while he holds it."""
         self.shelves: dict[str, Shelf] = {}
@@ -231,17 +241,30 @@ class Keeper:
 
     # -- what has to go ----------------------------------------------------------------------------------------
 
-    def make_room(self, needed: int, protected: Mapping[str, int]) -> bool:
+    def keep_to_limit(self) -> None:
+        """The limit may have been lowered since the files were written."""
+        if self.bytes > self.limit:
+            with self.directory.locked() as tally:
+                self.make_room(0, {}, tally)
+
+    def make_room(self, needed: int, protected: Mapping[str, int], tally: Tally) -> bool:
         """Have `needed` bytes free below the limit; the directory is locked. What was used longest ago goes first, but
         for the first blocks of protected segments. False: too much is being written, or protected."""
         if needed > self.limit:
             return False
-        survey = self.directory.survey()
-        if survey.bytes + needed > self.limit:
-            self._evict(survey.files, survey.bytes + needed - self.limit, protected)
+        total = tally.read() if self._monotonic() < self._survey_at else None
+        if total is None or total + needed > self.limit:
             survey = self.directory.survey()
-        fits = survey.bytes + needed <= self.limit
-        self.bytes = survey.bytes + needed if fits else survey.bytes  # what fits is taken at once
+            self._survey_at = self._monotonic() + SURVEY_INTERVAL_S
+            total = survey.bytes
+            if total + needed > self.limit:
+                spare = self.limit // SPARE_PART if len(survey.files) >= MANY_FILES else 0
+                self._evict(survey.files, total + needed + spare - self.limit, protected)
+                total = self.directory.survey().bytes
+        fits = total + needed <= self.limit
+        self.bytes = total + needed if fits else total  # what fits is taken at once
+        if fits:
+            tally.write(self.bytes)
         return fits
 
     def _evict(self, files: list[Found], excess: int, protected: Mapping[str, int]) -> None:

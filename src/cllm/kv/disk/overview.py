@@ -90,7 +90,7 @@ def clear(root: Path, wanted: Callable[[ModelOnDisk], bool], files: Files | None
     survey = directory.survey()
     if not survey.files:
         return 0, 0
-    with directory.locked():
+    with directory.locked() as tally:
         models = {model.space: model for model in overview(root, files).models}
         count = size = 0
         for found in directory.survey().files:
@@ -104,6 +104,8 @@ def clear(root: Path, wanted: Callable[[ModelOnDisk], bool], files: Files | None
         for space in models:
             with suppress(OSError):  # not empty
                 directory.files.remove_directory(directory.space_path(space))
+        with suppress(OSError):
+            tally.forget()
         if not directory.survey().files:
             with suppress(OSError):
                 directory.files.remove(directory.space_path(KNOWN_NAME))

@@ -10,18 +10,21 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, wait
+from contextlib import suppress
 from typing import NamedTuple
 
+import numpy as np
+
 from cllm.kv.disk.files import read_all
-from cllm.kv.disk.format import Record
+from cllm.kv.disk.format import PAGE, Record
 from cllm.kv.disk.keeper import Keeper, Shelf
 from cllm.kv.disk.segment import Segment
 from cllm.kv.disk.speed import Speed
 
 log = logging.getLogger("cllm.kv.disk")
 
-READ_BYTES = 4 << 20
-"""In one call."""
+READ_BYTES = 3 << 19
+"""In one call: large enough for the disk, small enough that several threads have work soon."""
 
 MOST_NOTES = 1000
 """Uses that wait to be noted; they matter for the order in which things go, and for nothing else."""
@@ -95,7 +98,7 @@ class Reader:
     def __init__(
         self, keeper: Keeper, *, helpers: Executor | None, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
-        """`helpers`: copying and checking keep one core busy at 1.5 GB/s, and many disks are faster."""
+        """`helpers`: threads that read and check, so that the disk has always something to do."""
         self.speed = Speed()
         self._helpers = helpers
         self.queued_bytes = 0
@@ -136,6 +139,7 @@ class Reader:
         elif shelf is not None:
             try:
                 self._keeper.refresh(shelf)
+                self._keeper.keep_to_limit()
             except OSError as error:
                 self._keeper.count("read_errors")
                 log.debug("%s cannot be read: %s", self._keeper.directory.root, error)
@@ -207,6 +211,7 @@ class Reader:
         segment, done, began = parts[0].segment, 0, self._monotonic()
         try:
             with self._keeper.directory.opened(segment.path) as file:
+                self._choose_way(file, parts)
                 for right, wanted in self._read_spans(ticket, file, _spans(parts)):
                     done += right
                     if right < wanted and not ticket.cancelled:
@@ -226,6 +231,13 @@ class Reader:
             ticket.shelf.read_bytes += nbytes
             self.speed.add(nbytes, self._monotonic() - began)
         return done
+
+    def _choose_way(self, file: int, parts: list[Part]) -> None:
+        """What the system does not have in its memory goes straight to the caller's, where pages fit: that saves half
+        of the processor's time."""
+        if all(map(_fits, parts)) and not self._files.cached(file, _offset(parts[0])):
+            with suppress(OSError):
+                self._files.direct(file, True)
 
     def _read_spans(self, ticket: Ticket, file: int, spans: list[list[Part]]) -> Iterator[tuple[int, int]]:
         """For every span in turn how many of its parts are right, and how many there are; none after a wrong one."""
@@ -257,7 +269,13 @@ class Reader:
         last = span[-1]
         padding = bytearray(last.record.piece_end(last.piece) - _offset(last) - len(last.buffer))
         buffers = [*(part.buffer for part in span), memoryview(padding)]
-        got = read_all(self._files, file, buffers, _offset(span[0]))
+        try:
+            got = read_all(self._files, file, buffers, _offset(span[0]))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._files.direct(file, False)  # the file system has its own idea of pages
+            got = read_all(self._files, file, buffers, _offset(span[0]))
         for number, part in enumerate(span):
             got -= len(part.buffer) + (len(padding) if part is last else 0)
             checksum = zlib.crc32(part.buffer) if got >= 0 else -1
@@ -266,6 +284,12 @@ class Reader:
             if checksum != part.record.checksums[part.piece]:
                 return number
         return len(span)
+
+
+def _fits(part: Part) -> bool:
+    """Whether it is made of whole pages, on disk and in memory."""
+    address: int = np.frombuffer(part.buffer, np.uint8).__array_interface__["data"][0]
+    return not (_offset(part) % PAGE or len(part.buffer) % PAGE or address % PAGE)
 
 
 def _offset(part: Part) -> int:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import numpy as np
+
+AHEAD_BYTES = 16 << 20
+"""Memory for copies that is taken ahead, by the thread that writes, for those who have no time for that."""
+
 
 class Staging:
     """How many copies there are at once is for the writer's queue to say; up to `keep` bytes stay until `clear`."""
@@ -14,6 +19,8 @@ class Staging:
         self._kept = 0
         self._free: dict[int, list[memoryview]] = {}
         self._lock = threading.Lock()
+        self._wanted = 0
+        """The size of copies that somebody could have made had there been memory: that is taken until it is enough."""
 
     def copies(self, blocks: Sequence[memoryview]) -> list[memoryview]:
         return [self._copy(block) for block in blocks]
@@ -35,6 +42,26 @@ class Staging:
                 if self._kept + len(copy) <= self._keep:
                     self._free.setdefault(len(copy), []).append(copy)
                     self._kept += len(copy)
+
+    def ready(self, size: int) -> int:
+        """Copies of this size that take no fresh memory. If there are none, `prepare` has something to do."""
+        with self._lock:
+            ready = len(self._free.get(size, ()))
+            if not ready:
+                self._wanted = size
+            return ready
+
+    def prepare(self, in_use: int) -> int:
+        """Have memory ready for one more copy, if that is wanted and `in_use` bytes of copies leave room for it; its
+        bytes. Others go on meanwhile."""
+        size = self._wanted
+        if not size or (in_use + self._kept and in_use + self._kept + size > min(AHEAD_BYTES, self._keep)):
+            self._wanted = 0
+            return 0
+        fresh = np.empty(size, np.uint8)
+        fresh.fill(0)
+        self.give_back([fresh.data])
+        return size
 
     def clear(self) -> None:
         """Give the memory back to the system."""

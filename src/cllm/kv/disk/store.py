@@ -13,7 +13,6 @@ What the engine's thread calls here never waits for a disk.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,15 +28,15 @@ from cllm.kv.disk.index import FoundSequence
 from cllm.kv.disk.keeper import Keeper, Shelf, space_of
 from cllm.kv.disk.names import TOKEN_BYTES, root_name, tail_name
 from cllm.kv.disk.reader import Reader, Ticket
-from cllm.kv.disk.runs import Run, Saved, Sums
+from cllm.kv.disk.runs import Run, Saved
 from cllm.kv.disk.speed import GUESS_BYTES
 from cllm.kv.disk.staging import Staging
-from cllm.kv.disk.worker import Worker, be_patient
+from cllm.kv.disk.worker import Worker
 from cllm.kv.disk.writer import Writer
 
 Block = NDArray[np.uint8] | memoryview | bytes
-MOST_HELPERS = 4
-"""Threads that copy and check what is read and written."""
+HELPERS = 4
+"""Threads that read and check, and sum up what is written at full speed. They wait for the disk most of the time."""
 
 LOOK_INTERVAL_S = 2.0
 """How often, at most, the directory is looked at for what others wrote; only while somebody asks."""
@@ -84,19 +83,17 @@ class DiskStore:
         """`rate`: most bytes per second to write. Without `threads`, `work` does what they would."""
         root = str(directory)
         self._keeper = Keeper(
-            Directory(root, files or Files(), clock_ns=clock_ns, monotonic=monotonic, sleep=sleep), limit
+            Directory(root, files or Files(), clock_ns=clock_ns, monotonic=monotonic, sleep=sleep),
+            limit,
+            monotonic=monotonic,
         )
         self._monotonic = monotonic
         self.staging = Staging(queue_bytes)
-        cores = min(MOST_HELPERS, os.cpu_count() or 1) if threads else 1
-        self._helpers = ThreadPoolExecutor(cores, thread_name_prefix="cllm-kv-help") if cores > 1 else None
-        self._patient_helper: ThreadPoolExecutor | None = None
-        if threads:
-            self._patient_helper = ThreadPoolExecutor(1, thread_name_prefix="cllm-kv-sums", initializer=be_patient)
+        self._helpers = ThreadPoolExecutor(HELPERS, thread_name_prefix="cllm-kv-help") if threads else None
         self.writer = Writer(
             self._keeper,
             staging=self.staging,
-            helpers=self._patient_helper,
+            helpers=self._helpers,
             queue_bytes=queue_bytes,
             linger_s=linger_s,
             rate=rate,
@@ -105,7 +102,7 @@ class DiskStore:
         )
         self.reader = Reader(self._keeper, helpers=self._helpers, monotonic=monotonic)
         self._workers = (
-            Worker("cllm-kv-write", self.writer.work, patient=True),
+            Worker("cllm-kv-write", self.writer.work),
             Worker("cllm-kv-read", self.reader.work),
         )
         self._threads = threads
@@ -178,9 +175,10 @@ class DiskStore:
                 counts=dict(keeper.counts),
             )
 
-    def wake(self) -> None:
+    def wake(self, *, to_read: bool = True) -> None:
+        """There is something to do; unless it is `to_read`, for who writes alone."""
         if self._threads:
-            for worker in self._workers:
+            for worker in self._workers[: 1 + to_read]:
                 worker.wake()
 
     def work(self) -> None:
@@ -211,9 +209,8 @@ class DiskStore:
             for worker in self._workers:
                 worker.stop(1.0)
         self.reader.give_up()
-        for helpers in (self._helpers, self._patient_helper):
-            if helpers is not None:
-                helpers.shutdown(wait=False, cancel_futures=True)
+        if self._helpers is not None:
+            self._helpers.shutdown(wait=False, cancel_futures=True)
 
 
 class Space:
@@ -267,13 +264,16 @@ class Space:
             self._store.reader.note_use(self._shelf, name)
         self._store.wake()
 
-    def put(self, parent: bytes, first: int, names: Sequence[bytes], blocks: Sequence[Block]) -> int:
+    def put(
+        self, parent: bytes, first: int, names: Sequence[bytes], blocks: Sequence[Block], *, urgent: bool = False
+    ) -> int:
         """Hand over consecutive blocks that follow `parent`, the first of which is number `first` of its chain.
 
-        They are copied as far as there is room. How many, from the first on, are on disk or will be, if nothing fails.
+        They are copied as far as there is room; while answers are generated, unless it is urgent, only into memory that
+        has been used for that before. How many, from the first on, are on disk or will be, if nothing fails.
         """
         views = [_view(block, self.block_bytes) for block in blocks]
-        taken = self._missing(names)
+        taken = self._missing(names, urgent)
         for number, (start, end) in enumerate(taken):
             try:
                 copies = self._store.staging.copies(views[start:end])
@@ -282,22 +282,24 @@ class Space:
                 break
             before = names[start - 1] if start else parent
             with self._keeper.lock:
-                run = Run(self._shelf, before, first + start, list(names[start:end]), copies, Sums())
+                run = Run(self._shelf, before, first + start, list(names[start:end]), copies)
                 self._store.writer.add(run)
         with self._keeper.lock:
             index, pending = self._shelf.index, self._shelf.pending
             if not taken and names:
                 self._store.reader.note_use(self._shelf, names[-1])
             kept = next((i for i, name in enumerate(names) if name not in pending and name not in index), len(names))
-        self._store.wake()
+        self._store.wake(to_read=not taken)
         return kept
 
-    def _missing(self, names: Sequence[bytes]) -> list[tuple[int, int]]:
+    def _missing(self, names: Sequence[bytes], urgent: bool) -> list[tuple[int, int]]:
         """The runs of these that are to be written, and that there is room for; they are pending from now on."""
         runs: list[tuple[int, int]] = []
         with self._keeper.lock:
             index, pending = self._shelf.index, self._shelf.pending
             room = self._store.writer.room() // self.block_bytes
+            if self._store.writer.pace.gentle and not urgent:
+                room = min(room, self._store.staging.ready(self.block_bytes))
             for number, name in enumerate(names):
                 if name in index or name in pending:
                     continue
@@ -360,7 +362,7 @@ class Space:
                 return False
             shelf.pending.add(end)
             self._store.writer.reserve(len(view))
-            self._store.writer.add(Saved(shelf, [*names, end], tokens, count, view, Sums()))
+            self._store.writer.add(Saved(shelf, [*names, end], tokens, count, view))
         self._store.wake()
         return True
 

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 
 log = logging.getLogger("cllm.kv.disk")
 
 
-PATIENT_NICE = 10
-"""A tenth of the processor's time beside one that computes, all of it where nobody else wants it."""
-
-
-def be_patient() -> None:
-    """Have this thread give way to those that compute. Where threads have no priority of their own, nothing changes."""
-    if hasattr(os, "setpriority") and sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PATIENT_NICE)
-
-
 class Worker:
-    """Calls `work` while it returns 0, waits for what it returns otherwise: seconds, or None for the next `wake`."""
+    """Calls `work` while it returns 0, waits for what it returns otherwise: seconds, or None for the next `wake`.
 
-    def __init__(self, name: str, work: Callable[[], float | None], *, patient: bool = False) -> None:
-        self._patient = patient
+    Its priority is no lower than others': who waits for the interpreter would wait for all who keep the processor from
+    the one that has it.
+    """
+
+    def __init__(self, name: str, work: Callable[[], float | None]) -> None:
         self._work = work
         self._wanted = threading.Event()
         self._stopping = False
@@ -48,8 +37,6 @@ class Worker:
 
     def _run(self) -> None:
         pause: float | None = 0.0
-        if self._patient:
-            be_patient()
         while not self._stopping:
             if pause is None or pause > 0:
                 self._wanted.wait(pause)

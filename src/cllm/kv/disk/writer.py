@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -34,10 +33,12 @@ from cllm.kv.disk.format import (
     whole_pages,
 )
 from cllm.kv.disk.keeper import Keeper, Shelf
-from cllm.kv.disk.runs import Run, Saved, Sums, joined
+from cllm.kv.disk.pace import Pace
+from cllm.kv.disk.pen import Pen
+from cllm.kv.disk.runs import Run, Saved, joined
 from cllm.kv.disk.segment import Segment
 from cllm.kv.disk.speed import Speed
-from cllm.kv.disk.staging import Staging
+from cllm.kv.disk.staging import AHEAD_BYTES, Staging
 
 log = logging.getLogger("cllm.kv.disk")
 
@@ -49,12 +50,12 @@ SMALL_RECORD_BYTES = 64 << 10
 SEGMENT_BYTES = 256 << 20
 """A segment that would become longer is not appended to; at most a quarter of the limit."""
 
-WRITE_BYTES = 8 << 20
-"""In one call."""
-
 KEEP_COPIES_S = 5.0
 """How long the memory of copies stays taken when there is nothing to write."""
 
+
+GENTLE_LINGER_S = 5.0
+"""How long the writer waits for more while answers are generated: every record has its price, whatever its size."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 """How long nothing is written after it could not be; twice as long every time, up to the longest."""
@@ -77,18 +78,16 @@ class Writer:
         self.queued_bytes = 0
         self.closed = False
         """Nothing more is taken."""
-        self.rate = rate
-        """Most bytes per second, on average over a record; None: as fast as the disk takes them."""
+        self.pace = Pace(rate, sleep=sleep)
+        self._pen = Pen(keeper.files, self.pace, helpers)
         self.trouble: str | None = None
         """Why nothing is written now."""
         self._keeper = keeper
         self._files = keeper.files
         self._staging = staging
-        self._helpers = helpers
         self.queue_bytes = queue_bytes
         self._linger_s = linger_s
         self._monotonic = monotonic
-        self._sleep = sleep
         self._items: deque[Run | Saved] = deque()
         self._arrived = threading.Condition(keeper.lock)
         self._oldest: float = 0.0
@@ -117,20 +116,25 @@ class Writer:
         if not self._items:
             self._oldest = self._monotonic()
         self._items.append(item)
-        item.sums.begin(item.blocks if isinstance(item, Run) else item.pieces(SEQUENCE_PIECE), self._helpers)
 
     # -- the thread --------------------------------------------------------------------------------------------
 
     def work(self) -> float | None:
         """Write a batch if one is due. 0: there may be more; otherwise how long to wait for it."""
+        if self._prepare():
+            return 0.0
         with self._keeper.lock:
             if not self._items:
                 return self._rest()
-            wait = self._oldest + self._linger_s - self._monotonic()
-            if wait > 0 and not self._flushing and self.queued_bytes < min(self._record_bytes, self.queue_bytes // 2):
-                return wait
+            linger, enough = self._linger_s, min(self._record_bytes, self.queue_bytes // 2)
+            if self.pace.gentle:
+                linger, enough = max(linger, GENTLE_LINGER_S), min(enough, AHEAD_BYTES // 2)
+            wait = self._oldest + linger - self._monotonic()
+            if wait > 0 and not self._flushing and self.queued_bytes < enough:
+                return min(wait, self._linger_s) or wait
             items, self._items = list(self._items), deque()
             self._busy = True
+        self.pace.begin()
         try:
             lost: set[bytes] = set()
             for item in self._in_order(items):
@@ -142,6 +146,15 @@ class Writer:
                 self._arrived.notify_all()
         return 0.0
 
+    def _prepare(self) -> bool:
+        """Have memory for copies that the engine has no time to take."""
+        self.pace.begin()
+        prepared = self._staging.prepare(self.queued_bytes)
+        if prepared:
+            self._idle_since = self._monotonic()
+            self.pace.rest(0)
+        return bool(prepared)
+
     def _rest(self) -> float | None:
         """Nothing to write: memory for copies goes back after a while."""
         if not self._staging.kept:
@@ -150,16 +163,17 @@ class Writer:
         if wait > 0:
             return wait
         self._staging.clear()
+        self._pen.forget()
         return None
 
     @contextmanager
     def flushing(self) -> Iterator[None]:
         """Nothing waits for more to come."""
-        self._flushing = True
+        self._flushing = self.pace.hurried = True
         try:
             yield
         finally:
-            self._flushing = False
+            self._flushing = self.pace.hurried = False
 
     def wait_empty(self, timeout: float) -> bool:
         """Wait until all that was handed over is written, or given up."""
@@ -228,8 +242,8 @@ class Writer:
         if tip is not None and tip.size + size > self._segment_bytes:
             tip = None
         with ExitStack() as stack:
-            with keeper.directory.locked():
-                if not keeper.make_room(size + PAGE, protected):
+            with keeper.directory.locked() as tally:
+                if not keeper.make_room(size + PAGE, protected, tally):
                     return False
                 segment, file = self._reserve_behind(tip, size, stack) if tip is not None else (None, -1)
                 if segment is None:
@@ -238,7 +252,7 @@ class Writer:
             record = Record(
                 segment.header.id, segment.size, shelf.block_bytes, run.nbytes, 0, tuple(run.names), array("I")
             )
-            linked = self._fill(file, record, run.blocks, run.sums, size)
+            linked = self._fill(file, record, run.blocks, size)
         with keeper.lock:
             keeper.writing = None
             if linked:
@@ -258,12 +272,12 @@ class Writer:
         size = record_bytes(len(saved.names), len(pieces), saved.nbytes)
         header = self._header(shelf, Kind.SEQUENCE, bytes(len(saved.names[0])), 0)
         with ExitStack() as stack:
-            with keeper.directory.locked():
-                if not keeper.make_room(size + PAGE, {}):
+            with keeper.directory.locked() as tally:
+                if not keeper.make_room(size + PAGE, {}, tally):
                     return False
                 segment, file = self._reserve_new(header, size, stack)
             record = Record(header.id, PAGE, SEQUENCE_PIECE, saved.nbytes, saved.count, tuple(saved.names), array("I"))
-            linked = self._fill(file, record, pieces, saved.sums, size)
+            linked = self._fill(file, record, pieces, size)
         with keeper.lock:
             keeper.writing = None
             covered = shelf.index.covered(saved.names[:-1], saved.tokens)
@@ -327,38 +341,19 @@ class Writer:
 
         stack.push(leave)
 
-    def _fill(self, file: int, record: Record, pieces: Sequence[memoryview], sums: Sums, size: int) -> bool:
+    def _fill(self, file: int, record: Record, pieces: Sequence[memoryview], size: int) -> bool:
         """Payload, then the disk's word for it, then the header. False: the file was removed meanwhile."""
-        began, slept = self._monotonic(), 0.0
+        began = self._monotonic()
         padded = whole_pages(record.payload_bytes)
-        padding = bytes(padded - record.payload_bytes)
         offset = record.offset + size - padded
-        record.checksums.extend(sums.of(pieces))
-        for group in _groups([*pieces, memoryview(padding)]):
-            write_all(self._files, file, group, offset)
-            offset += sum(map(len, group))
-            slept += self._pace(sum(map(len, group)))
-        record.checksums[-1] = zlib.crc32(padding, record.checksums[-1])
+        self.pace.rest(0)
+        sums, rested = self._pen.write(file, pieces, padded - record.payload_bytes, offset)
+        record.checksums.extend(sums)
         self._files.sync(file)
+        rested += self.pace.rest(0)
         write_all(self._files, file, [record.encode()], record.offset)
         self._recovered()
-        self.speed.add(size, self._monotonic() - began - slept)
-        return self._files.status(file).st_nlink > 0
-
-    def _pace(self, count: int) -> float:
-        if self.rate is None:
-            return 0.0
-        self._sleep(count / self.rate)
-        return count / self.rate
-
-
-def _groups(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """What is written with one call."""
-    group: list[memoryview] = []
-    for piece in pieces:
-        group.append(piece)
-        if sum(map(len, group)) >= WRITE_BYTES:
-            yield group
-            group = []
-    if group:
-        yield group
+        self.speed.add(size, self._monotonic() - began - rested)
+        linked = self._files.status(file).st_nlink > 0
+        self.pace.rest(0)
+        return linked

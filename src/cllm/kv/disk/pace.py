@@ -1,0 +1,68 @@
+"""How fast is written: at full speed, or, while answers are generated, in small slices with pauses between them.
+
+Copying and summing up take time of a core, and who computes an answer has all cores at work on every token. A slice
+that is much shorter than a token is hardly noticed; several in a row are. So what a slice took is waited for many times
+over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+SLICE_BYTES = 4 << 20
+"""Written with one call."""
+
+GENTLE_SLICE_BYTES = 128 << 10
+"""While answers are generated: about 0.1 ms."""
+
+GENTLE_SHARE = 0.02
+"""Of the time of a core that writing takes while answers are generated."""
+
+SHORTEST_REST_S, LONGEST_REST_S = 0.001, 0.1
+
+
+class Pace:
+    def __init__(
+        self,
+        rate: float | None,
+        *,
+        sleep: Callable[[float], None],
+        worked: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`rate`: most bytes per second, on average; None: as fast as the disk takes them."""
+        self.hurried = False
+        """Somebody waits until all is written."""
+        self._answering: set[int] = set()
+        self._rate = rate
+        self._sleep = sleep
+        self._worked = worked
+        self._worked_s = 0.0
+
+    @property
+    def gentle(self) -> bool:
+        """Answers are generated meanwhile."""
+        return bool(self._answering) and not self.hurried
+
+    def note(self, who: object, *, answering: bool) -> None:
+        """One of those who have something written generates answers, or does not any more. From any thread."""
+        (self._answering.add if answering else self._answering.discard)(id(who))
+
+    @property
+    def slice_bytes(self) -> int:
+        return GENTLE_SLICE_BYTES if self.gentle else SLICE_BYTES
+
+    def begin(self) -> None:
+        """What this thread did before is paid for."""
+        self._worked_s = self._worked()
+
+    def rest(self, count: int) -> float:
+        """After `count` bytes; how long that was."""
+        now = self._worked()
+        took, self._worked_s = now - self._worked_s, now
+        pause = count / self._rate if self._rate is not None else 0.0
+        if self.gentle:
+            pause = max(pause, min(max(took / GENTLE_SHARE, SHORTEST_REST_S), LONGEST_REST_S))
+        if pause:
+            self._sleep(pause)
+        return pause

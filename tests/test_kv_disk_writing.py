@@ -1,0 +1,271 @@
+"""K/V on disk: how the limit is kept to without looking at every file, and writing behind running answers."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cllm.kv.disk.directory import LOCK_NAME
+from cllm.kv.disk.files import Files
+from cllm.kv.disk.format import PAGE
+from cllm.kv.disk.keeper import SURVEY_INTERVAL_S
+from cllm.kv.disk.pace import GENTLE_SHARE, GENTLE_SLICE_BYTES, LONGEST_REST_S, SLICE_BYTES, Pace
+from cllm.kv.disk.pen import GATHERED_BYTES
+from cllm.kv.disk.staging import AHEAD_BYTES, Staging
+from disk_kit import (
+    MODEL,
+    FaultyFiles,
+    content,
+    load,
+    long_prompt,
+    make_store,
+    names_of,
+    open_space,
+    put,
+    total_bytes,
+)
+
+# -- the limit -----------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_that_was_lowered_holds_from_the_start(tmp_path: Path) -> None:
+    store = make_store(tmp_path, limit=200_000)
+    space = open_space(store)
+    chains = [names_of(space, long_prompt(20, start=1000 * number)) for number in range(4)]
+    for names in chains:
+        put(space, names)
+        store.work()
+    assert total_bytes(tmp_path) > 50_000
+    store.close()
+    store = make_store(tmp_path, limit=50_000)
+    space = open_space(store)
+    assert total_bytes(tmp_path) <= 50_000
+    assert load(store, space, chains[-1]) == 20, "what was used last stays"
+    assert space.held(chains[0]) == 0
+
+
+def test_an_append_does_not_look_at_every_file(tmp_path: Path) -> None:
+    files, now = FaultyFiles(), [0.0]
+    store = make_store(tmp_path, files=files, monotonic=lambda: now[0])
+    space = open_space(store)
+    put(space, names_of(space, long_prompt(3)))
+    store.work()
+    looks = files.names.count("list")
+    for number in range(1, 20):
+        put(space, names_of(space, long_prompt(3, start=1000 * number)))
+        store.work()
+    assert files.names.count("list") == looks
+    now[0] += SURVEY_INTERVAL_S
+    put(space, names_of(space, long_prompt(3, start=50_000)))
+    store.work()
+    assert files.names.count("list") > looks, "others may have put something there"
+
+
+def test_a_tally_that_is_damaged_is_not_believed(tmp_path: Path) -> None:
+    store = make_store(tmp_path, limit=60_000)
+    space = open_space(store)
+    for number in range(12):
+        lock = tmp_path / LOCK_NAME
+        if lock.exists():
+            lock.write_bytes(bytes(number))
+        put(space, names_of(space, long_prompt(10, start=1000 * number)))
+        store.work()
+        assert total_bytes(tmp_path) <= 60_000
+    assert total_bytes(tmp_path) > 30_000
+
+
+# -- gently --------------------------------------------------------------------------------------------------------
+
+LARGE = 90 * PAGE
+ODD = LARGE + 600
+
+
+class DirectFiles(Files):
+    """Notes what is written without the system's memory, and can refuse to do so."""
+
+    def __init__(self, refusal: int | None = None, *, late: bool = False) -> None:
+        self.refusal = refusal
+        self.late = late
+        self.on: set[int] = set()
+        self.written = self.read_directly = 0
+
+    def direct(self, file: int, on: bool) -> None:
+        if on and self.refusal is not None and not self.late:
+            raise OSError(self.refusal, os.strerror(self.refusal))
+        (self.on.add if on else self.on.discard)(file)
+
+    def open(self, path: str, **options: bool) -> int:
+        file = super().open(path, **options)
+        self.on.discard(file)
+        return file
+
+    def cached(self, file: int, offset: int) -> bool:
+        return False
+
+    def read(self, file: int, buffers: Any, offset: int) -> int:
+        if file in self.on:
+            if self.refusal is not None:
+                raise OSError(self.refusal, os.strerror(self.refusal))
+            assert offset % PAGE == 0 and all(len(buffer) % PAGE == 0 for buffer in buffers)
+            self.read_directly += sum(map(len, buffers))
+        return super().read(file, buffers, offset)
+
+    def write(self, file: int, buffers: Any, offset: int) -> int:
+        if file in self.on:
+            if self.refusal is not None:
+                raise OSError(self.refusal, os.strerror(self.refusal))
+            (data,) = buffers
+            address = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+            assert offset % PAGE == 0 and len(data) % PAGE == 0 and address % PAGE == 0
+            self.written += len(data)
+        return super().write(file, buffers, offset)
+
+
+def hasty() -> Callable[[], float]:
+    """A clock by which nobody has to wait for anything."""
+    return map(float, count(0, 60)).__next__
+
+
+def write_gently(store: Any, space: Any, names: list[bytes], size: int) -> None:
+    """As the engine does while something runs."""
+    done = 0
+    for _ in range(10 * len(names)):
+        store.writer.pace.note(store, answering=True)
+        parent = names[done - 1] if done else space.root()
+        done += space.put(
+            parent, done, names[done : done + 1], [content(name, size) for name in names[done : done + 1]]
+        )
+        if done == len(names):
+            break
+        store.writer.work()
+    assert done == len(names)
+    while store.writer.work() == 0.0:
+        pass
+
+
+@pytest.mark.parametrize("size", [600, LARGE, ODD, GATHERED_BYTES, 3 * GATHERED_BYTES + 1])
+def test_what_is_written_gently_is_read_again(tmp_path: Path, size: int) -> None:
+    slept: list[float] = []
+    files = DirectFiles()
+    store = make_store(tmp_path, limit=1 << 30, files=files, sleep=slept.append, monotonic=hasty())
+    space = open_space(store, block_bytes=size)
+    names = names_of(space, long_prompt(7))
+    write_gently(store, space, names, size)
+    assert slept and max(slept) <= LONGEST_REST_S
+    assert files.written % PAGE == 0 and files.written >= 7 * size
+    again = make_store(tmp_path, limit=1 << 30)
+    assert load_into(again, open_space(again, block_bytes=size), names, size) == 7
+
+
+def load_into(store: Any, space: Any, names: list[bytes], size: int) -> int:
+    """Into memory that begins with a page."""
+    room = -(-size // PAGE) * PAGE
+    memory = memoryview(mmap.mmap(-1, room * len(names)))
+    buffers = [memory[i * room : i * room + size] for i in range(len(names))]
+    ticket = space.load(names, buffers)
+    store.work()
+    assert ticket.done
+    for name, buffer in zip(names[: ticket.loaded], buffers, strict=False):
+        assert bytes(buffer) == content(name, size)
+    return int(ticket.loaded)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["asked", "tried"])
+def test_a_file_system_that_needs_the_systems_memory_gets_it(tmp_path: Path, late: bool) -> None:
+    files = DirectFiles(errno.EINVAL, late=late)
+    store = make_store(tmp_path, limit=1 << 30, files=files, monotonic=hasty())
+    space = open_space(store, block_bytes=LARGE)
+    names = names_of(space, long_prompt(7))
+    write_gently(store, space, names, LARGE)
+    assert files.written == 0 and store.stats().trouble is None
+    assert load_into(store, space, names, LARGE) == 7
+
+
+def test_what_fits_is_read_straight_into_its_place(tmp_path: Path) -> None:
+    files = DirectFiles()
+    store = make_store(tmp_path, limit=1 << 30, files=files)
+    space = open_space(store, block_bytes=LARGE)
+    names = names_of(space, long_prompt(7))
+    space.put(space.root(), 0, names, [content(name, LARGE) for name in names])
+    store.work()
+    assert load_into(store, space, names, LARGE) == 7
+    assert files.read_directly == 7 * LARGE
+
+
+def test_writing_rests_in_proportion_to_its_work() -> None:
+    slept: list[float] = []
+    worked = [0.0]
+    pace = Pace(None, sleep=slept.append, worked=lambda: worked[0])
+    pace.begin()
+    worked[0] = 0.0002
+    assert pace.rest(1000) == 0.0 and pace.slice_bytes == SLICE_BYTES and not slept
+    pace.note(pace, answering=True)
+    worked[0] = 0.0003
+    assert pace.rest(1000) == pytest.approx(0.0001 / GENTLE_SHARE) == pytest.approx(slept[0])
+    worked[0] = 10.0
+    assert pace.rest(1000) == LONGEST_REST_S and pace.slice_bytes == GENTLE_SLICE_BYTES
+    worked[0] = 5.0  # no clock should
+    assert 0 < pace.rest(1000) < LONGEST_REST_S
+
+
+def test_memory_for_copies_is_taken_ahead_up_to_a_limit() -> None:
+    staging = Staging(4 * AHEAD_BYTES)
+    assert staging.prepare(0) == 0, "nobody wants it"
+    assert staging.ready(LARGE) == 0
+    made = 0
+    while size := staging.prepare(0):
+        made += size
+    assert AHEAD_BYTES - LARGE < made <= AHEAD_BYTES
+    assert staging.ready(LARGE) == made // LARGE and staging.kept == made
+
+
+def test_gently_nothing_is_copied_into_fresh_memory_unless_it_is_urgent(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    space = open_space(store, MODEL)
+    names = names_of(space, long_prompt(3))
+    blocks = [content(name) for name in names]
+    store.writer.pace.note(store, answering=True)
+    assert space.put(space.root(), 0, names, blocks) == 0
+    assert space.put(space.root(), 0, names, blocks, urgent=True) == 3
+    store.work()
+    assert load(store, space, names) == 3
+
+
+# -- a disk that takes nothing ---------------------------------------------------------------------------------------
+
+
+class ReadOnlyFiles(Files):
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    truncate = write = remove = set_time = make_directory = _refuse
+
+    def open(self, path: str, **options: bool) -> int:
+        return int(self._refuse()) if any(options.values()) else super().open(path)
+
+
+def test_a_read_only_file_system_is_read_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = make_store(tmp_path)
+    space = open_space(store)
+    names = names_of(space, long_prompt(5))
+    put(space, names)
+    store.work()
+    store.close()
+    again = make_store(tmp_path, files=ReadOnlyFiles())
+    space = open_space(again)
+    assert load(again, space, names) == 5
+    for number in range(1, 4):
+        put(space, names_of(space, long_prompt(5, start=1000 * number)))
+        again.work()
+    assert again.stats().trouble == "Read-only file system"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.records[0].exc_info is None and "Read-only file system" in caplog.text
+    assert load(again, space, names) == 5
