@@ -148,7 +148,7 @@ class Feed:
         made = []
         for _ in range(count):
             self._number += 1
-            offer = Offer(b"", self._key)
+            offer = Offer(b"", self._key, 0)
             offer.names = self._tier.names(space, b"%d" % self._number, self._key)
             made.append(offer)
         return made
