@@ -200,7 +200,7 @@ class Keeping:
             return self.host.contents(offer.tree_names[offer.done :], blocks, most)
         ops = self._arena.ops
         assert isinstance(ops, BlockBytes)
-        return ops.read_blocks(blocks[:most])
+        return ops.read_blocks(blocks[:most]) if blocks else []
 
     def _progress(self, offer: Offer, blocks: int) -> None:
         offer.done += blocks
