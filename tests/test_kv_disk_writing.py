@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import zlib
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -17,8 +18,8 @@ from cllm.kv.disk.directory import LOCK_NAME
 from cllm.kv.disk.files import Files
 from cllm.kv.disk.format import PAGE
 from cllm.kv.disk.keeper import SURVEY_INTERVAL_S
-from cllm.kv.disk.pace import GENTLE_SHARE, GENTLE_SLICE_BYTES, LONGEST_REST_S, SLICE_BYTES, Pace
-from cllm.kv.disk.pen import GATHERED_BYTES
+from cllm.kv.disk.pace import GENTLE_SHARE, LONGEST_REST_S, Pace
+from cllm.kv.disk.pen import GATHERED_BYTES, Pen
 from cllm.kv.disk.staging import AHEAD_BYTES, Staging
 from disk_kit import (
     MODEL,
@@ -165,6 +166,34 @@ def test_what_is_written_gently_is_read_again(tmp_path: Path, size: int) -> None
     assert load_into(again, open_space(again, block_bytes=size), names, size) == 7
 
 
+class Fickle(Pace):
+    """Somebody begins or ends an answer whenever that is looked at, or every second or third time."""
+
+    def __init__(self, period: int) -> None:
+        super().__init__(None, sleep=lambda _: None)
+        self._looks = count()
+        self._period = period
+
+    @property
+    def gentle(self) -> bool:
+        return next(self._looks) // self._period % 2 == 0
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 5])
+def test_answers_may_begin_and_end_while_a_slice_is_written(tmp_path: Path, period: int) -> None:
+    files = Files()
+    blocks = [content(bytes([number]), 1_000_003) for number in range(20)]
+    padding = -20 * 1_000_003 % PAGE
+    file = files.open(str(tmp_path / "file"), create=True, write=True)
+    try:
+        sums, _ = Pen(files, Fickle(period), None).write(file, list(map(memoryview, blocks)), padding, PAGE)
+    finally:
+        files.close(file)
+    assert (tmp_path / "file").read_bytes() == bytes(PAGE) + b"".join(blocks) + bytes(padding)
+    blocks[-1] += bytes(padding)
+    assert sums == list(map(zlib.crc32, blocks))
+
+
 def load_into(store: Any, space: Any, names: list[bytes], size: int) -> int:
     """Into memory that begins with a page."""
     room = -(-size // PAGE) * PAGE
@@ -206,12 +235,12 @@ def test_writing_rests_in_proportion_to_its_work() -> None:
     pace = Pace(None, sleep=slept.append, worked=lambda: worked[0])
     pace.begin()
     worked[0] = 0.0002
-    assert pace.rest(1000) == 0.0 and pace.slice_bytes == SLICE_BYTES and not slept
+    assert pace.rest(1000) == 0.0 and not slept
     pace.note(pace, answering=True)
     worked[0] = 0.0003
     assert pace.rest(1000) == pytest.approx(0.0001 / GENTLE_SHARE) == pytest.approx(slept[0])
     worked[0] = 10.0
-    assert pace.rest(1000) == LONGEST_REST_S and pace.slice_bytes == GENTLE_SLICE_BYTES
+    assert pace.rest(1000) == LONGEST_REST_S
     worked[0] = 5.0  # no clock should
     assert 0 < pace.rest(1000) < LONGEST_REST_S
 

@@ -48,10 +48,6 @@ class Pace:
         """One of those who have something written generates answers, or does not any more. From any thread."""
         (self._answering.add if answering else self._answering.discard)(id(who))
 
-    @property
-    def slice_bytes(self) -> int:
-        return GENTLE_SLICE_BYTES if self.gentle else SLICE_BYTES
-
     def begin(self) -> None:
         """What this thread did before is paid for."""
         self._worked_s = self._worked()

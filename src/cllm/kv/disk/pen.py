@@ -1,9 +1,8 @@
 """How a payload gets into a file: summed up on the way, at full speed or gently.
 
 At full speed slices go through the system's memory, summed up by other threads meanwhile, and the disk begins with
-each while the next is copied. Gently,
-they are gathered, and go to the disk from there without being copied to the system's memory: that takes a fifth of the
-processor's time, and no pages of which others are deprived.
+each while the next is copied. Gently, they are gathered, and go to the disk from there without being copied to the
+system's memory: that takes a fifth of the processor's time, and no pages of which others are deprived.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 
 from cllm.kv.disk.files import Files, write_all
 from cllm.kv.disk.format import PAGE
-from cllm.kv.disk.pace import Pace
+from cllm.kv.disk.pace import GENTLE_SLICE_BYTES, SLICE_BYTES, Pace
 
 GATHERED_BYTES = 1 << 20
 """Written with one call while answers are generated."""
@@ -54,13 +53,13 @@ class Pen:
         self._count = 0
         self._pace.begin()
         coming = None if self._pace.gentle else self._sum_elsewhere(pieces, padding)
-        for group in self._groups([*enumerate(pieces), (len(pieces) - 1, memoryview(bytes(padding)))]):
+        for group, gathered in self._groups([*enumerate(pieces), (len(pieces) - 1, memoryview(bytes(padding)))]):
             size = 0
             for number, part in group:
                 size += len(part)
                 if coming is None:
                     sums[number] = zlib.crc32(part, sums[number])
-            if self._pace.gentle or self._count:
+            if gathered:
                 self._gather(group)
                 if self._count == GATHERED_BYTES:
                     rested += self._pace.rest(0)
@@ -93,10 +92,11 @@ class Pen:
         """There is nothing to write: give the memory back to the system."""
         self._gathered = None
 
-    def _groups(self, pieces: Sequence[tuple[int, memoryview]]) -> Iterator[Group]:
-        """What is summed up without a rest."""
+    def _groups(self, pieces: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[Group, bool]]:
+        """What is summed up without a rest, and whether it is to be gathered: that is settled with its size, whatever
+        becomes of the pace meanwhile."""
         group: Group = []
-        room = self._room()
+        room, gathered = self._room()
         for number, piece in pieces:
             done = 0
             while done < len(piece):
@@ -105,13 +105,17 @@ class Pen:
                 done += len(part)
                 room -= len(part)
                 if room <= 0 or len(group) >= MOST_PIECES:
-                    yield group
-                    group, room = [], self._room()
+                    yield group, gathered
+                    group = []
+                    room, gathered = self._room()
         if group:
-            yield group
+            yield group, gathered
 
-    def _room(self) -> int:
-        return min(self._pace.slice_bytes, GATHERED_BYTES - self._count) if self._count else self._pace.slice_bytes
+    def _room(self) -> tuple[int, bool]:
+        """Bytes of the next group, and whether it is gathered, in which case it fits there."""
+        gentle = self._pace.gentle
+        size = GENTLE_SLICE_BYTES if gentle else SLICE_BYTES
+        return (min(size, GATHERED_BYTES - self._count), True) if gentle or self._count else (size, False)
 
     def _gather(self, group: Group) -> None:
         if self._gathered is None:
