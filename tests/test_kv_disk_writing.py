@@ -256,6 +256,18 @@ def test_memory_for_copies_is_taken_ahead_up_to_a_limit() -> None:
     assert staging.ready(LARGE) == made // LARGE and staging.kept == made
 
 
+def test_copies_of_one_size_leave_room_for_another() -> None:
+    """Two models write, and blocks of one of them have all the memory that is taken ahead."""
+    staging = Staging(4 * AHEAD_BYTES)
+    staging.give_back([memoryview(bytearray(LARGE)) for _ in range(AHEAD_BYTES // LARGE)])
+    assert staging.ready(ODD) == 0
+    assert staging.prepare(0) == ODD and staging.ready(ODD) == 1
+    assert staging.ready(LARGE) > 0 and staging.kept <= AHEAD_BYTES
+    kept = staging.kept
+    assert staging.ready(LARGE + 1) == 0
+    assert staging.prepare(AHEAD_BYTES) == 0 and staging.kept == kept, "what is being written leaves no room"
+
+
 def test_gently_nothing_is_copied_into_fresh_memory_unless_it_is_urgent(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     space = open_space(store, MODEL)
@@ -266,6 +278,39 @@ def test_gently_nothing_is_copied_into_fresh_memory_unless_it_is_urgent(tmp_path
     assert space.put(space.root(), 0, names, blocks, urgent=True) == 3
     store.work()
     assert load(store, space, names) == 3
+
+
+# -- what goes wrong in the writer itself ----------------------------------------------------------------------------
+
+
+def test_what_fails_unexpectedly_is_out_of_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path)
+    space = open_space(store)
+    chains = [names_of(space, long_prompt(5, start=1000 * number)) for number in range(3)]
+    for names in chains:
+        assert put(space, names) == 5
+
+    def fail(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr(store.writer._pen, "write", fail)
+    store.work()
+    assert store.writer.queued_bytes == 0 and store.stats().counts["unwritten_bytes"] == 5 * space.block_bytes
+    assert [load(store, space, names) for names in chains] == [0, 5, 5], "the rest of the batch is written"
+    assert put(space, chains[0]) == 5
+    store.work()
+    assert load(store, space, chains[0]) == 5
+
+
+def test_who_waits_for_the_disk_is_waited_for_though_another_one_is_done(tmp_path: Path) -> None:
+    writer = make_store(tmp_path).writer
+    writer.pace.note(writer, answering=True)
+    with writer.flushing():
+        with writer.flushing():
+            assert not writer.pace.gentle
+        assert not writer.pace.gentle
+    assert writer.pace.gentle
 
 
 # -- a disk that takes nothing ---------------------------------------------------------------------------------------

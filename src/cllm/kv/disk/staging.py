@@ -55,13 +55,31 @@ class Staging:
         """Have memory ready for one more copy, if that is wanted and `in_use` bytes of copies leave room for it; its
         bytes. Others go on meanwhile."""
         size = self._wanted
-        if not size or (in_use + self._kept and in_use + self._kept + size > min(AHEAD_BYTES, self._keep)):
+        if size and not self._fits(size, in_use):
+            self._drop_others(size, in_use)
+        if not size or not self._fits(size, in_use):
             self._wanted = 0
             return 0
         fresh = np.empty(size, np.uint8)
         fresh.fill(0)
         self.give_back([fresh.data])
         return size
+
+    def _fits(self, size: int, in_use: int) -> bool:
+        return self._may_be_taken(size, in_use + self._kept)
+
+    def _may_be_taken(self, size: int, beside: int) -> bool:
+        return not beside or beside + size <= min(AHEAD_BYTES, self._keep)
+
+    def _drop_others(self, wanted: int, in_use: int) -> None:
+        """Blocks of another model have all that may be taken: some of it goes, if there is nothing of this size."""
+        with self._lock:
+            if self._free.get(wanted) or not self._may_be_taken(wanted, in_use):
+                return
+            for size, copies in self._free.items():
+                while copies and not self._fits(wanted, in_use):
+                    copies.pop()
+                    self._kept -= size
 
     def clear(self) -> None:
         """Give the memory back to the system."""

@@ -93,7 +93,8 @@ class Writer:
         self._oldest: float = 0.0
         self._busy = False
         self._idle_since = 0.0
-        self._flushing = False
+        self._flushes = 0
+        """Those who wait until all is written."""
         self._pause_s = FIRST_PAUSE_S
         self._paused_until: float | None = None
         limit = keeper.limit
@@ -130,7 +131,7 @@ class Writer:
             if self.pace.gentle:
                 linger, enough = max(linger, GENTLE_LINGER_S), min(enough, AHEAD_BYTES // 2)
             wait = self._oldest + linger - self._monotonic()
-            if wait > 0 and not self._flushing and self.queued_bytes < enough:
+            if wait > 0 and not self._flushes and self.queued_bytes < enough:
                 return min(wait, self._linger_s) or wait
             items, self._items = list(self._items), deque()
             self._busy = True
@@ -169,11 +170,16 @@ class Writer:
     @contextmanager
     def flushing(self) -> Iterator[None]:
         """Nothing waits for more to come."""
-        self._flushing = self.pace.hurried = True
+        self._count_flushes(1)
         try:
             yield
         finally:
-            self._flushing = self.pace.hurried = False
+            self._count_flushes(-1)
+
+    def _count_flushes(self, more: int) -> None:
+        with self._keeper.lock:
+            self._flushes += more
+            self.pace.hurried = self._flushes > 0
 
     def wait_empty(self, timeout: float) -> bool:
         """Wait until all that was handed over is written, or given up."""
@@ -198,6 +204,8 @@ class Writer:
             log.debug("%s", error)
         except OSError as error:
             self._back_off(error)
+        except Exception:
+            log.exception("K/V could not be written")
         finally:
             with self._keeper.lock:
                 self.queued_bytes -= item.nbytes
