@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from cllm.kv.radix import COMMON_SPACE
 from cllm.kv.upkeep import UpkeepSettings
 from disk_kit import FaultyFiles
 from test_kv_tiers import LONG, Tiers, prompt
-from tier_kit import BLOCK, Cache, HostCache
+from tier_kit import BLOCK, Cache, HostCache, LateCopy
 
 OTHER = prompt(1, 60, 0, 60)
 
@@ -322,3 +323,87 @@ def test_first_the_hosts_memory_then_the_disk(tmp_path: Path) -> None:
     assert cache.run(LONG) == 40
     usage = cache.kv.usage()
     assert usage.host.loaded_tokens == 6 * BLOCK and usage.disk.loaded_tokens == 4 * BLOCK
+
+
+def test_what_was_offered_is_written_at_the_end(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path)
+    cache.run(LONG)
+    late = cache.rows.copy_out
+    copies: list[LateCopy] = []
+
+    def copy_out(blocks: Sequence[int], rows: Sequence[int]) -> LateCopy:
+        copies.append(late(blocks, rows))
+        copies[-1].make()  # the device goes on, whoever looks
+        return copies[-1]
+
+    cache.rows.copy_out = copy_out  # type: ignore[method-assign]
+    cache.kv.wind_up(60.0)
+    cache.store.work()
+    assert copies and cache.store.stats().blocks == 10 and len(cache.kv._keeping or ()) == 0
+
+
+def test_a_load_that_cannot_begin_leaves_the_disk_to_be_asked(tmp_path: Path) -> None:
+    """Entering a prefix divides what the tree holds, though nothing is loaded."""
+    cache = HostCache(tmp_path, blocks=40, host_rows=40)
+    whole = list(range(100, 160))
+    cache.run(whole)
+    cache.settle()
+    cache.lose(40)
+    cache.rows.work()
+    cache.kv.maintain(0.0)
+    host, tier = cache.kv._host, cache.kv._tier
+    cache.kv._host = cache.kv._tier = None
+    cache.run([*whole[:20], *range(500, 520)])
+    cache.kv._host, cache.kv._tier = host, tier
+    cache.rows.fail_at = cache.rows.calls + 1
+    assert cache.run(whole) == 56
+    cache.assert_sound()
+    usage = cache.kv.usage()
+    assert usage.host.loads == 0 and usage.disk.loaded_tokens == 36
+
+
+@pytest.mark.parametrize("refuses", [True, False], ids=["refuses copies", "has no rows"])
+def test_the_disk_is_written_without_it(tmp_path: Path, refuses: bool) -> None:
+    cache = HostCache(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise BackendError("no copies")
+
+    if refuses:
+        cache.rows.copy_out = refuse  # type: ignore[method-assign,assignment]
+    else:
+        cache.rows.most_rows = cache.rows.rows = 0
+    cache.run(LONG)
+    cache.settle()
+    assert cache.store.stats().blocks == 10
+    assert cache.kv.details()["host"]["used"] is False
+    cache.run(OTHER)
+    cache.backend.memory.reads_wait = True
+    bystander = cache.ask([1, 2, 3])
+    cache.admit()
+    cache.settle()
+    assert cache.running == [bystander] and cache.store.stats().blocks == 10, "the steps would be waited for"
+    cache.finish(bystander)
+    cache.settle()
+    assert cache.store.stats().blocks > 10
+
+
+def test_offers_wait_until_there_are_rows_for_them(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path)
+    cache.rows.rows = 0
+    cache.rows.want_more = lambda count: None  # type: ignore[method-assign]
+    cache.run(LONG)
+    cache.settle()
+    assert cache.store.stats().blocks == 0
+    cache.rows.rows = cache.rows.most_rows
+    cache.settle()
+    assert cache.store.stats().blocks == 10
+
+
+def test_blocks_are_moved_again_as_soon_as_they_are_copied(cache: HostCache) -> None:
+    cache.run(LONG)
+    cache.lose(24)
+    assert cache.kv._arena.pinned == 10
+    cache.rows.work()
+    cache.kv.maintain(0.0)
+    assert cache.kv._arena.pinned == 0

@@ -397,6 +397,18 @@ def test_a_backend_that_refuses_costs_no_request(
     assert later.run(LONG) == 0
 
 
+def test_memory_in_doubt_is_not_passed_over_while_blocks_are_kept(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Any:
+        raise BackendError("the device is gone", fatal=True)
+
+    cache.run(LONG)
+    monkeypatch.setattr(cache.kv._arena.ops, "read_blocks", fail)
+    with pytest.raises(BackendError, match="the device is gone"):
+        cache.settle()
+
+
 @pytest.fixture
 def slots(tmp_path: Path) -> SlotCache:
     return SlotCache(tmp_path)

@@ -90,7 +90,7 @@ class HostTier:
 
     @property
     def usable(self) -> bool:
-        return self._strikes < STRIKES
+        return self._strikes < STRIKES and self._rows.most_rows > 0
 
     @property
     def copied_blocks(self) -> int:
@@ -281,7 +281,8 @@ class HostTier:
 
     def contents(self, names: Sequence[bytes], blocks: Sequence[int], most: int) -> list[NDArray[np.uint8]] | None:
         """Of consecutive blocks, `most` at once, to be copied before anything else is asked. The first of them may be
-        in the arena still, as `blocks`: they are copied here. None: that is under way."""
+        in the arena still, as `blocks`: they are copied here. None: that is under way, or will be as soon as there
+        are rows for it."""
         coming = {row for moved in self._under_way if moved.outwards for row in moved.rows}
         found: list[NDArray[np.uint8]] = []
         for name in names[:most]:
@@ -294,7 +295,7 @@ class HostTier:
         if names[0] not in self._row_of:
             ahead = min(len(blocks), max(most, self._copied_at_once))
             self.keep(names[:ahead], blocks[:ahead])
-        return None if names[0] in self._row_of else []
+        return None if names[0] in self._row_of or (blocks and self.pays) else []
 
     def numbers(self) -> HostNumbers:
         size = self._rows.row_bytes

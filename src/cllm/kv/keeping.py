@@ -78,7 +78,7 @@ class Keeping:
         self._retry_s = SHORTEST_RETRY_S
         self._retry_at = float("-inf")
         self.host: HostTier | None = None
-        """Where blocks are read, if there is one: from the arena of a GPU that would wait for the steps."""
+        """Where blocks are read, if there is one that works: from the arena of a GPU that would wait for the steps."""
         self._look_at = clock() + STANDING_S
         self._urgent = False
 
@@ -194,7 +194,7 @@ class Keeping:
 
     def _content(self, offer: Offer, blocks: list[int], most: int) -> Sequence[NDArray[np.uint8]] | None:
         """Of the next blocks of an offer, as far as they are still somewhere. None: they are on their way."""
-        if self.host is not None:
+        if self.host is not None and self.host.usable:
             if not offer.tree_names:
                 offer.name_in_tree(self._tier.block_tokens)
             return self.host.contents(offer.tree_names[offer.done :], blocks, most)
@@ -221,6 +221,8 @@ class Keeping:
         until, writer = time.monotonic() + seconds, self._tier.store.writer
         while self._offers and self._tier.space is not None and not writer.trouble and time.monotonic() < until:
             self._retry_at = float("-inf")
+            if self.host is not None:
+                self.host.settle()
             if not self.work(0.1):
                 self._tier.store.flush(max(0.0, min(0.1, until - time.monotonic())))
                 time.sleep(0.001)

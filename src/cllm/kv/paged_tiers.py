@@ -81,6 +81,7 @@ class PagedTiers(PagedOperations, Tiered):
     def _take_in(self) -> None:
         if self._host is not None:
             self._host.settle()
+            self._note_pinned()
         super()._take_in()
 
     def _look(self, sequence: KVSequence) -> Load | None:
@@ -98,11 +99,14 @@ class PagedTiers(PagedOperations, Tiered):
         if not self._room_for(sequence, found):
             return None
         load = NOTHING if host is None else self._look_on_host(host, sequence, found, whole)
+        if load is None:  # what was found of the tree is not what it was
+            load, found = NOTHING, self._prefixes.find(sequence.prefix.tobytes(), sequence.space)
         if load is NOTHING and tier is not None:
             return self._look_on_disk(tier, sequence, found, whole)
         return load
 
-    def _look_on_host(self, host: HostTier, sequence: KVSequence, found: Found[list[int]], whole: int) -> Load:
+    def _look_on_host(self, host: HostTier, sequence: KVSequence, found: Found[list[int]], whole: int) -> Load | None:
+        """None: it could not be begun, but `found` was entered for it."""
         prefix, cached = sequence.prefix, found.matched // self._prefixes.tree.unit_bytes
         parent = self._prefixes.name_before(found, sequence.space)
         names = host.find(parent, prefix[cached * self.block_size : whole * self.block_size])
@@ -120,7 +124,7 @@ class PagedTiers(PagedOperations, Tiered):
                 self._begin_load(load, found, lambda blocks: host.load(names, blocks))
         except BackendError as error:
             host.fault("loading blocks from the host's memory", error)
-            return NOTHING
+            return None
         return load
 
     def _look_on_disk(self, tier: Tier, sequence: KVSequence, found: Found[list[int]], whole: int) -> Load | None:
@@ -210,8 +214,6 @@ class PagedTiers(PagedOperations, Tiered):
                 self._bytes.land(own[:loaded], load.buffers[:loaded])
                 tier.worked()
         except BackendError as error:
-            if error.fatal:
-                raise
             tier.fault("loading blocks from disk", error)
             loaded = 0
         tier.note_load(loaded * self.block_size, len(own) * self.block_size)
@@ -267,7 +269,7 @@ class PagedTiers(PagedOperations, Tiered):
 
     def _rescue(self, count: int) -> None:
         """So many blocks are about to be evicted. If offered ones may be among them, some of those go to disk first."""
-        if self._host is not None:
+        if self._host is not None and self._host.usable:
             self._tell_speed()  # they go to the host's memory, and from there to disk
         elif self._keeping is not None and self._keeping.blocks > self._prefixes.evictable - count:
             self._keeping.rescue(self._time_to_keep(RESCUE_S, RESCUE_S))
@@ -292,7 +294,8 @@ class PagedTiers(PagedOperations, Tiered):
     def _time_to_keep(self, busy_s: float, idle_s: float) -> float:
         if len(self._arena.running) == self.loading:
             return idle_s
-        return 0.0 if self._host is None and self._bytes.reads_wait else busy_s
+        beside_steps = not self._bytes.reads_wait or (self._host is not None and self._host.usable)
+        return busy_s if beside_steps else 0.0
 
     def _disk_due_at(self) -> float | None:
         copied = any(isinstance(load.ticket, Moved) for load in self._loads)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from cllm.errors import BackendError
 from cllm.kv.disk.reader import Ticket
 from cllm.kv.disk.store import Space
 from cllm.kv.holders import Entry
@@ -208,8 +207,6 @@ class SlotTiers(SlotOperations, Tiered):
             if payload is not None and space.put_sequence(names, tokens, payload):
                 tier.worked()
         except Exception as error:
-            if isinstance(error, BackendError) and error.fatal:
-                raise
             tier.fault("keeping a sequence on disk", error)
 
     def _payload(self, entry: Entry, leaves: bool) -> SavedKV | None:

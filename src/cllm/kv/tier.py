@@ -6,6 +6,7 @@ import logging
 from array import array
 from collections.abc import Callable
 
+from cllm.errors import BackendError
 from cllm.kv.disk.names import chain
 from cllm.kv.disk.store import DiskStore, Space
 from cllm.kv.loads import patience
@@ -104,7 +105,9 @@ class Tier:
             self.wake()
 
     def fault(self, doing: str, error: Exception) -> None:
-        """Something of ours failed, of which no request may suffer."""
+        """Something of ours failed, of which no request may suffer, unless all memory is in doubt."""
+        if isinstance(error, BackendError) and error.fatal:
+            raise error
         self._strikes += 1
         last = "; the disk is not used any more" if self._strikes >= STRIKES else ""
         log.error("%s failed: %s%s", doing, error or type(error).__name__, last, exc_info=error)
