@@ -238,6 +238,7 @@ class PagedKVManager(PagedPins, PagedTiers):
 
     def maintain(self, budget_s: float) -> bool:
         self._pins.expire()
+        self._take_in()  # whoever was woken for that must not find another reason to go on waiting
         if self._limits is not None and self._limits.tend(somebody_waits=self.awaits_memory):
             return True
         keeps, budget_s = self._keep(budget_s)

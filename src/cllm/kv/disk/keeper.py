@@ -77,6 +77,8 @@ class Keeper:
 
     def refresh(self, shelf: Shelf) -> None:
         """Learn what others have written, used, shortened and removed since."""
+        with self.lock:
+            before = dict(shelf.index.segments)
         survey = self.directory.survey()
         self.bytes = survey.bytes
         mine = {found.path: found for found in survey.files if found.space == shelf.space}
@@ -85,7 +87,7 @@ class Keeper:
             known = dict(shelf.index.segments)
             writing = self.writing
             for path, segment in known.items():
-                if path not in mine and path != writing:
+                if path not in mine and path != writing and before.get(path) is segment:
                     shelf.index.remove(segment)
         shelf.unusable = {path: state for path, state in shelf.unusable.items() if path in mine}
         for path, found in mine.items():

@@ -253,7 +253,7 @@ class Writer:
             with keeper.directory.locked() as tally:
                 if not keeper.make_room(size + PAGE, protected, tally):
                     return False
-                segment, file = self._reserve_behind(tip, size, stack) if tip is not None else (None, -1)
+                segment, file = self._reserve_behind(shelf, tip, size, stack) if tip is not None else (None, -1)
                 if segment is None:
                     header = self._header(shelf, Kind.BLOCKS, run.parent, run.first)
                     segment, file = self._reserve_new(header, size, stack)
@@ -307,18 +307,21 @@ class Writer:
 
     # -- files -------------------------------------------------------------------------------------------------
 
-    def _reserve_behind(self, tip: Segment, size: int, stack: ExitStack) -> tuple[Segment | None, int]:
+    def _reserve_behind(self, shelf: Shelf, tip: Segment, size: int, stack: ExitStack) -> tuple[Segment | None, int]:
         """Give a segment its new length. None: it is gone, or another process writes to it, or has."""
         try:
             file = stack.enter_context(self._keeper.directory.taken(tip.path))
         except (FileNotFoundError, BusyError):
             return None, -1
         status = self._files.status(file)
-        if status.st_size != tip.size or status.st_nlink == 0:
-            return None, -1
-        self._begin(tip.path)
-        self._undo_unless_done(stack, lambda: self._files.truncate(file, tip.size))
-        self._files.truncate(file, tip.size + size)
+        with self._keeper.lock:
+            before = tip.size
+            known = shelf.index.segments.get(tip.path) is tip
+            if not known or status.st_size != before or status.st_nlink == 0:
+                return None, -1
+            self._keeper.writing = tip.path  # from here on nobody replaces what is known of it
+        self._undo_unless_done(stack, lambda: self._files.truncate(file, before))
+        self._files.truncate(file, before + size)
         return tip, file
 
     def _reserve_new(self, header: SegmentHeader, size: int, stack: ExitStack) -> tuple[Segment, int]:
