@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cllm.kv.disk.directory import Survey
+from cllm.kv.disk.helpers import Helpers
+from cllm.kv.disk.reader import READ_BYTES
 from disk_kit import FaultyFiles, load, long_prompt, make_store, names_of, open_space, put, segments
 
 
@@ -115,3 +122,84 @@ def test_what_was_written_after_the_directory_was_listed_is_known(
     assert space.held(names) == 5
     keeper.refresh(shelf)
     assert load(store, space, names) == 5
+
+
+# -- threads that help -----------------------------------------------------------------------------------------------
+
+
+class SlowReads(FaultyFiles):
+    reading = 0
+
+    def read(self, file: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.reading += 1
+        time.sleep(0.05)
+        try:
+            return super().read(file, buffers, offset)
+        finally:
+            self.reading -= 1
+
+
+class Unwilling(Helpers):
+    """Takes one thing, and no more."""
+
+    def __init__(self, files: SlowReads) -> None:
+        super().__init__(1, "unwilling")
+        self._files = files
+        self._taken = 0
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        self._taken += 1
+        if self._taken == 1:
+            return super().submit(call, *args)
+        while not self._files.reading:
+            time.sleep(0.001)
+        raise RuntimeError("no more")
+
+
+def test_a_load_is_over_when_nobody_reads_for_it_any_more(tmp_path: Path) -> None:
+    """Whoever asked for it gives the buffers to others then."""
+    files = SlowReads()
+    store = make_store(tmp_path, limit=1 << 30, files=files)
+    space = open_space(store, block_bytes=READ_BYTES)
+    names = names_of(space, long_prompt(3))
+    put(space, names)
+    store.work()
+    store.reader._helpers = helpers = Unwilling(files)
+    reading: list[int] = []
+    buffers = [np.zeros(READ_BYTES, np.uint8) for _ in names]
+    ticket = space.load(names, buffers, lambda _: reading.append(files.reading))
+    store.work()
+    helpers.stop()
+    assert ticket.error == "RuntimeError: no more" and reading == [0]
+
+
+def test_what_nobody_has_begun_is_cancelled() -> None:
+    helpers, begun, go_on = Helpers(1, "helper"), threading.Event(), threading.Event()
+
+    def wait() -> str:
+        begun.set()
+        go_on.wait()
+        return "done"
+
+    first, second = helpers.submit(wait), helpers.submit(wait)
+    begun.wait()
+    helpers.stop()
+    with pytest.raises(CancelledError):
+        second.result()
+    with pytest.raises(RuntimeError):
+        helpers.submit(wait)
+    go_on.set()
+    assert first.result() == "done"
+
+
+HANGING = """
+import threading
+from cllm.kv.disk.helpers import Helpers
+Helpers(2, "helper").submit(threading.Event().wait)
+print("the end")
+"""
+
+
+def test_a_disk_that_hangs_keeps_no_program_from_ending() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGING], stdout=subprocess.PIPE, timeout=120, check=True)
+    assert done.stdout == b"the end\n"

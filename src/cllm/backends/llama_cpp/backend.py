@@ -171,6 +171,7 @@ class LlamaCppBackend(Backend):
             "instructions": library.cpu_feature(),
             "flash_attention": int(self._flash_attention),
             "form": self.ops.form,
+            "context": self._live().slot_tokens,  # some models turn positions another way in a long one
         }
 
     def describe(self) -> str:

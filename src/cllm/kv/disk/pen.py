@@ -11,12 +11,13 @@ import errno
 import mmap
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 
 import numpy as np
 
 from cllm.kv.disk.files import Files, write_all
 from cllm.kv.disk.format import PAGE
+from cllm.kv.disk.helpers import Helpers
 from cllm.kv.disk.pace import GENTLE_SLICE_BYTES, SLICE_BYTES, Pace
 
 GATHERED_BYTES = 1 << 20
@@ -36,7 +37,7 @@ Group = list[tuple[int, memoryview]]
 
 
 class Pen:
-    def __init__(self, files: Files, pace: Pace, helpers: Executor | None) -> None:
+    def __init__(self, files: Files, pace: Pace, helpers: Helpers | None) -> None:
         self._helpers = helpers
         self._files = files
         self._pace = pace
@@ -85,7 +86,7 @@ class Pen:
                 self._helpers.submit(_checksums, pieces[at : at + step], padding if at == starts[-1] else 0)
                 for at in starts
             ]
-        except RuntimeError:  # the interpreter is about to end, and takes no more work for other threads
+        except RuntimeError:  # the store was closed
             return None
 
     def forget(self) -> None:

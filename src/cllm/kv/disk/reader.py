@@ -9,7 +9,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from cllm.kv.disk.files import read_all
 from cllm.kv.disk.format import PAGE, Record
+from cllm.kv.disk.helpers import Helpers
 from cllm.kv.disk.keeper import Keeper, Shelf
 from cllm.kv.disk.segment import Segment
 from cllm.kv.disk.speed import Speed
@@ -96,7 +97,7 @@ class Part(NamedTuple):
 
 class Reader:
     def __init__(
-        self, keeper: Keeper, *, helpers: Executor | None, monotonic: Callable[[], float] = time.monotonic
+        self, keeper: Keeper, *, helpers: Helpers | None, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         """`helpers`: threads that read and check, so that the disk has always something to do."""
         self.speed = Speed()
@@ -252,8 +253,10 @@ class Reader:
                 if right < len(span):
                     return
             return
-        reads = [self._helpers.submit(read, span) for span in spans]
+        reads: list[Future[int]] = []
         try:
+            for span in spans:
+                reads.append(self._helpers.submit(read, span))  # noqa: PERF401 - one of them may fail
             for span, pending in zip(spans, reads, strict=True):
                 right = pending.result()
                 yield right, len(span)

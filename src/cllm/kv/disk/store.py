@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from cllm.kv.disk.directory import Directory
 from cllm.kv.disk.files import Files
+from cllm.kv.disk.helpers import Helpers
 from cllm.kv.disk.index import FoundSequence
 from cllm.kv.disk.keeper import Keeper, Shelf, space_of
 from cllm.kv.disk.names import TOKEN_BYTES, root_name, tail_name
@@ -89,7 +89,7 @@ class DiskStore:
         )
         self._monotonic = monotonic
         self.staging = Staging(queue_bytes)
-        self._helpers = ThreadPoolExecutor(HELPERS, thread_name_prefix="cllm-kv-help") if threads else None
+        self._helpers = Helpers(HELPERS, "cllm-kv-help") if threads else None
         self.writer = Writer(
             self._keeper,
             staging=self.staging,
@@ -210,7 +210,7 @@ class DiskStore:
                 worker.stop(1.0)
         self.reader.give_up()
         if self._helpers is not None:
-            self._helpers.shutdown(wait=False, cancel_futures=True)
+            self._helpers.stop()
 
 
 class Space:

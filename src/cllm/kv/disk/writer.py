@@ -16,7 +16,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager, suppress
 
 from cllm.kv.disk.directory import BusyError
@@ -32,6 +31,7 @@ from cllm.kv.disk.format import (
     record_bytes,
     whole_pages,
 )
+from cllm.kv.disk.helpers import Helpers
 from cllm.kv.disk.keeper import Keeper, Shelf
 from cllm.kv.disk.pace import Pace
 from cllm.kv.disk.pen import Pen
@@ -67,7 +67,7 @@ class Writer:
         keeper: Keeper,
         *,
         staging: Staging,
-        helpers: Executor | None,
+        helpers: Helpers | None,
         queue_bytes: int,
         linger_s: float,
         rate: float | None,
