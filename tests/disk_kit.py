@@ -24,7 +24,7 @@ BLOCK_BYTES = 600
 MODEL = fingerprint(b"a model's files", {"kv_type_k": "f16", "block_size": BLOCK_TOKENS})
 FILE_CALLS = (
     "open", "close", "read", "write", "truncate", "sync", "lock", "status", "list", "set_time", "remove",
-    "make_directory",
+    "make_directory", "direct", "cached", "begin_sync",
 )  # fmt: skip
 
 

@@ -285,6 +285,20 @@ def test_stop_waits_for_what_is_under_way_though_nobody_does() -> None:
     assert_nothing_left(engine)
 
 
+def test_a_cache_in_doubt_keeps_nothing_and_tells_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who share a disk with it would write slowly for ever."""
+    engine, _, _ = make_engine()
+    wound_up: list[float] = []
+
+    def fail() -> None:
+        raise BackendError("nothing is certain", fatal=True)
+
+    monkeypatch.setattr(engine.scheduler, "raise_doubt", fail)
+    monkeypatch.setattr(engine.scheduler.kv, "wind_up", wound_up.append)
+    engine.close_down()
+    assert wound_up == [0.0]
+
+
 def test_observers_hear_of_every_end(running: Running) -> None:
     engine, _, collector = running
     records: list[RequestRecord] = []

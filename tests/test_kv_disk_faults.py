@@ -7,6 +7,7 @@ the zeros that fill pages byte by byte, too, not only every 67th of them (three 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 import signal
@@ -19,8 +20,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cllm.kv.disk import pen
 from cllm.kv.disk.format import PAGE
+from cllm.kv.disk.names import fingerprint
 from cllm.kv.disk.store import DiskStore, Space
+from cllm.kv.disk.writer import GENTLE_LINGER_S
 from disk_kit import (
     FaultyFiles,
     content,
@@ -35,6 +39,7 @@ from disk_kit import (
 )
 
 LIMIT = 55_000
+OTHER = fingerprint(b"another model's files", {})
 KILLS = int(os.environ.get("CLLM_TEST_KILLS", "6"))
 FILLING_STEP = 1 if os.environ.get("CLLM_TEST_EVERY_BYTE") else 67
 DAMAGE = ("damaged", "torn", "misplaced")
@@ -77,6 +82,7 @@ class Scenario:
                 self.use(names_of(self.space, long_prompt(8 * (turn + 1), start=1000 * number)))
             self.use(names_of(self.space, [*long_prompt(3), *[turn] * 16]))
             self.save([turn] * 21)
+            self.use_pages(turn)
             self.half_write()
             self.now += 3.0
             if turn == 0:
@@ -108,6 +114,23 @@ class Scenario:
             assert ticket.done
             assert not ticket.complete or buffer.tobytes() == content(data, 3000)
 
+    def use_pages(self, turn: int) -> None:
+        """Blocks that are whole pages, of another model, beside answers: they go round the system's memory."""
+        space = open_space(self.store, OTHER, block_bytes=PAGE)
+        names = names_of(space, long_prompt(2 + turn))
+        self.store.writer.pace.note(self, answering=True)
+        space.put(space.root(), 0, names, [content(name, PAGE) for name in names], urgent=True)
+        self.now += GENTLE_LINGER_S
+        while self.store.writer.work() == 0.0:
+            pass
+        self.store.writer.pace.note(self, answering=False)
+        memory = memoryview(mmap.mmap(-1, PAGE * len(names)))
+        ticket = space.load(names, [memory[i * PAGE : (i + 1) * PAGE] for i in range(len(names))])
+        self.store.work()
+        assert ticket.done and self.store.writer.queued_bytes == 0
+        for number, name in enumerate(names[: ticket.loaded]):
+            assert memory[number * PAGE : (number + 1) * PAGE] == content(name, PAGE)
+
     def half_write(self) -> None:
         """Somebody died while he wrote to the youngest file."""
         paths = by_age(self.directory)
@@ -119,6 +142,12 @@ class Scenario:
         if len(data) > 2 * PAGE + 5:
             data[2 * PAGE + 5] ^= 1
             path.write_bytes(data)
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk begins with every page."""
+    monkeypatch.setattr(pen, "BEGIN_SYNC_BYTES", PAGE)
 
 
 def all_is_well(directory: Path) -> None:
@@ -138,6 +167,7 @@ def all_is_well(directory: Path) -> None:
     assert found(again) == 0, "all damage was mended by the one before"
 
 
+@pytest.mark.usefixtures("small_steps")
 def test_the_scenario_needs_every_call(tmp_path: Path) -> None:
     files = FaultyFiles()
     Scenario(tmp_path, files).run()
@@ -152,10 +182,14 @@ def test_the_scenario_needs_every_call(tmp_path: Path) -> None:
         "status",
         "list",
         "remove",
+        "direct",
+        "cached",
+        "begin_sync",
     }
     all_is_well(tmp_path)
 
 
+@pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize("lasts", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.ENOENT], ids=["EIO", "ENOSPC", "ENOENT"])
 def test_every_call_fails_in_turn(tmp_path: Path, error: int, lasts: bool) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +15,7 @@ from cllm.cli import app
 from cllm.errors import CLLMError
 from cllm.kv.disk import contents
 from cllm.kv.disk.contents import ChangedError, content_digest, identity
+from cllm.kv.disk.files import Files
 from cllm.kv.disk.names import fingerprint
 from cllm.kv.disk.overview import clear, overview
 from disk_kit import MODEL, load, long_prompt, make_store, names_of, open_space, put, segments
@@ -124,14 +127,42 @@ def test_cache_clear_removes_one_model_or_all(filled: Path) -> None:
     (filled / "notes.txt").write_bytes(b"mine")
     space = MODEL[:16].hex()
     result = CliRunner().invoke(app, ["cache", "clear", "--model", space[:8]])
-    assert (result.exit_code, result.output.split(",")[0]) == (0, "removed 1 files")
+    assert (result.exit_code, result.output.split(",")[0]) == (0, "removed 1 file")
     assert [model.space for model in overview(filled).models] == [OTHER[:16].hex()]
     unknown = CliRunner().invoke(app, ["cache", "clear", "--model", "nobody"])
-    assert isinstance(unknown.exception, CLLMError) and "small" in str(unknown.exception)
+    assert isinstance(unknown.exception, CLLMError) and "; there are K/V of: small" in str(unknown.exception)
     assert CliRunner().invoke(app, ["cache", "clear", "-m", "small"]).exit_code == 0
     assert overview(filled).models == []
     assert (filled / "notes.txt").exists()
     assert CliRunner().invoke(app, ["cache", "clear"]).output.startswith("removed 0 files")
+    unknown = CliRunner().invoke(app, ["cache", "clear", "--model", "small"])
+    assert isinstance(unknown.exception, CLLMError) and str(unknown.exception).endswith("; there are none")
+
+
+@pytest.mark.parametrize("call", ["open", "remove"])
+def test_one_file_that_is_refused_does_not_hide_the_others(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    refused, _ = segments(filled)
+    able = getattr(Files, call)
+
+    def refuse(files: Files, path: str, **options: bool) -> Any:
+        if path == str(refused):
+            raise OSError(errno.EACCES, "Permission denied")
+        return able(files, path, **options)
+
+    monkeypatch.setattr(Files, call, refuse)
+    shown = CliRunner().invoke(app, ["cache"])
+    assert shown.exit_code == 0 and ("cannot be read: 1 file;" in shown.output) == (call == "open")
+    counts = json.loads(CliRunner().invoke(app, ["cache", "--json", "-"]).output)["models"]
+    assert sum(model["unreadable_files"] for model in counts) == (call == "open")
+    assert sum(model["files"] for model in counts) == 2
+    cleared = CliRunner().invoke(app, ["cache", "clear"])
+    if call == "open":
+        assert cleared.output.startswith("removed 2 files") and segments(filled) == []
+    else:
+        assert isinstance(cleared.exception, CLLMError) and "Permission denied" in str(cleared.exception)
+        assert segments(filled) == [refused], "the others are gone"
 
 
 def test_a_running_store_survives_clearing(tmp_path: Path) -> None:

@@ -397,6 +397,25 @@ def test_a_backend_that_refuses_costs_no_request(
     assert later.run(LONG) == 0
 
 
+def test_what_came_is_taken_in_though_memory_is_given_to_others(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for it was woken once, and not again."""
+
+    class Busy:
+        def tend(self, **_: bool) -> bool:
+            return True
+
+    cache.run(LONG)
+    later = again(cache, tmp_path)
+    later.ask(LONG)
+    later.admit()
+    assert later.kv.loading == 1
+    later.store.work()
+    monkeypatch.setattr(later.kv, "_limits", Busy())
+    assert later.kv.maintain(0.0) and later.kv.loading == 0
+
+
 def test_memory_in_doubt_is_not_passed_over_while_blocks_are_kept(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

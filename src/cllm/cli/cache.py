@@ -56,13 +56,18 @@ def clear(
     directory: Path = context.obj
     known = _look(directory).models
     if model is not None and not any(map(wanted, known)):
-        names = ", ".join(sorted({found.name for found in known})) or "none"
-        raise CLLMError(f"no K/V of {model!r} in {directory}; of these models there are some: {names}")
+        names = ", ".join(sorted({found.name for found in known}))
+        there = f"there are K/V of: {names}" if names else "there are none"
+        raise CLLMError(f"no K/V of {model!r} in {directory}; {there}")
     try:
         files, size = clear_directory(directory, wanted)
     except OSError as error:
         raise CLLMError(f"cannot clear {directory}: {error.strerror or error}") from error
-    typer.echo(f"removed {files} files, {size / MIB:.1f} MiB, from {directory}")
+    typer.echo(f"removed {_files(files)}, {size / MIB:.1f} MiB, from {directory}")
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'' if count == 1 else 's'}"
 
 
 def _where(config_file: Path | None, assignments: list[str] | None) -> tuple[Path, int]:
@@ -97,6 +102,7 @@ def _as_json(found: Overview, directory: Path, limit: int) -> dict[str, Any]:
                 "tokens": model.tokens,
                 "sequences": model.sequences,
                 "damaged_files": model.damaged,
+                "unreadable_files": model.unreadable,
                 "files_of_other_versions": model.other_versions,
                 "last_used": model.used_ns / 1e9,
             }
@@ -113,7 +119,9 @@ def _print(found: Overview, directory: Path, limit: int) -> None:
 
     typer.echo(f"{directory}: {found.bytes / MIB:.1f} MiB of K/V, at most {limit / MIB:.0f} MiB (kv.disk.max_mb)")
     if found.foreign:
-        typer.echo(f"{found.foreign} files there are not cLLM's; they are left alone")
+        typer.echo(f"not cLLM's, and left alone: {_files(found.foreign)}")
+    if unreadable := sum(model.unreadable for model in found.models):
+        typer.echo(f"cannot be read: {_files(unreadable)}; see to whom they belong, and whether the disk works")
     if not found.models:
         return
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -324,13 +324,21 @@ class Engine:
             scheduler.raise_doubt()
             if self._failure is not None:
                 scheduler.kv.reset()
-            scheduler.kv.wind_up(WIND_UP_S)
+            self._wind_up(WIND_UP_S)
         except Exception:
             log.exception("the cache was left in doubt")
             self._reset_cache()
+            self._wind_up(0.0)  # nothing is kept of it, but others who share a disk with it need to know
         self._publish(force=True)
         for _ in range(ATTEMPTS):
             self._outbox.send(scheduler.take_outputs())
+
+    def _wind_up(self, seconds: float) -> None:
+        try:
+            self.scheduler.kv.wind_up(seconds)
+        except Exception:
+            log.exception("what was to be kept could not be handed over")
+            self._reset_cache()
 
     def _reset_cache(self) -> None:
         try:

@@ -27,6 +27,8 @@ class ModelOnDisk:
     damaged: int = 0
     """Files that are damaged or were not finished: never used, and removed by the next server that finds them."""
     other_versions: int = 0
+    unreadable: int = 0
+    """Files that the system does not let us read, now or at all."""
     used_ns: int = 0
     """When any of it was last used."""
 
@@ -70,6 +72,8 @@ def _count(directory: Directory, found: Found, model: ModelOnDisk) -> None:
         model.other_versions += 1
     except FileNotFoundError:
         return
+    except OSError:
+        model.unreadable += 1
     else:
         model.about = model.about or dict(segment.header.about)
         model.block_tokens = segment.header.block_tokens
@@ -93,14 +97,20 @@ def clear(root: Path, wanted: Callable[[ModelOnDisk], bool], files: Files | None
     with directory.locked() as tally:
         models = {model.space: model for model in overview(root, files).models}
         count = size = 0
+        failure: OSError | None = None
         for found in directory.survey().files:
             model = models.get(found.space)
             if model is None or not wanted(model):
                 continue
-            with suppress(FileNotFoundError):
+            try:
                 directory.files.remove(found.path)
-                count += 1
-                size += found.size
+            except FileNotFoundError:
+                continue
+            except OSError as error:  # the others go all the same
+                failure = failure or error
+                continue
+            count += 1
+            size += found.size
         for space in models:
             with suppress(OSError):  # not empty
                 directory.files.remove_directory(directory.space_path(space))
@@ -109,4 +119,6 @@ def clear(root: Path, wanted: Callable[[ModelOnDisk], bool], files: Files | None
         if not directory.survey().files:
             with suppress(OSError):
                 directory.files.remove(directory.space_path(KNOWN_NAME))
+    if failure is not None:
+        raise failure
     return count, size
