@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cllm.backends.base import Chunk, Logits
+from cllm.backends.torch import block_bytes
 from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.device import DTYPES
 from cllm.backends.torch.linear import FP8
@@ -137,6 +138,25 @@ def test_a_block_that_comes_back_goes_on_like_before(backend: TorchBackend) -> N
         backend.read_blocks([BLOCKS])
 
 
+@pytest.mark.parametrize("at_once", [1, 1 << 30])
+def test_what_has_landed_is_not_copied_again(
+    backend: TorchBackend, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a copy of all")
+
+    monkeypatch.setattr(block_bytes, "LANDED_AT_ONCE_BYTES", at_once)
+    places = backend.landing([41, 40, 7])
+    for number, place in enumerate(places):
+        place[:] = number + 1
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "stack", refuse)
+        backend.land([41, 40], places[:2])
+    assert [int(content.max()) for content in backend.read_blocks([41, 40])] == [1, 2]
+    backend.land([41, 40], [places[2], places[0]])
+    assert [int(content.min()) for content in backend.read_blocks([41, 40])] == [3, 1]
+
+
 @pytest.mark.parametrize("together", [1, 3, 1000])
 @pytest.mark.parametrize(
     "moves",
@@ -214,6 +234,7 @@ def test_a_rebuilt_context_computes_the_same(backend: TorchBackend) -> None:
 PEAK = """
 import re, sys, torch
 from pathlib import Path
+from cllm.backends.torch import block_bytes
 from cllm.backends.torch.backend import TorchBackend
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel

@@ -167,7 +167,8 @@ class HostConfig(Section):
         default=None,
         ge=0,
         description="host memory in MiB for K/V that leave a GPU's, from where they come back sooner than they are "
-        "computed (torch; null: on a GPU a quarter of what is free, at most what the GPU has for K/V; 0: none)",
+        "computed, for each model (torch; null: on a GPU a quarter of what is free, at most what the GPU has for K/V; "
+        "0: none)",
     )
 
 

@@ -14,6 +14,9 @@ from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.host_rows import Rows
 from cllm.errors import BackendError
 
+LANDED_AT_ONCE_BYTES = 64 << 20
+"""The device has room for that beside the arena, not for all that a load may bring."""
+
 
 class BlocksAsBytes(Backend):
     """`cllm.kv.ops.BlockBytes`. What is read and written goes through copies, in the order of the steps; with rows in
@@ -68,6 +71,24 @@ class BlocksAsBytes(Backend):
     def land(self, blocks: Sequence[int], content: Sequence[NDArray[np.uint8]]) -> None:
         self._check_blocks(blocks)
         try:
-            self._arena().write(blocks, torch.from_numpy(np.stack(content)))
+            arena, rows = self._arena(), torch.from_numpy(_as_one(content))
+            step = max(1, LANDED_AT_ONCE_BYTES // self.block_bytes)
+            for start in range(0, len(blocks), step):
+                arena.write(blocks[start : start + step], rows[start : start + step])
         except Exception as error:
             raise self._failure(error, f"writing {len(blocks)} blocks") from error
+
+
+def _as_one(content: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """Blocks as rows of one array; the first ones of `landing` are that already, and not copied."""
+    rows = content[0].base
+    if isinstance(rows, np.ndarray) and rows.ndim == 2 and len(rows) >= len(content):
+        own = zip(content, rows, strict=False)
+        if all(block.base is rows and _address(block) == _address(row) for block, row in own):
+            return rows[: len(content)]
+    return np.stack(content)
+
+
+def _address(memory: NDArray[np.uint8]) -> int:
+    address: int = memory.__array_interface__["data"][0]
+    return address
