@@ -56,11 +56,11 @@ def without_disk(model: Path) -> dict[tuple[int, int], Any]:
     return answers
 
 
-def make(path: Path, slots: int, **settings: Any) -> LlamaCppBackend:
+def make(path: Path, slots: int, slot_tokens: int = 768, **settings: Any) -> LlamaCppBackend:
     defaults: dict[str, Any] = {"kv_type_k": "f16", "kv_type_v": "f16", "flash_attention": True}
     options = {"threads": 1, "n_batch": 1024, "n_ubatch": 512, "mmap": True, "mlock": False} | defaults | settings
     backend = LlamaCppBackend(path, **options)
-    backend.allocate(SlotGeometry(slots, 768, at_start=slots))
+    backend.allocate(SlotGeometry(slots, slot_tokens, at_start=slots))
     return backend
 
 
@@ -93,6 +93,15 @@ def compare(path: Path, count: int, tails: tuple[int, ...], **settings: Any) -> 
 )
 def test_what_was_saved_goes_on_to_the_bit_in_another_context(model: Path, settings: dict[str, Any]) -> None:
     compare(model, TOKENS, (1, 2, 12, 40, 188), **settings)
+
+
+def test_what_was_computed_in_another_context_length_is_not_taken_for_the_same(model: Path) -> None:
+    """Some models turn positions another way where the context is long."""
+    identities = []
+    for slots, slot_tokens in ((2, 768), (4, 768), (2, 1024)):
+        with make(model, slots, slot_tokens) as backend:
+            identities.append(backend.kv_identity)
+    assert identities[0] == identities[1] != identities[2]
 
 
 @pytest.mark.model
