@@ -264,7 +264,7 @@ KV_LAYERS = [
 USES_DISK = {"tier", "host", "loads", "keeping", "slot_tiers", "slot_names", "prefixes"}
 
 DISK_LAYERS = [
-    {"names", "files", "pace", "speed", "staging", "worker"},
+    {"names", "files", "helpers", "pace", "speed", "staging", "worker"},
     {"contents", "format", "directory", "pen"},
     {"segment"},
     {"index", "overview"},
