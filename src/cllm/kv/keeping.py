@@ -34,6 +34,9 @@ LEARNING = 0.25
 AT_ONCE_BYTES = 1 << 20
 """Handed over in one call, unless a block is larger."""
 
+BURST_BYTES = 4 << 20
+"""Handed over behind one step, while something runs: a token of many is late then, instead of all by a little."""
+
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.05, 5.0
 """While the disk takes nothing."""
 
@@ -133,13 +136,17 @@ class Keeping:
         """When there is something to do though nothing happens until then."""
         return self._retry_at if self._offers and self._tier.space is not None else None
 
-    def work(self, budget_s: float) -> bool:
-        """For about so many seconds. True: there is more to do, at once."""
+    def work(self, budget_s: float, *, in_bursts: bool = False) -> bool:
+        """For about so many seconds; in bursts, now and then for as long as all those before were allowed. True: there
+        is more to do, at once."""
         space = self._tier.space
         if not self._offers or space is None or budget_s <= 0 or self._clock() < self._retry_at:
             return False
         block_s = self._tier.block_bytes / self._bytes_per_s
-        self._credit_s = min(self._credit_s, block_s) + budget_s
+        least_s = max(block_s, BURST_BYTES / self._bytes_per_s) if in_bursts else block_s
+        self._credit_s = min(self._credit_s, least_s) + budget_s
+        if self._credit_s < least_s:
+            return True
         started = self._clock()
         try:
             while self._offers and self._credit_s >= block_s:

@@ -23,7 +23,7 @@ from cllm.kv.tier import Tier
 from cllm.kv.tiered import Tiered
 from cllm.kv.usage import HostNumbers
 
-BUSY_SHARE = 0.5
+BUSY_SHARE = 0.2
 """Of the time for upkeep while something runs: what is handed over also has to be written, beside the steps."""
 
 HOST_LOOK_S = 0.0005
@@ -288,7 +288,8 @@ class PagedTiers(PagedOperations, Tiered):
             if self._tier is not None and self._tier.space is not None:
                 running = self._arena.running.values()
                 self._keeping.offer_standing(sequence for sequence in running if not isinstance(sequence, Incoming))
-            more = self._keeping.work(self._time_to_keep(budget_s * BUSY_SHARE, budget_s))
+            busy = len(self._arena.running) > self.loading
+            more = self._keeping.work(self._time_to_keep(budget_s * BUSY_SHARE, budget_s), in_bursts=busy)
         return more, max(0.0, budget_s - (self._clock() - started))
 
     def _time_to_keep(self, busy_s: float, idle_s: float) -> float:

@@ -1,8 +1,8 @@
-"""How fast is written: at full speed, or, while answers are generated, in small slices with pauses between them.
+"""How fast is written: at full speed, or, while answers are generated, in bursts with long pauses between them.
 
-Copying and summing up take time of a core, and who computes an answer has all cores at work on every token. A slice
-that is much shorter than a token is hardly noticed; several in a row are. So what a slice took is waited for many times
-over.
+Copying and summing up take time of a core, and who computes an answer has all cores at work on every token. A steady
+trickle would make every token a little later; a burst now and then delays one of some hundreds, and no other. So what
+a burst took is waited for many times over.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from collections.abc import Callable
 SLICE_BYTES = 4 << 20
 """Written with one call."""
 
-GENTLE_SLICE_BYTES = 128 << 10
-"""While answers are generated: about 0.1 ms."""
+GENTLE_SLICE_BYTES = 4 << 20
+"""While answers are generated: some milliseconds."""
 
-GENTLE_SHARE = 0.02
+GENTLE_SHARE = 0.005
 """Of the time of a core that writing takes while answers are generated."""
 
-SHORTEST_REST_S, LONGEST_REST_S = 0.001, 0.1
+SHORTEST_REST_S, LONGEST_REST_S = 0.001, 2.0
+LOOK_S = 0.05
+"""How often one who rests looks whether there is a reason to."""
 
 
 class Pace:
@@ -56,9 +58,12 @@ class Pace:
         """After `count` bytes; how long that was."""
         now = self._worked()
         took, self._worked_s = now - self._worked_s, now
-        pause = count / self._rate if self._rate is not None else 0.0
-        if self.gentle:
-            pause = max(pause, min(max(took / GENTLE_SHARE, SHORTEST_REST_S), LONGEST_REST_S))
+        pause = rested = count / self._rate if self._rate is not None else 0.0
         if pause:
             self._sleep(pause)
-        return pause
+        wanted = min(max(took / GENTLE_SHARE, SHORTEST_REST_S), LONGEST_REST_S)
+        while rested < wanted and self.gentle:
+            pause = min(LOOK_S, wanted - rested)
+            self._sleep(pause)
+            rested += pause
+        return rested

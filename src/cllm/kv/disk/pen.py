@@ -20,7 +20,7 @@ from cllm.kv.disk.format import PAGE
 from cllm.kv.disk.helpers import Helpers
 from cllm.kv.disk.pace import GENTLE_SLICE_BYTES, SLICE_BYTES, Pace
 
-GATHERED_BYTES = 1 << 20
+GATHERED_BYTES = 4 << 20
 """Written with one call while answers are generated."""
 
 BEGIN_SYNC_BYTES = 4 << 20
@@ -63,7 +63,6 @@ class Pen:
             if gathered:
                 self._gather(group)
                 if self._count == GATHERED_BYTES:
-                    rested += self._pace.rest(0)
                     offset = began = self._write_gathered(file, offset)
             else:
                 write_all(self._files, file, [part for _, part in group], offset)
