@@ -110,7 +110,7 @@ async def test_unloading_while_requests_run_is_refused_or_waits() -> None:
             await asyncio.sleep(0.001)
         refused = await client.post("/models/unload", json={"model": "b"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_busy")
-        assert "b has 1 requests running" in refused.json()["error"]["message"]
+        assert "b has 1 request running" in refused.json()["error"]["message"]
         waits = await client.post("/models/unload", json={"model": "b", "wait": True})
         assert (waits.status_code, waits.json()["state"]) == (200, "unloaded")
         assert running.done() and running.result().json()["usage"]["completion_tokens"] == 40
@@ -166,7 +166,7 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_is_tried_again(monkeyp
         second = await complete(client, "b")
         assert (second.status_code, second.json()["error"]["code"]) == (503, "model_unavailable")
         assert int(second.headers["retry-after"]) >= 1
-        assert [standing.name for standing in served.ledger.standings()] == ["a"], "nothing is left behind"
+        assert [standing.name for standing in served.standings()] == ["a"], "nothing is left behind"
         b.retry_at = 0.0
         assert (await complete(client, "b")).status_code == 200
 

@@ -79,6 +79,7 @@ class Served:
             yield
         finally:
             self.waiting -= 1
+            self.last_used = time.monotonic()
 
     def snapshot(self) -> EngineSnapshot | None:
         return self.llm.snapshot() if self.llm is not None and self.ready else None
