@@ -67,6 +67,21 @@ async def test_every_endpoint_works_for_each_model() -> None:
         assert "/models/load" in (await client.get("/openapi.json")).json()["paths"]
 
 
+async def test_what_all_models_take_is_shown_whichever_is_loaded() -> None:
+    async with serving("a", "b") as (client, served):
+        for loaded in ("a", "b", None):
+            seen = (await client.get("/kv")).json()
+            assert seen["model"] == loaded and seen["models"]["budget_bytes"] == 2**20
+            assert [each["name"] for each in seen["models"]["models"]] == ["a", "b"]
+            assert ("total" in seen) is (loaded is not None)
+            if loaded is not None:
+                await served.unload(served.find(loaded) or served.default)
+        described = (await client.get("/openapi.json")).json()["paths"]
+        for path in ("/kv", "/model/info"):
+            assert (await client.get(f"{path}?model=a")).status_code == 409
+            assert "409" in described[path]["get"]["responses"]
+
+
 async def test_one_model_has_no_endpoints_of_several() -> None:
     single = load_config(None, {"backend.type": "fake"}, {}).config
     async with AsyncLLM(single) as llm:

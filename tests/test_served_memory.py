@@ -49,6 +49,12 @@ def test_what_can_never_fit_is_refused_at_the_start() -> None:
         ServedModels(config("a", "b", resources__max_memory_mb=48 / 1024))
 
 
+def test_a_context_that_a_model_cannot_have_is_refused_at_the_start() -> None:
+    lazy = {"name": "b", "load": "first_use", "resources": {"max_context_length": 8192}}
+    with pytest.raises(ConfigError, match=r"max_context_length is 8192, but the model was trained for 4096 tokens"):
+        ServedModels(config("a", lazy))
+
+
 def test_names_are_unique() -> None:
     with pytest.raises(ConfigError, match="two models are called 'x'"):
         ServedModels(config({"name": "a", "aliases": ["x"]}, {"name": "b", "aliases": ["x"]}))

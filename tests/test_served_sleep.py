@@ -110,6 +110,10 @@ async def test_models_share_one_store_with_one_limit(tmp_path: Path, paths: list
             await asyncio.gather(*(answer(served, model, prompt(number)) for model in served.models))
         stores = {model.llm._loaded.disk.store for model in served.models if model.llm and model.llm._loaded.disk}
         assert len(stores) == 1
+        metrics = (await client.get("/metrics")).text.splitlines()
+        assert [line for line in metrics if line.startswith("cllm:kv_disk_limit_bytes")] == [
+            "cllm:kv_disk_limit_bytes 524288.0"
+        ]
         for model in served.models:
             await served.unload(model)
         size = sum(path.stat().st_size for path in (tmp_path / "kv").rglob("*.kv"))

@@ -71,7 +71,9 @@ def _collector(serves: AsyncLLM | ServedModels, config: Config, tenants: Tenants
     return ModelsCollector(
         prefix,
         [
-            EngineCollector(prefix, partial(str, served.name), served.snapshot, _observe(served.observers, tenants))
+            EngineCollector(
+                prefix, partial(str, served.name), served.snapshot, _observe(served.observers, tenants), served.store
+            )
             for served in serves.models
         ],
         serves.standings,
