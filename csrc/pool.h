@@ -74,7 +74,6 @@ private:
     int64_t work_on(uint64_t phase, int share, int thread, int64_t done_before);
     int64_t help(uint64_t phase, int thread, int64_t done_before);
     void serve(int thread);
-    void close();
     void report(uint64_t phase, int thread, int64_t done);
     template <class Over>
     bool spin(int us, const Over& over) const;

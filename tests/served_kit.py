@@ -30,7 +30,9 @@ async def serving(*entries: Any, **settings: Any) -> AsyncIterator[tuple[httpx.A
             yield client, served
     finally:
         await served.shutdown(0)
-    assert served.ledger.free == served.ledger.budget - sum(each.fixed + each.kv for each in served.ledger.standings())
+    assert served.memories["cpu"].ledger.free == served.memories["cpu"].ledger.budget - sum(
+        each.fixed + each.kv for each in served.standings()
+    )
 
 
 async def complete(client: httpx.AsyncClient, model: str | None, prompt: str = "hello", **more: Any) -> httpx.Response:

@@ -256,7 +256,7 @@ KV_LAYERS = [
     {"radix", "eviction", "numbers", "trigger", "extents", "pool", "pins", "events", "slot_names"},
     {"prefixes", "arena", "fragmentation", "holders", "store", "table", "tier", "loads", "host"},
     {"manager", "operations", "compaction", "tiered", "upkeep", "limits", "keeping", "picture"}
-    | {"slot_memory", "slot_picture"},
+    | {"paged_checks", "slot_memory", "slot_picture"},
     {"paged", "paged_operations", "paged_tiers", "paged_pins"}
     | {"slots", "slot_operations", "slot_tiers", "slot_pins", "slot_resizing"},
 ]

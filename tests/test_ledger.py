@@ -28,11 +28,13 @@ class LimitedMachine(UpkeepMachine):
     """The manager's machine beside a neighbour that takes memory and gives it back; the two never have more than the
     budget, and the manager's memory never lies outside what it was granted."""
 
+    blocks = 24
+
     def build(self) -> tuple[FakeBackend, KVManager]:
         self.ledger = MemoryLedger(6 * EXTENT)
         self.account = self.ledger.open("ours", fixed=0, least=3 * EXTENT)
         self.neighbour = self.ledger.open("neighbour", fixed=0, least=2 * EXTENT)
-        self.backend, self.paged, self.clock = elastic(24, account=self.account, **self.options)
+        self.backend, self.paged, self.clock = elastic(self.blocks, account=self.account, **self.options)
         return self.backend, self.paged
 
     @rule(prompt=Prompt)
@@ -81,8 +83,8 @@ class LimitedMachine(UpkeepMachine):
     def the_budget_holds(self) -> None:
         self.ledger.check()
         arena = self.paged._arena
-        assert arena.pool.extents.open * arena.extent_bytes <= self.account.kv
-        assert arena.taken_bytes <= self.account.kv
+        assert arena.pool.total * arena.block_bytes <= self.account.kv
+        assert min(arena.taken_bytes, self.blocks * arena.block_bytes) <= self.account.kv
         memory: Any = self.backend.memory
         resident = np.flatnonzero(memory._resident)
         assert resident.size == 0 or resident.max() < arena.pool.total
@@ -162,6 +164,16 @@ TwoModels.TestCase.settings = settings(max_examples=80, stateful_step_count=40, 
 TestTwoModels = TwoModels.TestCase
 LimitedMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestLimited = LimitedMachine.TestCase
+
+
+class NarrowMachine(LimitedMachine):
+    """The last extent is narrower than the others."""
+
+    blocks = 22
+
+
+NarrowMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestNarrow = NarrowMachine.TestCase
 
 
 def manager(account: Account, blocks: int = 24, **options: Any) -> tuple[FakeBackend, PagedKVManager]:

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from cllm import LLM, AsyncLLM, SamplingParams
+from cllm.assemble import Parts
 from cllm.config import load_config
+from cllm.engine.loop import Engine
+from cllm.engine.turns import Turns
 from cllm.errors import (
     BackendError,
     ConfigError,
@@ -19,6 +22,7 @@ from cllm.errors import (
     ShuttingDownError,
 )
 from cllm.kv.ops import SlotOps
+from cllm.warm import pin_again
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 REAL = {
@@ -32,6 +36,60 @@ def fake_config(**settings: Any) -> Any:
     return load_config(
         None, {"backend.type": "fake", **{key.replace("__", "."): v for key, v in settings.items()}}
     ).config
+
+
+# -- the start -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_start_that_fails_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Parts] = []
+    close = Parts.close
+
+    def counted(parts: Parts) -> None:
+        closed.append(parts)
+        close(parts)
+
+    def fails(engine: Engine) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Parts, "close", counted)
+    monkeypatch.setattr(Engine, "start", fails)
+    turns = Turns()
+    llm = AsyncLLM(fake_config(), turns=turns)
+    with pytest.raises(RuntimeError, match="new thread"):
+        await llm.start()
+    assert len(closed) == 1 and turns.members == () and not llm.ready
+    monkeypatch.undo()
+    async with llm:
+        assert llm.ready and len(turns.members) == 1
+
+
+# -- pins that were lost -------------------------------------------------------------------------------------------
+
+
+async def test_memory_that_is_lost_during_the_last_look_for_pins_is_looked_at_again() -> None:
+    looks, ends = 0, asyncio.Event()
+
+    async def look(llm: AsyncLLM) -> None:
+        nonlocal looks
+        looks += 1
+        await ends.wait()
+
+    async with AsyncLLM(fake_config()) as llm:
+        llm.pin_again = look
+        for _ in range(3):
+            llm._pin_again()
+            await asyncio.sleep(0.001)
+        assert looks == 1 and llm._pinning is not None
+        ends.set()
+        await llm._pinning
+        assert looks == 2
+
+
+async def test_looking_for_lost_pins_ends_with_the_model() -> None:
+    async with AsyncLLM(fake_config()) as llm:
+        pass
+    await pin_again(llm)
 
 
 @pytest.fixture(scope="module")

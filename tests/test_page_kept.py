@@ -108,7 +108,7 @@ def test_pins_are_listed_with_their_time_and_who_made_them_and_can_be_ended(brow
         complete(server, prompt=LONG, cache_control={"type": "ephemeral", "ttl": "1h"})
         browser.until("document.querySelectorAll('#pins tr').length === 2")
         first, second = (row.text for row in browser.driver.find_elements("css selector", "#pins tr"))
-        assert first.startswith("once upon a time") and "mark" in first and "59 min" in first
+        assert first.startswith("once upon a time") and "mark" in first and ("59 min" in first or "1 h" in first)
         assert second.startswith("a text that many") and "warm" in second and "no end" in second
         browser.find("#pins tr button").click()
         assert browser.find("#pins tr button").get_attribute("aria-pressed") == "true"
@@ -155,6 +155,16 @@ def test_what_comes_into_the_tree_and_leaves_it_is_told(browser: Browser) -> Non
         browser.until("document.querySelectorAll('#told li[data-kind=removed]').length > 0")
         shows(browser, "told-facts", "since the start")
         assert browser.complaints() == []
+
+
+def test_what_slots_store_is_told_in_blocks(browser: Browser) -> None:
+    with serving("backend.fake.layout=slots") as server:
+        browser.open(server.url)
+        browser.live()
+        complete(server, prompt="x" * 160)
+        browser.until("document.querySelectorAll('#told li[data-kind=stored]').length === 1")
+        assert browser.text("#told li span").startswith("stored 10 blocks, 160 tokens ")
+        shows(browser, "told-facts", "since the start")
 
 
 # -- several models ------------------------------------------------------------------------------------------------

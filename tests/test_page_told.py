@@ -88,6 +88,7 @@ async def test_slots_tell_the_blocks_that_their_sequences_spell() -> None:
         while "told" not in reader.known:
             reader = await asyncio.wait_for(anext(events), LIMIT_S)
         assert reader.known["told"][0]["kind"] == "stored"
+        assert reader.known["block_tokens"] == 16 != reader.known["cell_tokens"]
 
 
 async def test_pins_are_in_the_stream_by_the_number_of_their_prefix() -> None:

@@ -211,12 +211,15 @@ def test_a_pin_ends_with_its_time_unless_it_is_renewed(make: Any) -> None:
     assert kv.usage().pins == 0 and kv.details()["pins"]["expired"] == 1
 
 
-def test_what_is_over_the_limit_is_refused_with_numbers(make: Any) -> None:
+def test_what_is_over_the_limit_is_refused_with_numbers_for_the_operator(make: Any) -> None:
     backend, kv = make(pin_limit=0.0)
-    mark = pinned(kv, backend, LONG)
-    assert mark.pin_id is None and mark.refusal is not None
-    assert "of the 0 bytes that may be pinned" in mark.refusal and "kv.pin_limit" in mark.refusal
-    assert kv.usage().pins_refused == 1
+    sequence = run_to_end(backend, kv, LONG)
+    for source, has_numbers in (("request", False), ("warm", True)):
+        mark = PinMark(len(LONG), source=source)
+        kv.pin(sequence, mark)
+        assert mark.pin_id is None and mark.refusal is not None and "kv.pin_limit" in mark.refusal
+        assert ("of the 0 bytes that may be pinned" in mark.refusal) is has_numbers
+    assert kv.usage().pins_refused == 2
 
 
 def test_pins_with_the_same_beginning_count_it_once() -> None:

@@ -67,6 +67,21 @@ async def test_every_endpoint_works_for_each_model() -> None:
         assert "/models/load" in (await client.get("/openapi.json")).json()["paths"]
 
 
+async def test_what_all_models_take_is_shown_whichever_is_loaded() -> None:
+    async with serving("a", "b") as (client, served):
+        for loaded in ("a", "b", None):
+            seen = (await client.get("/kv")).json()
+            assert seen["model"] == loaded and seen["models"]["budget_bytes"] == 2**20
+            assert [each["name"] for each in seen["models"]["models"]] == ["a", "b"]
+            assert ("total" in seen) is (loaded is not None)
+            if loaded is not None:
+                await served.unload(served.find(loaded) or served.default)
+        described = (await client.get("/openapi.json")).json()["paths"]
+        for path in ("/kv", "/model/info"):
+            assert (await client.get(f"{path}?model=a")).status_code == 409
+            assert "409" in described[path]["get"]["responses"]
+
+
 async def test_one_model_has_no_endpoints_of_several() -> None:
     single = load_config(None, {"backend.type": "fake"}, {}).config
     async with AsyncLLM(single) as llm:
@@ -110,7 +125,7 @@ async def test_unloading_while_requests_run_is_refused_or_waits() -> None:
             await asyncio.sleep(0.001)
         refused = await client.post("/models/unload", json={"model": "b"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_busy")
-        assert "b has 1 requests running" in refused.json()["error"]["message"]
+        assert "b has 1 request running" in refused.json()["error"]["message"]
         waits = await client.post("/models/unload", json={"model": "b", "wait": True})
         assert (waits.status_code, waits.json()["state"]) == (200, "unloaded")
         assert running.done() and running.result().json()["usage"]["completion_tokens"] == 40
@@ -166,7 +181,7 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_is_tried_again(monkeyp
         second = await complete(client, "b")
         assert (second.status_code, second.json()["error"]["code"]) == (503, "model_unavailable")
         assert int(second.headers["retry-after"]) >= 1
-        assert [standing.name for standing in served.ledger.standings()] == ["a"], "nothing is left behind"
+        assert [standing.name for standing in served.standings()] == ["a"], "nothing is left behind"
         b.retry_at = 0.0
         assert (await complete(client, "b")).status_code == 200
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,7 @@ async def test_two_who_ask_for_two_models_under_a_budget_for_one_are_both_answer
                 *(complete(client, name, f"{number}", ignore_eos=True) for number in range(4) for name in "ab")
             )
             assert [answer.status_code for answer in answers] == [200] * 8, answers
-        served.ledger.check()
+        served.memories["cpu"].ledger.check()
         assert [each.waiting for each in served.models] == [0, 0]
 
 
@@ -69,7 +71,7 @@ async def test_two_loads_by_hand_under_a_budget_for_one_both_end() -> None:
         loads = await asyncio.gather(*(client.post("/models/load", json={"model": name}) for name in "ab"))
         assert [load.status_code for load in loads] == [200, 200]
         assert sorted((await states(client)).values()) == ["ready", "unloaded"]
-        served.ledger.check()
+        served.memories["cpu"].ledger.check()
 
 
 async def test_who_waits_for_room_longer_than_its_own_time_is_told_for_what() -> None:
@@ -131,7 +133,7 @@ async def test_fifty_who_wait_for_a_load_that_fails_are_all_told(monkeypatch: py
         assert "b could not be loaded: no memory at all" in answers[0].json()["error"]["message"]
         (card,) = [each for each in (await client.get("/v1/models")).json()["data"] if each["id"] == "b"]
         assert (card["state"], card["error"]) == ("failed", "no memory at all")
-        assert [standing.name for standing in served.ledger.standings()] == ["a"]
+        assert [standing.name for standing in served.standings()] == ["a"]
         assert (await complete(client, "a")).status_code == 200
 
 
@@ -146,7 +148,7 @@ async def test_what_fails_after_a_model_was_loaded_frees_it(monkeypatch: pytest.
         served.on_loaded = fails
         assert (await complete(client, "b")).status_code == 503
         assert served.models[1].llm is None and not loaded[0].ready
-        assert [standing.name for standing in served.ledger.standings()] == ["a"]
+        assert [standing.name for standing in served.standings()] == ["a"]
         served.on_loaded, served.models[1].retry_at = on_loaded, 0.0
         assert (await complete(client, "b")).status_code == 200
 
@@ -160,7 +162,64 @@ async def test_unloading_what_is_being_loaded_waits_for_it(monkeypatch: pytest.M
         await asyncio.sleep(0)
         gate.opened.set()
         await asyncio.gather(loading, unloading)
-        served.ledger.check()
+        served.memories["cpu"].ledger.check()
+
+
+async def test_a_model_is_unloaded_once_however_many_ask_while_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with serving("a", {"name": "b", **LAZY}) as (client, served):
+        gate, b = Gate(monkeypatch), served.models[1]
+        loading = asyncio.create_task(served.load(b))
+        await asyncio.to_thread(gate.reached.wait)
+        body = {"model": "b", "wait": True}
+        unloading = [asyncio.create_task(client.post("/models/unload", json=body)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        gate.opened.set()
+        answers = await asyncio.gather(*unloading)
+        assert [answer.status_code for answer in answers] == [200] * 3
+        await loading
+        assert caplog.text.count("b is unloaded") <= b.loads
+
+
+async def test_who_comes_while_two_have_a_model_unloaded_finds_it_loaded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is not done before the first is, and nobody closes the account of what was loaded after that."""
+    shutdown = AsyncLLM.shutdown
+
+    async def slowly(llm: AsyncLLM, grace_s: float | None = None) -> None:
+        await asyncio.sleep(0.05)
+        await shutdown(llm, grace_s)
+
+    async with serving("a", "b") as (client, served):
+        a = served.models[0]
+        monkeypatch.setattr(AsyncLLM, "shutdown", slowly)
+
+        async def unload_and_ask() -> int:
+            await served.unload(a)
+            assert a.llm is None and a.account is None
+            return (await complete(client, "a")).status_code
+
+        _, status = await asyncio.gather(served.unload(a), unload_and_ask())
+        await asyncio.sleep(0.1)
+        assert (status, a.ready, a.loads) == (200, True, 2)
+        assert sorted(standing.name for standing in served.standings()) == ["a", "b"]
+        monkeypatch.undo()
+
+
+async def test_nothing_is_left_of_a_model_that_was_unloaded() -> None:
+    threads = set(threading.enumerate())
+    async with serving("a", "b") as (client, served):
+        a, gone = served.models[0], []
+        for _ in range(3):
+            assert (await complete(client, "a", "long enough for a thread of its own " * 80)).status_code == 200
+            assert a.llm is not None
+            gone.append(weakref.ref(a.llm))
+            await served.unload(a)
+        gc.collect()
+        assert [left() for left in gone] == [None] * 3
+        new = set(threading.enumerate()) - threads
+        await until(lambda: not any(thread.name.startswith("cllm-text") and thread.is_alive() for thread in new))
 
 
 # -- the end -------------------------------------------------------------------------------------------------------
@@ -243,7 +302,7 @@ async def test_a_file_that_is_gone_is_told_and_found_again(tmp_path: Path) -> No
     away = paths[1].rename(tmp_path / "away")
     with pytest.raises(ModelUnavailableError, match=r"b could not be loaded: .*b\.gguf"):
         await served.acquire(b)
-    assert b.state == "failed" and [each.name for each in served.ledger.standings()] == ["a"]
+    assert b.state == "failed" and [each.name for each in served.standings()] == ["a"]
     away.rename(paths[1])
     b.retry_at = 0.0
     await served.acquire(b)

@@ -26,7 +26,7 @@ async def test_the_least_recently_used_makes_room() -> None:
         assert (await complete(client, "a")).status_code == 200
         assert (await complete(client, "c")).status_code == 200
         assert await states(client) == {"a": "ready", "b": "unloaded", "c": "ready"}
-        served.ledger.check()
+        served.memories["cpu"].ledger.check()
 
 
 async def test_what_has_no_room_beside_pinned_and_busy_ones_is_refused_with_the_estimate() -> None:
@@ -49,9 +49,29 @@ def test_what_can_never_fit_is_refused_at_the_start() -> None:
         ServedModels(config("a", "b", resources__max_memory_mb=48 / 1024))
 
 
+def test_a_context_that_a_model_cannot_have_is_refused_at_the_start() -> None:
+    lazy = {"name": "b", "load": "first_use", "resources": {"max_context_length": 8192}}
+    with pytest.raises(ConfigError, match=r"max_context_length is 8192, but the model was trained for 4096 tokens"):
+        ServedModels(config("a", lazy))
+
+
 def test_names_are_unique() -> None:
     with pytest.raises(ConfigError, match="two models are called 'x'"):
         ServedModels(config({"name": "a", "aliases": ["x"]}, {"name": "b", "aliases": ["x"]}))
+
+
+@pytest.mark.parametrize("context", [3328, 4096])
+async def test_a_budget_for_one_context_is_enough_for_one(context: int) -> None:
+    """Also where the context is no whole number of extents: the last one is narrower then."""
+    settings = {"max_context_length": context, "max_memory_mb": context * 8 / 2**20, "block_size": 16}
+    flags = {f"resources__{key}": value for key, value in settings.items()}
+    entries = ["a", {"name": "b", "load": "first_use"}]
+    async with serving(*entries, **flags, scheduler__request_timeout_s=5.0) as (client, served):
+        for name in "aba":
+            body = {"model": name, "prompt": [5] * (context - 8), "max_tokens": 8, "ignore_eos": True}
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+        served.memories["cpu"].ledger.check()
 
 
 async def test_two_busy_models_share_a_budget_that_is_never_passed() -> None:
@@ -68,7 +88,7 @@ async def test_two_busy_models_share_a_budget_that_is_never_passed() -> None:
             answer = await complete(client, model, prompt, max_tokens=30, ignore_eos=True)
             assert answer.status_code == 200, answer.text
             assert answer.json()["choices"][0]["text"] == expected[prompt]
-            served.ledger.check()
+            served.memories["cpu"].ledger.check()
 
         for _ in range(2):
             await asyncio.gather(*(ask(model, prompt) for prompt in prompts for model in "ab"))
@@ -104,7 +124,7 @@ async def test_who_waits_for_another_models_memory_sleeps_and_is_served_when_it_
         assert (await waiting).status_code == 200
         assert {answer.status_code for answer in await asyncio.gather(*running)} == {200}
         assert tries < 100, "it asks when there is something new, not all the time"
-        served.ledger.check()
+        served.memories["cpu"].ledger.check()
 
 
 @pytest.mark.model
@@ -128,12 +148,12 @@ async def test_what_cannot_shrink_is_counted_as_a_whole_and_gives_way_as_a_whole
                     assert (each.account.kv, each.account.least) == (0, 0)
                     assert llm.kv()["bytes"]["total"] <= each.account.fixed - each.estimate.weights
                 each.release()
-                served.ledger.check()
-            before = served.ledger.free
+                served.memories["cpu"].ledger.check()
+            before = served.memories["cpu"].ledger.free
             taken = served.models[0].account
             assert taken is not None
             await served.unload(served.models[0])
-            assert served.ledger.free == before + taken.fixed
+            assert served.memories["cpu"].ledger.free == before + taken.fixed
     finally:
         await served.shutdown(0)
 
@@ -158,7 +178,7 @@ async def test_native_models_answer_to_the_bit_as_if_alone_while_memory_changes_
             for number, prompt in enumerate(prompts):
                 expected[name, number] = await tokens(llm, prompt)
     probe = ServedModels(load_config(None, {**common, "models": list(paths.values())}, {}).config)
-    needed = sum(probe.shares.fixed(each) + 1.3 * each.estimate.context_bytes for each in probe.models)
+    needed = sum(probe.memories["cpu"].shares.fixed(each) + 1.3 * each.estimate.context_bytes for each in probe.models)
     several = {**common, "models": list(paths.values()), "resources.max_memory_mb": needed / 2**20}
     served = ServedModels(load_config(None, several, {}).config)
     await served.start()
@@ -171,7 +191,7 @@ async def test_native_models_answer_to_the_bit_as_if_alone_while_memory_changes_
             assert await tokens(llm, prompts[number]) == expected[name, number]
         finally:
             model.release()
-        served.ledger.check()
+        served.memories["cpu"].ledger.check()
 
     try:
         for _ in range(3):

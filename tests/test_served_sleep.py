@@ -77,7 +77,7 @@ async def test_what_was_cached_is_there_after_waking(tmp_path: Path, paths: list
             again, cached = await answer(served, model, prompt(1))
             assert (again, cached, model.loads) == (first[model.name][0], 688, 2)
             assert model.llm is not None and model.llm.kv()["disk"]["loaded_tokens"] == 688
-        served.ledger.check()
+        served.memories["cpu"].ledger.check()
 
 
 async def test_what_is_not_worth_a_place_on_disk_is_computed_again(tmp_path: Path, paths: list[str]) -> None:
@@ -92,7 +92,7 @@ async def test_memory_that_another_model_needs_goes_to_disk_first(tmp_path: Path
     """Under a budget for one they take each other's place, again and again."""
     entries = [{"name": path, "load": "first_use"} for path in paths]
     probe = ServedModels(load_config(None, {**SETTINGS, "backend.type": "native", "models": entries}, {}).config)
-    needed = max(probe.shares.fixed(each) + 1.5 * each.estimate.context_bytes for each in probe.models)
+    needed = max(probe.memories["cpu"].shares.fixed(each) + 1.5 * each.estimate.context_bytes for each in probe.models)
     async with native(tmp_path / "kv", entries, resources__max_memory_mb=needed / 2**20) as (_, served):
         expected: dict[str, Any] = {}
         for round_number in range(3):
@@ -100,7 +100,7 @@ async def test_memory_that_another_model_needs_goes_to_disk_first(tmp_path: Path
                 found, cached = await answer(served, model, prompt(1))
                 assert expected.setdefault(model.name, found) == found
                 assert cached == (688 if round_number else 0)
-                served.ledger.check()
+                served.memories["cpu"].ledger.check()
         assert [model.loads for model in served.models] == [3, 3]
 
 
@@ -110,6 +110,10 @@ async def test_models_share_one_store_with_one_limit(tmp_path: Path, paths: list
             await asyncio.gather(*(answer(served, model, prompt(number)) for model in served.models))
         stores = {model.llm._loaded.disk.store for model in served.models if model.llm and model.llm._loaded.disk}
         assert len(stores) == 1
+        metrics = (await client.get("/metrics")).text.splitlines()
+        assert [line for line in metrics if line.startswith("cllm:kv_disk_limit_bytes")] == [
+            "cllm:kv_disk_limit_bytes 524288.0"
+        ]
         for model in served.models:
             await served.unload(model)
         size = sum(path.stat().st_size for path in (tmp_path / "kv").rglob("*.kv"))
@@ -161,7 +165,7 @@ async def test_who_waits_for_memory_and_then_for_the_disk_sleeps_meanwhile(
         assert after["usage"]["prompt_tokens_details"]["cached_tokens"] >= 3800
         assert {answer.status_code for answer in await asyncio.gather(*running)} == {200}
         assert tries < 100, "it looks when there is something new, not all the time"
-        served.ledger.check()
+        served.memories["cpu"].ledger.check()
 
 
 async def test_unloading_while_blocks_are_read_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +187,7 @@ async def test_unloading_while_blocks_are_read_from_disk(tmp_path: Path, monkeyp
                     await leaving
                     leaving = asyncio.create_task(generation.__anext__())
         assert (await complete(client, "b", long)).json()["choices"] == before
-        served.ledger.check()
+        served.memories["cpu"].ledger.check()
 
 
 # -- warm prefixes and pins ----------------------------------------------------------------------------------------
@@ -231,3 +235,22 @@ async def test_warming_that_fails_does_not_keep_a_model_from_loading() -> None:
     entries = ["a", {"name": "b", "kv": {"warm": [{"file": "/nowhere/at/all"}], "warm_before_ready": True}}]
     async with serving(*entries) as (client, _):
         assert (await complete(client, "b")).status_code == 200
+
+
+async def test_a_model_that_is_being_warmed_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = asyncio.Event()
+    began = asyncio.Event()
+
+    async def warms(*args: Any) -> None:
+        began.set()
+        await ends.wait()
+
+    monkeypatch.setattr("cllm.server.state.warm_up", warms)
+    monkeypatch.setattr("cllm.served.models.TEND_S", 0.001)
+    entry = {"name": "a", "unload_after_s": 0.002}
+    async with serving(entry, "b", kv__warm_before_ready=False) as (_, served):
+        await began.wait()
+        await asyncio.sleep(0.05)
+        assert served.models[0].state == "ready"
+        ends.set()
+        await until(lambda: served.models[0].state == "unloaded")

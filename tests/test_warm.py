@@ -295,7 +295,17 @@ async def test_a_mark_is_a_hint() -> None:
         assert (listed["prefixes"], listed["refused"]) == ([], 0)
 
 
-@pytest.mark.parametrize("control", [{}, {"type": "for ever"}, {**EPHEMERAL, "ttl": "25h"}, {**EPHEMERAL, "ttl": 300}])
+@pytest.mark.parametrize(
+    "control",
+    [
+        {},
+        {"type": "for ever"},
+        {**EPHEMERAL, "ttl": "25h"},
+        {**EPHEMERAL, "ttl": 300},
+        {**EPHEMERAL, "ttl": "86401s"},
+        {**EPHEMERAL, "ttl": "1441m"},
+    ],
+)
 async def test_a_mark_that_is_none_is_refused_by_name(control: dict[str, Any]) -> None:
     message = {"role": "user", "content": "a", "cache_control": control}
     async with client_for(FakeLLM()) as client:

@@ -225,11 +225,6 @@ def _build(config: Config, opened: _Opened, place: Place | None) -> Parts:
     shape = backend.shape
     token_bytes = token_bytes_of(config, shape)
     context = context_of(config, shape, backend.context_cap)
-    if context > shape.context_length:
-        raise ConfigError(
-            f"resources.max_context_length is {context}, but the model was trained for {shape.context_length} tokens; "
-            f"set it to at most {shape.context_length}"
-        )
     budget = opened.kv_bytes
     if budget is None:
         budget = _imitated_bytes(config, token_bytes, context)

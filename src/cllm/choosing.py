@@ -9,7 +9,7 @@ from typing import Literal
 
 from cllm.backends.base import Backend
 from cllm.config import Config
-from cllm.errors import ModelError
+from cllm.errors import ConfigError, ModelError
 from cllm.kv.disk.contents import Identity, identity
 from cllm.kv.memory import SLOT_PADDING, bytes_per_token
 from cllm.models.gguf import GGUFModel
@@ -63,7 +63,7 @@ def _is_same(path: Path, found: Identity) -> bool:
 
 
 def estimate(config: Config) -> Estimate:
-    """Raises `ModelError` for a model that nothing here can run."""
+    """Raises `ModelError` for a model that nothing here can run, `ConfigError` for what it cannot do."""
     files = None
     if config.backend.type == "fake":
         from cllm.backends.fake import FakeBackend
@@ -83,7 +83,13 @@ def estimate(config: Config) -> Estimate:
 
 
 def context_of(config: Config, shape: ModelShape, cap: int | None) -> int:
-    return config.resources.max_context_length or min(shape.context_length, cap or shape.context_length)
+    trained, asked = shape.context_length, config.resources.max_context_length
+    if asked is not None and asked > trained:
+        raise ConfigError(
+            f"resources.max_context_length is {asked}, but the model was trained for {trained} tokens; "
+            f"set it to at most {trained}"
+        )
+    return asked or min(trained, cap or trained)
 
 
 def token_bytes_of(config: Config, shape: ModelShape) -> int:

@@ -9,11 +9,8 @@ import secrets
 import sys
 import time
 import uuid
-from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from cllm.assemble import Parts, Place, assemble
 from cllm.config import Config
@@ -24,16 +21,16 @@ from cllm.engine.request import FinishReason, Output, build_request
 from cllm.engine.rows import RowSampler, fastest
 from cllm.engine.stats import EngineSnapshot
 from cllm.engine.tenant import NOBODY, Tenant
-from cllm.engine.turns import Turns
+from cllm.engine.turns import Turn, Turns
 from cllm.engine.watch import Picture
-from cllm.errors import ConfigError, InvalidRequestError, ShuttingDownError
+from cllm.errors import InvalidRequestError, ShuttingDownError
 from cllm.generation import Generation
 from cllm.kv.events import Listener
 from cllm.kv.manager import KVManager
 from cllm.kv.pins import LostPin, PinMark
 from cllm.kv.window import Window
 from cllm.models.shape import ModelShape
-from cllm.text.bounded import TokenLimit
+from cllm.text.bounded import TokenLimit, checked_ids
 from cllm.text.chat import ChatTemplate
 from cllm.text.tokenizer import Tokenizer
 from cllm.text.volatile import VolatileHeads
@@ -73,6 +70,8 @@ class AsyncLLM:
         self.pin_again: Callable[[AsyncLLM], Coroutine[Any, Any, None]] | None = None
         """Computes anew what was pinned, when its memory was lost."""
         self._pinning: asyncio.Task[None] | None = None
+        self._pins_lost = False
+        """Whether some were lost that nobody has looked for since."""
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -81,16 +80,23 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         self._rows = fastest(self.config.backend.native.instruction_set)
         parts = await asyncio.to_thread(assemble, self.config, self._before_mapping, self._place)
+        # A backend that computes ahead has a device of its own to share.
+        turn = self._turns.join() if self._turns is not None and parts.backend.depth == 1 else None
         try:
             self._windows = Windows(
                 self.config.kv.window, parts.scheduler.kv, parts.max_context, parts.backend.no_window
             )
-        except ConfigError:
+            engine = self._engine_of(parts, turn)
+            engine.start()
+        except BaseException:
+            if turn is not None:
+                turn.leave()
             parts.close()
             raise
-        self._parts = parts
-        # A backend that computes ahead has a device of its own to share.
-        turn = self._turns.join() if self._turns is not None and parts.backend.depth == 1 else None
+        self._parts, self._engine = parts, engine
+        _open.add(self)
+
+    def _engine_of(self, parts: Parts, turn: Turn | None) -> Engine:
         engine = Engine(
             parts.backend,
             parts.scheduler,
@@ -105,9 +111,7 @@ class AsyncLLM:
         parts.scheduler.observers = self.observers
         parts.scheduler.kv.on_eviction = self.observers.evicted
         engine.on_rebuilt = lambda: self._on_rebuilt(parts.scheduler.kv)
-        engine.start()
-        self._engine = engine
-        _open.add(self)
+        return engine
 
     async def shutdown(self, grace_s: float | None = None) -> None:
         """Let running requests end within `grace_s`, refuse the rest, free everything. Safe to call again."""
@@ -205,17 +209,9 @@ class AsyncLLM:
         """The cache as it is: the numbers of the last step, and who holds what."""
         snapshot = self.snapshot()
         usage = snapshot.kv
-        numbers = usage.as_dict()
-        unit = usage.bytes_per_unit
         return {
-            **numbers,
-            "bytes": {
-                "total": usage.total * unit,
-                "free": usage.free * unit,
-                "evictable": usage.evictable * unit,
-                "referenced": usage.referenced * unit,
-                "peak": usage.peak * unit,
-            },
+            **usage.as_dict(),
+            "bytes": usage.in_bytes(),
             "bytes_per_token": self.bytes_per_token,
             "hit_rate": usage.hit_tokens / usage.query_tokens if usage.query_tokens else 0.0,
             "running": snapshot.running,
@@ -272,7 +268,8 @@ class AsyncLLM:
         engine = self._running
         params = params or SamplingParams()
         limit = self.prompt_limit(params)
-        ids = self._checked(self._encode(prompt, limit) if isinstance(prompt, str) else prompt, limit)
+        tokens = self._encode(prompt, limit) if isinstance(prompt, str) else prompt
+        ids = checked_ids(tokens, limit, self.shape.n_vocab)
         longest_s = self.config.scheduler.request_timeout_s
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         if request_id in self._live:
@@ -338,23 +335,6 @@ class AsyncLLM:
         limit.check_text(self.tokenizer, prompt, "prompt")
         return self.tokenizer.encode(prompt)
 
-    def _checked(self, prompt: Sequence[int], limit: TokenLimit) -> array[int]:
-        """The prompt as an array, which can be looked through in no time, however long it is."""
-        if not len(prompt):
-            raise InvalidRequestError("the prompt is empty: it needs at least one token", "prompt")
-        limit.check(prompt, "prompt")
-        vocab = self.shape.n_vocab
-        try:
-            ids = array("i", prompt)
-            values = np.frombuffer(ids, np.int32)
-            known = values.min() >= 0 and values.max() < vocab
-        except OverflowError:
-            known = False
-        if not known:
-            wrong = next(i for i in prompt if not 0 <= i < vocab)
-            raise InvalidRequestError(f"the prompt holds token {wrong}; ids go from 0 to {vocab - 1}", "prompt")
-        return ids
-
     def _cancel(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         if self._engine is not None:
             self._engine.cancel(request_id, index, reason)
@@ -374,8 +354,15 @@ class AsyncLLM:
             self._loop.call_soon_threadsafe(self._pin_again)
 
     def _pin_again(self) -> None:
+        self._pins_lost = True
         if self.pin_again is not None and (self._pinning is None or self._pinning.done()):
-            self._pinning = asyncio.create_task(self.pin_again(self))
+            self._pinning = asyncio.create_task(self._pin_lost(self.pin_again))
+
+    async def _pin_lost(self, pin_again: Callable[[AsyncLLM], Coroutine[Any, Any, None]]) -> None:
+        """Once more if memory was lost meanwhile: the last look may have been before that."""
+        while self._pins_lost:
+            self._pins_lost = False
+            await pin_again(self)
 
     def _dispatch(self, outputs: list[Output]) -> None:
         now = time.monotonic()

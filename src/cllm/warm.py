@@ -8,13 +8,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cllm.engine.params import SamplingParams
 from cllm.engine.tenant import NOBODY, Tenant
 from cllm.errors import CLLMError, InvalidRequestError, OverloadedError, ShuttingDownError
-from cllm.kv.pins import PinMark, PinSource
+from cllm.kv.pins import LostPin, PinMark, PinSource
 
 if TYPE_CHECKING:
     from cllm.config.warm import WarmPrefix
@@ -97,26 +98,30 @@ async def warm_up(llm: AsyncLLM, prefixes: Sequence[WarmPrefix], tenant_of: Call
 
 async def pin_again(llm: AsyncLLM) -> None:
     """Compute what was pinned and got lost with its memory, one after the other; pin it for the time that is left."""
-    while lost := await llm.lost_pins():
-        pin = lost[0]
-        ttl_s = None if math.isinf(pin.ttl_s) else pin.ttl_s
-        tenant = Tenant(space=pin.of.space)
-        try:
-            done = await warm(llm, pin.of.tokens, pin=True, ttl_s=ttl_s, tenant=tenant, source=pin.source)
-        except OverloadedError as error:
-            await asyncio.sleep(error.retry_after_s)
-            continue
-        except ShuttingDownError:
-            return
-        except CLLMError as error:
-            pinned, reason = False, str(error)
-        else:
-            pinned, reason = done.pin_id == pin.id, done.refusal or "it has another name now"
-        if pinned:
-            log.info("a pinned prefix of %d tokens that was lost is computed and pinned again", len(pin.of.tokens))
-        else:
-            log.warning("a pinned prefix of %d tokens stays lost: %s", len(pin.of.tokens), reason)
-            await llm.unpin(pin.id)
+    with suppress(ShuttingDownError):
+        while lost := await llm.lost_pins():
+            await _pin_one_again(llm, lost[0])
+
+
+async def _pin_one_again(llm: AsyncLLM, pin: LostPin) -> None:
+    ttl_s = None if math.isinf(pin.ttl_s) else pin.ttl_s
+    tenant = Tenant(space=pin.of.space)
+    try:
+        done = await warm(llm, pin.of.tokens, pin=True, ttl_s=ttl_s, tenant=tenant, source=pin.source)
+    except OverloadedError as error:
+        await asyncio.sleep(error.retry_after_s)
+        return
+    except ShuttingDownError:
+        raise
+    except CLLMError as error:
+        pinned, reason = False, str(error)
+    else:
+        pinned, reason = done.pin_id == pin.id, done.refusal or "it has another name now"
+    if pinned:
+        log.info("a pinned prefix of %d tokens that was lost is computed and pinned again", len(pin.of.tokens))
+    else:
+        log.warning("a pinned prefix of %d tokens stays lost: %s", len(pin.of.tokens), reason)
+        await llm.unpin(pin.id)
 
 
 def _encode(llm: AsyncLLM, prefix: WarmPrefix) -> list[int]:

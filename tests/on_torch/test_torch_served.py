@@ -65,7 +65,7 @@ async def test_those_that_shrink_and_those_that_do_not_answer_as_if_alone(
                 assert await tokens(llm, PROMPTS[number]) == expected[name][number]
             finally:
                 model.release()
-            served.ledger.check()
+            served.memory_of(model).ledger.check()
 
         for _ in range(2):
             await asyncio.gather(*(ask(name, number) for number in range(len(PROMPTS)) for name in expected))
@@ -91,7 +91,7 @@ async def test_those_that_do_not_fit_together_take_each_others_place(directories
                 assert llm.max_context == 512
                 assert len(await tokens(llm, PROMPTS[0])) == 8
                 model.release()
-                assert [each.name for each in served.ledger.standings()] == [model.name]
+                assert [each.name for each in served.memory_of(model).ledger.standings()] == [model.name]
     finally:
         await served.shutdown(0)
 

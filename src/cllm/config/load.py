@@ -167,4 +167,6 @@ def _wanted(detail: ErrorDetails) -> str:
         return str(context["expected"]).replace("'", "")
     if kind == "string_pattern_mismatch":
         return f"text that matches {context['pattern']}"
+    if kind == "pattern":
+        return detail["msg"]
     return _TYPES.get(kind, detail["msg"].lower())

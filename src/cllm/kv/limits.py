@@ -54,13 +54,12 @@ class Limits:
 
     def restart(self) -> None:
         """The books are new: everything is open and empty."""
-        extents = self._arena.pool.extents
-        self._arena.pool.resize(min(extents.count, self._account.kv // self._arena.extent_bytes))
+        self._arena.pool.resize(self._extents_in(self._account.kv))
 
     @property
     def pending(self) -> int:
         """Blocks that are to be given back: no newcomer may have them."""
-        keeps = self._account.target // self._arena.extent_bytes
+        keeps = self._extents_in(self._account.target)
         return max(0, self._arena.pool.total - keeps * self._arena.extent_blocks)
 
     def tend(self, *, somebody_waits: bool) -> bool:
@@ -85,9 +84,10 @@ class Limits:
         if missing <= 0 or extents.open == extents.count:
             return False
         closed = extents.count - extents.open
-        missing, ahead = min(missing, closed), min(AHEAD, closed - min(missing, closed))
-        more = (extents.open + missing) * arena.extent_bytes - account.kv
-        coming = self._coming = account.ask(more, self._oldest_prefix(), ahead * arena.extent_bytes)
+        needed = extents.open + min(missing, closed)
+        size = self._bytes_of(needed)
+        ahead = self._bytes_of(needed + AHEAD) - size
+        coming = self._coming = account.ask(size - account.kv, self._oldest_prefix(), ahead)
         self.follow()
         if not coming and blocks + found <= arena.pool.free + arena.prefixes.evictable:
             account.needs_no_more()
@@ -107,12 +107,11 @@ class Limits:
     def follow(self) -> None:
         """Open what was granted, and say how much of it is unused."""
         arena, account = self._arena, self._account
-        granted = min(arena.pool.extents.count, account.kv // arena.extent_bytes)
+        granted = self._extents_in(account.kv)
         if granted > arena.pool.extents.open and account.target >= account.kv:
             arena.pool.resize(granted)
-        account.vacant = self._extents_beside(arena.pool.total - arena.pool.free) * arena.extent_bytes
-        referenced = arena.pool.total - arena.pool.free - arena.prefixes.evictable
-        account.unused = self._extents_beside(referenced) * arena.extent_bytes
+        account.vacant = self._bytes_beside(arena.pool.total - arena.pool.free)
+        account.unused = self._bytes_beside(arena.pool.total - arena.pool.free - arena.prefixes.evictable)
         account.oldest = self._oldest_prefix()
 
     def shrink(self) -> bool:
@@ -122,7 +121,7 @@ class Limits:
         extents, size = pool.extents, pool.extents.size
         if account.target >= account.kv:
             return False
-        wanted = account.target // arena.extent_bytes
+        wanted = self._extents_in(account.target)
         goal = max(wanted, extents.open - max(1, SHRINK_BYTES // arena.extent_bytes))
         used = pool.total - pool.free
         if used > goal * size:
@@ -137,7 +136,7 @@ class Limits:
                 account.keep_all()
                 return False
             pool.resize(goal)
-        account.give_back(min(account.kv, extents.open * arena.extent_bytes))
+        account.give_back(min(account.kv, self._bytes_of(extents.open)))
         if goal > wanted and used > (goal - 1) * size and not arena.prefixes.evictable:
             if account.is_owed and self._unpin():
                 return True
@@ -165,9 +164,20 @@ class Limits:
         taken = [extent for extent in range(goal, pool.extents.open) if pool.extents.taken[extent]]
         return not taken or self._release(range(taken[0], taken[-1] + 1))
 
-    def _extents_beside(self, blocks: int) -> int:
-        """Whole extents that could be closed if so many blocks stayed."""
-        return self._arena.pool.extents.open - -(-blocks // self._arena.extent_blocks)
+    def _bytes_beside(self, blocks: int) -> int:
+        """Of the extents that could be closed if so many blocks stayed."""
+        arena = self._arena
+        return self._bytes_of(arena.pool.extents.open) - self._bytes_of(-(-blocks // arena.extent_blocks))
+
+    def _bytes_of(self, extents: int) -> int:
+        """Of the lowest extents; the last one may be narrower than others."""
+        arena = self._arena
+        return min(extents * arena.extent_bytes, arena.geometry.blocks * arena.block_bytes)
+
+    def _extents_in(self, size: int) -> int:
+        """How many of the lowest extents so many bytes are enough for."""
+        count = self._arena.pool.extents.count
+        return count if size >= self._bytes_of(count) else size // self._arena.extent_bytes
 
     def _oldest_prefix(self) -> float:
         policy = self._arena.prefixes.policy

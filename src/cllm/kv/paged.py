@@ -13,20 +13,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cllm.kv.arena import Arena
 from cllm.kv.fragmentation import extents_needed, measure
 from cllm.kv.ledger import Account
 from cllm.kv.limits import Limits, extent_size
-from cllm.kv.manager import CHECK_SLICE
 from cllm.kv.ops import BlockGeometry, BlockOps
+from cllm.kv.paged_checks import check_table, examine_tables
 from cllm.kv.paged_pins import PagedPins
 from cllm.kv.paged_tiers import PagedTiers
 from cllm.kv.picture import picture
 from cllm.kv.pins import Pins
-from cllm.kv.radix import COMMON_SPACE, TOKEN_BYTES, Found
+from cllm.kv.radix import TOKEN_BYTES, Found
 from cllm.kv.sequence import KVSequence
 from cllm.kv.table import BlocksHeld, held_by, own_blocks
 from cllm.kv.upkeep import EVICT_AT_ONCE, LOOK_INTERVAL_S, Upkeep, UpkeepSettings
@@ -339,47 +336,13 @@ class PagedKVManager(PagedPins, PagedTiers):
         return picture(self._arena)
 
     def examine(self) -> Iterator[int]:
-        held = np.zeros(self._pool.total, np.int32)
-        uses: dict[int, int] = {}
-        for sequence in self._running.values():
-            for node in held_by(sequence).node.path():
-                uses[node.number] = uses.get(node.number, 0) + 1
-            yield from _count(own_blocks(sequence), held)
-        yield from self._prefixes.examine(uses, self._pin_uses(uses), held, CHECK_SLICE)
-        yield from self._pool.examine(held, CHECK_SLICE)
+        yield from examine_tables(self._arena, self._pin_uses, self._check_table)
         self._check_host()
-        for number, sequence in self._running.items():
-            if held_by(sequence).number != number or self._arena.holders.owners.get(number) is not sequence:
-                raise AssertionError("a sequence is not known by its number")
-            self._check_table(sequence)
-            yield len(sequence.blocks)
-        if (np.frombuffer(self._pool.holders, np.int32, len(held)) != 0).tobytes() != (held != 0).tobytes():
-            raise AssertionError("a block in use has no holder, or a free one has")
 
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _check_table(self, sequence: KVSequence) -> None:
-        spelled = bytearray()
-        shared: list[int] = []
-        held = held_by(sequence)
-        for node in reversed(list(held.node.path())):
-            spelled += node.key
-            shared += node.value
-        if not {part.space for part in held.node.path()} <= {sequence.space, COMMON_SPACE}:
-            raise AssertionError("a sequence stands in another space than its own")
-        if shared != sequence.blocks[: held.indexed]:
-            raise AssertionError("a block table disagrees with the tree")
-        if bytes(spelled) != sequence.tokens.tobytes()[: len(spelled)]:
-            raise AssertionError("a sequence stands on a path that spells other tokens")
-        if len(sequence.blocks) * self.block_size < sequence.held:
-            raise AssertionError("a sequence has computed more than its blocks hold")
-        writable = sequence.blocks[sequence.end // self.block_size : -(-sequence.room // self.block_size)]
-        if sequence.room > sequence.end and any(map(self._pool.is_shared, writable)):
-            raise AssertionError("a sequence may write to a block that another one uses")
-        for block in own_blocks(sequence):
-            holder = self._running.get(self._pool.holders[block])
-            if holder is None or block not in own_blocks(holder):
-                raise AssertionError(f"block {block} is said to be held by somebody who does not hold it")
+        check_table(self._arena, sequence)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -423,11 +386,3 @@ class PagedKVManager(PagedPins, PagedTiers):
         self._evictions += freed
         if freed:
             self._tell_eviction(freed, self._clock() - started)
-
-
-def _count(blocks: list[int], held: NDArray[np.int32]) -> Iterator[int]:
-    """Count every block once more in `held`, in pieces."""
-    for begin in range(0, len(blocks), CHECK_SLICE):
-        piece = blocks[begin : begin + CHECK_SLICE]
-        np.add.at(held, piece, 1)
-        yield len(piece)

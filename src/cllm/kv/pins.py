@@ -125,12 +125,17 @@ class Pins(Generic[H]):
         """Whether so many more bytes may be pinned for a space; if not, the mark says why."""
         while pinned() + more() > self.limit_bytes:
             if not self._give_up_more_than_a_part(space, more()):
-                return self.refuse(
-                    mark,
-                    f"it needs {more()} bytes more, and {pinned()} of the {self.limit_bytes} bytes that may be pinned "
-                    "are (kv.pin_limit)",
-                )
+                return self.refuse(mark, self._no_room(mark, pinned(), more()))
         return True
+
+    def _no_room(self, mark: PinMark, pinned: int, more: int) -> str:
+        """How much all have pinned is not for everybody."""
+        if mark.source == "request":
+            return f"it needs {more} bytes more than there is room for among what may be pinned (kv.pin_limit)"
+        return (
+            f"it needs {more} bytes more, and {pinned} of the {self.limit_bytes} bytes that may be pinned are "
+            "(kv.pin_limit)"
+        )
 
     def _give_up_more_than_a_part(self, space: bytes, size: int) -> bool:
         """Let go of a pin of the space that has most, if that is more than its part, and `space` stays within its own.

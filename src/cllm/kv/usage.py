@@ -95,6 +95,16 @@ class KVUsage(NamedTuple):
     """Blocks that have come into the prefix tree since the start; paged backends."""
     blocks_removed: int = 0
 
+    def in_bytes(self) -> dict[str, int]:
+        units = {
+            "total": self.total,
+            "free": self.free,
+            "evictable": self.evictable,
+            "referenced": self.referenced,
+            "peak": self.peak,
+        }
+        return {state: count * self.bytes_per_unit for state, count in units.items()}
+
     def as_dict(self) -> dict[str, Any]:
         return {**self._asdict(), "disk": self.disk._asdict(), "host": self.host._asdict()}
 

@@ -154,8 +154,6 @@ _GAUGES = (
     _Value("kv_resident_bytes", "KV bytes in memory, as last seen while nothing ran.", lambda s: s.kv.resident_bytes),
     _Value("kv_host_bytes", "KV bytes held in the host's memory beside a GPU's.", lambda s: s.kv.host.bytes),
     _Value("kv_host_limit_bytes", "Limit of the above.", lambda s: s.kv.host.limit_bytes),
-    _Value("kv_disk_bytes", "KV bytes on disk, of all models and servers there.", lambda s: s.kv.disk.bytes),
-    _Value("kv_disk_limit_bytes", "Most KV bytes on disk; 0: none are kept.", lambda s: s.kv.disk.limit_bytes),
     _Value("kv_disk_queued_bytes", "KV bytes that wait to be written to disk.", lambda s: s.kv.disk.queued_bytes),
     _Value("kv_disk_loading", "Loads of KV from disk under way.", lambda s: s.kv.disk.loading),
     _Value("kv_pins", "Prefixes that are pinned.", lambda s: s.kv.pins),
@@ -167,6 +165,12 @@ _GAUGES = (
     _Value("step_token_budget", "Tokens the next step may hold.", lambda s: s.step_token_budget),
     _Value("uptime_seconds", "Since the engine started.", lambda s: s.uptime_s),
 )
+
+_STORE_GAUGES: tuple[tuple[str, str, Callable[[EngineSnapshot], float]], ...] = (
+    ("kv_disk_bytes", "KV bytes on disk, of all models and servers there.", lambda s: s.kv.disk.bytes),
+    ("kv_disk_limit_bytes", "Most KV bytes on disk; 0: none are kept.", lambda s: s.kv.disk.limit_bytes),
+)
+"""What models that keep K/V in one directory have in common, and what is therefore no model's."""
 
 _COUNTERS = (
     _Value("prefix_cache_queries", "Prompt tokens looked up in the KV cache.", lambda s: s.kv.query_tokens),
@@ -230,7 +234,10 @@ class EngineCollector(Collector):
         model_name: Callable[[], str],
         snapshot: Callable[[], EngineSnapshot | None],
         observer: MetricsObserver,
+        store: object = None,
     ) -> None:
+        """`store` is the same for those that keep K/V on disk together."""
+        self.store = store
         self._prefix = prefix
         self._model_name = model_name
         self._snapshot = snapshot
@@ -241,6 +248,13 @@ class EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
+        yield from self.of_model()
+        yield from _of_stores(self._prefix, [self])
+
+    def snapshot(self) -> EngineSnapshot | None:
+        return self._snapshot()
+
+    def of_model(self) -> Iterator[Metric]:
         snapshot = self._snapshot()
         if snapshot is None:
             return
@@ -274,6 +288,14 @@ class EngineCollector(Collector):
         return family
 
 
+def _of_stores(prefix: str, engines: Sequence[EngineCollector]) -> Iterator[Metric]:
+    """Of all directories together, each counted once."""
+    found = {engine.store: snapshot for engine in engines if (snapshot := engine.snapshot()) is not None}
+    for name, text, value in _STORE_GAUGES:
+        if found:
+            yield GaugeMetricFamily(f"{prefix}:{name}", text, sum(map(value, found.values())))
+
+
 class ModelsCollector(Collector):
     """The metrics of several engines, each of which may be there or not, and of the memory they share."""
 
@@ -296,12 +318,13 @@ class ModelsCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for engine in self._engines:
-            for family in engine.collect():
+            for family in engine.of_model():
                 if family.name in families:
                     families[family.name].samples += family.samples
                 else:
                     families[family.name] = family
         yield from families.values()
+        yield from _of_stores(self._prefix, self._engines)
         budget = GaugeMetricFamily(
             f"{self._prefix}:memory_budget_bytes", "Most that all models take of a memory.", labels=["device"]
         )

@@ -57,6 +57,12 @@ class Served:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
+    def store(self) -> Path | None:
+        """Where its K/V are kept on disk."""
+        settings = self.config.kv.disk
+        return kv_directory(settings.directory) if settings.enabled else None
+
+    @property
     def is_wanted(self) -> bool:
         return self.users > 0 or self.waiting > 0
 
@@ -79,6 +85,7 @@ class Served:
             yield
         finally:
             self.waiting -= 1
+            self.last_used = time.monotonic()
 
     def snapshot(self) -> EngineSnapshot | None:
         return self.llm.snapshot() if self.llm is not None and self.ready else None
@@ -106,8 +113,8 @@ def read_entries(config: Config) -> list[Served]:
             single = entry.model_copy(update={"name": str(path)})
             try:
                 found.append(_read_entry(config, single, at_start=entry.load == "start"))
-            except ModelError as error:
-                log.warning("left out: %s", error)
+            except (ModelError, ConfigError) as error:
+                log.warning("%s is left out: %s", path, error)
     if not found:
         raise ModelError("there is no model to serve")
     return found
@@ -136,10 +143,10 @@ def check_disk_limits(models: Sequence[Served]) -> None:
     """K/V on disk have one limit for each directory."""
     first: dict[Path, Served] = {}
     for served in models:
-        settings = served.config.kv.disk
-        if not settings.enabled:
+        settings, directory = served.config.kv.disk, served.store
+        if directory is None:
             continue
-        other = first.setdefault(kv_directory(settings.directory), served)
+        other = first.setdefault(directory, served)
         if other.config.kv.disk.max_mb != settings.max_mb:
             raise ConfigError(
                 f"kv.disk.max_mb is {other.config.kv.disk.max_mb:.12g} for {other.name} and {settings.max_mb:.12g} for "

@@ -37,14 +37,14 @@ class Shares:
         return served.estimate.weights + (0 if served.estimate.is_elastic else self.most_kv(served))
 
     def least(self, served: Served) -> int:
-        """Bytes of K/V that an elastic one is entitled to: one context, in whole extents."""
+        """Bytes of K/V that an elastic one is entitled to: one context, in whole extents, or all that it can have."""
         found = served.estimate
         if not found.is_elastic:
             return 0
         block_bytes = found.token_bytes * served.config.resources.block_size
-        arena = self.most_kv(served)
-        extent = extent_size(arena // block_bytes, block_bytes) * block_bytes
-        return min(-(-found.context_bytes // extent) * extent, arena // extent * extent)
+        blocks = self.most_kv(served) // block_bytes
+        extent = extent_size(blocks, block_bytes) * block_bytes
+        return min(-(-found.context_bytes // extent) * extent, blocks * block_bytes)
 
     def most_kv(self, served: Served) -> int:
         """Bytes of K/V that it can have at most. What cannot shrink gets an equal part of what the weights leave, or,

@@ -25,11 +25,11 @@ from cllm.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from cllm.kv.ledger import Account, MemoryLedger, Standing
+from cllm.kv.ledger import Account, Standing
 from cllm.llm import AsyncLLM
 from cllm.on_disk import Stores
-from cllm.served.entries import Served, by_name, check_disk_limits, could_not, read_entries
-from cllm.served.memory import Memory, Shares, choose_memories
+from cllm.served.entries import Served, State, by_name, check_disk_limits, could_not, read_entries
+from cllm.served.memory import Memory, choose_memories
 
 log = logging.getLogger("cllm")
 
@@ -56,6 +56,8 @@ class ServedModels:
         self._before_mapping = before_mapping
         self.on_loaded: Callable[[Served, AsyncLLM], Awaitable[None]] | None = None
         """What else is to be done before a model that was loaded is used."""
+        self.on_unloaded: Callable[[Served], None] = lambda served: None
+        """What else is to be forgotten with a model that is not loaded any more."""
         self._turns = Turns()
         self._stores = Stores()
         self._one_at_a_time = asyncio.Lock()
@@ -67,15 +69,6 @@ class ServedModels:
 
     def memory_of(self, served: Served) -> Memory:
         return self.memories[served.estimate.device]
-
-    @property
-    def ledger(self) -> MemoryLedger:
-        """Of the memory that the default model lies in."""
-        return self.memory_of(self.default).ledger
-
-    @property
-    def shares(self) -> Shares:
-        return self.memory_of(self.default).shares
 
     @property
     def budget(self) -> int:
@@ -97,7 +90,7 @@ class ServedModels:
         try:
             for served in self.models:
                 if served.at_start:
-                    await self._change(served, self._load)
+                    await self._begin_load(served)
         except BaseException:
             await self.shutdown(0)
             raise
@@ -152,16 +145,15 @@ class ServedModels:
     async def unload(self, served: Served, *, wait: bool = False) -> None:
         """Have it unloaded, if it is not. With `wait` once its requests have ended; those that come meanwhile wait, and
         have it loaded again."""
-        if served.state == "loading" and served.changing is not None:
+        while served.state == "loading" and served.changing is not None:
             await asyncio.wait([served.changing])
         if served.users and not wait:
-            raise ModelBusyError(
-                f"{served.name} has {served.users} requests running; wait for them, or ask with wait = true"
-            )
-        if served.state == "unloading" and served.changing is not None:
+            running = "1 request" if served.users == 1 else f"{served.users} requests"
+            raise ModelBusyError(f"{served.name} has {running} running; wait for the end, or ask with wait = true")
+        if served.changing is not None:
             await asyncio.shield(served.changing)
         elif served.state == "ready":
-            await asyncio.shield(self._change(served, self._unload))
+            await asyncio.shield(self._begin_unload(served))
 
     async def _wait(self, served: Served, change: asyncio.Task[None], until: float | None = None) -> None:
         try:
@@ -181,15 +173,25 @@ class ServedModels:
         if served.changing is not None:
             return served.changing
         if served.state == "ready":  # its engine has given up
-            return self._change(served, self._unload)
+            return self._begin_unload(served)
         wait_s = served.retry_at - time.monotonic()
         if served.state == "failed" and wait_s > 0 and not again:
             raise ModelUnavailableError(could_not(served, served.error), wait_s)
-        return self._change(served, self._load)
+        return self._begin_load(served)
 
     # -- changes -----------------------------------------------------------------------------------------------
 
-    def _change(self, served: Served, how: Callable[[Served], Awaitable[None]]) -> asyncio.Task[None]:
+    def _begin_load(self, served: Served) -> asyncio.Task[None]:
+        return self._change(served, "loading", self._load)
+
+    def _begin_unload(self, served: Served) -> asyncio.Task[None]:
+        return self._change(served, "unloading", self._unload)
+
+    def _change(self, served: Served, state: State, how: Callable[[Served], Awaitable[None]]) -> asyncio.Task[None]:
+        """One at a time: the state says so at once, not only when the task has begun."""
+        assert served.changing is None
+        served.state = state
+
         async def change() -> None:
             try:
                 await how(served)
@@ -202,7 +204,6 @@ class ServedModels:
 
     async def _load(self, served: Served) -> None:
         started = time.monotonic()
-        served.state = "loading"
         try:
             llm = await self._load_in_turn(served)
             if self.on_loaded is not None and not self._stopping:
@@ -260,7 +261,6 @@ class ServedModels:
         return llm
 
     async def _unload(self, served: Served) -> None:
-        served.state = "unloading"
         while served.users and not self._stopping:
             await served.idle.wait()
         await self._free(served)
@@ -273,6 +273,7 @@ class ServedModels:
             if llm is not None:
                 await llm.shutdown(0)
         finally:
+            self.on_unloaded(served)
             if served.account is not None:
                 served.account.close()
                 served.account = None
@@ -287,7 +288,7 @@ class ServedModels:
             if victim is None:
                 return None
             log.info("%s makes room for %s", victim.name, served.name)
-            await asyncio.shield(self._change(victim, self._unload))
+            await asyncio.shield(self._begin_unload(victim))
         account = ledger.open(served.name, fixed=fixed, least=least)
         until = time.monotonic() + CLAIM_S
         try:
@@ -322,8 +323,8 @@ class ServedModels:
             for served in self.models:
                 after = served.entry.unload_after_s
                 if served.state == "ready" and not served.ready and served.changing is None:
-                    self._change(served, self._unload)  # its engine has given up: others may have its memory
+                    self._begin_unload(served)  # its engine has given up: others may have its memory
                 elif after is None or served.entry.pinned or served.is_wanted or served.changing is not None:
                     continue
                 elif served.state == "ready" and now - served.last_used >= after:
-                    self._change(served, self._unload)
+                    self._begin_unload(served)

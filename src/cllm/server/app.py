@@ -53,6 +53,7 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
     if state.several is not None:
         app.include_router(models.router)
         state.several.on_loaded = partial(warming.when_loaded, state)
+        state.several.on_unloaded = state.forget
     if config.server.page:
         add_page(app, lambda name: state.loaded(name).hub)
     install_handlers(app, retry_after_s=config.server.shutdown_grace_s)
@@ -70,7 +71,9 @@ def _collector(serves: AsyncLLM | ServedModels, config: Config, tenants: Tenants
     return ModelsCollector(
         prefix,
         [
-            EngineCollector(prefix, partial(str, served.name), served.snapshot, _observe(served.observers, tenants))
+            EngineCollector(
+                prefix, partial(str, served.name), served.snapshot, _observe(served.observers, tenants), served.store
+            )
             for served in serves.models
         ],
         serves.standings,

@@ -23,13 +23,18 @@ log = logging.getLogger("cllm.server")
 
 MOST_MARKS = 4
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
+_TTL = (
+    r"^(([1-9][0-9]{0,3}|[1-7][0-9]{4}|8[0-5][0-9]{3}|86[0-3][0-9]{2}|86400)s"
+    r"|([1-9][0-9]{0,2}|1[0-3][0-9]{2}|14[0-3][0-9]|1440)m|([1-9]|1[0-9]|2[0-4])h)$"
+)
+"""24 hours at most, in each unit."""
 
 
 class CacheControl(RequestModel):
     """A hint: what is marked stays cached for that time, if the server's limit of such prefixes has room for it."""
 
     type: Literal["ephemeral"]
-    ttl: Annotated[str, Field(pattern=r"^([1-9][0-9]{0,4}s|[1-9][0-9]{0,2}m|([1-9]|1[0-9]|2[0-4])h)$")] | None = Field(
+    ttl: Annotated[str, Field(pattern=_TTL)] | None = Field(
         None, description="How long from the end of the answer on, such as 30s, 5m or 1h, 24h at most. Default 5m."
     )
 

@@ -143,7 +143,7 @@ async def benchmark(
     return Response(BenchmarkReply(data=measured).model_dump_json(), media_type="application/json")
 
 
-@router.get("/model/info", responses=error_responses(FailureReply, 401, 404))
+@router.get("/model/info", responses=error_responses(FailureReply, 401, 404, 409))
 async def model_info(state: State, model: str | None = None) -> ModelInfoReply:
     """What is being served, and what a token of it costs."""
     shown = state.loaded(model)

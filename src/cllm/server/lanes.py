@@ -27,3 +27,8 @@ class Lanes:
             return work()
         lane = self._lanes[size > self._short]
         return await asyncio.get_running_loop().run_in_executor(lane, work)
+
+    def close(self) -> None:
+        """Let the threads go once they have done what waits."""
+        for lane in self._lanes:
+            lane.shutdown(wait=False)

@@ -78,13 +78,15 @@ class ApiKey:
         caller = self._caller(scope)
         if caller is None:
             await _refuse(_UNKNOWN_KEY, scope, receive, send)
-            return
-        sees_all = self._tenants.sees_all(caller)
-        if not sees_all and _is_operators(scope["path"]):
+        elif not self._may(caller, scope):
             await _refuse(not_the_operator(), scope, receive, send)
         else:
-            scope["state"]["tenant"], scope["state"]["sees_all"] = caller.tenant, sees_all
+            scope["state"]["tenant"], scope["state"]["sees_all"] = caller.tenant, self._tenants.sees_all(caller)
+            scope["state"]["may_still"] = lambda: self._may(self._caller(scope), scope)
             await self._within_limit(caller, scope, receive, send)
+
+    def _may(self, caller: Caller | None, scope: Scope) -> bool:
+        return caller is not None and (self._tenants.sees_all(caller) or not _is_operators(scope["path"]))
 
     async def _within_limit(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
         """What is sent to be worked on counts until its answer has ended, or its sender has gone."""

@@ -37,7 +37,7 @@ async def load(body: Annotated[LoadRequest, Depends(taken(LoadRequest))], state:
     assert state.several is not None
     served = state.find(body.model)
     await state.several.load(served)
-    return served_card(served, state.created)
+    return served_card(served, state.created, sees_all=True)
 
 
 @router.post("/unload", responses={**_ERRORS, **error_responses(ErrorReply, 409)})
@@ -47,21 +47,24 @@ async def unload(body: Annotated[UnloadRequest, Depends(taken(UnloadRequest))], 
     assert state.several is not None
     served = state.find(body.model)
     await state.several.unload(served, wait=bool(body.wait))
-    return served_card(served, state.created)
+    return served_card(served, state.created, sees_all=True)
 
 
-def served_card(served: Served, created: int) -> ServedCard:
+def served_card(served: Served, created: int, *, sees_all: bool) -> ServedCard:
+    """`sees_all`: with what the requests of all keys do to it, and with paths and messages of this machine."""
     loaded = served.llm if served.ready else None
+    taken = served.account.taken - served.estimate.weights if loaded and served.account is not None else 0
+    names = served.names if sees_all else served.entry.aliases
     return ServedCard(
         id=served.name,
         created=created,
         max_model_len=loaded.max_context if loaded is not None else served.estimate.context,
-        aliases=[name for name in served.names if name != served.name],
+        aliases=[name for name in names if name != served.name],
         state=served.state if served.state != "ready" or served.ready else "failed",
-        error=served.error,
+        error=served.error if sees_all else None,
         pinned=served.entry.pinned,
-        requests=served.users,
+        requests=served.users if sees_all else None,
         weights_bytes=served.estimate.weights,
-        kv_bytes=served.account.taken - served.estimate.weights if loaded and served.account is not None else 0,
+        kv_bytes=taken if sees_all else None,
         kv_bytes_per_token=served.estimate.token_bytes,
     )

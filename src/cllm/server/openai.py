@@ -36,7 +36,7 @@ from cllm.server.openai_replies import (
 from cllm.server.openai_schema import ChatRequest, CompletionRequest, OpenAIRequest
 from cllm.server.sliced import SlicedJson
 from cllm.server.sse import EventStream
-from cllm.server.state import ModelState, ServerState, State, tenant_of, time_left
+from cllm.server.state import ModelState, ServerState, State, is_operators, tenant_of, time_left
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
@@ -103,19 +103,20 @@ async def chat_completions(
 
 
 @router.get("/models", responses=error_responses(ErrorReply, 401))
-async def models(state: State) -> ServedList | ModelList:
+async def models(request: Request, state: State) -> ServedList | ModelList:
     """The models that requests may name."""
     if state.several is not None:
-        cards = [served_card(served, state.created) for served in state.several.models]
+        sees_all = is_operators(request)
+        cards = [served_card(served, state.created, sees_all=sees_all) for served in state.several.models]
         return ServedList(data=list(cards), memory_budget_bytes=state.several.budget)
     return ModelList(data=[_card(state)])
 
 
 @router.get("/models/{model_id:path}", responses=error_responses(ErrorReply, 401, 404))
-async def model(model_id: str, state: State) -> ServedCard | ModelCard:
+async def model(model_id: str, request: Request, state: State) -> ServedCard | ModelCard:
     """One model, by any name it is served under."""
     if state.several is not None:
-        return served_card(state.find(model_id), state.created)
+        return served_card(state.find(model_id), state.created, sees_all=is_operators(request))
     assert state.one is not None
     state.one.check_name(model_id)
     return _card(state)

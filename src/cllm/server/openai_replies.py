@@ -91,15 +91,15 @@ class ModelCard(BaseModel):
 
 
 class ServedCard(ModelCard):
-    """One of several models."""
+    """One of several models. What is null where others have keys of their own is for the operator's key."""
 
     aliases: list[str] = Field(description="Other names it goes by.")
     state: str = Field(description="`unloaded`, `loading`, `ready`, `unloading` or `failed`.")
-    error: str | None = Field(description="Why it could not be loaded.")
+    error: str | None = Field(description="Why it could not be loaded; for the operator.")
     pinned: bool = Field(description="Once it is loaded it stays.")
-    requests: int = Field(description="Requests that use it now.")
+    requests: int | None = Field(description="Requests that use it now; for the operator.")
     weights_bytes: int
-    kv_bytes: int = Field(description="K/V memory that it may have now.")
+    kv_bytes: int | None = Field(description="K/V memory that it may have now; for the operator.")
     kv_bytes_per_token: int
 
 

@@ -60,13 +60,16 @@ async def metrics(state: State) -> Response:
     return Response(generate_latest(state.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/kv", responses=error_responses(ErrorReply, 401, 403, 404))
+@router.get("/kv", responses=error_responses(ErrorReply, 401, 403, 404, 409))
 async def kv(state: State, model: str | None = None) -> dict[str, Any]:
-    """The KV cache: sizes, sequences, what is held. Of several models, that of `model` or of the first one."""
-    content = state.loaded(model).llm.kv()
-    if state.several is not None:
-        content["models"] = _models(state.several)
-    return content
+    """The KV cache: sizes, sequences, what is held. Of several models, that of `model` or of the first that is loaded,
+    beside what all of them take (`models`), which is there alone if none is loaded."""
+    several = state.several
+    if several is None:
+        return state.loaded(model).llm.kv()
+    shown = model or next((served.name for served in several.models if served.ready), None)
+    content = {} if shown is None else state.loaded(shown).llm.kv()
+    return {"model": None if shown is None else state.find(shown).name, **content, "models": _models(several)}
 
 
 def _models(several: ServedModels) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
-from weakref import WeakKeyDictionary
 
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
@@ -63,7 +62,7 @@ class ServerState:
     several: ServedModels | None = field(init=False)
     background: set[asyncio.Task[None]] = field(default_factory=set)
     """What is computed though no request waits for it."""
-    _loaded: WeakKeyDictionary[AsyncLLM, ModelState] = field(default_factory=WeakKeyDictionary)
+    _loaded: dict[Served, ModelState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.several = self.serves if isinstance(self.serves, ServedModels) else None
@@ -110,10 +109,16 @@ class ServerState:
         return self.state_of(served, served.llm)
 
     def state_of(self, served: Served, llm: AsyncLLM) -> ModelState:
-        state = self._loaded.get(llm)
+        state = self._loaded.get(served)
         if state is None:
-            state = self._loaded[llm] = ModelState(llm, served.config, served.name)
+            state = self._loaded[served] = ModelState(llm, served.config, served.name)
         return state
+
+    def forget(self, served: Served) -> None:
+        """It is not loaded any more."""
+        state = self._loaded.pop(served, None)
+        if state is not None:
+            state.texts.close()
 
 
 def not_served(name: str, known: list[str] | dict[str, None]) -> ApiError:
@@ -144,6 +149,12 @@ def is_operators(request: Request) -> bool:
     """Whether the request may do what concerns all keys."""
     sees_all: bool = getattr(request.state, "sees_all", True)
     return sees_all
+
+
+def may_still(request: Request) -> bool:
+    """Whether the request would be let in again: keys are removed, and others come, while an answer is sent."""
+    asks: Callable[[], bool] = getattr(request.state, "may_still", lambda: True)
+    return asks()
 
 
 async def _state_of(request: Request) -> ServerState:

@@ -53,8 +53,8 @@ class Caller:
 class Tenants(Collector):
     """The key of `server.api_key`, which is the operator's, and those of the file `server.api_keys`.
 
-    Every key of the file has a space of the prefix cache to itself, made from what is kept of it: the same after a
-    restart, another one if a key is removed and a new one gets its name. Also an `EngineObserver`.
+    Where there is a file, every key has a space of the prefix cache to itself, made from what is kept of it: the same
+    after a restart, another one if a key is replaced and a new one gets its name. Also an `EngineObserver`.
     """
 
     def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -137,9 +137,9 @@ class Tenants(Collector):
         if self._operator_key is not None:
             # Alone it is as if there were none: one user, one cache, nothing to tell apart.
             alone = self._path is None
-            tenant = NOBODY if alone else Tenant(OPERATOR, b"" if self._shared else space_of(OPERATOR))
-            operator = self._caller(tenant, None)
-            callers[OPERATOR] = by_digest[digest(self._operator_key, file.salt)] = operator
+            kept = digest(self._operator_key, file.salt)
+            tenant = NOBODY if alone else Tenant(OPERATOR, b"" if self._shared else space_of(kept.hex()))
+            callers[OPERATOR] = by_digest[kept] = self._caller(tenant, None)
         self._salt, self._callers, self._by_digest = file.salt, callers, by_digest
 
     def _caller(self, tenant: Tenant, limit: int | None) -> Caller:

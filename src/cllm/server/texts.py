@@ -27,6 +27,9 @@ class Texts:
         self._llm = llm
         self._lanes = Lanes("text", inline=INLINE, short=PIECE)
 
+    def close(self) -> None:
+        self._lanes.close()
+
     async def encode(self, text: str, limit: TokenLimit, param: str) -> Sequence[int]:
         return (await self._encode([text], limit, param))[0]
 

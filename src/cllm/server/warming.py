@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -78,7 +78,7 @@ class WarmReply(BaseModel):
 async def under_way(state: ServerState) -> AsyncIterator[None]:
     """`kv.warm` is computed: before this begins, or meanwhile. Where there are several models, when one is loaded."""
     if state.one is not None:
-        await _warm_up(state, state.one)
+        await _do(state, state.one, state.warm_up(state.one))
     try:
         yield
     finally:
@@ -89,11 +89,16 @@ async def under_way(state: ServerState) -> AsyncIterator[None]:
 
 async def when_loaded(state: ServerState, served: Served, llm: AsyncLLM) -> None:
     """One of several models is loaded; nobody uses it before this has returned."""
-    await _warm_up(state, state.state_of(served, llm))
+    model = state.state_of(served, llm)
+
+    async def work() -> None:
+        with served.awaited():  # it is not unloaded as idle meanwhile
+            await state.warm_up(model)
+
+    await _do(state, model, work())
 
 
-async def _warm_up(state: ServerState, model: ModelState) -> None:
-    work = state.warm_up(model)
+async def _do(state: ServerState, model: ModelState, work: Coroutine[Any, Any, None]) -> None:
     if model.config.kv.warm_before_ready:
         await work
         return

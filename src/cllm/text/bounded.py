@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from cllm.errors import InvalidRequestError
 from cllm.text.tokenizer import Tokenizer
@@ -53,3 +56,20 @@ class TokenLimit(NamedTuple):
                     f"{len(text)} characters; {self.reason}",
                     param,
                 )
+
+
+def checked_ids(prompt: Sequence[int], limit: TokenLimit, vocab: int) -> array[int]:
+    """The prompt as an array, which can be looked through in no time, however long it is."""
+    if not len(prompt):
+        raise InvalidRequestError("the prompt is empty: it needs at least one token", "prompt")
+    limit.check(prompt, "prompt")
+    try:
+        ids = array("i", prompt)
+        values = np.frombuffer(ids, np.int32)
+        known = values.min() >= 0 and values.max() < vocab
+    except OverflowError:
+        known = False
+    if not known:
+        wrong = next(i for i in prompt if not 0 <= i < vocab)
+        raise InvalidRequestError(f"the prompt holds token {wrong}; ids go from 0 to {vocab - 1}", "prompt")
+    return ids

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Mapping, Sequence
-from time import perf_counter
 from typing import Any
 
-log = logging.getLogger("cllm")
+from cllm.config.patterns import Pattern
 
 HEAD_MESSAGES = 8
 HEAD_CHARACTERS = 4096
@@ -16,16 +13,12 @@ HEAD_CHARACTERS = 4096
 LINE_CHARACTERS = 1024
 """So much of a line a pattern sees: what it costs does not grow with the prompt."""
 
-SLOW_S = 0.25
-"""A pattern that takes longer for one line is not used any more: Python's expressions cannot be interrupted, and
-everybody waits. What would take for ever is refused with the configuration."""
-
 _ROLES = ("system", "developer")
 
 
 class VolatileHeads:
     def __init__(self, patterns: Sequence[str]) -> None:
-        self._patterns = [re.compile(pattern) for pattern in patterns]
+        self._patterns = [Pattern(pattern) for pattern in patterns]
 
     def strip(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """The messages without it; the same ones if there is none. What is wrong with them is for others to say."""
@@ -72,17 +65,5 @@ class VolatileHeads:
     def _skip(self, text: str, position: int, end: int) -> int:
         """Where what none of the patterns matches begins."""
         for pattern in self._patterns:
-            started = perf_counter()
-            if found := pattern.match(text, position, end):
-                position = found.end()
-            if (took := perf_counter() - started) > SLOW_S:
-                self._drop(pattern, took)
+            position = pattern.match(text, position, end) or position
         return position
-
-    def _drop(self, pattern: re.Pattern[str], took: float) -> None:
-        # A new list: others may be looking through the old one.
-        self._patterns = [other for other in self._patterns if other is not pattern]
-        log.error(
-            "prompt.volatile_patterns: %r took %.2f s for one line and is not used any more; make it simpler",
-            *(pattern.pattern, took),
-        )

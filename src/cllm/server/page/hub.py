@@ -51,6 +51,7 @@ class Hub:
         """`name`: what one of several models is called."""
         self._llm = llm
         self._alias = name or config.model.alias
+        self._block_tokens = config.resources.block_size
         self._most = config.server.max_watchers
         self._text_of = _text_source(llm) if config.server.page_shows_prompts else None
         self._process = psutil.Process()
@@ -167,7 +168,12 @@ class Hub:
 
     def _names(self) -> dict[str, Any]:
         llm = self._llm
-        return {"model": self._alias or llm.model_name, "backend": llm.backend_name, "context": llm.max_context}
+        return {
+            "model": self._alias or llm.model_name,
+            "backend": llm.backend_name,
+            "context": llm.max_context,
+            "block_tokens": self._block_tokens,
+        }
 
     def _kept(self) -> dict[str, Any]:
         details = self._llm.kv()["details"]

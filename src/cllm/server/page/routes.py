@@ -13,6 +13,7 @@ from cllm.server.answers import unless_gone
 from cllm.server.errors import ClientGoneError
 from cllm.server.page.files import PageFile, page_files
 from cllm.server.page.hub import Hub
+from cllm.server.state import may_still
 
 _HEADERS = {
     "cache-control": "no-store",
@@ -28,8 +29,8 @@ def add_page(app: FastAPI, hub_of: Callable[[str | None], Hub]) -> None:
     for path, file in page_files().items():
         router.add_api_route(path, partial(_file, file), methods=["GET"])
 
-    async def stream(model: str | None = None) -> Response:
-        return WatchStream(hub_of(model))
+    async def stream(request: Request, model: str | None = None) -> Response:
+        return WatchStream(hub_of(model), partial(may_still, request))
 
     router.add_api_route("/kv/stream", stream, methods=["GET"])
     app.include_router(router)
@@ -40,14 +41,15 @@ async def _file(file: PageFile, request: Request) -> Response:
 
 
 class WatchStream(Response):
-    """Events until the client leaves or the engine ends."""
+    """Events until the client leaves, its key is not good for them any more, or the engine ends."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: Hub, may_still: Callable[[], bool]) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._hub = hub
+        self._may_still = may_still
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -56,14 +58,19 @@ class WatchStream(Response):
             return
 
     async def _stream(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         started = False
         events = self._hub.events()
         try:
-            async for data in events:
+            async for data in events:  # at least one a second
+                if not self._may_still():
+                    break
                 if not started:
                     started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    await send(start)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         finally:
             await events.aclose()
+        if not started:
+            await send(start)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -46,6 +46,7 @@ follow((kind, event) => {
   const isWhole = kind === "whole";
   if (isWhole) {
     shown.geometry = { layout: event.layout, cellTokens: event.cell_tokens, cellBytes: event.cell_bytes };
+    shown.blockTokens = event.block_tokens;
     setText(byId("model"), event.model);
     setText(byId("backend"), `${event.backend}, context ${whole(event.context)}`);
     events.restart();
@@ -62,7 +63,7 @@ follow((kind, event) => {
   tree.show(shown.prefixes, now.prefixes, cellBytes / cellTokens);
   requests.show(shown.requests, now.requests);
   kept.show(shown.kept, now);
-  told.follow(event.told ?? [], now, cellTokens);
+  told.follow(event.told ?? [], now, shown.blockTokens);
   const takenBytes = arena.takenCells * cellBytes;
   chart.add(now, takenBytes);
   events.follow(now);

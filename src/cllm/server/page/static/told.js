@@ -22,7 +22,7 @@ export class Told {
   follow(entries, now, blockTokens) {
     const { blocks_stored: stored, blocks_removed: removed } = now.kv;
     const facts = byId("told-facts");
-    facts.hidden = this.list.hidden = now.kv.layout !== "paged";
+    facts.hidden = this.list.hidden = false;
     setText(facts, `Blocks stored ${whole(stored)}, removed ${whole(removed)} since the start`);
     for (const entry of entries) {
       if (entry.kind === "stored") this.store(entry, now.time, blockTokens);
