@@ -31,6 +31,7 @@ from disk_kit import (
     names_of,
     open_space,
     put,
+    segments,
     total_bytes,
 )
 
@@ -343,3 +344,19 @@ def test_a_read_only_file_system_is_read_and_said_once(tmp_path: Path, caplog: p
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert caplog.records[0].exc_info is None and "Read-only file system" in caplog.text
     assert load(again, space, names) == 5
+
+
+def test_what_stands_in_a_files_place_is_left_alone_and_the_blocks_are_written_again(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "kv")
+    space = open_space(store)
+    names = names_of(space, long_prompt(6))
+    assert put(space, names) == 6
+    store.work()
+    (path,) = segments(tmp_path / "kv")
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert load(store, space, names) == 0
+    assert space.held(names) == 0, "it is not looked for there again"
+    assert put(space, names) == 6
+    store.work()
+    assert load(store, space, names) == 6 and path.is_symlink()

@@ -109,9 +109,12 @@ def test_the_start_says_where_it_is_kept(model: Path, tmp_path: Path, caplog: py
     assert str(tmp_path) in line and "at most 64 MiB" in line and "kv.disk.enabled: false" in line
 
 
-def test_a_directory_that_cannot_be_used_costs_nothing(model: Path, uncached: list[Any], tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_used_costs_nothing(
+    model: Path, uncached: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("not a directory")
     with opened(model, tmp_path / "file") as llm:
+        assert any(f"K/V cannot be kept in {tmp_path / 'file'}" in line for line in caplog.messages), "at the start"
         answer = llm.generate([prompt(0)], EXACT)[0]
         assert bits(answer) == uncached[0] and answer.cached_tokens == 0
 

@@ -6,7 +6,9 @@ that is found out in the background, and until then nothing is looked for or wri
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +42,9 @@ files have to be read for that, it does not get in time, and there is nothing of
 QUEUE_BYTES = 64 * MIB
 """Copies that may wait to be written."""
 
+LEAST_BLOCKS = 16
+"""A limit that holds fewer is a mistake."""
+
 FLUSH_S = 5.0
 """At the end, for what waits to be written."""
 
@@ -68,12 +73,7 @@ class Stores:
     def get(self, directory: Path, *, limit: int, queue_bytes: int) -> DiskStore:
         store = self._open.get(directory)
         if store is None:
-            log.info(
-                "K/V of prompts and answers are kept in %s, at most %.0f MiB (kv.disk.max_mb); "
-                "kv.disk.enabled: false switches that off",
-                directory,
-                limit / MIB,
-            )
+            _announce(directory, limit)
             store = self._open[directory] = DiskStore(directory, limit=limit, queue_bytes=queue_bytes)
         store.allow_queue(queue_bytes)
         return store
@@ -83,6 +83,28 @@ class Stores:
         stores, self._open = self._open, {}
         for store in stores.values():
             store.close(FLUSH_S)
+
+
+def _announce(directory: Path, limit: int) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        reason = None if os.access(directory, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason is not None:
+        log.warning(
+            "K/V cannot be kept in %s (%s): what is computed is kept in memory only; name another directory with "
+            "kv.disk.directory, or switch it off with kv.disk.enabled: false",
+            directory,
+            reason,
+        )
+        return
+    log.info(
+        "K/V of prompts and answers are kept in %s, at most %.10g MiB (kv.disk.max_mb); "
+        "kv.disk.enabled: false switches that off",
+        directory,
+        limit / MIB,
+    )
 
 
 class OnDisk:
@@ -183,6 +205,13 @@ def _begin(config: Config, kv: Tiered, block_bytes: int, queue_bytes: int, store
     settings = config.kv.disk
     directory = kv_directory(settings.directory)
     store = (stores or Stores()).get(directory, limit=int(settings.max_mb * MIB), queue_bytes=queue_bytes)
+    if store.limit < LEAST_BLOCKS * block_bytes:
+        log.warning(
+            "kv.disk.max_mb is %g: that is not worth while, %d tokens of this model take %.3g MiB",
+            settings.max_mb,
+            LEAST_BLOCKS * config.resources.block_size,
+            LEAST_BLOCKS * block_bytes / MIB,
+        )
     tier = Tier(store, block_tokens=config.resources.block_size, block_bytes=block_bytes)
     kv.use_disk(tier)
     return OnDisk(store, tier, directory, shared=stores is not None)

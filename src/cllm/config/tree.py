@@ -158,7 +158,10 @@ class DiskConfig(Section):
         description="where K/V of prompts are kept; servers may share it (null: kv in cLLM's cache directory)",
     )
     max_mb: float = Field(
-        default=2048.0, gt=0, description="hard limit of all K/V in that directory in MiB, of all models and servers"
+        default=2048.0,
+        gt=0,
+        le=1e9,
+        description="hard limit of all K/V in that directory in MiB, of all models and servers",
     )
 
 

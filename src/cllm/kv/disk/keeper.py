@@ -219,6 +219,10 @@ class Keeper:
         except DamagedError:
             return False
 
+    def forget(self, shelf: Shelf, segment: Segment) -> None:
+        """Its file cannot be read. It is left alone."""
+        self._forget(shelf, segment, 0)
+
     def _forget(self, shelf: Shelf, segment: Segment, block: int) -> None:
         """In memory only; what remains of it there is not appended to, for its file has another length."""
         with self.lock:

@@ -34,6 +34,10 @@ MOST_PIECES = 500
 """In one call."""
 
 
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
+"""Errors that say nothing of the file."""
+
+
 class Ticket:
     """Something that is being loaded. The buffers belong to the reader until `done`."""
 
@@ -227,6 +231,8 @@ class Reader:
             self._keeper.count("read_errors")
             if error.errno == errno.EIO:
                 self._keeper.distrust(ticket.shelf, segment, parts[done].block, parts[done].record)
+            elif error.errno not in PASSING:  # something else is in its place: what it held can be written again
+                self._keeper.forget(ticket.shelf, segment)
         with self._keeper.lock:
             nbytes = sum(len(part.buffer) for part in parts[:done])
             ticket.shelf.read_bytes += nbytes
