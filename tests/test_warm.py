@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -106,6 +108,52 @@ async def test_what_cannot_be_computed_keeps_nobody_waiting(tmp_path: Path, capl
     assert [line.startswith(f"kv.warm[{number}] could not be computed") for number, line in enumerate(said)] == [
         *(True, True, True, False)
     ]
+
+
+async def test_files_that_are_no_text_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pipe, binary, cut, deep = (tmp_path / name for name in ("pipe", "binary.txt", "cut.json", "deep.json"))
+    os.mkfifo(pipe)
+    binary.write_bytes(b"\xdb\x00")
+    cut.write_text('{"messages": [')
+    deep.write_text("[" * 100_000)
+    files = (pipe, binary, cut, deep, tmp_path)
+    with caplog.at_level(logging.INFO, "cllm.warm"):
+        async with client_of(fake_config(warm=[{"file": str(file)} for file in files])) as client:
+            assert (await client.get("/ready")).status_code == 200
+    said = [record.getMessage() for record in caplog.records if record.name == "cllm.warm"]
+    problems = (
+        f"{pipe} is not a regular file",
+        f"{binary} is not UTF-8 text",
+        f"{cut} is not JSON: ",
+        f"{deep} is not JSON: ",
+        f"[Errno 21] Is a directory: {str(tmp_path)!r}",
+    )
+    assert len(said) == len(problems)
+    for number, (line, problem) in enumerate(zip(said, problems, strict=True)):
+        assert line.startswith(f"kv.warm[{number}] could not be computed: {problem}")
+
+
+def test_nobody_waits_for_a_file_when_the_server_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, go_on, has_read = threading.Event(), threading.Event(), threading.Event()
+
+    def read(path: Path) -> str:
+        reads.set()
+        go_on.wait(10)
+        has_read.set()
+        return "x"
+
+    async def stopped() -> None:
+        llm: Any = FakeLLM()
+        task = asyncio.create_task(warm_up(llm, fake_config(warm=[{"file": "x"}]).kv.warm, lambda shared: NOBODY))
+        while not reads.is_set():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    monkeypatch.setattr("cllm.warm._read", read)
+    asyncio.run(stopped())
+    assert not has_read.is_set()
+    go_on.set()
 
 
 async def test_beside_requests_it_is_computed_later() -> None:
