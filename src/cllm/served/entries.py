@@ -130,13 +130,17 @@ def _read_entry(config: Config, entry: ModelEntry, *, at_start: bool) -> Served:
 
 
 def by_name(models: Sequence[Served]) -> dict[str, Served]:
-    """Names that clients see are unique. Others go to the first that has them."""
-    shown = {served.name: served for served in reversed(models)}
+    """Names that clients see, and aliases, are unique. Others go to the first that has them."""
+    own: dict[str, Served] = {}
     for served in models:
-        if shown[served.name] is not served:
-            raise ConfigError(f"two models are called {served.name!r}: give one of them another alias")
-    named = {name: served for served in reversed(models) for name in served.names}
-    return named | {name: served for served in models for name in served.entry.aliases} | shown
+        for name in (served.name, *served.entry.aliases):
+            other = own.setdefault(name, served)
+            if other is not served:
+                raise ConfigError(
+                    f"two models are called {name!r}, {other.entry.name} and {served.entry.name}: give one of them "
+                    "another alias"
+                )
+    return {name: served for served in reversed(models) for name in served.names} | own
 
 
 def check_disk_limits(models: Sequence[Served]) -> None:
