@@ -262,6 +262,18 @@ async def test_over_the_limit_it_is_refused_with_numbers() -> None:
         assert cached(await client.ask("/v1/completions", prompt=LONG, max_tokens=1)) > 0
 
 
+@pytest.mark.parametrize("layout", ["paged", "slots"])
+async def test_a_second_pin_only_lengthens_and_the_answer_says_what_is_left(layout: str) -> None:
+    async with client_of(fake_config(layout=layout)) as client:
+        short = await client.ask("/kv/warm", prompt=LONG, ttl_s=60)
+        longer = await client.ask("/kv/warm", prompt=LONG, ttl_s=3600)
+        shorter = await client.ask("/kv/warm", prompt=LONG, ttl_s=1)
+        assert (short["ttl_s"], longer["ttl_s"]) == (60, 3600) and 60 < shorter["ttl_s"] <= 3600
+        assert (await client.ask("/kv/warm", prompt=LONG))["ttl_s"] is None
+        assert (await client.ask("/kv/warm", prompt=LONG, ttl_s=60))["ttl_s"] is None
+        assert (await client.ask("/kv/warm", prompt=SYSTEM, ttl_s=60, pin=False))["ttl_s"] is None
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

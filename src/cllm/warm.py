@@ -39,6 +39,8 @@ class Warmed(NamedTuple):
     seconds: float
     pin_id: str | None
     pinned_tokens: int
+    left_s: float | None
+    """How long the pin lasts; None: for ever, or there is none."""
     refusal: str | None
     """Why it was not pinned, though it should be."""
 
@@ -69,7 +71,8 @@ async def warm(
         async for _ in generation:
             pass
     took = time.perf_counter() - started
-    return Warmed(len(prompt), generation.cached_tokens, took, mark.pin_id, mark.pinned_tokens, mark.refusal)
+    left_s = mark.left_s if mark.pin_id is not None and math.isfinite(mark.left_s) else None
+    return Warmed(len(prompt), generation.cached_tokens, took, mark.pin_id, mark.pinned_tokens, left_s, mark.refusal)
 
 
 async def warm_up(llm: AsyncLLM, prefixes: Sequence[WarmPrefix], tenant_of: Callable[[bool], Tenant | None]) -> None:

@@ -70,7 +70,10 @@ class WarmReply(BaseModel):
     tokens: int
     cached_tokens: int = Field(description="Those that were in the cache before.")
     pinned_tokens: int = Field(description="Whole blocks are pinned.")
-    ttl_s: float | None
+    ttl_s: float | None = Field(
+        description="What is left of the pin's time: more than was asked for where it is pinned for longer already. "
+        "Null: it has no end, or there is none."
+    )
     seconds: float
 
 
@@ -147,7 +150,7 @@ async def warm_prefix(
         tokens=done.tokens,
         cached_tokens=done.cached,
         pinned_tokens=done.pinned_tokens,
-        ttl_s=ttl_s if done.pin_id else None,
+        ttl_s=done.left_s,
         seconds=done.seconds,
     )
     return Response(reply.model_dump_json(), media_type="application/json")
