@@ -188,6 +188,30 @@ def test_who_adds_at_the_same_time_loses_nothing(path: Path) -> None:
     assert sorted(names(path)) == sorted(f"{name}{n}" for name in "abc" for n in range(10))
 
 
+def test_no_directory_is_made_for_a_file_of_keys(tmp_path: Path) -> None:
+    missing = tmp_path / "cllm" / "keys.json"
+    added = invoke("add", "ann", "--file", missing)
+    assert added.exit_code == 2 and not added.stdout
+    assert f"{missing}: there is no directory {missing.parent}; make it, or name another file" in added.stderr
+    assert not list(tmp_path.iterdir())
+    assert invoke("remove", "ann", "--file", missing).exit_code == 2
+
+
+@pytest.mark.parametrize("operator", [None, "sesame"])
+def test_keys_are_counted_alike_at_the_start_and_later(
+    path: Path, operator: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    add_key(path, "ann", None)
+    with caplog.at_level("INFO"):
+        tenants = Tenants(ServerConfig(api_keys=path, api_key=operator), lambda: now)
+        add_key(path, "bob", None)
+        now = 10.0
+        tenants.find(b"whatever")
+    first, second = caplog.messages
+    assert first.startswith(f"1 keys from {path}") and second == f"keys were read again from {path}: 2 now"
+
+
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
