@@ -154,7 +154,7 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="larger than"):
         read_keys(Path("/dev/zero"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="there is no directory .*file; make it"):
+    with pytest.raises(ConfigError, match=r"there is no directory .*file; make it"):
         add_key(tmp_path / "file" / "keys", "ann", None)
 
 

@@ -240,6 +240,7 @@ async def test_a_prefix_is_computed_pinned_and_let_go() -> None:
         assert gone.status_code == 204
         unknown = await client.delete(f"/kv/warm/{first['id']}")
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "pin_not_found")
+        assert "GET /kv lists them" in unknown.json()["error"]["message"]
         assert (await client.pins())["prefixes"] == []
         assert cached(await client.ask("/v1/completions", prompt=LONG + "!", max_tokens=1)) == whole
 
@@ -364,6 +365,7 @@ async def test_a_mark_is_a_hint() -> None:
         {**EPHEMERAL, "ttl": 300},
         {**EPHEMERAL, "ttl": "86401s"},
         {**EPHEMERAL, "ttl": "1441m"},
+        {**EPHEMERAL, "ttl": "5m\n"},
     ],
 )
 async def test_a_mark_that_is_none_is_refused_by_name(control: dict[str, Any]) -> None:
@@ -371,7 +373,12 @@ async def test_a_mark_that_is_none_is_refused_by_name(control: dict[str, Any]) -
     async with client_for(FakeLLM()) as client:
         refused = await client.post("/v1/chat/completions", json={"messages": [message]})
     assert refused.status_code == 400
-    assert refused.json()["error"]["param"].startswith("messages[0].cache_control")
+    error = refused.json()["error"]
+    assert error["param"].startswith("messages[0].cache_control")
+    if isinstance(control.get("ttl"), str):
+        assert (
+            error["message"] == f"{error['param']} must be such as 30s, 5m or 1h, 24h at most, not {control['ttl']!r}."
+        )
 
 
 async def test_there_are_four_marks_at_most() -> None:
@@ -420,7 +427,9 @@ async def test_every_key_warms_and_lets_go_for_itself(tmp_path: Path) -> None:
         too_long = await client.post("/kv/warm", json={"prompt": LONG, "ttl_s": 90000})
         assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "ttl_s")
         assert await completed(client, bob, LONG) == 0
-        assert (await client.delete(f"/kv/warm/{mine['id']}")).status_code == 404
+        not_his = await client.delete(f"/kv/warm/{mine['id']}")
+        assert not_his.status_code == 404
+        assert not_his.json()["error"]["message"] == "There is no pin of that name (any more)."
         client.headers["authorization"] = f"Bearer {ann}"
         assert (await client.delete(f"/kv/warm/{mine['id']}")).status_code == 204
         his = await client.ask("/kv/warm", prompt=LONG)

@@ -161,7 +161,8 @@ async def unpin(pin_id: str, request: Request, state: State, model: str | None =
     """End a pin: the operator any, others their own. What it held stays cached like anything else."""
     space = None if is_operators(request) else tenant_of(request).space
     if not await state.loaded(model).llm.unpin(pin_id, space):
-        raise ApiError(404, "There is no pin of that name (any more); GET /kv lists them.", code="pin_not_found")
+        hint = "; GET /kv lists them" if is_operators(request) else ""
+        raise ApiError(404, f"There is no pin of that name (any more){hint}.", code="pin_not_found")
     return Response(status_code=204)
 
 
