@@ -73,12 +73,6 @@ def test_a_link_to_the_file_stays_one(tmp_path: Path, path: Path) -> None:
     assert link.is_symlink() and names(path) == ["ann", "bob"]
 
 
-def test_a_directory_is_made_for_the_first_key(tmp_path: Path) -> None:
-    path = tmp_path / "some" / "where" / "keys.json"
-    add_key(path, "ann", None)
-    assert names(path) == ["ann"]
-
-
 def test_removing_leaves_the_others(path: Path) -> None:
     for name in ("ann", "bob", "cyd"):
         add_key(path, name, None)
@@ -160,7 +154,7 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="larger than"):
         read_keys(Path("/dev/zero"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot keep keys there"):
+    with pytest.raises(ConfigError, match=r"there is no directory .*file; make it"):
         add_key(tmp_path / "file" / "keys", "ann", None)
 
 
@@ -186,6 +180,31 @@ def test_who_adds_at_the_same_time_loses_nothing(path: Path) -> None:
     running = [subprocess.Popen([sys.executable, "-c", code, str(path), name]) for name in "abc"]
     assert [process.wait(60) for process in running] == [0, 0, 0]
     assert sorted(names(path)) == sorted(f"{name}{n}" for name in "abc" for n in range(10))
+
+
+def test_no_directory_is_made_for_a_file_of_keys(tmp_path: Path) -> None:
+    missing = tmp_path / "cllm" / "keys.json"
+    problem = f"{missing}: there is no directory {missing.parent}; make it, or name another file"
+    for change in (lambda: add_key(missing, "ann", None), lambda: remove_key(missing, "ann")):
+        with pytest.raises(ConfigError) as raised:
+            change()
+        assert str(raised.value) == problem
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("operator", [None, "sesame"])
+def test_keys_are_counted_alike_at_the_start_and_later(
+    path: Path, operator: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    add_key(path, "ann", None)
+    with caplog.at_level("INFO"):
+        tenants = Tenants(ServerConfig(api_keys=path, api_key=operator), lambda: now)
+        add_key(path, "bob", None)
+        now = 10.0
+        tenants.find(b"whatever")
+    first, second = caplog.messages
+    assert first.startswith(f"1 keys from {path}") and second == f"keys were read again from {path}: 2 now"
 
 
 # -- the command ---------------------------------------------------------------------------------------------------

@@ -183,6 +183,16 @@ def test_the_directory_can_be_set(tmp_path: Path) -> None:
     assert result.output == f"{tmp_path}: 0.0 MiB of K/V, at most 100 MiB (kv.disk.max_mb)\n"
 
 
+@pytest.mark.parametrize("command", [[], ["clear"]])
+def test_what_is_no_directory_is_refused(tmp_path: Path, command: list[str]) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"mine")
+    result = CliRunner().invoke(app, ["cache", "--set", f"kv.disk.directory={file}", *command])
+    assert isinstance(result.exception, CLLMError) and not result.output
+    assert str(result.exception) == f"{file} is no directory: choose another kv.disk.directory"
+    assert file.read_bytes() == b"mine"
+
+
 def test_nobody_waits_for_a_digest_that_is_not_needed_any_more(tmp_path: Path) -> None:
     file = tmp_path / "model"
     file.write_bytes(bytes(100))

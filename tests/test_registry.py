@@ -337,6 +337,7 @@ def test_a_path_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_is_neither_name_nor_file_is_refused(tmp_path: Path) -> None:
     assert "there is no model 'smollm3'; give one of smollm2" in refusal("smollm3")
     assert f"there is no file {tmp_path}/none.gguf" in refusal(f"{tmp_path}/none.gguf")
+    assert f"there is no directory {tmp_path}/none/;" in refusal(f"{tmp_path}/none/")
     assert "is a directory without a config.json" in refusal(str(tmp_path))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cllm.config import load_config
+from cllm.config import Config, load_config
 from cllm.engine.params import SamplingParams
 from cllm.errors import ConfigError, ModelUnavailableError
 from cllm.llm import AsyncLLM
@@ -55,9 +55,13 @@ def test_a_context_that_a_model_cannot_have_is_refused_at_the_start() -> None:
         ServedModels(config("a", lazy))
 
 
-def test_names_are_unique() -> None:
-    with pytest.raises(ConfigError, match="two models are called 'x'"):
-        ServedModels(config({"name": "a", "aliases": ["x"]}, {"name": "b", "aliases": ["x"]}))
+@pytest.mark.parametrize("name", ["x", "y", "b"])
+def test_names_are_unique(name: str) -> None:
+    """Each alias, whichever it is, and the name that a model without one is shown by."""
+    entries = [{"name": "a", "aliases": ["x", "y", "b"]}, {"name": "b", "aliases": [] if name == "b" else ["z", name]}]
+    settings = {"backend": {"type": "fake"}, "models": entries, "resources": {"max_memory_mb": 1.0}}
+    with pytest.raises(ConfigError, match=f"two models are called '{name}', a and b: give one of them another alias"):
+        ServedModels(Config.model_validate(settings))
 
 
 @pytest.mark.parametrize("context", [3328, 4096])

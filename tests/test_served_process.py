@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import serve_kit
 from cllm.cli import app as cllm_app
 from cllm.config import load_config
-from cllm.errors import ModelError
+from cllm.errors import ConfigError, ModelError
 from cllm.served import ServedModels
 from gguf_kit import tiny_model
 from native_kit import write_model
@@ -108,6 +108,21 @@ def test_the_list_of_models_says_what_each_takes(tmp_path: Path) -> None:
     assert "two.gguf" in two["problem"]
     table = CliRunner().invoke(cllm_app, ["models", str(tmp_path), "--backend", "native"]).stdout
     assert "one.gguf" in table and "two.gguf: " in table
+
+
+def test_a_model_that_was_asked_for_by_name_and_is_none_is_an_error(tmp_path: Path) -> None:
+    good, bad = write_model(tmp_path / "good.gguf"), str(tmp_path / "bad.gguf")
+    for arguments in ([bad], [str(good), bad]):
+        shown = CliRunner().invoke(cllm_app, ["models", *arguments, "--backend", "native"])
+        assert shown.exit_code == 2 and f"{bad}: there is no file {bad}" in shown.stdout
+    assert "good.gguf" in shown.stdout
+
+
+def test_aliases_of_a_directory_are_refused(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "one.gguf")
+    settings = {"models": [{"name": str(tmp_path), "aliases": ["x"]}]}
+    with pytest.raises(ConfigError, match="is a directory, whose models cannot share aliases; remove them"):
+        ServedModels(load_config(None, settings, {}).config)
 
 
 def test_known_names_are_listed_before_they_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

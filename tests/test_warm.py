@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -108,6 +110,52 @@ async def test_what_cannot_be_computed_keeps_nobody_waiting(tmp_path: Path, capl
     ]
 
 
+async def test_files_that_are_no_text_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pipe, binary, cut, deep = (tmp_path / name for name in ("pipe", "binary.txt", "cut.json", "deep.json"))
+    os.mkfifo(pipe)
+    binary.write_bytes(b"\xdb\x00")
+    cut.write_text('{"messages": [')
+    deep.write_text("[" * 100_000)
+    files = (pipe, binary, cut, deep, tmp_path)
+    with caplog.at_level(logging.INFO, "cllm.warm"):
+        async with client_of(fake_config(warm=[{"file": str(file)} for file in files])) as client:
+            assert (await client.get("/ready")).status_code == 200
+    said = [record.getMessage() for record in caplog.records if record.name == "cllm.warm"]
+    problems = (
+        f"{pipe} is not a regular file",
+        f"{binary} is not UTF-8 text",
+        f"{cut} is not JSON: ",
+        f"{deep} is not JSON: ",
+        f"[Errno 21] Is a directory: {str(tmp_path)!r}",
+    )
+    assert len(said) == len(problems)
+    for number, (line, problem) in enumerate(zip(said, problems, strict=True)):
+        assert line.startswith(f"kv.warm[{number}] could not be computed: {problem}")
+
+
+def test_nobody_waits_for_a_file_when_the_server_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, go_on, has_read = threading.Event(), threading.Event(), threading.Event()
+
+    def read(path: Path) -> str:
+        reads.set()
+        go_on.wait(10)
+        has_read.set()
+        return "x"
+
+    async def stopped() -> None:
+        llm: Any = FakeLLM()
+        task = asyncio.create_task(warm_up(llm, fake_config(warm=[{"file": "x"}]).kv.warm, lambda shared: NOBODY))
+        while not reads.is_set():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    monkeypatch.setattr("cllm.warm._read", read)
+    asyncio.run(stopped())
+    assert not has_read.is_set()
+    go_on.set()
+
+
 async def test_beside_requests_it_is_computed_later() -> None:
     async with client_of(fake_config(warm=[LONG], warm_before_ready=False)) as client:
         for _ in range(200):
@@ -192,6 +240,7 @@ async def test_a_prefix_is_computed_pinned_and_let_go() -> None:
         assert gone.status_code == 204
         unknown = await client.delete(f"/kv/warm/{first['id']}")
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "pin_not_found")
+        assert "GET /kv lists them" in unknown.json()["error"]["message"]
         assert (await client.pins())["prefixes"] == []
         assert cached(await client.ask("/v1/completions", prompt=LONG + "!", max_tokens=1)) == whole
 
@@ -212,6 +261,18 @@ async def test_over_the_limit_it_is_refused_with_numbers() -> None:
         assert (refused.status_code, error["code"], error["param"]) == (409, "not_pinned", "pin")
         assert "0 of the 0 bytes that may be pinned are (kv.pin_limit)" in error["message"]
         assert cached(await client.ask("/v1/completions", prompt=LONG, max_tokens=1)) > 0
+
+
+@pytest.mark.parametrize("layout", ["paged", "slots"])
+async def test_a_second_pin_only_lengthens_and_the_answer_says_what_is_left(layout: str) -> None:
+    async with client_of(fake_config(layout=layout)) as client:
+        short = await client.ask("/kv/warm", prompt=LONG, ttl_s=60)
+        longer = await client.ask("/kv/warm", prompt=LONG, ttl_s=3600)
+        shorter = await client.ask("/kv/warm", prompt=LONG, ttl_s=1)
+        assert (short["ttl_s"], longer["ttl_s"]) == (60, 3600) and 60 < shorter["ttl_s"] <= 3600
+        assert (await client.ask("/kv/warm", prompt=LONG))["ttl_s"] is None
+        assert (await client.ask("/kv/warm", prompt=LONG, ttl_s=60))["ttl_s"] is None
+        assert (await client.ask("/kv/warm", prompt=SYSTEM, ttl_s=60, pin=False))["ttl_s"] is None
 
 
 @pytest.mark.parametrize(
@@ -304,6 +365,7 @@ async def test_a_mark_is_a_hint() -> None:
         {**EPHEMERAL, "ttl": 300},
         {**EPHEMERAL, "ttl": "86401s"},
         {**EPHEMERAL, "ttl": "1441m"},
+        {**EPHEMERAL, "ttl": "5m\n"},
     ],
 )
 async def test_a_mark_that_is_none_is_refused_by_name(control: dict[str, Any]) -> None:
@@ -311,7 +373,12 @@ async def test_a_mark_that_is_none_is_refused_by_name(control: dict[str, Any]) -
     async with client_for(FakeLLM()) as client:
         refused = await client.post("/v1/chat/completions", json={"messages": [message]})
     assert refused.status_code == 400
-    assert refused.json()["error"]["param"].startswith("messages[0].cache_control")
+    error = refused.json()["error"]
+    assert error["param"].startswith("messages[0].cache_control")
+    if isinstance(control.get("ttl"), str):
+        assert (
+            error["message"] == f"{error['param']} must be such as 30s, 5m or 1h, 24h at most, not {control['ttl']!r}."
+        )
 
 
 async def test_there_are_four_marks_at_most() -> None:
@@ -360,7 +427,9 @@ async def test_every_key_warms_and_lets_go_for_itself(tmp_path: Path) -> None:
         too_long = await client.post("/kv/warm", json={"prompt": LONG, "ttl_s": 90000})
         assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "ttl_s")
         assert await completed(client, bob, LONG) == 0
-        assert (await client.delete(f"/kv/warm/{mine['id']}")).status_code == 404
+        not_his = await client.delete(f"/kv/warm/{mine['id']}")
+        assert not_his.status_code == 404
+        assert not_his.json()["error"]["message"] == "There is no pin of that name (any more)."
         client.headers["authorization"] = f"Bearer {ann}"
         assert (await client.delete(f"/kv/warm/{mine['id']}")).status_code == 204
         his = await client.ask("/kv/warm", prompt=LONG)

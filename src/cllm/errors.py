@@ -55,10 +55,11 @@ class ShuttingDownError(CLLMError):
 
 
 class ModelUnavailableError(CLLMError):
-    """One of several models cannot be used now. The client may try again after `retry_after_s`."""
+    """One of several models cannot be used now. Clients are told `public`, and may try again after `retry_after_s`."""
 
-    def __init__(self, message: str, retry_after_s: float = 5.0) -> None:
+    def __init__(self, message: str, retry_after_s: float = 5.0, public: str | None = None) -> None:
         super().__init__(message)
+        self.public = message if public is None else public
         self.retry_after_s = retry_after_s
 
 

@@ -6,8 +6,12 @@ import asyncio
 import json
 import logging
 import math
+import os
+import stat
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +39,8 @@ class Warmed(NamedTuple):
     seconds: float
     pin_id: str | None
     pinned_tokens: int
+    left_s: float | None
+    """How long the pin lasts; None: for ever, or there is none."""
     refusal: str | None
     """Why it was not pinned, though it should be."""
 
@@ -65,7 +71,8 @@ async def warm(
         async for _ in generation:
             pass
     took = time.perf_counter() - started
-    return Warmed(len(prompt), generation.cached_tokens, took, mark.pin_id, mark.pinned_tokens, mark.refusal)
+    left_s = mark.left_s if mark.pin_id is not None and math.isfinite(mark.left_s) else None
+    return Warmed(len(prompt), generation.cached_tokens, took, mark.pin_id, mark.pinned_tokens, left_s, mark.refusal)
 
 
 async def warm_up(llm: AsyncLLM, prefixes: Sequence[WarmPrefix], tenant_of: Callable[[bool], Tenant | None]) -> None:
@@ -83,7 +90,8 @@ async def warm_up(llm: AsyncLLM, prefixes: Sequence[WarmPrefix], tenant_of: Call
             )
             continue
         try:
-            prompt = await asyncio.to_thread(_encode, llm, prefix)
+            text = prefix.prompt if prefix.file is None else await _read_aside(prefix.file)
+            prompt = await asyncio.to_thread(_encode, llm, prefix, text)
             name = f"warm-{number}"
             done = await warm(llm, prompt, pin=prefix.pin, ttl_s=prefix.ttl_s, tenant=tenant, request_id=name)
         except (CLLMError, OSError, ValueError) as error:
@@ -124,30 +132,34 @@ async def _pin_one_again(llm: AsyncLLM, pin: LostPin) -> None:
         await llm.unpin(pin.id)
 
 
-def _encode(llm: AsyncLLM, prefix: WarmPrefix) -> list[int]:
-    messages = _messages(prefix)
+def _encode(llm: AsyncLLM, prefix: WarmPrefix, text: str | None) -> list[int]:
+    messages = _messages(prefix, text)
     if messages is not None:
         return llm.encode_beginning(messages)
-    text = _read(prefix.file) if prefix.file is not None else prefix.prompt
     assert text is not None
     llm.prompt_limit().check_text(llm.tokenizer, text, "prompt")
     return llm.tokenizer.encode(text)
 
 
-def _messages(prefix: WarmPrefix) -> Sequence[Mapping[str, Any]] | None:
+def _messages(prefix: WarmPrefix, text: str | None) -> Sequence[Mapping[str, Any]] | None:
     """None: it is the beginning of a prompt."""
     if prefix.messages is not None:
         return [_plain(message.model_dump()) for message in prefix.messages]
+    assert text is not None
     if prefix.file is not None and prefix.file.suffix == ".json":
-        content = json.loads(_read(prefix.file))
-        messages = content.get("messages") if isinstance(content, dict) else content
-        if not isinstance(messages, list):
-            raise InvalidRequestError(f"{prefix.file} must hold a list of messages, or an object with one")
-        return [_plain(message) for message in messages]
-    if prefix.role is None:
-        return None
-    text = _read(prefix.file) if prefix.file is not None else prefix.prompt
-    return [_plain({"role": prefix.role, "content": text})]
+        return [_plain(message) for message in _list_in(prefix.file, text)]
+    return None if prefix.role is None else [_plain({"role": prefix.role, "content": text})]
+
+
+def _list_in(path: Path, text: str) -> list[Any]:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{path} is not JSON: {error}") from error
+    messages = content.get("messages") if isinstance(content, dict) else content
+    if not isinstance(messages, list):
+        raise InvalidRequestError(f"{path} must hold a list of messages, or an object with one")
+    return messages
 
 
 def _plain(message: Any) -> Any:
@@ -156,9 +168,34 @@ def _plain(message: Any) -> Any:
     return {**message, "role": "system"} if is_developer else message
 
 
+async def _read_aside(path: Path) -> str:
+    """In a thread that nobody waits for when the process ends: a network's file may take for ever."""
+    done: Future[str] = Future()
+
+    def read() -> None:
+        try:
+            done.set_result(_read(path))
+        except Exception as error:
+            done.set_exception(error)
+
+    done.set_running_or_notify_cancel()
+    threading.Thread(target=read, name="cllm-read", daemon=True).start()
+    return await asyncio.wrap_future(done)
+
+
 def _read(path: Path) -> str:
-    with path.open("rb") as file:
+    with open(path, "rb", opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise InvalidRequestError(f"{path} is not a regular file")
         data = file.read(MOST_FILE_BYTES + 1)
     if len(data) > MOST_FILE_BYTES:
         raise InvalidRequestError(f"{path} has more than {MOST_FILE_BYTES} bytes")
-    return data.decode()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{path} is not UTF-8 text") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Without waiting for somebody who writes, if it is a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

@@ -81,6 +81,8 @@ def _look(directory: Path) -> Overview:
     from cllm.kv.disk.overview import overview
 
     try:
+        if directory.exists() and not directory.is_dir():
+            raise CLLMError(f"{directory} is no directory: choose another kv.disk.directory")
         return overview(directory)
     except OSError as error:
         raise CLLMError(f"cannot read {directory}: {error.strerror or error}") from error

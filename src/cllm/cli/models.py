@@ -38,6 +38,8 @@ def models(
         write_json(json_file, rows)
     if not is_stdout(json_file):
         _print(rows)
+    if any("problem" in row and row["name"] in (places or ()) for row in rows):  # one that was asked for by name
+        raise typer.Exit(2)
 
 
 def _named(places: list[str]) -> list[tuple[str, Path | None]]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 OWN_SECTIONS = ("backend", "resources", "kv", "scheduler", "prompt")
 """Sections of the configuration that a model may have settings of its own in."""
+OF_ALL = ("resources.max_memory_mb",)
+"""Settings in these sections that all models have in common."""
 
 
 class ModelEntry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     name: str = Field(min_length=1, description="as model.name, or a directory of .gguf files, each of which is one")
-    aliases: tuple[str, ...] = Field(default=(), strict=False, description="names for clients; the first one is shown")
+    aliases: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), strict=False, description="names for clients; the first one is shown"
+    )
     chat_template: Path | None = Field(default=None, strict=False, description="as model.chat_template")
     load: Literal["start", "first_use"] | None = Field(
         default=None, description="when it is loaded (null: at the start; those of a directory on first use)"
@@ -35,6 +40,14 @@ class ModelEntry(BaseModel):
     def _a_name_will_do(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
+    def shown_name(self, backend: str) -> str:
+        """What clients see it as, so far as that can be said without opening its files."""
+        if self.aliases or backend == "fake":
+            return self.aliases[0] if self.aliases else self.name
+        if self.name.endswith(".gguf"):
+            return Path(self.name).stem
+        return self.name.rpartition("/")[2] if self.name.startswith("hf:") else self.name
+
     def own(self) -> dict[str, Any]:
         """Its own settings as sections of a configuration."""
         sections = {name: getattr(self, name) for name in OWN_SECTIONS if getattr(self, name)}
@@ -42,3 +55,18 @@ class ModelEntry(BaseModel):
         if self.chat_template is not None:
             model["chat_template"] = self.chat_template
         return {"model": model, **sections}
+
+
+def called_alike(entries: Sequence[ModelEntry], backends: Sequence[str]) -> list[str]:
+    """What is wrong with the names of the models; more may be when their files are opened."""
+    first: dict[str, int] = {}
+    problems = []
+    for number, (entry, backend) in enumerate(zip(entries, backends, strict=True)):
+        for name in dict.fromkeys((entry.shown_name(backend), *entry.aliases)):
+            other = first.setdefault(name, number)
+            if other != number:
+                problems.append(
+                    f"models[{other}] ({entries[other].name}) and models[{number}] ({entry.name}) are both called "
+                    f"{name!r}: give one of them another alias"
+                )
+    return problems

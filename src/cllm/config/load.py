@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from cllm.config.entries import ModelEntry
+from cllm.config.entries import OF_ALL, ModelEntry, called_alike
 from cllm.config.keys import KEYS, SECRET_KEYS, holds_objects, is_nullable
 from cllm.config.problems import HIDDEN, InvalidConfigError, as_written
 from cllm.config.sources import Misfit, Setting, read_environment, read_file, read_overrides
@@ -49,15 +49,24 @@ def load_config(
         else:
             settings[found.key] = found
     config = _validated(settings, problems)
-    for number, entry in enumerate(config.models if config is not None else ()):
-        assert config is not None
-        try:
-            config_of(config, entry)
-        except InvalidConfigError as error:
-            problems += [f"models[{number}]: {problem}" for problem in error.problems]
+    if config is not None:
+        problems += _check_entries(config)
     if problems or config is None:
         raise InvalidConfigError(problems)
     return LoadedConfig(config, {key: settings[key].source if key in settings else "default" for key in KEYS})
+
+
+def _check_entries(config: Config) -> list[str]:
+    problems: list[str] = []
+    backends: list[str] = []
+    for number, entry in enumerate(config.models):
+        backend = config.backend.type
+        try:
+            backend = config_of(config, entry).backend.type
+        except InvalidConfigError as error:
+            problems += [f"models[{number}]: {problem}" for problem in error.problems]
+        backends.append(backend)
+    return problems + called_alike(config.models, backends)
 
 
 def config_of(config: Config, entry: ModelEntry) -> Config:
@@ -69,6 +78,9 @@ def config_of(config: Config, entry: ModelEntry) -> Config:
         for found in read_overrides(tree):
             if isinstance(found, Misfit):
                 problems.append(found.problem)
+            elif tree is not common and found.key in OF_ALL:
+                shown = as_written(found.value)
+                problems.append(f"{found.key} is {shown} ({origin}): it is for all models; set it outside of models")
             else:
                 settings[found.key] = replace(found, origin=origin)
     validated = _validated(settings, problems)
@@ -124,7 +136,7 @@ def _explain(detail: ErrorDetails, settings: Mapping[str, Setting]) -> str:
 def _explain_entry(detail: ErrorDetails, setting: Setting) -> str:
     """What is wrong with one of several models."""
     _, number, *names = detail["loc"]
-    field = ".".join([f"models[{number}]", *map(str, names)])
+    field = f"models[{number}]" + "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
     if detail["type"] == "extra_forbidden":
         return f"unknown key {field} ({setting.origin}): choose from {', '.join(ModelEntry.model_fields)}"
     if detail["type"] == "missing":

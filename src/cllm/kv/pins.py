@@ -39,6 +39,8 @@ class PinMark:
     source: PinSource = "request"
     pin_id: str | None = None
     pinned_tokens: int = 0
+    left_s: float = 0.0
+    """How long the pin lasts from then on: more than was asked for if somebody had asked for more."""
     refusal: str | None = None
 
 
@@ -107,9 +109,10 @@ class Pins(Generic[H]):
         pin = self.by_id.get(pin_id)
         if pin is None:
             return False
-        pin.until = max(pin.until, self._clock() + mark.ttl_s)
+        now = self._clock()
+        mark.pin_id, mark.pinned_tokens, mark.left_s = pin_id, len(pin.of.tokens), max(pin.until - now, mark.ttl_s)
+        pin.until = max(pin.until, now + mark.ttl_s)
         pin.uses += 1
-        mark.pin_id, mark.pinned_tokens = pin_id, len(pin.of.tokens)
         self._look_ahead()
         return True
 
@@ -118,7 +121,7 @@ class Pins(Generic[H]):
         before = self._lost.pop(pin_id, None)
         since, uses = (now, 1) if before is None else (before.since, before.uses)
         self.by_id[pin_id] = Pin(pin_id, of, holder, size, mark.source, since, now + mark.ttl_s, uses)
-        mark.pin_id, mark.pinned_tokens = pin_id, len(of.tokens)
+        mark.pin_id, mark.pinned_tokens, mark.left_s = pin_id, len(of.tokens), mark.ttl_s
         self._look_ahead()
 
     def fits(self, mark: PinMark, space: bytes, pinned: Callable[[], int], more: Callable[[], int]) -> bool:

@@ -121,7 +121,8 @@ def _check_path(name: str) -> Path:
             return path
         raise ModelError(f"{name} is a directory without a config.json; give the path of a .gguf file in it")
     if path.suffix or len(path.parts) > 1:
-        raise ModelError(f"there is no file {name}; {_HOW_TO_NAME}")
+        kind = "directory" if name.endswith("/") else "file"
+        raise ModelError(f"there is no {kind} {name}; {_HOW_TO_NAME}")
     raise ModelError(f"there is no model {name!r}; {_HOW_TO_NAME}")
 
 

@@ -16,7 +16,7 @@ from cllm.choosing import Estimate, estimate
 from cllm.config import Config, ModelEntry, config_of
 from cllm.engine.observer import Observers
 from cllm.engine.stats import EngineSnapshot
-from cllm.errors import ConfigError, ModelError
+from cllm.errors import ConfigError, ModelError, ModelUnavailableError
 from cllm.kv.ledger import Account
 from cllm.llm import AsyncLLM
 from cllm.models.registry import kv_directory, models_in
@@ -106,9 +106,7 @@ def read_entries(config: Config) -> list[Served]:
             found.append(_read_entry(config, entry, at_start=entry.load != "first_use"))
             continue
         if entry.aliases:
-            raise ConfigError(
-                f"{entry.name} is a directory of {len(paths)} models: they cannot share aliases; remove them"
-            )
+            raise ConfigError(f"{entry.name} is a directory, whose models cannot share aliases; remove them")
         for path in paths:
             single = entry.model_copy(update={"name": str(path)})
             try:
@@ -130,13 +128,17 @@ def _read_entry(config: Config, entry: ModelEntry, *, at_start: bool) -> Served:
 
 
 def by_name(models: Sequence[Served]) -> dict[str, Served]:
-    """Names that clients see are unique. Others go to the first that has them."""
-    shown = {served.name: served for served in reversed(models)}
+    """Names that clients see, and aliases, are unique. Others go to the first that has them."""
+    own: dict[str, Served] = {}
     for served in models:
-        if shown[served.name] is not served:
-            raise ConfigError(f"two models are called {served.name!r}: give one of them another alias")
-    named = {name: served for served in reversed(models) for name in served.names}
-    return named | {name: served for served in models for name in served.entry.aliases} | shown
+        for name in (served.name, *served.entry.aliases):
+            other = own.setdefault(name, served)
+            if other is not served:
+                raise ConfigError(
+                    f"two models are called {name!r}, {other.entry.name} and {served.entry.name}: give one of them "
+                    "another alias"
+                )
+    return {name: served for served in reversed(models) for name in served.names} | own
 
 
 def check_disk_limits(models: Sequence[Served]) -> None:
@@ -157,3 +159,13 @@ def check_disk_limits(models: Sequence[Served]) -> None:
 
 def could_not(served: Served, why: object) -> str:
     return f"{served.name} could not be loaded: {why}"
+
+
+def unavailable(served: Served, why: object, retry_after_s: float) -> ModelUnavailableError:
+    """What could not be loaded, and why. Clients learn the names of its files, not where they lie."""
+    message = public = could_not(served, why)
+    files = served.estimate.files
+    named = [Path(served.entry.name), Path(served.entry.name).expanduser(), *(files.paths if files else ())]
+    for directory in sorted({str(path.parent) for path in named} - {".", "/"}, key=len, reverse=True):
+        public = public.replace(f"{directory}/", "")
+    return ModelUnavailableError(message, retry_after_s, public)

@@ -28,7 +28,7 @@ from cllm.errors import (
 from cllm.kv.ledger import Account, Standing
 from cllm.llm import AsyncLLM
 from cllm.on_disk import Stores
-from cllm.served.entries import Served, State, by_name, check_disk_limits, could_not, read_entries
+from cllm.served.entries import Served, State, by_name, check_disk_limits, could_not, read_entries, unavailable
 from cllm.served.memory import Memory, choose_memories
 
 log = logging.getLogger("cllm")
@@ -164,7 +164,7 @@ class ServedModels:
         except (ModelUnavailableError, ShuttingDownError):
             raise
         except CLLMError as error:
-            raise ModelUnavailableError(could_not(served, error), RETRY_S) from error
+            raise unavailable(served, error, RETRY_S) from error
 
     def _next_change(self, served: Served, *, again: bool = False) -> asyncio.Task[None]:
         """What happens next on the way to a model that is ready."""
@@ -176,7 +176,7 @@ class ServedModels:
             return self._begin_unload(served)
         wait_s = served.retry_at - time.monotonic()
         if served.state == "failed" and wait_s > 0 and not again:
-            raise ModelUnavailableError(could_not(served, served.error), wait_s)
+            raise unavailable(served, served.error, wait_s)
         return self._begin_load(served)
 
     # -- changes -----------------------------------------------------------------------------------------------

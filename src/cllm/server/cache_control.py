@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from cllm.errors import InvalidRequestError
 from cllm.kv.pins import PinMark
-from cllm.server.validation import RequestModel
+from cllm.server.validation import RequestModel, shorten, wrong
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
@@ -30,11 +31,17 @@ _TTL = (
 """24 hours at most, in each unit."""
 
 
+def _is_time(text: str) -> str:
+    if re.fullmatch(_TTL, text) is None:
+        raise wrong(f"must be such as 30s, 5m or 1h, 24h at most, not {shorten(repr(text))}")
+    return text
+
+
 class CacheControl(RequestModel):
     """A hint: what is marked stays cached for that time, if the server's limit of such prefixes has room for it."""
 
     type: Literal["ephemeral"]
-    ttl: Annotated[str, Field(pattern=_TTL)] | None = Field(
+    ttl: Annotated[str, AfterValidator(_is_time), Field(json_schema_extra={"pattern": _TTL})] | None = Field(
         None, description="How long from the end of the answer on, such as 30s, 5m or 1h, 24h at most. Default 5m."
     )
 

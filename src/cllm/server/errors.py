@@ -86,7 +86,7 @@ def problem_of(error: Exception, *, request_id: str, retry_after_s: float = 1.0)
         return Problem(503, "unavailable_error", str(error), code="shutting_down", headers=retry)
     if isinstance(error, ModelUnavailableError):
         retry = _retry_after(error.retry_after_s)
-        return Problem(503, "unavailable_error", str(error), "model", "model_unavailable", retry)
+        return Problem(503, "unavailable_error", error.public, "model", "model_unavailable", retry)
     if isinstance(error, ModelBusyError):
         return Problem(409, "invalid_request_error", str(error), "model", "model_busy")
     if isinstance(error, RequestCancelledError):

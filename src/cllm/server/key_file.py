@@ -137,8 +137,9 @@ def remove_key(path: Path, name: str) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Nobody else changes the file meanwhile. The directory is what is locked: the file itself is replaced."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no directory {path.parent}; make it, or name another file")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         directory = None if fcntl is None else os.open(path.parent, os.O_RDONLY)
     except OSError as error:
         raise ConfigError(f"{path.parent}: cannot keep keys there: {error.strerror}") from error

@@ -73,9 +73,8 @@ class Tenants(Collector):
             return
         self._stamp = self._stamp_now()
         self._take(read_keys(self._path))
-        named = len(self._by_digest) - (self._operator_key is not None)
         spaces = "all share cached prefixes" if self._shared else "each with cached prefixes of its own"
-        log.info("%d keys from %s, %s", named, self._path, spaces)
+        log.info("%d keys from %s, %s", self._named, self._path, spaces)
         if not self._by_digest:
             log.warning("%s has no key, and server.api_key is not set: every request will be refused", self._path)
 
@@ -117,7 +116,12 @@ class Tenants(Collector):
         except ConfigError as error:
             log.error("%s; the keys that were read before stay valid", error)
         else:
-            log.info("keys were read again from %s: %d now", self._path, len(self._by_digest))
+            log.info("keys were read again from %s: %d now", self._path, self._named)
+
+    @property
+    def _named(self) -> int:
+        """Keys of the file; the operator's is none of them."""
+        return len(self._callers.keys() - {OPERATOR})
 
     def _stamp_now(self) -> Stamp | None:
         assert self._path is not None

@@ -70,7 +70,10 @@ class WarmReply(BaseModel):
     tokens: int
     cached_tokens: int = Field(description="Those that were in the cache before.")
     pinned_tokens: int = Field(description="Whole blocks are pinned.")
-    ttl_s: float | None
+    ttl_s: float | None = Field(
+        description="What is left of the pin's time: more than was asked for where it is pinned for longer already. "
+        "Null: it has no end, or there is none."
+    )
     seconds: float
 
 
@@ -147,7 +150,7 @@ async def warm_prefix(
         tokens=done.tokens,
         cached_tokens=done.cached,
         pinned_tokens=done.pinned_tokens,
-        ttl_s=ttl_s if done.pin_id else None,
+        ttl_s=done.left_s,
         seconds=done.seconds,
     )
     return Response(reply.model_dump_json(), media_type="application/json")
@@ -158,7 +161,8 @@ async def unpin(pin_id: str, request: Request, state: State, model: str | None =
     """End a pin: the operator any, others their own. What it held stays cached like anything else."""
     space = None if is_operators(request) else tenant_of(request).space
     if not await state.loaded(model).llm.unpin(pin_id, space):
-        raise ApiError(404, "There is no pin of that name (any more); GET /kv lists them.", code="pin_not_found")
+        hint = "; GET /kv lists them" if is_operators(request) else ""
+        raise ApiError(404, f"There is no pin of that name (any more){hint}.", code="pin_not_found")
     return Response(status_code=204)
 
 
