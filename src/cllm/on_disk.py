@@ -207,7 +207,7 @@ def _begin(config: Config, kv: Tiered, block_bytes: int, queue_bytes: int, store
     store = (stores or Stores()).get(directory, limit=int(settings.max_mb * MIB), queue_bytes=queue_bytes)
     if store.limit < LEAST_BLOCKS * block_bytes:
         log.warning(
-            "kv.disk.max_mb is %g: that is not worth while, %d tokens of this model take %.3g MiB",
+            "kv.disk.max_mb is %g, too little to be of use: %d tokens of this model take %.3g MiB",
             settings.max_mb,
             LEAST_BLOCKS * config.resources.block_size,
             LEAST_BLOCKS * block_bytes / MIB,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from cllm.backends.base import Backend
+from cllm.backends.base import Backend, OpensHostRows
 from cllm.config import Config
 from cllm.errors import ConfigError
 from cllm.kv.host import HostTier
 from cllm.kv.manager import KVManager
 from cllm.kv.memory import MIB
-from cllm.kv.ops import BlockBytes, HostRows
+from cllm.kv.ops import BlockBytes
 from cllm.kv.paged import PagedKVManager
 from cllm.machine import mib, read_rooms, tightest
 
@@ -26,13 +26,10 @@ def keep_on_host(config: Config, backend: Backend, kv: KVManager) -> None:
     if asked == 0:
         return
     ops = backend.ops
-    if not isinstance(kv, PagedKVManager) or not isinstance(ops, BlockBytes) or backend.name != "torch":
+    if not (isinstance(kv, PagedKVManager) and isinstance(ops, BlockBytes) and isinstance(backend, OpensHostRows)):
         if asked is not None:
             log.warning("kv.host.max_mb is %g, but K/V are in the host's memory already (%s)", asked, backend.name)
         return
-    from cllm.backends.torch.backend import TorchBackend
-
-    assert isinstance(backend, TorchBackend)
     if asked is None and not backend.on_gpu:
         return
     free = tightest(read_rooms()).free
@@ -41,8 +38,7 @@ def keep_on_host(config: Config, backend: Backend, kv: KVManager) -> None:
         raise ConfigError(f"kv.host.max_mb is {asked:g}, but {mib(free)} of memory are free; lower it")
     if limit < ops.block_bytes:
         return
-    rows: HostRows = backend.open_host_rows(limit)
-    kv.use_host(HostTier(rows, block_tokens=config.resources.block_size))
+    kv.use_host(HostTier(backend.open_host_rows(limit), block_tokens=config.resources.block_size))
     log.info(
         "K/V that leave %s are kept in the host's memory, at most %s (kv.host.max_mb)",
         "the GPU" if backend.on_gpu else "the cache",

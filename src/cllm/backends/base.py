@@ -11,12 +11,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.kv.ops import BlockOps, Geometry, SlotOps
+from cllm.kv.ops import BlockOps, Geometry, HostRows, SlotOps
 from cllm.models.shape import ModelShape
 
 Logits = NDArray[np.float32]
@@ -210,3 +210,18 @@ class Backend(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@runtime_checkable
+class OpensHostRows(Protocol):
+    """A backend whose K/V are not in the host's memory, or need not be, and that copies blocks to it and back."""
+
+    @property
+    def on_gpu(self) -> bool: ...
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all blocks, once there is memory for them."""
+
+    def open_host_rows(self, limit: int) -> HostRows:
+        """At most so many bytes of the host's memory. They are there until the backend is closed."""

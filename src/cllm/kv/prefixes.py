@@ -62,13 +62,7 @@ class Prefixes:
 
     def unused_blocks(self, found: Found[list[int]]) -> int:
         """Evictable blocks of a prefix that was found: whoever takes it keeps them from being evicted."""
-        # Whoever uses a node uses its ancestors, so the first used one ends the way up.
-        node, blocks, unused = found.node, found.inside // self.tree.unit_bytes, 0
-        while node.parent is not None and node.references == 0:
-            unused += blocks
-            node = node.parent
-            blocks = len(node.value)
-        return unused
+        return self._blocks_below(found, lambda node: node.references > 0)
 
     def enter(self, found: Found[list[int]]) -> tuple[BlockNode, list[int]]:
         """A sequence begins with what was found: the node where it ends, and its blocks."""
@@ -110,13 +104,16 @@ class Prefixes:
 
     def unpinned_blocks(self, found: Found[list[int]]) -> int:
         """Blocks on the way to what was found that no pin uses yet."""
-        # A pin is on its ancestors, too, so the first pinned one ends the way up.
-        node, blocks, unpinned = found.node, found.inside // self.tree.unit_bytes, 0
-        while node.parent is not None and node.pins == 0:
-            unpinned += blocks
+        return self._blocks_below(found, lambda node: node.pins > 0)
+
+    def _blocks_below(self, found: Found[list[int]], is_used: Callable[[BlockNode], bool]) -> int:
+        """Blocks of what was found below the last node that is used. Who uses a node uses its ancestors, too."""
+        node, blocks, below = found.node, found.inside // self.tree.unit_bytes, 0
+        while node.parent is not None and not is_used(node):
+            below += blocks
             node = node.parent
             blocks = len(node.value)
-        return unpinned
+        return below
 
     def pin(self, found: Found[list[int]]) -> BlockNode:
         node = self._cut(found)

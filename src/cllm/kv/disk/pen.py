@@ -2,7 +2,7 @@
 
 At full speed slices go through the system's memory, summed up by other threads meanwhile, and the disk begins with
 each while the next is copied. Gently, they are gathered, and go to the disk from there without being copied to the
-system's memory: that takes a fifth of the processor's time, and no pages of which others are deprived.
+system's memory: that takes less of the processor's time, and no pages of which others are deprived.
 """
 
 from __future__ import annotations
