@@ -1,0 +1,76 @@
+"""How likely the next token of a match is the one that the model chooses.
+
+That depends on where the match is and on how long it has been already, and it is known without drafting anything: every
+token that the model chooses while there is a match either continues it or not. So a sequence whose drafts are not worth
+their time costs nothing but the look at its matches, and is drafted for again as soon as those come true.
+
+A sequence begins with what is known of its space, and a space with the figures below.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Kind(IntEnum):
+    """Where a match is."""
+
+    OWN = 0
+    """In the sequence itself."""
+    NEAR = 1
+    """In the sequence, by its last token, shortly behind where a longer match ended: a copy with changes goes on."""
+    RECENT = 2
+    """In an answer that was generated lately."""
+
+
+BUCKETS = 7
+"""By length of the match: 0, 1, 2-3, 4-7, 8-15, 16-31, 32 and more."""
+
+_EXPECTED = (
+    (0.3, 0.3, 0.4, 0.55, 0.7, 0.8, 0.9),
+    (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+    (0.2, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9),
+)
+_SPACE_TRUST, _SPACE_MEMORY = 16.0, 1.0 - 1.0 / 400.0
+_OWN_TRUST, _OWN_MEMORY = 6.0, 1.0 - 1.0 / 40.0
+"""Outcomes that what is known already counts as, and how much of an old outcome is left after a new one."""
+
+
+def bucket_of(length: int) -> int:
+    return min(length.bit_length(), BUCKETS - 1)
+
+
+class Acceptance:
+    """Outcomes of a sequence (`of` a space) or of a space, recent ones counting more."""
+
+    __slots__ = ("_came_true", "_memory", "_of", "_seen", "_trust")
+
+    def __init__(self, of: Acceptance | None = None) -> None:
+        self._of = of
+        self._trust, self._memory = (_SPACE_TRUST, _SPACE_MEMORY) if of is None else (_OWN_TRUST, _OWN_MEMORY)
+        self._came_true = [0.0] * (len(Kind) * BUCKETS)
+        self._seen = [0.0] * (len(Kind) * BUCKETS)
+
+    def rate(self, kind: Kind, bucket: int) -> float:
+        cell = kind * BUCKETS + bucket
+        known = _EXPECTED[kind][bucket] if self._of is None else self._of.rate(kind, bucket)
+        return (self._came_true[cell] + self._trust * known) / (self._seen[cell] + self._trust)
+
+    def rates(self, kind: Kind, length: int, most: int) -> list[float]:
+        """For each of the next `most` tokens of a match, if all before it come true."""
+        found: list[float] = []
+        while len(found) < most:
+            bucket = bucket_of(length + len(found))
+            until = most if bucket == BUCKETS - 1 else min(most, (1 << bucket) - length)
+            found += [self.rate(kind, bucket)] * (until - len(found))
+        return found
+
+    def saw(self, kind: Kind, length: int, came_true: int, failed: bool) -> None:
+        """A match of this length went on for so many tokens, and then, if it failed, did not."""
+        if self._of is not None:
+            self._of.saw(kind, length, came_true, failed)
+        memory = self._memory
+        for step in range(came_true + failed):
+            cell = kind * BUCKETS + bucket_of(length + step)
+            self._seen[cell] = self._seen[cell] * memory + 1.0
+            self._came_true[cell] = self._came_true[cell] * memory + (step < came_true)

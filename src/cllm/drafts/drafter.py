@@ -1,0 +1,120 @@
+"""Which tokens are drafted: as many as are expected to make answers faster, and none where none do.
+
+A step of r rows gives r tokens, and takes as long as r rows take. With drafts it has more rows, and gives a token more for
+each of them that comes true:
+
+    tokens per second = (rows + Σ over drafted tokens: chance that it and all before it come true) / seconds(rows + drafted)
+
+The chance is that of `acceptance.py`, the seconds those of `costs.py`: both are measured, so the same rule drafts many
+tokens where rows cost next to nothing (large models, whose steps wait for the memory), few where each costs its time,
+and none where a step is busy with many answers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+from cllm.drafts.costs import MOST_ROWS, StepCosts
+from cllm.drafts.follower import Drafted, Follower
+from cllm.drafts.recent import Recent
+
+WORTH = 1.04
+"""Drafts are made if they promise so many times the speed; less is within what the estimates are wrong by."""
+SLICE_TOKENS = 2048
+"""Tokens of prompts that are taken into indexes in one step."""
+_NONE: array[int] = array("i")
+
+
+class DraftCounts(NamedTuple):
+    drafts: int = 0
+    """Times that tokens were drafted for a sequence."""
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Drafter:
+    """Of one model's engine, called on its thread."""
+
+    def __init__(self, *, max_tokens: int = 16, max_step_tokens: int = 48, recent_tokens: int = 262_144) -> None:
+        """`max_tokens` for one sequence in a step, `max_step_tokens` for all; `recent_tokens`: of answers that are
+        remembered."""
+        self.counts = DraftCounts()
+        self._max_tokens = max_tokens
+        self._max_step_tokens = max_step_tokens
+        self._recent = Recent(recent_tokens)
+        self._costs = StepCosts()
+        self._followers: dict[Drafted, Follower] = {}
+        self._most: dict[int, int] = {}
+        """Rows -> drafted tokens that could pay beside them if all came true."""
+        self._most_of = self._costs.changes
+        self._to_index = 0
+        self._rows = 0
+        self._expected = 0.0
+        """Tokens of the step that is being planned, with the drafts so far."""
+
+    def begin_step(self, rows: int, prompts_wait: bool) -> int:
+        if prompts_wait or not 0 < rows < MOST_ROWS:
+            return 0
+        self._rows = rows
+        self._expected = float(rows)
+        self._to_index = SLICE_TOKENS
+        if self._most_of != self._costs.changes:
+            self._most_of = self._costs.changes
+            self._most.clear()
+        most = self._most.get(rows)
+        if most is None:
+            most = self._most[rows] = self._could_pay(rows)
+        return most
+
+    def _could_pay(self, rows: int) -> int:
+        """The most drafted tokens that pay if all come true."""
+        limit = min(rows * self._max_tokens, self._max_step_tokens, MOST_ROWS - rows)
+        cost = self._costs.of
+        bound = WORTH * rows / cost(rows)
+        return max((count for count in range(1, limit + 1) if (rows + count) / cost(rows + count) >= bound), default=0)
+
+    def propose(self, sequence: Drafted, most: int) -> array[int]:
+        tokens = sequence.tokens
+        follower = self._followers.get(sequence)
+        if follower is None:
+            follower = self._followers[sequence] = Follower(sequence, self._recent.space(sequence.space))
+        if missing := follower.grams.missing(tokens):
+            count = min(missing, self._to_index)
+            self._to_index -= count
+            follower.grams.extend(tokens, count)
+        follower.follow(tokens)
+        if not follower.length:
+            return _NONE
+        count = self._how_many(follower, min(most, self._max_tokens, MOST_ROWS - self._rows))
+        if not count:
+            return _NONE
+        draft = follower.ahead(tokens, count)
+        self._rows += len(draft)
+        return draft
+
+    def _how_many(self, follower: Follower, most: int) -> int:
+        """How many tokens make the step the most worth; what they promise then counts for those that come after."""
+        cost, rows = self._costs.of, self._rows
+        best, best_count, best_expected = WORTH * self._expected / cost(rows), 0, self._expected
+        expected, chance = self._expected, 1.0
+        for count, rate in enumerate(follower.acceptance.rates(follower.kind, follower.length, most), 1):
+            chance *= rate
+            expected += chance
+            value = expected / cost(rows + count)
+            if value > best:
+                best, best_count, best_expected = value, count, expected
+        self._expected = best_expected
+        return best_count
+
+    def verified(self, sequence: Drafted, drafted: int, accepted: int) -> None:
+        counts = self.counts
+        self.counts = DraftCounts(counts.drafts + 1, counts.drafted + drafted, counts.accepted + accepted)
+
+    def took(self, rows: int, drafted: int, seconds: float, prompt_tokens: int) -> None:
+        if prompt_tokens == 0 and rows:
+            self._costs.observe(rows + drafted, seconds)
+
+    def ended(self, sequence: Drafted) -> None:
+        self._followers.pop(sequence, None)
+        self._recent.add(sequence.space, sequence.tokens, sequence.n_prompt)

@@ -1,0 +1,118 @@
+"""What was generated lately, for each space by itself: what one tenant wrote is never looked up for another, as the time
+that a draft saves would tell.
+
+A space has two texts. Answers are added to the younger one; when that is full it becomes the elder, and the elder is
+forgotten:
+
+    elder    answer | answer | answer | answer          forgotten as a whole
+    younger  answer | answer |                          added to
+
+Spaces that nobody has used for longest are forgotten when all together hold more than they may.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from typing import NamedTuple
+
+from cllm.drafts.acceptance import Acceptance
+from cllm.drafts.grams import Grams, Match
+
+END = -1
+"""Between two answers: no token, so that nothing is found across it."""
+CONTEXT = 32
+"""Tokens of the prompt that are kept before an answer, so that the beginning of it is found by how the prompt ended."""
+LEAST = 8
+"""Answers shorter than this are not kept."""
+SPACE_SHARE = 4
+"""A space has at most this part of all."""
+
+
+class Text:
+    __slots__ = ("grams", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = array("i")
+        self.grams = Grams()
+
+
+class Found(NamedTuple):
+    text: array[int]
+    match: Match
+
+
+class Space:
+    """What is remembered of one."""
+
+    __slots__ = ("acceptance", "elder", "younger")
+
+    def __init__(self) -> None:
+        self.younger = Text()
+        self.elder: Text | None = None
+        self.acceptance = Acceptance()
+        """How often drafts came true here."""
+
+    @property
+    def size(self) -> int:
+        return len(self.younger.tokens) + (0 if self.elder is None else len(self.elder.tokens))
+
+    def find(self, tokens: array[int]) -> Found | None:
+        younger, elder = self.younger, self.elder
+        best = younger.grams.find(younger.tokens, tokens)
+        text = younger.tokens
+        if elder is not None:
+            other = elder.grams.find(elder.tokens, tokens)
+            if other is not None and (best is None or other.length > best.length):
+                best, text = other, elder.tokens
+        return None if best is None else Found(text, best)
+
+    def add(self, tokens: array[int], most: int) -> None:
+        """Keep an answer, and of all `most` tokens."""
+        half = most // 2
+        if len(self.younger.tokens) + len(tokens) + 1 > half:
+            self.elder, self.younger = self.younger, Text()
+        text = self.younger
+        text.tokens.extend(tokens[: half - 1])
+        text.tokens.append(END)
+        text.grams.extend(text.tokens, len(text.tokens))
+
+
+class Recent:
+    """All spaces, the one used last at the end."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self.tokens = 0
+        self._most = most_tokens
+        self._spaces: OrderedDict[bytes, Space] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._spaces)
+
+    def space(self, name: bytes) -> Space:
+        """What is remembered of a space; of a new one nothing yet."""
+        space = self._spaces.get(name)
+        if space is None:
+            space = self._spaces[name] = Space()
+            self._forget()
+        return space
+
+    def add(self, name: bytes, tokens: array[int], n_prompt: int) -> None:
+        """An answer has ended."""
+        space = self.space(name)
+        self._spaces.move_to_end(name)
+        if len(tokens) - n_prompt < LEAST or not self._most:
+            return
+        self.tokens -= space.size
+        space.add(tokens[max(0, n_prompt - CONTEXT) :], self._most // SPACE_SHARE)
+        self.tokens += space.size
+        self._forget()
+
+    def _forget(self) -> None:
+        while len(self._spaces) > 1 and (self.tokens > self._most or len(self._spaces) > MOST_SPACES):
+            _, space = self._spaces.popitem(last=False)
+            self.tokens -= space.size
+
+
+MOST_SPACES = 1024
+"""However little they hold."""
