@@ -57,7 +57,7 @@ class PipelinedFake(FakeBackend):
         except BackendError as error:
             return error
         drawn: list[list[Drawn]] = []
-        for row, chunk in zip(logits, (chunk for chunk in chunks if chunk.wants_logits), strict=True):
+        for row, chunk in zip(logits, (chunk for chunk in chunks if chunk.wanted_logits), strict=True):
             unknown = chunk.tokens[0] if chunk.follows else None
             drawn.append([_choose(row, draw, unknown) for draw in chunk.draws])
             self._last[chunk.row] = drawn[-1][0].token_id

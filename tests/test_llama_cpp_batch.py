@@ -26,7 +26,7 @@ def test_cut_keeps_every_token_in_its_place(lengths: list[int], limit: int) -> N
         own = [part for part in parts if part.slot == chunk.slot]
         joined = [(part.start + i, token) for part in own for i, token in enumerate(part.tokens)]
         assert joined == [(chunk.start + i, token) for i, token in enumerate(chunk.tokens)]
-        assert [part.wants_logits for part in own] == [False] * (len(own) - 1) + [True]
+        assert [part.wanted_logits for part in own] == [False] * (len(own) - 1) + [True]
 
 
 def test_what_fits_is_not_touched() -> None:

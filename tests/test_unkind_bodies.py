@@ -67,7 +67,7 @@ class LongContext(FakeBackend):
         super().__init__(**settings, context_length=300_000)
 
     def step(self, chunks: Sequence[Chunk]) -> Logits:
-        wanted = sum(chunk.wants_logits for chunk in chunks)
+        wanted = sum(chunk.wanted_logits for chunk in chunks)
         return np.zeros((wanted, self.shape.n_vocab), np.float32)
 
 

@@ -256,7 +256,7 @@ def test_masks_and_draws_of_many_kinds_in_one_step(backend: TorchBackend) -> Non
         drawing(prompt[:9], 0, 1),
         drawing(prompt, 0, 2, BEST._replace(bias=ban)),
     ]
-    chunks[1].wants_logits = False
+    chunks[1].wanted_logits = 0
     drawn = backend.collect(backend.submit(chunks)).drawn
     assert drawn is not None
     assert [[each.token_id for each in draws] for draws in drawn] == [[order[0], order[3], order[2]], [order[2]]]

@@ -33,7 +33,8 @@ class Chunk:
 
     tokens: array[int]
     start: int
-    wants_logits: bool
+    wanted_logits: int
+    """Of so many of its last tokens; 0: of none."""
     slot: int = 0
     blocks: list[int] = field(default_factory=list)
     dropped: int = 0
@@ -100,9 +101,9 @@ class StepResult(NamedTuple):
     """What a step gave."""
 
     logits: Logits | None
-    """A row for each chunk that wants them, in order, for the host to choose from; valid until the next step."""
+    """The rows that the chunks want, in order, for the host to choose from; valid until the next step."""
     drawn: Sequence[Sequence[Drawn]] | None = None
-    """Instead: for each of those chunks what its draws chose."""
+    """Instead: for each chunk that wants any what its draws chose."""
 
 
 Layout = Literal["blocks", "slots"]
@@ -120,6 +121,8 @@ class Backend(ABC):
     """How it keeps K/V, and so which manager it needs."""
     depth: int = 1
     """Steps that may be submitted before the first is collected. With more than one, the backend chooses tokens."""
+    most_drafts: int = 0
+    """Drafted tokens that a step may have in all; 0: it takes no drafts, and chunks want one row of logits at most."""
     preferred_step_tokens: int = 512
     """Most prompt tokens in a step, unless the configuration says."""
     context_cap: int | None = 8192
@@ -163,7 +166,9 @@ class Backend(ABC):
 
     @abstractmethod
     def step(self, chunks: Sequence[Chunk]) -> Logits:
-        """Compute all chunks; one row of logits for each chunk that wants them, in order.
+        """Compute all chunks; the rows of logits that they want, in order.
+
+        A row is that of the token alone: what the chunk has behind it makes no difference to it.
 
         The rows are valid until the next step. Raises `BackendError`, or `StepAbortedError` after `abort`; in both
         cases part of the chunks may have been written, and the caller trims what it does not want.

@@ -96,7 +96,7 @@ class FakeBackend(Backend):
         if self.latency_s and self._aborted.wait(self.latency_s):
             raise StepAbortedError("the step was aborted")
         rows = [self._compute(chunk) for chunk in chunks]
-        wanted = [row for row, chunk in zip(rows, chunks, strict=True) if chunk.wants_logits]
+        wanted = [row for row, chunk in zip(rows, chunks, strict=True) if chunk.wanted_logits]
         return np.stack(wanted) if wanted else np.empty((0, self.shape.n_vocab), dtype=np.float32)
 
     def _compute(self, chunk: Chunk) -> Logits:

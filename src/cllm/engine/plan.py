@@ -35,7 +35,7 @@ class Plan:
         if not sequence.running or sequence.end != chunk.start:
             return None
         end = sequence.num_computed + len(chunk.tokens)
-        return cls([sequence], [_chunk(sequence, end, chunk.wants_logits)])
+        return cls([sequence], [_chunk(sequence, end, chunk.wanted_logits)])
 
     def lands(self, index: int) -> bool:
         """A chunk is no longer under way. False: its sequence has no use for it any more."""
@@ -46,16 +46,16 @@ class Plan:
             if sequence.stay != self.stays[index]:
                 return False
             sequence.submitted -= len(chunk.tokens)
-            sequence.promised -= chunk.wants_logits
+            sequence.promised -= chunk.wanted_logits
         return True
 
 
-def _chunk(sequence: Sequence, end: int, wants_logits: bool) -> Chunk:
+def _chunk(sequence: Sequence, end: int, wanted_logits: bool) -> Chunk:
     start, dropped = sequence.num_computed + sequence.submitted, sequence.dropped
     return Chunk(
         sequence.tokens[start:end],
         start - dropped,
-        wants_logits,
+        wanted_logits,
         slot=sequence.slot,
         blocks=sequence.blocks,
         dropped=dropped,

@@ -23,6 +23,7 @@ from enum import Enum
 from operator import attrgetter, itemgetter
 
 from cllm.engine.budget import StepBudget
+from cllm.engine.drafting import Drafting
 from cllm.engine.faults import MAX_RECOVERIES, Faults
 from cllm.engine.plan import Plan, row_of
 from cllm.engine.request import FinishReason, Sequence
@@ -60,9 +61,10 @@ class Planner(Faults):
         *,
         max_running: int,
         ageing_s: float = 10.0,
+        drafting: Drafting | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(kv, ageing_s=ageing_s, clock=clock)
+        super().__init__(kv, ageing_s=ageing_s, drafting=drafting, clock=clock)
         self.budget = budget
         self._max_running = max_running
         self._prompt_steps = 0
@@ -125,7 +127,7 @@ class Planner(Faults):
         """The step is about to be submitted, and others will be before its result is here."""
         plan.stays = [sequence.stay for sequence in plan.sequences]
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
-            if chunk.wants_logits:
+            if chunk.wanted_logits:
                 chunk.draws = (sequence.chooser.foresee(sequence.promised),)
                 if sequence.twins:
                     chunk.draws += tuple(twin.chooser.foresee(0) for twin in sequence.twins)

@@ -71,12 +71,19 @@ def token_output(request: Request, index: int, token: int, logprob: TokenLogprob
     return tuple.__new__(Output, (request.id, index, token, logprob, None, None, None, request.cached_tokens))
 
 
+class DraftState:
+    """What a drafter keeps of a sequence. Each has its own kind, and looks at no other."""
+
+    __slots__ = ()
+
+
 class Sequence(KVSequence):
     """One answer in the making. `tokens` is the prompt and what was generated so far."""
 
     __slots__ = (
         "_key",
         "chooser",
+        "drafts",
         "ended",
         "index",
         "max_length",
@@ -120,6 +127,7 @@ class Sequence(KVSequence):
         """Whether it waits because there was no room for it."""
         self.turn = 0
         """When it last had one, while not all answers are computed in every step."""
+        self.drafts: DraftState | None = None
         self._key: bytes | None = None
         # The other answers to the same prompt; they start from this one's KV when the prompt is computed.
         self.twins: list[Sequence] = []
@@ -148,6 +156,16 @@ class Sequence(KVSequence):
         """How many tokens that are in no step yet can be computed in one."""
         known = len(self.tokens) - self.num_computed - self.submitted
         return known if self.window is None else min(known, self.window.until_drop(self.num_computed))
+
+    @property
+    def most_drafts(self) -> int:
+        """How many tokens may be drafted behind its last one, which is all that is not computed: none of them, nor the
+        one that is chosen after them, may be longer than the answer, and a window has to stay where it is. The first
+        token of an answer is chosen without."""
+        if self.twins or self.submitted or len(self.tokens) == self.n_prompt:
+            return 0
+        most = self.max_length - len(self.tokens) - 1
+        return most if self.window is None else min(most, self.window.until_drop(self.num_computed) - 1)
 
     def append(self, token: int) -> None:
         """Take a token as generated."""

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 
+from cllm.engine.drafting import Drafting
 from cllm.engine.observer import Observers, record_of
 from cllm.engine.queue import WaitingQueue
 from cllm.engine.request import FinishReason, Output, Request, RequestState, Sequence
@@ -22,8 +23,16 @@ from cllm.kv.manager import KVManager
 
 
 class Roster(ABC):
-    def __init__(self, kv: KVManager, *, ageing_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        kv: KVManager,
+        *,
+        ageing_s: float = 10.0,
+        drafting: Drafting | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.kv = kv
+        self.drafting = drafting
         self.observers = Observers()
         self.requests: dict[str, Request] = {}
         self.running: list[Sequence] = []
@@ -33,6 +42,10 @@ class Roster(ABC):
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generated_tokens = 0
+        self.drafted_tokens = 0
+        """Those that were computed."""
+        self.accepted_tokens = 0
+        """Those of them that became tokens of answers."""
         self.finished: Counter[str] = Counter()
         self._clock = clock
         self._deadlines: list[tuple[float, str]] = []
@@ -152,6 +165,8 @@ class Roster(ABC):
             self._let_go(sequence, rewind=token is None, keep=keep)
         else:
             self.waiting.discard(sequence)
+        if self.drafting is not None:
+            self.drafting.ended(sequence)
         for twin in sequence.twins:
             if not twin.ended:
                 self.waiting.push(twin)

@@ -45,7 +45,7 @@ class Scheduler(Planner):
         wanted: list[Wanted] = []
         row = -1
         for index, (sequence, chunk) in enumerate(zip(plan.sequences, plan.chunks, strict=True)):
-            count, wants = len(chunk.tokens), chunk.wants_logits
+            count, wants = len(chunk.tokens), chunk.wanted_logits
             row += wants
             if not sequence.running:
                 continue

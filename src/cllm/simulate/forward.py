@@ -160,7 +160,7 @@ class _Run:
             added = work_of(plan.chunks, server.window)
             work = StepWork(rows + added.rows, self._context + added.context, *added[2:])
             prompt_tokens = plan.prompt_tokens
-            chosen += sum(chunk.wants_logits for chunk in plan.chunks)
+            chosen += sum(chunk.wanted_logits for chunk in plan.chunks)
         compute = server.cost.compute(work)
         server.now += compute + server.move_seconds() + server.cost.overhead(chosen)
         self._times.append(server.now)

@@ -94,7 +94,7 @@ class RecordingBackend(Backend):
 
     def submit(self, chunks: Sequence[Chunk]) -> _Ticket:
         self.gate.wait()
-        work, chosen = work_of(chunks), sum(chunk.wants_logits for chunk in chunks)
+        work, chosen = work_of(chunks), sum(chunk.wanted_logits for chunk in chunks)
         started = self._clock()
         return _Ticket(self._inner.submit(chunks), started, work, chosen)
 

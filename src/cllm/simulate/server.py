@@ -119,7 +119,7 @@ class SimulatedServer:
         self.refusal = self._steady_refusal(plan, *self._before)
         tally.steps += 1
         tally.batch_splits += self.kv.refusals.fragmented > refused.fragmented
-        chosen = sum(chunk.wants_logits for chunk in plan.chunks)
+        chosen = sum(chunk.wanted_logits for chunk in plan.chunks)
         self.now += self.backend.seconds + self.move_seconds() + self.cost.overhead(chosen)
         tally.computed_tokens += plan.prompt_tokens + plan.decode_rows
 

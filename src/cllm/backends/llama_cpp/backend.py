@@ -130,7 +130,7 @@ class LlamaCppBackend(Backend):
         self._ops.settle()
         ordered = sorted(chunks, key=attrgetter("slot"))
         self._check_chunks(ordered, context)
-        wanting = [chunk.slot for chunk in chunks if chunk.wants_logits]
+        wanting = [chunk.slot for chunk in chunks if chunk.wanted_logits]
         batches = cut(ordered, context.n_batch)
         self.batch_splits += sum(count_passes(batch, context.n_ubatch) for batch in batches) - 1
         if len(batches) == 1 and wanting == sorted(wanting):

@@ -45,8 +45,8 @@ class TokenBatch:
             self._positions[begin:end] = self._all_positions[chunk.start : chunk.start + count]
             self._sequences[begin:end] = chunk.slot
             self._wanted[begin:end] = 0
-            self._wanted[end - 1] = chunk.wants_logits
-            rows += chunk.wants_logits
+            self._wanted[end - 1] = chunk.wanted_logits
+            rows += chunk.wanted_logits
         self.struct.n_tokens = end
         return rows
 
@@ -64,7 +64,7 @@ def cut(chunks: Sequence[Chunk], limit: int) -> list[list[Chunk]]:
                 done += room
             batches.append([])
             room = limit
-        rest = Chunk(chunk.tokens[done:], chunk.start + done, chunk.wants_logits, chunk.slot) if done else chunk
+        rest = Chunk(chunk.tokens[done:], chunk.start + done, chunk.wanted_logits, chunk.slot) if done else chunk
         batches[-1].append(rest)
         room -= len(rest.tokens)
     return batches

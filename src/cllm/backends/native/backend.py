@@ -207,7 +207,7 @@ def _as_arrays(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int32], NDArray[np.i
     for chunk in chunks:
         tokens += chunk.tokens
         table.fromlist(chunk.blocks)
-        rows += (len(chunk.tokens), chunk.start, chunk.wants_logits, len(chunk.blocks), chunk.dropped, chunk.kept)
+        rows += (len(chunk.tokens), chunk.start, chunk.wanted_logits, len(chunk.blocks), chunk.dropped, chunk.kept)
     return (
         np.frombuffer(tokens, np.int32),
         np.array(rows, np.int32).reshape(-1, 6),

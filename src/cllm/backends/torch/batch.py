@@ -268,7 +268,7 @@ def make_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) -
 
 def _wanted(chunks: Sequence[Chunk], order: list[int] | None, starts: Ints) -> Ints:
     """Which tokens' logits, in the order of the chunks."""
-    wants = [chunk.wants_logits for chunk in chunks]
+    wants = [chunk.wanted_logits > 0 for chunk in chunks]
     if order is None:
         return np.arange(len(chunks), dtype=np.int32) if False not in wants else np.flatnonzero(wants).astype(np.int32)
     last_of = np.empty(len(order), np.int32)

@@ -120,7 +120,7 @@ class HostDraws:
 
 def read_draws(chunks: Sequence[Chunk], vocab_size: int) -> HostDraws:
     """Everything is copied. Raises `BackendError` for token ids that there are not."""
-    wanting = [chunk for chunk in chunks if chunk.wants_logits]
+    wanting = [chunk for chunk in chunks if chunk.wanted_logits]
     counts = [len(chunk.draws) for chunk in wanting]
     if counts.count(1) == len(counts):
         draws, rows = [chunk.draws[0] for chunk in wanting], None
