@@ -240,7 +240,7 @@ LAYERS = [
     {"models", "config"},
     {"backends", "text", "resources"},
     {"engine", "on_disk", "on_host", "on_torch"},
-    {"observe", "choosing", "generation", "windows"},
+    {"observe", "choosing", "drafts", "generation", "windows"},
     {"assemble"},
     {"llm"},
     {"offline", "simulate", "served", "warm"},

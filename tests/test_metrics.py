@@ -83,6 +83,8 @@ def record(**changes: object) -> RequestRecord:
         ("kv_moved_bytes_total", {}, 4096),
         ("kv_allocation_failures_total", {}, 1),
         ("batch_splits_total", {}, 6),
+        ("spec_decode_num_draft_tokens_total", {}, 96),
+        ("spec_decode_num_accepted_tokens_total", {}, 72),
         ("engine_steps_total", {}, 11),
         ("backend_rebuilds_total", {}, 1),
         ("position_mismatches_total", {}, 1),

@@ -10,7 +10,9 @@ from cllm.backends.base import Backend
 from cllm.choosing import choose_backend, context_of, name_of, open_model, token_bytes_of, weights_of
 from cllm.config import Config, InvalidConfigError
 from cllm.config.relations import check_backend_relations
+from cllm.drafts import Drafter
 from cllm.engine.budget import StepBudget
+from cllm.engine.drafting import Drafting
 from cllm.engine.scheduler import Scheduler
 from cllm.errors import ConfigError, ModelError
 from cllm.kv.ledger import Account
@@ -238,6 +240,7 @@ def _build(config: Config, opened: _Opened, place: Place | None) -> Parts:
         _step_budget(config, backend),
         max_running=memory.max_running,
         ageing_s=config.scheduler.ageing_s,
+        drafting=_drafting(config, backend),
     )
     log.info(
         "%s: %d bytes of K/V a token, context %d, %d sequences at once",
@@ -270,6 +273,18 @@ def _step_budget(config: Config, backend: Backend) -> StepBudget:
         prompt_only_s=settings.prefill_target_ms / 1000,
         max_tokens=settings.max_step_tokens or backend.preferred_step_tokens,
     )
+
+
+def _drafting(config: Config, backend: Backend) -> Drafting | None:
+    settings = config.drafts
+    if not settings.enabled or backend.most_drafts == 0:
+        return None
+    drafter = Drafter(
+        max_tokens=settings.max_tokens,
+        max_step_tokens=settings.max_step_tokens,
+        recent_tokens=settings.recent_tokens,
+    )
+    return Drafting(drafter, backend.most_drafts)
 
 
 def _imitated_bytes(config: Config, token_bytes: int, context: int) -> int:

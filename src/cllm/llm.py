@@ -217,6 +217,8 @@ class AsyncLLM:
             "running": snapshot.running,
             "waiting": snapshot.waiting,
             "dropped_tokens": snapshot.dropped_tokens,
+            "drafted_tokens": snapshot.drafted_tokens,
+            "accepted_drafts": snapshot.accepted_drafts,
             "details": self._running.details,
         }
 

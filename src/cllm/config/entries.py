@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-OWN_SECTIONS = ("backend", "resources", "kv", "scheduler", "prompt")
+OWN_SECTIONS = ("backend", "resources", "kv", "scheduler", "drafts", "prompt")
 """Sections of the configuration that a model may have settings of its own in."""
 OF_ALL = ("resources.max_memory_mb",)
 """Settings in these sections that all models have in common."""
@@ -33,6 +33,7 @@ class ModelEntry(BaseModel):
     resources: dict[str, Any] = Field(default={}, description="settings of its own")
     kv: dict[str, Any] = Field(default={}, description="settings of its own")
     scheduler: dict[str, Any] = Field(default={}, description="settings of its own")
+    drafts: dict[str, Any] = Field(default={}, description="settings of its own")
     prompt: dict[str, Any] = Field(default={}, description="settings of its own")
 
     @model_validator(mode="before")

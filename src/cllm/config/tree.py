@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
+from cllm.config.drafts import DraftsConfig
 from cllm.config.entries import ModelEntry
 from cllm.config.patterns import what_is_wrong
 from cllm.config.problems import InvalidConfigError
@@ -386,6 +387,7 @@ class Config(Section):
     resources: ResourcesConfig = ResourcesConfig()
     kv: KVConfig = KVConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    drafts: DraftsConfig = DraftsConfig()
     server: ServerConfig = ServerConfig()
     prompt: PromptConfig = PromptConfig()
     log: LogConfig = LogConfig()

@@ -1,9 +1,9 @@
 """Which tokens are drafted: as many as are expected to make answers faster, and none where none do.
 
-A step of r rows gives r tokens, and takes as long as r rows take. With drafts it has more rows, and gives a token more for
-each of them that comes true:
+A step gives a token for every answer, and takes as long as so many rows take. With drafts it has more rows, and gives a
+token more for each of them that comes true:
 
-    tokens per second = (rows + Σ over drafted tokens: chance that it and all before it come true) / seconds(rows + drafted)
+    tokens per second = (answers + Σ drafted tokens' chances to come true, with all before them) / seconds(rows)
 
 The chance is that of `acceptance.py`, the seconds those of `costs.py`: both are measured, so the same rule drafts many
 tokens where rows cost next to nothing (large models, whose steps wait for the memory), few where each costs its time,
@@ -13,11 +13,11 @@ and none where a step is busy with many answers.
 from __future__ import annotations
 
 from array import array
-from typing import NamedTuple
 
 from cllm.drafts.costs import MOST_ROWS, StepCosts
-from cllm.drafts.follower import Drafted, Follower
+from cllm.drafts.follower import Follower
 from cllm.drafts.recent import Recent
+from cllm.engine.request import Sequence
 
 WORTH = 1.04
 """Drafts are made if they promise so many times the speed; less is within what the estimates are wrong by."""
@@ -26,25 +26,16 @@ SLICE_TOKENS = 2048
 _NONE: array[int] = array("i")
 
 
-class DraftCounts(NamedTuple):
-    drafts: int = 0
-    """Times that tokens were drafted for a sequence."""
-    drafted: int = 0
-    accepted: int = 0
-
-
 class Drafter:
     """Of one model's engine, called on its thread."""
 
     def __init__(self, *, max_tokens: int = 16, max_step_tokens: int = 48, recent_tokens: int = 262_144) -> None:
         """`max_tokens` for one sequence in a step, `max_step_tokens` for all; `recent_tokens`: of answers that are
         remembered."""
-        self.counts = DraftCounts()
         self._max_tokens = max_tokens
         self._max_step_tokens = max_step_tokens
         self._recent = Recent(recent_tokens)
         self._costs = StepCosts()
-        self._followers: dict[Drafted, Follower] = {}
         self._most: dict[int, int] = {}
         """Rows -> drafted tokens that could pay beside them if all came true."""
         self._most_of = self._costs.changes
@@ -74,11 +65,11 @@ class Drafter:
         bound = WORTH * rows / cost(rows)
         return max((count for count in range(1, limit + 1) if (rows + count) / cost(rows + count) >= bound), default=0)
 
-    def propose(self, sequence: Drafted, most: int) -> array[int]:
+    def propose(self, sequence: Sequence, most: int) -> array[int]:
         tokens = sequence.tokens
-        follower = self._followers.get(sequence)
-        if follower is None:
-            follower = self._followers[sequence] = Follower(sequence, self._recent.space(sequence.space))
+        follower = sequence.drafts
+        if not isinstance(follower, Follower):
+            follower = sequence.drafts = Follower(tokens, self._recent.space(sequence.space))
         if missing := follower.grams.missing(tokens):
             count = min(missing, self._to_index)
             self._to_index -= count
@@ -107,14 +98,13 @@ class Drafter:
         self._expected = best_expected
         return best_count
 
-    def verified(self, sequence: Drafted, drafted: int, accepted: int) -> None:
-        counts = self.counts
-        self.counts = DraftCounts(counts.drafts + 1, counts.drafted + drafted, counts.accepted + accepted)
+    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """The tokens themselves tell, when the next ones are proposed."""
 
     def took(self, rows: int, drafted: int, seconds: float, prompt_tokens: int) -> None:
         if prompt_tokens == 0 and rows:
             self._costs.observe(rows + drafted, seconds)
 
-    def ended(self, sequence: Drafted) -> None:
-        self._followers.pop(sequence, None)
+    def ended(self, sequence: Sequence) -> None:
+        sequence.drafts = None
         self._recent.add(sequence.space, sequence.tokens, sequence.n_prompt)

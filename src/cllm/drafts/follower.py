@@ -4,51 +4,39 @@
     tokens   … f o r   i   i n                    the last tokens stand in the text, too: `place` is behind them,
                             └─ place              and as long as the tokens that come are those of the text, it goes on
 
-The longest match stays the longest one while it goes on. Only when a token comes that is not the one of the text, another
-place is looked for.
+The longest match stays the longest one while it goes on. Only when a token comes that is not the one of the text,
+another place is looked for.
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import Protocol
 
 from cllm.drafts.acceptance import Acceptance, Kind, bucket_of
 from cllm.drafts.grams import GRAM, Grams
 from cllm.drafts.recent import END, Space
+from cllm.engine.request import DraftState
 
 NEAR_TOKENS = 16
 """How far behind the end of a match it may go on, and for how many tokens that is looked for."""
 WORTH_RESUMING = 8
 """A match this long is a copy, in which something was changed if it ends."""
-_NONE: array[int] = array("i")
 
 
-class Drafted(Protocol):
-    """What has to be known of a sequence. Its tokens only ever get more."""
-
-    @property
-    def tokens(self) -> array[int]: ...
-    @property
-    def n_prompt(self) -> int: ...
-    @property
-    def space(self) -> bytes: ...
-
-
-class Follower:
+class Follower(DraftState):
     __slots__ = ("_lost_at", "_lost_place", "_seen", "_text", "acceptance", "grams", "kind", "length", "place", "space")
 
-    def __init__(self, sequence: Drafted, space: Space) -> None:
+    def __init__(self, tokens: array[int], space: Space) -> None:
         self.space = space
         self.acceptance = Acceptance(space.acceptance)
-        self.grams = Grams(len(sequence.tokens))
+        self.grams = Grams(len(tokens))
         self.kind = Kind.OWN
         self.place = 0
         self.length = 0
         """Of the match; 0: there is none."""
         self._text: array[int] | None = None
         """The text that is followed, if it is not the sequence's own: of that there may be a copy with more tokens."""
-        self._seen = len(sequence.tokens)
+        self._seen = len(tokens)
         self._lost_place = 0
         self._lost_at = -NEAR_TOKENS
 

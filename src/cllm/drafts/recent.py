@@ -1,5 +1,5 @@
-"""What was generated lately, for each space by itself: what one tenant wrote is never looked up for another, as the time
-that a draft saves would tell.
+"""What was generated lately, for each space by itself: what one tenant wrote is never looked up for another, as the
+time that a draft saves would tell.
 
 A space has two texts. Answers are added to the younger one; when that is full it becomes the elder, and the elder is
 forgotten:

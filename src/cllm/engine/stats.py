@@ -24,6 +24,10 @@ class EngineSnapshot(NamedTuple):
     generated_tokens: int
     dropped_tokens: int
     """Computed tokens that rolling windows have let go of."""
+    drafted_tokens: int
+    """Those that steps computed."""
+    accepted_drafts: int
+    """Those of them that became tokens of answers."""
     finished: Mapping[str, int]
     """Finish reason -> requests."""
     uptime_s: float
@@ -47,6 +51,8 @@ def take_snapshot(
         cached_tokens=scheduler.cached_tokens,
         generated_tokens=scheduler.generated_tokens,
         dropped_tokens=scheduler.kv.dropped_tokens,
+        drafted_tokens=scheduler.drafted_tokens,
+        accepted_drafts=scheduler.accepted_tokens,
         finished=dict(scheduler.finished),
         uptime_s=uptime_s,
         last_step_s=last_step_s,

@@ -179,6 +179,8 @@ _COUNTERS = (
     _Value("prompt_tokens", "Prompt tokens of all requests.", lambda s: s.prompt_tokens),
     _Value("prompt_tokens_cached", "Those that came from the KV cache.", lambda s: s.cached_tokens),
     _Value("generation_tokens", "Generated tokens.", lambda s: s.generated_tokens),
+    _Value("spec_decode_num_draft_tokens", "Drafted tokens that were computed.", lambda s: s.drafted_tokens),
+    _Value("spec_decode_num_accepted_tokens", "Those that came true.", lambda s: s.accepted_drafts),
     _Value("kv_window_dropped_tokens", "Tokens that rolling windows let go of.", lambda s: s.dropped_tokens),
     _Value("request_success", "Ended requests by reason.", lambda s: dict(s.finished), "finished_reason"),
     _Value("kv_evictions", "Units evicted from the KV cache.", lambda s: s.kv.evictions),
