@@ -75,7 +75,8 @@ void Forward::plan_rows(const std::vector<Chunk>& chunks) {
             dropped_.push_back(chunk.dropped);
             tables_.push_back(chunk.blocks);
         }
-        if (chunk.wants_logits) wanted_.push_back(int(positions_.size()) - 1);
+        const int end = int(positions_.size());
+        for (int row = end - chunk.wanted_logits; row < end; ++row) wanted_.push_back(row);
     }
     rows_ = int64_t(positions_.size());
 }

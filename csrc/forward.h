@@ -18,7 +18,7 @@ namespace cllm {
 struct Chunk {
     int tokens;
     int first_position;
-    bool wants_logits;  // of its last token
+    int wanted_logits;  // of so many of its last tokens
     const int32_t* blocks;
     int dropped = 0;
     int kept = 0;  // a whole number of tiles, all before first_position
@@ -31,7 +31,7 @@ class Forward {
 public:
     Forward(const Model& model, Team& team) : model_(model), team_(team), kernels_(model.kernels) {}
 
-    // A row of logits for each chunk that wants one. False if `abort` ended the step; then part of the K/V was written.
+    // The rows of logits that the chunks want, in order. False if `abort` ended the step; then part of the K/V was written.
     bool step(const int32_t* tokens, const std::vector<Chunk>& chunks, const KVLayout& layout, uint8_t* arena, float* logits);
 
     void abort() { abort_.store(true); }
@@ -72,7 +72,7 @@ private:
     };
 
     void plan_rows(const std::vector<Chunk>& chunks);
-    void plan_attention(bool last_rows_only);
+    void plan_attention(bool wanted_rows_only);
     bool rows_are_apart();
     void embed();
     bool run_layer(int index);

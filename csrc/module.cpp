@@ -171,11 +171,13 @@ private:
             if (row[5] % kTileTokens || row[5] > row[1] || int64_t(row[4]) + row[1] + row[0] > INT32_MAX)
                 refuse("chunk " + number(i) + " at position " + number(row[1]) + " cannot keep " + number(row[5]) +
                        " and drop " + number(row[4]) + " tokens before it");
+            if (row[2] < 0 || row[2] > row[0])
+                refuse("chunk " + number(i) + " of " + number(row[0]) + " tokens wants " + number(row[2]) + " rows of logits");
             if (n_blocks + row[3] > int64_t(blocks.size())) refuse("blocks has only " + number(blocks.size()) + " numbers");
-            chunks_.push_back({row[0], row[1], row[2] != 0, blocks.data() + n_blocks, row[4], row[5]});
+            chunks_.push_back({row[0], row[1], row[2], blocks.data() + n_blocks, row[4], row[5]});
             n_tokens += row[0];
             n_blocks += row[3];
-            n_logits += row[2] != 0;
+            n_logits += row[2];
         }
         if (n_tokens != int64_t(tokens.size())) refuse("chunks have " + number(n_tokens) + " tokens, tokens " + number(tokens.size()));
         if (n_blocks != int64_t(blocks.size())) refuse("chunks have " + number(n_blocks) + " blocks, blocks " + number(blocks.size()));

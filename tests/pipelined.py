@@ -22,6 +22,7 @@ from cllm.errors import BackendError
 
 class PipelinedFake(FakeBackend):
     depth = 2
+    most_drafts = 0
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

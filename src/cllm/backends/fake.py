@@ -36,6 +36,7 @@ class Faults:
 
 class FakeBackend(Backend):
     name = "fake"
+    most_drafts = 64
 
     def __init__(
         self,
@@ -95,15 +96,18 @@ class FakeBackend(Backend):
             raise BackendError("injected fault", fatal=self.faults.fatal)
         if self.latency_s and self._aborted.wait(self.latency_s):
             raise StepAbortedError("the step was aborted")
-        rows = [self._compute(chunk) for chunk in chunks]
-        wanted = [row for row, chunk in zip(rows, chunks, strict=True) if chunk.wanted_logits]
+        wanted = [row for chunk in chunks for row in self._compute(chunk)]
         return np.stack(wanted) if wanted else np.empty((0, self.shape.n_vocab), dtype=np.float32)
 
-    def _compute(self, chunk: Chunk) -> Logits:
+    def _compute(self, chunk: Chunk) -> list[Logits]:
         tokens = np.asarray(chunk.tokens, dtype=np.int32)
         self.memory.write(chunk, tokens)
         self.computed_tokens += len(tokens)
-        length = chunk.start + len(tokens)
+        end = chunk.start + len(tokens)
+        return [self._row(chunk, length) for length in range(end - chunk.wanted_logits + 1, end + 1)]
+
+    def _row(self, chunk: Chunk, length: int) -> Logits:
+        """The logits of the last one of so many positions."""
         context = self.memory.read(chunk, length).astype(np.uint64) + np.uint64(1)
         context += self.memory.dropped_before(chunk, length).astype(np.uint64) << np.uint64(20)
         mixed = int((context * self._weights[: len(context)]).sum(dtype=np.uint64))

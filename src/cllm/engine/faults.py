@@ -17,7 +17,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 
 from cllm.backends.base import StepResult
-from cllm.engine.plan import Plan
+from cllm.engine.plan import Plan, drafted_in
 from cllm.engine.request import FinishReason, Sequence
 from cllm.engine.roster import Roster
 from cllm.errors import BackendError, StepAbortedError
@@ -44,6 +44,10 @@ class Faults(Roster):
         for index, sequence in enumerate(plan.sequences):
             if plan.lands(index):
                 self.kv.rewind(sequence)
+                if drafted_in(plan.chunks[index]):
+                    # Its own token may be computed right away, alone; what only drafts took is given back.
+                    self.kv.truncate(sequence, sequence.num_computed)
+                    self.kv.grow(sequence, 1)
 
     def try_alone(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> None:
         """The step failed and is rewound: find the sequence that cannot be computed, so that the others finish."""

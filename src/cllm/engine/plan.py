@@ -19,6 +19,8 @@ class Plan:
     chunks: list[Chunk] = field(default_factory=list)
     prompt_tokens: int = 0
     decode_rows: int = 0
+    drafted: int = 0
+    """Tokens behind those of the decode rows that are only drafts."""
     stays: list[int] | None = None
     """Of each sequence how often it had left the running ones, if the step is one of several under way: whoever left
     since then, and perhaps came back, has no use for the result."""
@@ -29,13 +31,25 @@ class Plan:
         self.chunks.append(_chunk(sequence, end, end == len(sequence.tokens)))
         self.prompt_tokens += count
 
+    @property
+    def rows(self) -> int:
+        """All that is computed of answers."""
+        return self.decode_rows + self.drafted
+
+    def add_draft(self, index: int, tokens: array[int]) -> None:
+        """Compute what may follow the token of a row together with it."""
+        chunk = self.chunks[index]
+        chunk.tokens = chunk.tokens + tokens
+        chunk.wanted_logits += len(tokens)
+        self.drafted += len(tokens)
+
     @classmethod
     def again(cls, sequence: Sequence, chunk: Chunk) -> Plan | None:
-        """What one sequence had in a step that did not happen; None if it is not there any more."""
+        """What one sequence had in a step that did not happen, less any drafts; None if it is not there any more."""
         if not sequence.running or sequence.end != chunk.start:
             return None
-        end = sequence.num_computed + len(chunk.tokens)
-        return cls([sequence], [_chunk(sequence, end, chunk.wanted_logits)])
+        end = sequence.num_computed + len(chunk.tokens) - drafted_in(chunk)
+        return cls([sequence], [_chunk(sequence, end, chunk.wanted_logits > 0)])
 
     def lands(self, index: int) -> bool:
         """A chunk is no longer under way. False: its sequence has no use for it any more."""
@@ -50,12 +64,17 @@ class Plan:
         return True
 
 
-def _chunk(sequence: Sequence, end: int, wanted_logits: bool) -> Chunk:
+def drafted_in(chunk: Chunk) -> int:
+    """How many of its tokens are drafts: of the one before the first of them the logits are wanted, too."""
+    return max(0, chunk.wanted_logits - 1)
+
+
+def _chunk(sequence: Sequence, end: int, wants_logits: bool) -> Chunk:
     start, dropped = sequence.num_computed + sequence.submitted, sequence.dropped
     return Chunk(
         sequence.tokens[start:end],
         start - dropped,
-        wanted_logits,
+        int(wants_logits),
         slot=sequence.slot,
         blocks=sequence.blocks,
         dropped=dropped,
@@ -71,7 +90,7 @@ def row_of(sequence: Sequence) -> Chunk:
     return Chunk(
         _PROMISED if follows else sequence.tokens[start:],
         start - dropped,
-        True,
+        1,
         sequence.slot,
         sequence.blocks,
         dropped,

@@ -69,6 +69,7 @@ class Planner(Faults):
         self._max_running = max_running
         self._prompt_steps = 0
         self._turns = 0
+        self._draft_turns = 0
 
     def schedule(self) -> Plan:
         plan = Plan()
@@ -85,6 +86,8 @@ class Planner(Faults):
             rows[:] = self._whose_turn(rows, most)
         plan.chunks = [row_of(sequence) for sequence in rows]
         plan.decode_rows = len(rows)
+        if self.drafting is not None and len(rows) == most > 0:
+            self._draft(self.drafting, plan, prompts_wait=bool(prompts) or len(self.waiting) > 0)
         if prompts:
             self.plan_prompts(plan, prompts)
         return plan
@@ -122,6 +125,25 @@ class Planner(Faults):
                     return False
                 (rows if missing == 1 else prompts).append(sequence)
         return True
+
+    def _draft(self, drafting: Drafting, plan: Plan, *, prompts_wait: bool) -> None:
+        """Have rows compute what may follow, where that takes memory from nobody."""
+        left = drafting.begin_step(plan.decode_rows, prompts_wait)
+        if left == 0:
+            return
+        self._draft_turns += 1  # so that not always the same ones come first
+        for place in range(plan.decode_rows):
+            index = (self._draft_turns + place) % plan.decode_rows
+            sequence = plan.sequences[index]
+            most = min(left, sequence.most_drafts)
+            if most < 1:
+                continue
+            tokens = drafting.propose(sequence, most)
+            if tokens and (room := self.kv.stretch(sequence, 1 + len(tokens)) - 1) > 0:
+                plan.add_draft(index, tokens[:room])
+                left -= min(len(tokens), room)
+                if left == 0:
+                    break
 
     def launch(self, plan: Plan) -> None:
         """The step is about to be submitted, and others will be before its result is here."""
@@ -185,7 +207,7 @@ class Planner(Faults):
         backend computes chunks of different lengths one after the other. Their memory was taken at admission.
         """
         wanted = sum(sequence.remaining for sequence in prompts)
-        budget = self.budget.prompt_tokens(plan.decode_rows, len(prompts) + len(self.waiting), wanted)
+        budget = self.budget.prompt_tokens(plan.rows, len(prompts) + len(self.waiting), wanted)
         if budget == 0:
             return
         rank = self.waiting.rank

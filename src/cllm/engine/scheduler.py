@@ -1,11 +1,12 @@
-"""What a step's result means: positions checked, blocks committed, tokens taken, ends noticed."""
+"""What a step's result means: positions checked, blocks committed, tokens taken, drafts kept as far as they are right,
+ends noticed."""
 
 from __future__ import annotations
 
 import logging
 
-from cllm.backends.base import StepResult
-from cllm.engine.plan import Plan
+from cllm.backends.base import Chunk, StepResult
+from cllm.engine.plan import Plan, drafted_in
 from cllm.engine.planner import Planner
 from cllm.engine.request import FinishReason, Sequence, token_output
 from cllm.engine.sampling import Choice, TokenLogprob, choose
@@ -17,6 +18,9 @@ log = logging.getLogger("cllm.engine")
 Wanted = tuple[int, int, Sequence]
 """The row of the result, the number of the draw, who takes it."""
 
+Drafted = tuple[int, Sequence, Chunk]
+"""The first row of the result, whose it is, and the chunk with the drafts."""
+
 
 class Scheduler(Planner):
     """Plans steps and takes their results in; what it stands on knows who is here, and what to do about faults."""
@@ -26,27 +30,24 @@ class Scheduler(Planner):
 
         What is raised is raised before any token is chosen, so that the same ones can be computed again.
         """
-        wanted = self._computed(plan)
+        wanted, drafted = self._computed(plan)
         now = self._clock()
         for (_, _, sequence), choice in zip(wanted, _choices(result, wanted), strict=True):
-            if choice is None:
-                error = BackendError("the model gave no usable probabilities for the next token")
-                self._end(sequence, FinishReason.ERROR, error=error)
-            elif isinstance(choice, Exception):
-                log.error("request %s: no token can be chosen", sequence.request.id, exc_info=choice)
-                self._end(sequence, FinishReason.ERROR, error=BackendError(describe(choice)))
-            else:
-                self._take_token(sequence, choice.token_id, choice.logprob, now)
+            self._take_choice(sequence, choice, now)
+        for row, sequence, chunk in drafted:
+            self._take_drafted(sequence, chunk, result, row, now)
 
-    def _computed(self, plan: Plan) -> list[Wanted]:
-        """All tokens of the step are in memory. Who takes a token now."""
+    def _computed(self, plan: Plan) -> tuple[list[Wanted], list[Drafted]]:
+        """All tokens of the step are in memory. Who takes a token now, and who as many as were drafted right."""
         kv, stays = self.kv, plan.stays
         verifies, unit = kv.verifies, kv.unit_tokens
         wanted: list[Wanted] = []
-        row = -1
+        drafted: list[Drafted] = []
+        next_row = 0
         for index, (sequence, chunk) in enumerate(zip(plan.sequences, plan.chunks, strict=True)):
             count, wants = len(chunk.tokens), chunk.wanted_logits
-            row += wants
+            row = next_row
+            next_row += wants
             if not sequence.running:
                 continue
             if stays is not None:  # as `Plan.lands`, without the call
@@ -57,6 +58,10 @@ class Scheduler(Planner):
             sequence.num_computed += count
             if verifies and not self.verified(sequence):
                 continue
+            if wants > 1:
+                sequence.num_computed -= drafted_in(chunk)
+                drafted.append((row, sequence, chunk))
+                continue
             # One token completes something to share only where a unit ends.
             if count > 1 or sequence.num_computed % unit == 0:
                 kv.commit(sequence)
@@ -64,7 +69,48 @@ class Scheduler(Planner):
                 wanted.append((row, 0, sequence))
                 if sequence.twins:
                     wanted += [(row, place, twin) for place, twin in self._fork_twins(sequence)]
-        return wanted
+        return wanted, drafted
+
+    def _take_choice(self, sequence: Sequence, choice: Choice | Exception | None, now: float) -> None:
+        if choice is None:
+            error = BackendError("the model gave no usable probabilities for the next token")
+            self._end(sequence, FinishReason.ERROR, error=error)
+        elif isinstance(choice, Exception):
+            log.error("request %s: no token can be chosen", sequence.request.id, exc_info=choice)
+            self._end(sequence, FinishReason.ERROR, error=BackendError(describe(choice)))
+        else:
+            self._take_token(sequence, choice.token_id, choice.logprob, now)
+
+    def _take_drafted(self, sequence: Sequence, chunk: Chunk, result: StepResult, row: int, now: float) -> None:
+        """Choose token after token, as long as the one before is what was drafted, which its row was computed for."""
+        assert result.logits is not None
+        drafted, accepted = drafted_in(chunk), 0
+        draft, ends = chunk.tokens[-drafted:], sequence.request.end_ids
+        while True:
+            choice = choose(result.logits, [(row + accepted, sequence.chooser)])[0]
+            if accepted == drafted or not isinstance(choice, Choice):
+                break
+            token = choice.token_id
+            if token != draft[accepted] or token in ends:
+                break
+            accepted += 1
+            self._take_token(sequence, token, choice.logprob, now)
+        self._keep_accepted(sequence, drafted, accepted)
+        self._take_choice(sequence, choice, now)
+
+    def _keep_accepted(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Memory has what was drafted right, and nothing behind it. Its tokens stand, whatever is raised."""
+        sequence.num_computed += accepted
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+        try:
+            if accepted < drafted:
+                self.kv.truncate(sequence, sequence.num_computed)
+            self.kv.commit(sequence)
+        except Exception as error:
+            self.distrust(error)
+        if self.drafting is not None:
+            self.drafting.verified(sequence, drafted, accepted)
 
     def _take_token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:
         request = sequence.request

@@ -150,10 +150,12 @@ class Stepper:
         self.steps += 1
         self._aborted_steps = 0
         scheduler = self._scheduler
-        scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, self.last_step_s)
+        scheduler.budget.observe(plan.prompt_tokens, plan.rows, self.last_step_s)
+        if scheduler.drafting is not None:
+            scheduler.drafting.took(plan.decode_rows, plan.drafted, self.last_step_s, plan.prompt_tokens)
         self._on_computed(plan)
         scheduler.apply(plan, result)
-        scheduler.observers.step(self.last_step_s, plan.prompt_tokens, plan.decode_rows)
+        scheduler.observers.step(self.last_step_s, plan.prompt_tokens, plan.rows)
 
     # -- faults ------------------------------------------------------------------------------------------------
 

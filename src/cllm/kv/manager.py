@@ -97,6 +97,11 @@ class KVManager(ABC):
     def grow(self, sequence: KVSequence, count: int) -> bool:
         """Make room to compute `count` more tokens; False means there is none: nothing changed."""
 
+    def stretch(self, sequence: KVSequence, count: int) -> int:
+        """Make room to compute up to `count` more tokens, of memory that nothing is in: neither a sequence nor the
+        cache loses any for it. How many there is room for. `truncate` gives it back."""
+        return 0
+
     @abstractmethod
     def commit(self, sequence: KVSequence) -> None:
         """A step has computed up to `num_computed`: what is complete may be shared from now on."""

@@ -167,6 +167,11 @@ class PagedKVManager(PagedPins, PagedTiers):
         sequence.room = len(blocks) * self.block_size
         return True
 
+    def stretch(self, sequence: KVSequence, count: int) -> int:
+        unused = self._pool.free - (0 if self._limits is None else self._limits.pending)
+        count = min(count, sequence.room - sequence.end + max(unused, 0) * self.block_size)
+        return count if count > 0 and self.grow(sequence, count) else 0
+
     def _copy_on_write(self, sequence: KVSequence, index: int, own: list[int]) -> None:
         """Put a copy of a block that others use too, into the last of `own`, in its place."""
         shared = sequence.blocks[index]

@@ -122,6 +122,9 @@ class SlotKVManager(SlotTiers):
     def grow(self, sequence: KVSequence, count: int) -> bool:
         return sequence.end + count <= self.max_tokens
 
+    def stretch(self, sequence: KVSequence, count: int) -> int:
+        return min(count, self.max_tokens - sequence.end)
+
     # -- after a step ------------------------------------------------------------------------------------------
 
     def commit(self, sequence: KVSequence) -> None:

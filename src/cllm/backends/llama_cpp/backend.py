@@ -33,6 +33,7 @@ class LlamaCppBackend(Backend):
     name = "llama_cpp"
     layout = "slots"
     preferred_gap_ms = 250.0
+    most_drafts = 32
 
     def __init__(
         self,
@@ -130,14 +131,14 @@ class LlamaCppBackend(Backend):
         self._ops.settle()
         ordered = sorted(chunks, key=attrgetter("slot"))
         self._check_chunks(ordered, context)
-        wanting = [chunk.slot for chunk in chunks if chunk.wanted_logits]
+        wanting = [chunk.slot for chunk in chunks for _ in range(chunk.wanted_logits)]
         batches = cut(ordered, context.n_batch)
         self.batch_splits += sum(count_passes(batch, context.n_ubatch) for batch in batches) - 1
         if len(batches) == 1 and wanting == sorted(wanting):
             return context.decode(batches[0])
 
         rows, done = np.empty((len(wanting), self.shape.n_vocab), np.float32), 0
-        place = np.argsort(wanting)
+        place = np.argsort(wanting, kind="stable")
         for batch in batches:
             logits = context.decode(batch)
             rows[place[done : done + len(logits)]] = logits
@@ -216,7 +217,7 @@ class LlamaCppBackend(Backend):
         params = self._context_params()
         if n_batch is not None:
             params.n_batch = params.n_ubatch = n_batch
-        return Context(self._library, self._model, params, geometry, self.shape.n_vocab)
+        return Context(self._library, self._model, params, geometry, self.shape.n_vocab, self.most_drafts)
 
     def _context_params(self) -> Any:
         """All but the number of slots, which may change."""

@@ -45,7 +45,7 @@ class TokenBatch:
             self._positions[begin:end] = self._all_positions[chunk.start : chunk.start + count]
             self._sequences[begin:end] = chunk.slot
             self._wanted[begin:end] = 0
-            self._wanted[end - 1] = chunk.wanted_logits
+            self._wanted[end - chunk.wanted_logits : end] = 1
             rows += chunk.wanted_logits
         self.struct.n_tokens = end
         return rows
@@ -57,14 +57,19 @@ def cut(chunks: Sequence[Chunk], limit: int) -> list[list[Chunk]]:
     room = limit
     for chunk in chunks:
         done = 0
+        unwanted = len(chunk.tokens) - chunk.wanted_logits
         while len(chunk.tokens) - done > room:
             if room:
                 part = chunk.tokens[done : done + room]
-                batches[-1].append(Chunk(part, chunk.start + done, False, chunk.slot))
+                wanted = min(room, max(0, done + room - unwanted))
+                batches[-1].append(Chunk(part, chunk.start + done, wanted, chunk.slot))
                 done += room
             batches.append([])
             room = limit
-        rest = Chunk(chunk.tokens[done:], chunk.start + done, chunk.wanted_logits, chunk.slot) if done else chunk
+        rest = chunk
+        if done:
+            tokens = chunk.tokens[done:]
+            rest = Chunk(tokens, chunk.start + done, min(len(tokens), chunk.wanted_logits), chunk.slot)
         batches[-1].append(rest)
         room -= len(rest.tokens)
     return batches

@@ -21,9 +21,13 @@ _NO_ROOM, _ABORTED, _REFUSED = 1, 2, -1  # what llama_decode returns; below _REF
 class Context:
     """Owns the context and everything whose life is bound to it. `open` and `close` may be called again and again."""
 
-    def __init__(self, library: Library, model: Any, params: Any, geometry: SlotGeometry, n_vocab: int) -> None:
+    def __init__(
+        self, library: Library, model: Any, params: Any, geometry: SlotGeometry, n_vocab: int, most_drafts: int = 0
+    ) -> None:
+        """`most_drafts`: rows of logits that a step may want beside one for each slot."""
         self.library = library
         self.slots = 0
+        self._most_drafts = most_drafts
         self._first_slots = geometry.first
         self._asked_tokens = geometry.slot_tokens
         self._model = model
@@ -39,7 +43,8 @@ class Context:
         library, api, params = self.library, self.library.api, self._params
         self.slots = self._first_slots if slots is None else slots
         params.n_ctx = self.slots * self._asked_tokens
-        params.n_seq_max = params.n_outputs_max = self.slots
+        params.n_seq_max = self.slots
+        params.n_outputs_max = self.slots + self._most_drafts
         library.log.clear()
         self._pointer = library.new_context(self._model, self._params)
         if not self._pointer:
@@ -80,7 +85,7 @@ class Context:
         self._abort_data[0] = b"\0"
 
     def decode(self, chunks: Sequence[Chunk]) -> Logits:
-        """Compute at most `n_batch` tokens; one row of logits per chunk that wants them, in order.
+        """Compute at most `n_batch` tokens; the rows of logits that the chunks want, in order.
 
         The rows are llama.cpp's own memory.
         """
@@ -117,10 +122,11 @@ class Context:
         return BackendError(f"llama_decode failed with {code} on {tokens} tokens: {reason}", fatal=True)
 
     def _view(self, rows: int) -> Logits:
-        # llama.cpp keeps room for one row per sequence from the start, so this address hardly ever changes.
+        # llama.cpp makes room for more rows when more are wanted, elsewhere or where it is.
         address: int = self.library.get_logits(self.pointer)
-        if address != self._logits_address:
-            buffer = (ctypes.c_float * (self.slots * self._n_vocab)).from_address(address)
-            self._logits = np.ctypeslib.as_array(buffer).reshape(self.slots, self._n_vocab)
+        if address != self._logits_address or rows > len(self._logits):
+            size = max(rows, self.slots)
+            buffer = (ctypes.c_float * (size * self._n_vocab)).from_address(address)
+            self._logits = np.ctypeslib.as_array(buffer).reshape(size, self._n_vocab)
             self._logits_address = address
         return self._logits[:rows]

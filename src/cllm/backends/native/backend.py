@@ -1,7 +1,7 @@
 """The backend over the C++ engine: chunks become three arrays, and one call computes them.
 
     chunks ──► tokens   5 9 2 8 4 7 …     of all chunks, one after another
-               rows     4 0 1 2 0 0       a chunk each: tokens, first position, wants logits, blocks, dropped, kept
+               rows     4 0 1 2 0 0       a chunk each: tokens, first position, wanted logits, blocks, dropped, kept
                table    7 3 9 4 0 …       all block tables, one after another
 
 The engine checks what it is given against its own geometry, so a wrong block or position is an error here, never a
@@ -30,6 +30,7 @@ from cllm.models.gguf import GGUFModel
 
 class NativeBackend(Backend):
     name = "native"
+    most_drafts = 64
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class NativeBackend(Backend):
             return self._logits[:0]
         try:
             tokens, rows, table = _as_arrays(chunks)
-            wanted = int(np.count_nonzero(rows[:, 2]))
+            wanted = int(rows[:, 2].sum())
             if wanted > len(self._logits):
                 self._logits = self._room_for_logits(2 * wanted)  # pages that no row reaches are never touched
             logits = self._logits[:wanted]
