@@ -139,11 +139,21 @@ class Planner(Faults):
             if most < 1:
                 continue
             tokens = drafting.propose(sequence, most)
-            if tokens and (room := self.kv.stretch(sequence, 1 + len(tokens)) - 1) > 0:
-                plan.add_draft(index, tokens[:room])
-                left -= min(len(tokens), room)
+            count = self._room_to_draft(sequence, len(tokens)) if tokens else 0
+            if count > 0:
+                plan.add_draft(index, tokens[:count])
+                left -= count
                 if left == 0:
                     break
+
+    def _room_to_draft(self, sequence: Sequence, count: int) -> int:
+        """How many of so many tokens there is room for behind the sequence's next one."""
+        try:
+            return self.kv.stretch(sequence, 1 + count) - 1
+        except BackendError as error:
+            if error.fatal:
+                raise
+            return 0  # its own token has its room
 
     def launch(self, plan: Plan) -> None:
         """The step is about to be submitted, and others will be before its result is here."""
