@@ -24,6 +24,7 @@ class ScriptedDrafter:
         *,
         seed: int = 0,
         longest: int = 64,
+        always_longest: bool = False,
         allowances: Sequence[int] = (0, 3, 64, 64),
         vocabulary: int = 256,
     ) -> None:
@@ -33,6 +34,7 @@ class ScriptedDrafter:
         self._expected = expected
         self._known: dict[tuple[str, int], Sequence[int]] = {}
         self._kinds, self._longest, self._allowances = kinds, longest, allowances
+        self._always_longest = always_longest
         self._vocabulary = vocabulary
         self._random = random.Random(seed)
         self._ended: set[tuple[str, int]] = set()
@@ -45,13 +47,14 @@ class ScriptedDrafter:
         """One too many at times: whoever asked for fewer takes fewer."""
         assert sequence.running and most > 0
         truth = self._answer(sequence)[len(sequence.tokens) - sequence.n_prompt :]
-        kind, length = self._random.choice(self._kinds), self._random.randint(1, min(most + 1, self._longest))
+        kind, longest = self._random.choice(self._kinds), min(most + 1, self._longest)
+        length = longest if self._always_longest else self._random.randint(1, longest)
         draft = [*truth, *self._others(length)][:length]
         if kind == "none":
             return array("i")
         if kind != "right":
             at = 0 if kind == "wrong" else self._random.randrange(length)
-            draft[at:] = [END_TOKEN] * (kind == "ends" and at < length) + self._others(length)
+            draft[at:] = [END_TOKEN] * (kind == "ends") + self._others(length)
         return array("i", draft[:length])
 
     def verified(self, sequence: Answer, drafted: int, accepted: int) -> None:

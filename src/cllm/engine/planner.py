@@ -81,12 +81,12 @@ class Planner(Faults):
         self.kv.arrange()
         # In slot order, rows come back without a copy; where there are no slots this changes nothing.
         rows.sort(key=_BY_SLOT)
-        most = self.budget.rows_at_once(len(rows))
-        if most < len(rows):
+        most, all_rows = self.budget.rows_at_once(len(rows)), len(rows)
+        if most < all_rows:
             rows[:] = self._whose_turn(rows, most)
         plan.chunks = [row_of(sequence) for sequence in rows]
         plan.decode_rows = len(rows)
-        if self.drafting is not None and len(rows) == most > 0:
+        if self.drafting is not None and 0 < all_rows <= most:  # a draft never makes a row wait
             self._draft(self.drafting, plan, prompts_wait=bool(prompts) or len(self.waiting) > 0)
         if prompts:
             self.plan_prompts(plan, prompts)
