@@ -13,6 +13,7 @@ from typing import Any
 
 from cllm.backends.base import Backend
 from cllm.engine.budget import StepBudget
+from cllm.engine.drafting import Drafter, Drafting
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Request
@@ -42,7 +43,7 @@ LASTING_WAYS = ("error", "aborted", "bug")
 
 KV_CALLS = (
     "peek", "admit", "arrange", "grow", "commit", "verify", "rewind", "fork", "release", "maintain", "reset", "usage",
-    "details", "examine", "remove_range", "shift", "fetch", "wind_up", "pin",
+    "details", "examine", "remove_range", "shift", "fetch", "wind_up", "pin", "stretch", "truncate",
 )  # fmt: skip
 OPS_CALLS = (
     "copy_blocks", "move_blocks", "release_pages", "prepare_pages", "resident_bytes",
@@ -157,6 +158,7 @@ class Machine:
     idle: Callable[[], bool] = lambda: False
     """Does what other threads would. Whether there was anything to do."""
     clock: Clock = field(default_factory=Clock)
+    drafter: Drafter | None = None
 
 
 @dataclass
@@ -179,7 +181,14 @@ class Rig:
         """What clients were told that only cancelled."""
         backend, kv = self.machine.backend, self.machine.kv
         budget = StepBudget(inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=0.5, max_tokens=16)
-        self.scheduler = Scheduler(kv, budget, max_running=self.machine.max_running, clock=self.machine.clock)
+        drafter = self.machine.drafter
+        self.scheduler = Scheduler(
+            kv,
+            budget,
+            max_running=self.machine.max_running,
+            drafting=None if drafter is None else Drafting(drafter, backend.most_drafts),
+            clock=self.machine.clock,
+        )
         deliver = self.calls.wrap("deliver", self.collector)
         self.engine = Engine(backend, self.scheduler, deliver, clock=self.machine.clock)
         observer = _Observer()
@@ -268,6 +277,8 @@ class Rig:
                 self._assert_ended_well(request, index)
             assert not any(sequence.admitted for sequence in request.sequences)
         assert not self.raised
+        if scheduler.drafting is not None:
+            assert scheduler.drafting.alive
         assert not engine._stepper.under_way
         usage = scheduler.kv.usage()
         assert usage.referenced == usage.pinned and usage.sequences_running == 0

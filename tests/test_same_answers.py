@@ -60,7 +60,9 @@ class SameAnswers(RuleBasedStateMachine):
     @initialize(blocks=st.sampled_from([28, 40, 128]))
     def start(self, blocks: int) -> None:
         ahead = PipelinedFake(context_length=CONTEXT)
-        machines = [in_slots(), in_blocks(FakeBackend(context_length=CONTEXT), blocks), in_blocks(ahead, blocks)]
+        self.begin([in_slots(), in_blocks(FakeBackend(context_length=CONTEXT), blocks), in_blocks(ahead, blocks)])
+
+    def begin(self, machines: list[Machine]) -> None:
         self.rigs = [Rig(machine) for machine in machines]
         self.faults = 0
         for rig in self.rigs:

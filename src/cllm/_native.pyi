@@ -125,7 +125,8 @@ class Engine:
         `tokens` holds those of all chunks, one after another. `chunks` has a row per chunk: number of tokens, first
         position, of how many of its last tokens it wants the logits, number of blocks, and tokens that were dropped and
         kept before it (`cllm.backends.base.Chunk`; what is kept is a multiple of 16). `blocks` holds all block tables,
-        one after another. `logits` has room for all rows that are wanted. Raises ValueError if any of that does not fit.
+        one after another. `logits` has room for all rows that are wanted. Raises ValueError if any of that does not
+        fit.
         """
 
     def abort(self) -> None:

@@ -55,6 +55,11 @@ class Drafting:
         self._drafter: Drafter | None = drafter if most > 0 else None
         self._most = most
 
+    @property
+    def alive(self) -> bool:
+        """Whether there may be drafts."""
+        return self._drafter is not None
+
     def begin_step(self, rows: int, prompts_wait: bool) -> int:
         if self._drafter is None:
             return 0

@@ -81,12 +81,12 @@ class Planner(Faults):
         self.kv.arrange()
         # In slot order, rows come back without a copy; where there are no slots this changes nothing.
         rows.sort(key=_BY_SLOT)
-        most = self.budget.rows_at_once(len(rows))
-        if most < len(rows):
+        most, all_rows = self.budget.rows_at_once(len(rows)), len(rows)
+        if most < all_rows:
             rows[:] = self._whose_turn(rows, most)
         plan.chunks = [row_of(sequence) for sequence in rows]
         plan.decode_rows = len(rows)
-        if self.drafting is not None and len(rows) == most > 0:
+        if self.drafting is not None and 0 < all_rows <= most:  # a draft never makes a row wait
             self._draft(self.drafting, plan, prompts_wait=bool(prompts) or len(self.waiting) > 0)
         if prompts:
             self.plan_prompts(plan, prompts)
@@ -139,11 +139,21 @@ class Planner(Faults):
             if most < 1:
                 continue
             tokens = drafting.propose(sequence, most)
-            if tokens and (room := self.kv.stretch(sequence, 1 + len(tokens)) - 1) > 0:
-                plan.add_draft(index, tokens[:room])
-                left -= min(len(tokens), room)
+            count = self._room_to_draft(sequence, len(tokens)) if tokens else 0
+            if count > 0:
+                plan.add_draft(index, tokens[:count])
+                left -= count
                 if left == 0:
                     break
+
+    def _room_to_draft(self, sequence: Sequence, count: int) -> int:
+        """How many of so many tokens there is room for behind the sequence's next one."""
+        try:
+            return self.kv.stretch(sequence, 1 + count) - 1
+        except BackendError as error:
+            if error.fatal:
+                raise
+            return 0  # its own token has its room
 
     def launch(self, plan: Plan) -> None:
         """The step is about to be submitted, and others will be before its result is here."""
