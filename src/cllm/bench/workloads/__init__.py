@@ -6,6 +6,7 @@ from cllm.bench.workloads.aged import Aged
 from cllm.bench.workloads.base import Workload
 from cllm.bench.workloads.batch import Batch
 from cllm.bench.workloads.chat import Chat
+from cllm.bench.workloads.drafts import Drafts
 from cllm.bench.workloads.generator import Generator
 from cllm.bench.workloads.hostile import Hostile
 from cllm.bench.workloads.memory import Memory
@@ -36,6 +37,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "soak": (Soak(),),
     "aged": (Aged(),),
     "window": (Window(),),
+    "drafts": (Drafts(),),
     "overhead": (Overhead(),),
     "memory": (Memory(),),
     "memory-waste": (MemoryWaste(),),
@@ -49,7 +51,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "generator": (Generator(),),
 }
 
-LONG = ("soak", "aged", "window", "hostile", "page", "memory-placement", "memory-busy", "memory-burst")
+LONG = ("soak", "aged", "window", "drafts", "hostile", "page", "memory-placement", "memory-busy", "memory-burst")
 """Too long for the short set."""
 ONCE = ("soak", "aged", "window", "hostile", "memory-busy", "memory-burst")
 """One pass is enough: it is long, or the sides take turns within it."""
