@@ -16,6 +16,7 @@ EXPECTED_ROW = 0.2
 
 _PACE_WEIGHT, _SHAPE_WEIGHT = 0.2, 0.2
 _LARGEST_SURPRISE = 1.5
+_KNOWN_FOR = 128
 _FORGET_AFTER = 2048
 _REFRESH_EVERY = 64
 
@@ -33,6 +34,11 @@ class StepCosts:
     def of(self, rows: int) -> float:
         """A step of so many rows, at most `MOST_ROWS`, in times of one whose shape is 1."""
         return self._shape[rows]
+
+    def knows(self, rows: int) -> bool:
+        """Whether a step of so many was measured lately."""
+        known = self._measured.get(rows)
+        return known is not None and self._steps - known[1] < _KNOWN_FOR
 
     def observe(self, rows: int, seconds: float) -> None:
         if rows > MOST_ROWS or seconds <= 0.0:

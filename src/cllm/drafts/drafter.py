@@ -21,6 +21,8 @@ from cllm.engine.request import Sequence
 
 WORTH = 1.04
 """Drafts are made if they promise so many times the speed; less is within what the estimates are wrong by."""
+BEST_RATE = 0.95
+"""Of drafted tokens that come true, where drafts are at their best."""
 SLICE_TOKENS = 2048
 """Tokens of prompts that are taken into indexes in one step."""
 _NONE: array[int] = array("i")
@@ -37,7 +39,7 @@ class Drafter:
         self._recent = Recent(recent_tokens)
         self._costs = StepCosts()
         self._most: dict[int, int] = {}
-        """Rows -> drafted tokens that could pay beside them if all came true."""
+        """Rows -> drafted tokens that could pay beside them."""
         self._most_of = self._costs.changes
         self._to_index = 0
         self._rows = 0
@@ -45,8 +47,8 @@ class Drafter:
         """Tokens of the step that is being planned, with the drafts so far."""
 
     def begin_step(self, rows: int, prompts_wait: bool) -> int:
-        if prompts_wait or not 0 < rows < MOST_ROWS:
-            return 0
+        if prompts_wait or not 0 < rows < MOST_ROWS or not self._costs.knows(rows):
+            return 0  # without drafts, so that it is known, or stays known, what they are compared with
         self._rows = rows
         self._expected = float(rows)
         self._to_index = SLICE_TOKENS
@@ -59,11 +61,15 @@ class Drafter:
         return most
 
     def _could_pay(self, rows: int) -> int:
-        """The most drafted tokens that pay if all come true."""
+        """The most drafted tokens that pay, over all answers alike, if as many come true as can be hoped for."""
         limit = min(rows * self._max_tokens, self._max_step_tokens, MOST_ROWS - rows)
         cost = self._costs.of
-        bound = WORTH * rows / cost(rows)
-        return max((count for count in range(1, limit + 1) if (rows + count) / cost(rows + count) >= bound), default=0)
+        bound, expected, most = WORTH * rows / cost(rows), float(rows), 0
+        for count in range(1, limit + 1):
+            expected += BEST_RATE ** -(-count // rows)
+            if expected / cost(rows + count) >= bound:
+                most = count
+        return most
 
     def propose(self, sequence: Sequence, most: int) -> array[int]:
         tokens = sequence.tokens

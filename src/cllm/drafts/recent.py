@@ -27,6 +27,8 @@ LEAST = 8
 """Answers shorter than this are not kept."""
 SPACE_SHARE = 4
 """A space has at most this part of all."""
+MOST_SPACES = 256
+"""However little they hold."""
 
 
 class Text:
@@ -59,6 +61,8 @@ class Space:
 
     def find(self, tokens: array[int]) -> Found | None:
         younger, elder = self.younger, self.elder
+        if not younger.tokens:
+            return None
         best = younger.grams.find(younger.tokens, tokens)
         text = younger.tokens
         if elder is not None:
@@ -95,16 +99,17 @@ class Recent:
         if space is None:
             space = self._spaces[name] = Space()
             self._forget()
+        self._spaces.move_to_end(name)
         return space
 
     def add(self, name: bytes, tokens: array[int], n_prompt: int) -> None:
         """An answer has ended."""
         space = self.space(name)
-        self._spaces.move_to_end(name)
-        if len(tokens) - n_prompt < LEAST or not self._most:
+        most = self._most // SPACE_SHARE
+        if len(tokens) - n_prompt < LEAST or most < 2 * LEAST:
             return
         self.tokens -= space.size
-        space.add(tokens[max(0, n_prompt - CONTEXT) :], self._most // SPACE_SHARE)
+        space.add(tokens[max(0, n_prompt - CONTEXT) :], most)
         self.tokens += space.size
         self._forget()
 
@@ -112,7 +117,3 @@ class Recent:
         while len(self._spaces) > 1 and (self.tokens > self._most or len(self._spaces) > MOST_SPACES):
             _, space = self._spaces.popitem(last=False)
             self.tokens -= space.size
-
-
-MOST_SPACES = 1024
-"""However little they hold."""
