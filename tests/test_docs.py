@@ -32,6 +32,7 @@ NAMES = [
     "docs/tenants.md",
     "docs/kv-store.md",
     "docs/warm.md",
+    "docs/drafts.md",
     "src/cllm/kv/README.md",
 ]
 DOCUMENTS = [ROOT / name for name in NAMES]

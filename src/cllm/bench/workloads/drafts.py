@@ -52,6 +52,7 @@ def _figures() -> tuple[Figure, ...]:
         Figure(f"{AGAIN}_ms", "the same chat once more, greedy: a token", "ms"),
         Figure("streams_tokens_per_s", "many streams: tokens out", "tok/s", "higher", times_the_peer(0.99)),
         *shares,
+        Figure(f"{AGAIN}_accepted", "the same chat once more, greedy: drafted tokens that came true", "%", "higher"),
     )
 
 
@@ -108,6 +109,7 @@ class Drafts(LocalWorkload):
         side = _Side(llm)
         await side.answer("", Task(CHAT, "Hello!", True), replace(PARAMS[GREEDY], max_tokens=8), "warm-up")
         side.token_s.clear()
+        side.drafts.clear()
         return side
 
     async def _one_stream(self, sides: Sequence[_Side], kind: str, mode: str, repeat: int) -> None:
