@@ -26,7 +26,8 @@ class Part:
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
-    wants: bool = True
+    wants: int = 1
+    """Rows of logits, of its last tokens."""
     dropped: int = 0
     kept: int = 0
 
@@ -69,7 +70,7 @@ class Rig:
         return list(range(first, first - (-positions // self.block_size)))
 
     def step(self, *parts: Part) -> Floats:
-        """A row for each part that wants one. Rows are NaN before, so that none is left unwritten unseen."""
+        """The rows that the parts want. Rows are NaN before, so that none is left unwritten unseen."""
         logits = np.full((sum(part.wants for part in parts), self.n_vocab), np.nan, np.float32)
         assert self.engine.step(*pack(parts), logits)
         assert np.isfinite(logits).all()
@@ -84,17 +85,12 @@ class Rig:
         return row
 
     def all_logits(self, tokens: Sequence[int], blocks: Sequence[int], together: int = 64) -> Floats:
-        """The logits of every position.
-
-        A step gives those of a chunk's last token only. So all K/V are computed first, and then every position once
-        more as a chunk of its own, which writes the K/V that are there already.
-        """
-        self.step(Part(tokens, 0, blocks, wants=False))
-        rows = np.empty((len(tokens), self.n_vocab), np.float32)
-        for begin in range(0, len(tokens), together):
-            end = min(begin + together, len(tokens))
-            rows[begin:end] = self.step(*(Part(tokens[i : i + 1], i, blocks) for i in range(begin, end)))
-        return rows
+        """The logits of every position, of so many at a time."""
+        rows = [
+            self.step(Part(tokens[begin:end], begin, blocks, wants=end - begin))
+            for begin, end in spans(len(tokens), range(together, len(tokens), together))
+        ]
+        return np.concatenate(rows)
 
 
 def spans(length: int, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:

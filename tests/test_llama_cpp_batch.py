@@ -12,12 +12,14 @@ from cllm.backends.llama_cpp.batch import count_passes, cut
 
 
 def chunks_of(lengths: dict[int, int]) -> list[Chunk]:
-    return [Chunk(array("i", range(n)), 10 * slot, True, slot) for slot, n in lengths.items()]
+    return [Chunk(array("i", range(n)), 10 * slot, 1, slot) for slot, n in lengths.items()]
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(1, 12))
-def test_cut_keeps_every_token_in_its_place(lengths: list[int], limit: int) -> None:
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(1, 12), st.integers(0, 20))
+def test_cut_keeps_every_token_in_its_place(lengths: list[int], limit: int, wanted: int) -> None:
     chunks = chunks_of(dict(enumerate(lengths)))
+    for chunk in chunks:
+        chunk.wanted_logits = min(wanted, len(chunk.tokens))
     batches = cut(chunks, limit)
 
     assert all(0 < sum(len(part.tokens) for part in batch) <= limit for batch in batches)
@@ -26,7 +28,9 @@ def test_cut_keeps_every_token_in_its_place(lengths: list[int], limit: int) -> N
         own = [part for part in parts if part.slot == chunk.slot]
         joined = [(part.start + i, token) for part in own for i, token in enumerate(part.tokens)]
         assert joined == [(chunk.start + i, token) for i, token in enumerate(chunk.tokens)]
-        assert [part.wanted_logits for part in own] == [False] * (len(own) - 1) + [True]
+        rows = [index >= len(part.tokens) - part.wanted_logits for part in own for index in range(len(part.tokens))]
+        last = len(chunk.tokens) - chunk.wanted_logits
+        assert rows == [index >= last for index in range(len(chunk.tokens))]
 
 
 def test_what_fits_is_not_touched() -> None:

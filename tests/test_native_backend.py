@@ -49,7 +49,7 @@ def table(first: int, tokens: int) -> list[int]:
     return list(range(first, first + -(-tokens // BLOCK_SIZE)))
 
 
-def chunk(start: int, end: int, blocks: list[int], *, wants: bool = True) -> Chunk:
+def chunk(start: int, end: int, blocks: list[int], *, wants: int = 1) -> Chunk:
     return Chunk(TOKENS[start:end], start, wants, blocks=blocks)
 
 
@@ -75,6 +75,12 @@ def test_rows_come_in_the_order_of_the_chunks_that_want_them(backend: NativeBack
     )
     assert rows.dtype == np.float32 and rows.shape == (3, backend.shape.n_vocab)
     assert np.array_equal(rows, [third, second, first])
+
+
+def test_a_chunk_gives_the_rows_of_its_last_tokens(backend: NativeBackend) -> None:
+    expected = [row(backend, chunk(0, end, table(0, end))) for end in (37, 38, 39, 40)]
+    rows = backend.step([chunk(0, 9, table(30, 9)), chunk(0, 40, table(20, 40), wants=4), chunk(0, 3, [50])])
+    assert rows.shape[0] == 6 and np.array_equal(rows[1:5], expected)
 
 
 @pytest.mark.parametrize("size", [1, 5, 16, 33])

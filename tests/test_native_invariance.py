@@ -216,6 +216,28 @@ def test_what_blocks_held_before(case: Case) -> None:
         assert_same(rig.run(tokens, [7, 2, 11, 5][: -(-length // 16)]), case.alone(tokens), f"{length} tokens:")
 
 
+@quick
+@given(data=st.data())
+def test_rows_of_drafts(case: Case, data: st.DataObject) -> None:
+    """Every row of a chunk is that of its token alone: whatever is behind it, beside other chunks, and where something
+    else was computed at the same positions before."""
+    longest = 24 if case.model == "smollm2" else 60
+    begin, count = data.draw(st.integers(0, longest), "begin"), data.draw(st.integers(1, 12), "tokens")
+    tokens, wrong = case.tokens(begin + count, 30), case.tokens(count, 31)
+    wanted = data.draw(st.integers(1, count), "wanted")
+    rig = case.rig(data.draw(st.sampled_from(THREADS), "threads"))
+    other, another, own = lay_out(np.random.default_rng(count), rig, [20, 9, begin + count])
+    if begin:
+        rig.step(Part(tokens[:begin], 0, own, wants=0))
+    rig.step(Part(wrong, begin, own, wants=count))
+    parts = [Part(case.tokens(20, 32), 0, other, wants=0), Part(case.tokens(9, 33), 0, another, wants=3)]
+    parts = parts[: data.draw(st.integers(0, 2), "others")]
+    mine = Part(tokens[begin:], begin, own, wants=wanted)
+    rows = rig.step(*(parts if data.draw(st.booleans(), "comes last") else []), mine)[-wanted:]
+    for place, row in enumerate(rows, begin + count - wanted + 1):
+        assert_same(row, case.alone(tokens[:place]), f"row of position {place - 1}:")
+
+
 # --- everything together ---
 
 
@@ -277,6 +299,8 @@ def test_long_contexts(case: Case, border: int) -> None:
     rig = case.rig(threads=3)
     (scattered,) = lay_out(np.random.default_rng(1), rig, [end])
     assert_same(rig.run(tokens, scattered), one_by_one[-1], "in one chunk:")
+    drafted = rig.step(Part(tokens[begin:], begin, scattered, wants=end - begin))
+    assert_same(drafted, np.stack(one_by_one), "as drafts:")
 
     other = case.tokens(20, 13)
     rig = case.rig(threads=2)

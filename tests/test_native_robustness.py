@@ -71,6 +71,8 @@ WRONG_PARTS = {
     "a position after its blocks": Part([3], 16, [1]),
     "a position far beyond": Part([3], 2**31 - 1, [1]),
     "more tokens than fit after its position": Part([3, 4], 31, [1, 2]),
+    "fewer rows than none": Part([3, 4], 0, [1], wants=-1),
+    "more rows than tokens": Part([3, 4], 0, [1], wants=3),
 }
 
 
@@ -79,7 +81,7 @@ WRONG_PARTS = {
 def test_a_wrong_part_is_refused(rig: Rig, wrong: Part, place: str) -> None:
     parts = {"alone": [wrong], "first": [wrong, GOOD], "last": [GOOD, wrong]}[place]
     with pytest.raises(ValueError, match=r"\w"):
-        rig.engine.step(*pack(parts), logits_for(len(parts)))
+        rig.engine.step(*pack(parts), logits_for(4))
 
 
 def changed(index: int, change: Callable[[Any], Any]) -> Callable[[list[Any]], None]:

@@ -200,6 +200,8 @@ class LlamaCppBackend(Backend):
 
     def _check_chunks(self, ordered: Sequence[Chunk], context: Context) -> None:
         """What llama.cpp would take silently, or end the process for."""
+        if (rows := sum(chunk.wanted_logits for chunk in ordered)) > context.most_rows:
+            raise BackendError(f"{rows} rows of logits are wanted, and there is room for {context.most_rows}")
         last = -1
         for chunk in ordered:
             held, end = self._ops.length(chunk.slot), chunk.start + len(chunk.tokens)

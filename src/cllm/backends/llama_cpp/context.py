@@ -44,7 +44,7 @@ class Context:
         self.slots = self._first_slots if slots is None else slots
         params.n_ctx = self.slots * self._asked_tokens
         params.n_seq_max = self.slots
-        params.n_outputs_max = self.slots + self._most_drafts
+        params.n_outputs_max = self.most_rows
         library.log.clear()
         self._pointer = library.new_context(self._model, self._params)
         if not self._pointer:
@@ -61,6 +61,11 @@ class Context:
         self._logits_address = 0
         self._logits = np.empty((0, self._n_vocab), np.float32)
         self._watch_abort(True)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of logits that a step may want."""
+        return self.slots + self._most_drafts
 
     def close(self) -> None:
         pointer, self._pointer = self._pointer, None
@@ -122,7 +127,8 @@ class Context:
         return BackendError(f"llama_decode failed with {code} on {tokens} tokens: {reason}", fatal=True)
 
     def _view(self, rows: int) -> Logits:
-        # llama.cpp makes room for more rows when more are wanted, elsewhere or where it is.
+        # llama.cpp keeps room for one row per sequence from the start, and for more once they were wanted; so this
+        # address hardly ever changes.
         address: int = self.library.get_logits(self.pointer)
         if address != self._logits_address or rows > len(self._logits):
             size = max(rows, self.slots)
