@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from cllm.backends.base import Chunk
+from cllm.engine.costs import pairs
 from cllm.engine.request import Sequence
 
 _PROMISED = array("i", [0])
@@ -18,6 +19,8 @@ class Plan:
     sequences: list[Sequence] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     prompt_tokens: int = 0
+    pairs: float = 0.0
+    """What these look back at: `costs.pairs`."""
     decode_rows: int = 0
     stays: list[int] | None = None
     """Of each sequence how often it had left the running ones, if the step is one of several under way: whoever left
@@ -28,6 +31,7 @@ class Plan:
         self.sequences.append(sequence)
         self.chunks.append(_chunk(sequence, end, end == len(sequence.tokens)))
         self.prompt_tokens += count
+        self.pairs += pairs(count, sequence.position)
 
     @classmethod
     def again(cls, sequence: Sequence, chunk: Chunk) -> Plan | None:

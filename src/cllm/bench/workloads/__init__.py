@@ -6,6 +6,7 @@ from cllm.bench.workloads.aged import Aged
 from cllm.bench.workloads.base import Workload
 from cllm.bench.workloads.batch import Batch
 from cllm.bench.workloads.chat import Chat
+from cllm.bench.workloads.gap import Gap
 from cllm.bench.workloads.generator import Generator
 from cllm.bench.workloads.hostile import Hostile
 from cllm.bench.workloads.memory import Memory
@@ -31,6 +32,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "prefix": (Prefix(),),
     "chat": (Chat(),),
     "stall": (Stall(),),
+    "gap": (Gap(),),
     "hostile": (Hostile(),),
     "mixed": (Mixed(),),
     "soak": (Soak(),),
@@ -49,9 +51,9 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "generator": (Generator(),),
 }
 
-LONG = ("soak", "aged", "window", "hostile", "page", "memory-placement", "memory-busy", "memory-burst")
+LONG = ("soak", "aged", "window", "hostile", "gap", "page", "memory-placement", "memory-busy", "memory-burst")
 """Too long for the short set."""
-ONCE = ("soak", "aged", "window", "hostile", "memory-busy", "memory-burst")
+ONCE = ("soak", "aged", "window", "hostile", "gap", "memory-busy", "memory-burst")
 """One pass is enough: it is long, or the sides take turns within it."""
 
 SHORT: tuple[Workload, ...] = (

@@ -1,0 +1,75 @@
+"""`scheduler.max_gap_ms` is a promise: whatever steps cost, once that is known none beside answers is planned longer."""
+
+from __future__ import annotations
+
+import random
+
+from budget_kit import Law, Server, Step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cllm.engine.budget import LEAST_SHARE, SMALLEST_CHUNK, StepBudget
+
+LIMIT_S = 0.25
+WARM_UP = 120
+
+laws = st.builds(
+    Law,
+    row_s=st.floats(0.0002, 0.012),
+    token_s=st.floats(0.0002, 0.012),
+    step_s=st.floats(0.0, 0.03),
+    pair_s=st.floats(0.0, 2e-6),
+    pass_s=st.floats(0.0, 0.02),
+)
+
+
+def serve(law: Law, noise: float, chunk_gap_s: float, seed: int, steps: int) -> tuple[list[Step], int]:
+    """Answers come and go, up to eight of them, beside prompts of all lengths. The steps, and prompts left in the end."""
+    budget = StepBudget(
+        inter_token_s=0.1, max_gap_s=LIMIT_S, prompt_only_s=1.0, max_tokens=512, chunk_gap_s=chunk_gap_s
+    )
+    source = random.Random(seed)
+    server = Server(budget, law, iter(lambda: 1 + source.uniform(-noise, noise), None))
+    rows, taken = 1, []
+    for _ in range(steps):
+        rows = min(8, max(1, rows + source.choice((-1, 0, 0, 0, 1))))
+        if len(server.prompts) < 8 and source.random() < 0.2:
+            server.prompts.append((0, source.choice((5, 40, 330, 330, 4000))))
+        server.prompts.sort(key=lambda prompt: prompt[1])
+        taken.append(server.step(rows))
+    return taken, len(server.prompts)
+
+
+def least_s(law: Law, rows: int) -> float:
+    """What a step takes in which prompts get the least that they may."""
+    rows_s = law.seconds(rows, 0, 0.0)
+    chunk_s = law.pass_s + SMALLEST_CHUNK * (law.token_s + 4000 * law.pair_s)
+    return rows_s + max(LEAST_SHARE * rows_s, rows_s / rows + chunk_s)
+
+
+@given(law=laws, noise=st.floats(0.0, 0.3), chunk_gap_s=st.sampled_from([0.0, LIMIT_S]), seed=st.integers(0, 1 << 16))
+@settings(max_examples=60, deadline=None)
+def test_no_step_beside_answers_is_longer_than_the_promise_by_more_than_the_noise(
+    law: Law, noise: float, chunk_gap_s: float, seed: int
+) -> None:
+    steps, _ = serve(law, noise, chunk_gap_s, seed, WARM_UP + 400)
+    late = [step for step in steps[WARM_UP:] if step.tokens]
+    beyond = [step for step in late if step.seconds > max(LIMIT_S, least_s(law, step.rows)) * (1 + noise) ** 2]
+    assert len(beyond) <= len(late) / 100, f"{len(beyond)} of {len(late)}, the longest {max(s.seconds for s in beyond)}"
+
+
+@given(law=laws, noise=st.floats(0.0, 0.3), chunk_gap_s=st.sampled_from([0.0, LIMIT_S]), rows=st.integers(1, 64))
+@settings(max_examples=60, deadline=None)
+def test_prompts_always_advance(law: Law, noise: float, chunk_gap_s: float, rows: int) -> None:
+    """Also beside more answers than the promise can be kept for."""
+    budget = StepBudget(
+        inter_token_s=0.1, max_gap_s=LIMIT_S, prompt_only_s=1.0, max_tokens=512, chunk_gap_s=chunk_gap_s
+    )
+    source = random.Random(rows)
+    server = Server(budget, law, iter(lambda: 1 + source.uniform(-noise, noise), None))
+    server.prompts = [(0, 2000)]
+    for _ in range(2000 // SMALLEST_CHUNK * 6):
+        server.step(rows)
+        if not server.prompts:
+            return
+    raise AssertionError(f"{server.prompts} is left")
