@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from budget_kit import Law, Server
 
+from budget_kit import Law, Server
 from cllm.engine.budget import LEAST_SHARE, REMEASURE_ROWS_EVERY, SMALLEST_CHUNK, StepBudget
 
 ROW_S = Law().row_s
@@ -65,7 +65,7 @@ def test_where_small_chunks_cost_more_prompts_save_up_for_large_ones() -> None:
 
 def test_where_many_wait_for_their_first_token_steps_are_as_long_as_the_promise_permits() -> None:
     steps = warm(make(), 2).run(rows=2, prompts=6, steps=50)
-    assert max(step.seconds for step in steps) > 0.24
+    assert max(step.seconds for step in steps) > 0.23
 
 
 def test_it_follows_a_machine_that_becomes_slower() -> None:

@@ -1,13 +1,13 @@
-"""`scheduler.max_gap_ms` is a promise: whatever steps cost, once that is known none beside answers is planned longer."""
+"""`scheduler.max_gap_ms` is a promise: whatever steps cost, once that is learnt none beside answers takes longer."""
 
 from __future__ import annotations
 
 import random
 
-from budget_kit import Law, Server, Step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from budget_kit import Law, Server, Step
 from cllm.engine.budget import LEAST_SHARE, SMALLEST_CHUNK, StepBudget
 
 LIMIT_S = 0.25
@@ -23,13 +23,15 @@ laws = st.builds(
 )
 
 
-def serve(law: Law, noise: float, chunk_gap_s: float, seed: int, steps: int) -> tuple[list[Step], int]:
-    """Answers come and go, up to eight of them, beside prompts of all lengths. The steps, and prompts left in the end."""
+def serve(law: Law, noise: float, chunk_gap_s: float, seed: int, steps: int) -> list[Step]:
+    """Answers come and go, up to eight of them, beside prompts of all lengths."""
     budget = StepBudget(
         inter_token_s=0.1, max_gap_s=LIMIT_S, prompt_only_s=1.0, max_tokens=512, chunk_gap_s=chunk_gap_s
     )
     source = random.Random(seed)
     server = Server(budget, law, iter(lambda: 1 + source.uniform(-noise, noise), None))
+    server.run(rows=1, prompts=0, steps=1)
+    server.compute(1, [4000])
     rows, taken = 1, []
     for _ in range(steps):
         rows = min(8, max(1, rows + source.choice((-1, 0, 0, 0, 1))))
@@ -37,14 +39,14 @@ def serve(law: Law, noise: float, chunk_gap_s: float, seed: int, steps: int) -> 
             server.prompts.append((0, source.choice((5, 40, 330, 330, 4000))))
         server.prompts.sort(key=lambda prompt: prompt[1])
         taken.append(server.step(rows))
-    return taken, len(server.prompts)
+    return taken
 
 
 def least_s(law: Law, rows: int) -> float:
     """What a step takes in which prompts get the least that they may."""
     rows_s = law.seconds(rows, 0, 0.0)
     chunk_s = law.pass_s + SMALLEST_CHUNK * (law.token_s + 4000 * law.pair_s)
-    return rows_s + max(LEAST_SHARE * rows_s, rows_s / rows + chunk_s)
+    return rows_s + max(LEAST_SHARE * rows_s, chunk_s)
 
 
 @given(law=laws, noise=st.floats(0.0, 0.3), chunk_gap_s=st.sampled_from([0.0, LIMIT_S]), seed=st.integers(0, 1 << 16))
@@ -52,9 +54,10 @@ def least_s(law: Law, rows: int) -> float:
 def test_no_step_beside_answers_is_longer_than_the_promise_by_more_than_the_noise(
     law: Law, noise: float, chunk_gap_s: float, seed: int
 ) -> None:
-    steps, _ = serve(law, noise, chunk_gap_s, seed, WARM_UP + 400)
+    steps = serve(law, noise, chunk_gap_s, seed, WARM_UP + 400)
     late = [step for step in steps[WARM_UP:] if step.tokens]
-    beyond = [step for step in late if step.seconds > max(LIMIT_S, least_s(law, step.rows)) * (1 + noise) ** 2]
+    tolerated = (1 + noise) ** 2 * 1.1  # what was learnt is off by the noise and a little, and so is the step
+    beyond = [step for step in late if step.seconds > max(LIMIT_S, least_s(law, step.rows)) * tolerated]
     assert len(beyond) <= len(late) / 100, f"{len(beyond)} of {len(late)}, the longest {max(s.seconds for s in beyond)}"
 
 

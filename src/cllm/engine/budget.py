@@ -124,7 +124,7 @@ class StepBudget:
         if self._mixed_steps >= REMEASURE_ROWS_EVERY or not self.costs.knows_rows(decode_rows):
             return None
         # A full account pays for the smallest chunk even where that costs more than the account can hold.
-        cost = min(self.costs.row_s(decode_rows) + wanted_s, self._chunk_s(decode_rows, True))
+        cost = min(self.costs.pass_s(decode_rows) + wanted_s, self._chunk_s(decode_rows, True))
         if self.chunk_gap_s and self._saved_s < cost:
             return None
         return self._allowance(decode_rows, True)
@@ -155,7 +155,7 @@ class StepBudget:
     def _allowance(self, decode_rows: int, answering: bool) -> Allowance:
         costs = self.costs
         row_s = costs.row_s(decode_rows)
-        seconds = self._chunk_s(decode_rows, answering) - row_s
+        seconds = self._chunk_s(decode_rows, answering) - costs.pass_s(decode_rows)
         most = self._max_tokens
         if costs.token_s == 0.0:
             # A token of a prompt costs no more than a row, and that may be all that is known.
@@ -189,7 +189,7 @@ class StepBudget:
             return
         costs = self.costs
         rows_s = costs.rows_s(rows)
-        least_s = rows_s + costs.row_s(rows) + SMALLEST_CHUNK * costs.token_s if prompt_tokens else rows_s
+        least_s = rows_s + costs.pass_s(rows) + SMALLEST_CHUNK * costs.token_s if prompt_tokens else rows_s
         self._unmet_steps = self._unmet_steps + 1 if least_s > self._longest_s else 0
         if self._unmet_steps >= UNMET_STEPS:
             self._told = True

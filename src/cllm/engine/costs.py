@@ -1,12 +1,12 @@
 """What a step takes, learnt from the steps themselves.
 
     seconds = rows x row cost                                     the answers' next tokens
-            + row cost + tokens x token cost + pairs x pair cost  if there are prompts
+            + pass cost + tokens x token cost + pairs x pair cost if there are prompts
 
 A pair is a token of a prompt and one that it looks back at: far into a long prompt a token costs more. Rows together
 cost less than each alone, so the row cost is kept apart for 1, 2-3, 4-7, 8-15 … rows, each measured in steps without
-prompts. It counts once more for prompts, because a pass over the weights is most of what a row costs, and a backend may
-need another one for them.
+prompts. The pass cost is what prompts add however short they are, where a backend reads its weights once more for them;
+in a step that has no rows at all, a row's cost counts for that.
 
 All costs follow the machine: up quickly, down slowly, since a step that is too long is worse than one too short. What
 is still missed is made up for by `margin`: how far steps went beyond what was foreseen, on average, times what
@@ -16,7 +16,8 @@ makes a step in a hundred of that, if errors are spread as usual.
 from __future__ import annotations
 
 PAIRS = 4096.0
-"""Pairs are counted in so many, which cost about as much as a token does: both costs are then learnt equally fast."""
+PASS = 4.0
+"""So many pairs, or a quarter of a pass, cost about as much as a token: counted so, all are learnt equally fast."""
 
 ROW_WEIGHT = 0.3
 SLOWER_WEIGHT = 0.5
@@ -29,6 +30,8 @@ OVERRUN_MOST = 1.0
 MARGIN_OVERRUNS = 6.0
 """Of errors that are spread normally one in a hundred is as large as six times the mean of those above zero."""
 
+LEAST_MARGIN = 0.05
+
 
 class StepCosts:
     def __init__(self) -> None:
@@ -37,13 +40,14 @@ class StepCosts:
         self.host_s = 0.0
         """What passes between two steps: tokens are chosen and sent, the next step is planned."""
         self._pairs_s = 0.0
+        self._pass_s = 0.0
         self._row_s: dict[int, float] = {}
         self._overrun = 0.0
 
     @property
     def margin(self) -> float:
         """So much longer than foreseen, as a share, is a step that is to be reckoned with."""
-        return MARGIN_OVERRUNS * self._overrun
+        return max(LEAST_MARGIN, MARGIN_OVERRUNS * self._overrun)
 
     def knows_rows(self, rows: int) -> bool:
         return rows.bit_length() in self._row_s
@@ -69,6 +73,10 @@ class StepCosts:
         # Those looked back at grow with the chunk itself, by half of it on average.
         return seconds / (each + max(seconds, 0.0) / each / 2 / PAIRS * self._pairs_s)
 
+    def pass_s(self, rows: int) -> float:
+        """What prompts add to a step of so many rows before their first token."""
+        return PASS * self._pass_s + (0.0 if rows else self.row_s(1))
+
     def observe_host(self, seconds: float) -> None:
         self.host_s += HOST_WEIGHT * (seconds - self.host_s)
 
@@ -80,10 +88,9 @@ class StepCosts:
 
     def observe_prompts(self, tokens: int, pair_count: float, rows: int, seconds: float) -> None:
         """A step with prompts, and with so many rows beside them."""
-        row_s = self.row_s(rows)
-        others_s = rows * row_s + row_s
+        others_s = self.rows_s(rows) + (0.0 if rows else self.row_s(1))
         looked_back = pair_count / PAIRS
-        foreseen = tokens * self.token_s + looked_back * self._pairs_s
+        foreseen = PASS * self._pass_s + tokens * self.token_s + looked_back * self._pairs_s
         measured = seconds - others_s
         if self.token_s == 0.0:
             self.token_s = max(measured, 0.0) / tokens
@@ -96,8 +103,9 @@ class StepCosts:
             return
         error = measured - foreseen
         weight = SLOWER_WEIGHT if error > 0 else FASTER_WEIGHT
-        # Both costs change by what brings this step's error down, each as far as it has a part in the step.
-        change = weight * error / (tokens * tokens + looked_back * looked_back)
+        # All costs change by what brings this step's error down, each as far as it has a part in the step.
+        change = weight * error / (PASS * PASS + tokens * tokens + looked_back * looked_back)
+        self._pass_s = max(self._pass_s + change * PASS, 0.0)
         self.token_s = max(self.token_s + change * tokens, self.token_s / 2)
         self._pairs_s = max(self._pairs_s + change * looked_back, 0.0)
 
