@@ -99,7 +99,7 @@ def test_a_promise_that_cannot_be_kept_is_told_once() -> None:
     server.run(rows=32, prompts=0, steps=100)
     told = server.budget.take_unmet()
     assert told is not None and "scheduler.max_gap_ms is 250" in told and "32 answers at once take 320 ms" in told
-    assert "beside them" not in told
+    assert "beside that" not in told
     server.run(rows=64, prompts=0, steps=100)
     assert server.budget.take_unmet() is None
 
@@ -108,7 +108,7 @@ def test_it_is_told_where_only_prompts_break_it() -> None:
     server = warm(make(), 24)
     server.run(rows=24, prompts=3, steps=60)
     told = server.budget.take_unmet()
-    assert told is not None and "24 answers at once take 240 ms" in told and "of a prompt beside them" in told
+    assert told is not None and "24 answers at once take 240 ms" in told and "of a prompt beside that" in told
 
 
 def test_a_short_prompt_goes_at_once() -> None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from budget_kit import Law, Server, Step
+from cllm.backends.base import StepResult
+from cllm.backends.fake import FakeBackend
 from cllm.engine.budget import LEAST_SHARE, SMALLEST_CHUNK, StepBudget
+from cllm.engine.loop import Engine
+from cllm.engine.params import SamplingParams
+from engine_kit import make_request, make_scheduler
 
 LIMIT_S = 0.25
 WARM_UP = 120
@@ -76,3 +83,21 @@ def test_prompts_always_advance(law: Law, noise: float, chunk_gap_s: float, rows
         if not server.prompts:
             return
     raise AssertionError(f"{server.prompts} is left")
+
+
+def test_the_engine_says_once_that_the_promise_cannot_be_kept(caplog: pytest.LogCaptureFixture) -> None:
+    backend, now = FakeBackend(), [0.0]
+    scheduler = make_scheduler(backend, clock=lambda: now[0])
+    compute = backend.collect
+
+    def slow(ticket: Any) -> StepResult:
+        now[0] += 0.4
+        return compute(ticket)
+
+    backend.collect = slow  # type: ignore[method-assign]
+    engine = Engine(backend, scheduler, lambda outputs: None, clock=lambda: now[0])
+    scheduler.add(make_request("hello", SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)))
+    while engine.turn():
+        pass
+    said = [record.getMessage() for record in caplog.records if "scheduler.max_gap_ms" in record.getMessage()]
+    assert len(said) == 1 and "is 250" in said[0] and "one answer alone takes 400 ms" in said[0]

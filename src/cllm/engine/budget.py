@@ -197,12 +197,13 @@ class StepBudget:
 
     def _why_unmet(self, rows: int, rows_s: float, least_s: float) -> str:
         part = f" (of which this model has {self._share:.0%})" if self._share < 1 else ""
+        answers = "one answer alone takes" if rows == 1 else f"{rows} answers at once take"
         beside = ""
         if rows_s <= self._longest_s:
-            beside = f", and {least_s * 1e3:.0f} ms with {SMALLEST_CHUNK} tokens of a prompt beside them"
+            beside = f", and {least_s * 1e3:.0f} ms with {SMALLEST_CHUNK} tokens of a prompt beside that"
         return (
             f"scheduler.max_gap_ms is {self.max_gap_s * 1e3:g}{part}, which cannot be kept: "
-            f"{rows} answers at once take {rows_s * 1e3:.0f} ms for their next tokens{beside}, "
+            f"{answers} {rows_s * 1e3:.0f} ms for the next token{beside}, "
             f"and {self.costs.host_s * 1e3:.0f} ms pass between two steps. Gaps are as short as that permits; "
             "a lower scheduler.max_running or a smaller model makes them shorter"
         )
