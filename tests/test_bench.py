@@ -24,7 +24,7 @@ from rich.console import Console
 from bench_kit import Events, TinyServer, bench, measured, plain_answer, serving, setup_for, words
 from cllm.bench.cli import app
 from cllm.bench.client import Client
-from cllm.bench.figures import OURS
+from cllm.bench.figures import OURS, Run, summarise
 from cllm.bench.http import BenchError
 from cllm.bench.load import at_most, at_times
 from cllm.bench.machine import describe_machine
@@ -38,9 +38,10 @@ from cllm.bench.sizes import last, resize
 from cllm.bench.watch import Watcher
 from cllm.bench.workloads import LONG, SHORT, WORKLOADS
 from cllm.bench.workloads.aged import FRESH, Aged
-from cllm.bench.workloads.base import Setup
+from cllm.bench.workloads.base import Keep, Setup
 from cllm.bench.workloads.batch import Batch
 from cllm.bench.workloads.chat import Chat
+from cllm.bench.workloads.gap import LONGEST, Gap
 from cllm.bench.workloads.generator import Generator
 from cllm.bench.workloads.micro import Micro
 from cllm.bench.workloads.mixed import Mixed
@@ -147,6 +148,7 @@ SMALL: list[HttpWorkload] = [
     Prefix(users=4, at_a_time=2, system_tokens=40, question_tokens=5, answer_tokens=3),
     Chat(chats=3, turns=2, at_a_time=2, message_tokens=6, answer_tokens=4),
     Stall(streams=2, stream_tokens=30, head_start=5, long_prompt_tokens=100, prompt_tokens=5, answer_tokens=3),
+    Gap(streams=2, stream_tokens=30, head_start=5, prompts=3, prompt_tokens=40, answer_tokens=3),
     Mixed(rate=200, duration=0.2, prompt_most=30, answer_most=8),
     Soak(rate=300, duration=0.4, prompt_most=30, answer_most=8),
 ]
@@ -216,6 +218,31 @@ async def test_stall_sends_the_long_prompt_once_every_stream_runs() -> None:
         await workload.drive(client, Prompts(words, "seed"))
     assert seen == [5, 5, 100]
     assert len(words(server.bodies[-1]["prompt"])) == 100
+
+
+async def test_the_prompts_of_gap_come_at_once_when_every_stream_runs() -> None:
+    workload = Gap(streams=2, stream_tokens=60, head_start=5, prompts=3, prompt_tokens=40, answer_tokens=3)
+    server = await drive(workload)
+    sizes = [len(words(body["prompt"])) for body in server.bodies]
+    assert sizes == [workload.stream_prompt_tokens] * 2 + [40] * 3
+    assert [body["max_tokens"] for body in server.bodies] == [60, 60, 3, 3, 3]
+
+
+async def test_gap_has_a_side_for_each_limit_and_requires_something_beside_the_longest_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def one_pass(self: HttpWorkload, setup: Setup, side: str, repeat: int, keep: Keep) -> None:
+        gap_ms = setup.settings.get("scheduler.max_gap_ms", 250)
+        keep(Run(side, repeat, {"stream_p99_ms": float(gap_ms), "tokens_per_s": 10 + gap_ms / 1000}))
+
+    monkeypatch.setattr(HttpWorkload, "one_pass", one_pass)
+    workload, runs = Gap(), list[Run]()
+    await workload.measure(Setup("tiny", words, 2, 1), runs.append)
+    assert {run.side for run in runs} == {OURS, *(f"max_gap_ms {limit}" for limit in (100, 250, 500, 1000))}
+    rows = {row.figure.key: row for row in summarise(workload.figures, runs)}
+    speed = rows["tokens_per_s"].figure
+    assert [side for side in (*rows["tokens_per_s"].peers, "llama-server") if speed.required(side)] == [LONGEST]
+    assert str(rows["tokens_per_s"].verdict(LONGEST)) == "met"
 
 
 def test_people_come_like_a_poisson_process_ask_log_normal_things_and_some_leave() -> None:

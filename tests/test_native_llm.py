@@ -337,14 +337,14 @@ def test_blocks_of_24_are_refused_with_one_line(backend: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "settings", "longest"),
     [
-        ("native", {}, 0.1),
-        ("native", {"scheduler__inter_token_target_ms": 40.0}, 0.04),
-        ("llama_cpp", {}, 0.25),
-        ("llama_cpp", {"scheduler__inter_token_target_ms": 400.0}, 0.4),
+        ("native", {}, 0.25),
+        ("native", {"scheduler__inter_token_target_ms": 400.0}, 0.4),
+        ("native", {"scheduler__max_gap_ms": 120.0}, 0.12),
+        ("llama_cpp", {}, 1.0),
         ("llama_cpp", {"scheduler__max_gap_ms": 120.0}, 0.12),
     ],
 )
 def test_the_longest_gap_suits_the_backend(backend: str, settings: Any, longest: float, tmp_path: Path) -> None:
     parts = parts_of(backend, str(write_model(tmp_path / "tiny.gguf")), **settings)
     with parts.backend:
-        assert parts.scheduler.budget._max_gap_s == longest
+        assert parts.scheduler.budget.max_gap_s == longest

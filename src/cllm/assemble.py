@@ -266,12 +266,15 @@ def _build(config: Config, opened: _Opened, place: Place | None) -> Parts:
 
 def _step_budget(config: Config, backend: Backend) -> StepBudget:
     settings = config.scheduler
-    gap_ms = settings.max_gap_ms or max(settings.inter_token_target_ms, backend.preferred_gap_ms)
+    gap_ms = settings.max_gap_ms or max(settings.inter_token_target_ms, backend.default_gap_ms)
     return StepBudget(
         inter_token_s=settings.inter_token_target_ms / 1000,
         max_gap_s=gap_ms / 1000,
         prompt_only_s=settings.prefill_target_ms / 1000,
         max_tokens=settings.max_step_tokens or backend.preferred_step_tokens,
+        chunk_gap_s=max(settings.inter_token_target_ms, backend.preferred_gap_ms) / 1000
+        if backend.preferred_gap_ms
+        else 0.0,
     )
 
 

@@ -129,6 +129,8 @@ class Backend(ABC):
     """Longest context that a model gets unasked; None: its own."""
     preferred_gap_ms: float = 0.0
     """How long a step with prompts has to be for them to be computed at nearly full speed; 0: short ones do."""
+    default_gap_ms: float = 250.0
+    """`scheduler.max_gap_ms`, unless the configuration says."""
     gives_memory_back: bool = True
     """Whether free memory can go back to the system; otherwise there is no use in making any free for that."""
     batch_splits: int = 0

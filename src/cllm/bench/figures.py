@@ -28,12 +28,14 @@ class Limit:
     bound: float
     others: Mapping[str, float] = field(default_factory=dict)
     """Bounds that hold beside certain peers instead."""
+    only_named: bool = False
+    """Nothing is required beside other peers than those."""
 
     def against(self, peer: str) -> float | None:
         """How many times better than this peer we must be; None if nothing is required."""
         if self.on == "value":
             return None
-        return self.others.get(peer, None if peer in _ONLY_IF_NAMED else self.bound)
+        return self.others.get(peer, None if self.only_named or peer in _ONLY_IF_NAMED else self.bound)
 
 
 def own(bound: float) -> Limit:

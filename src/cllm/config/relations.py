@@ -32,7 +32,7 @@ def check_relations(config: Config, origins: Mapping[str, str]) -> list[str]:
     if gap is not None and gap < target:
         return [
             f"{say('scheduler.max_gap_ms')} but {say('scheduler.inter_token_target_ms')}: "
-            "the longest time may not be less than the mean; raise the first"
+            "the longest time may not be less than the mean; raise the first or lower the second"
         ]
     if config.server.max_bodies_bytes < config.server.max_body_bytes:
         return [

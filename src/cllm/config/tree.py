@@ -245,13 +245,15 @@ class SchedulerConfig(Section):
         default="lru", description="what goes first: lru, or slru, which spares what was found again"
     )
     inter_token_target_ms: float = Field(
-        default=100.0, gt=0, description="mean time between an answer's tokens that others' prompts may cause"
+        default=100.0,
+        gt=0,
+        description="mean time between an answer's tokens that others' prompts may cause while few of them wait",
     )
     max_gap_ms: float | None = Field(
         default=None,
         gt=0,
-        description="longest step while few are generating; the more are, the longer (null: inter_token_target_ms; "
-        "llama_cpp: at least 250, since small chunks of prompts cost it more)",
+        description="longest time between two tokens of an answer (P99), however many prompts arrive (null: 250; "
+        "llama_cpp: 1000, since small chunks of prompts cost it more)",
     )
     prefill_target_ms: float = Field(
         default=1000.0, gt=0, description="step time to keep to while nobody is generating"

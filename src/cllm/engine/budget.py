@@ -1,43 +1,38 @@
-"""How many prompt tokens a step computes beside the answers that are running, learnt from the steps themselves.
+"""How many prompt tokens a step computes beside the answers that are running. What steps cost is learnt (`costs.py`).
 
-The model of a step is
+Two settings say what prompts may do to answers. `max_gap_s` is a promise: no step beside answers is planned longer,
+with all that belongs to a gap between two tokens (the rows, the chunk, what the host does between steps, and a margin
+for what is known to be unsure). `inter_token_s` is what a gap should be on average while fewer wait for their first
+token than for their next; where more do, steps take as long as the promise permits.
 
-    seconds = decode rows x row cost + (row cost + prompt tokens x token cost, if there are any)
+    few prompts    rows ▇ chunk ▇▇▇           up to the target, or up to three times what the rows take
+    many prompts   rows ▇ chunk ▇▇▇▇▇▇▇▇▇▇    up to the longest gap
 
-Both costs are moving averages, so they follow the machine, the model and the lengths at hand. Rows together cost less
-than each alone, so the row cost is kept apart for 1, 2-3, 4-7, 8-15 … rows; where one of these is not known yet, a step
-without prompts measures it first. The row cost counts once more for prompts because a backend reads all its weights
-once more for them, which is most of what a row costs too.
-
-Prompts hold up the answers, so they live on an allowance: every step earns them the time that the inter-token target
-leaves, and they spend it in chunks as long as the longest gap permits that an answer may have to bear. If that is the
-target itself, every step has a chunk, which suits a backend to which small chunks cost no more than large ones. If it
-is longer, chunks are larger and fewer, which suits one that reads all its weights for each: llama.cpp on two cores
-computes 16 tokens at 149 a second, 64 at 194, 256 at 223. Where many answers run, so that their rows alone take long,
-a chunk may be several times as long as those. Where more wait for their first token than for their next, chunks are as
-long as with no answers. Neither holds where small chunks cost no more: there a step stays within half as much again as
-the target, if the rows leave room for that, and if there are many that do not, some of them wait for the next step.
+That suits a backend to which small chunks cost no more than large ones, for each token. Where they do cost more
+(`chunk_gap_s`: llama.cpp on two cores computes 16 tokens at 149 a second, 64 at 194, 256 at 223), a few prompts save up
+for chunks that are worth their while: every step earns them what the target leaves.
 
     step        decode  decode  decode+chunk  decode  decode  decode+chunk
     allowance     ▂       ▅        █ → 0        ▂       ▅        █ → 0
+
+Prompts always advance. If the rows alone take as long as the promise, it cannot be kept, whatever prompts do: they get
+a little, and the engine says so (`take_unmet`).
 """
 
 from __future__ import annotations
 
-FIRST_CHUNK = 64
-SMALLEST_CHUNK = 16
-"""Prompts always advance, even where decoding alone takes longer than the longest gap."""
+from cllm.engine.costs import StepCosts
 
-CHUNK_SHARE = 5.0
-"""A chunk may take this many times as long as the rows beside it, if that is more than the longest gap leaves."""
+FIRST_CHUNK = 64
+SMALLEST_CHUNK = 4
+"""Prompts always advance by so many tokens,"""
+LEAST_SHARE = 1 / 3
+"""or by what takes this share of the time of the rows beside them, if that is more."""
 
 PROMPT_SHARE = 2.0
-"""On average prompts take at most this many times as long as the rows, if that is more than the target leaves."""
-
-LONGEST_STEP = 1.5
-"""A step beside answers, in longest gaps, where small chunks cost no more than large ones,"""
-SMALL_CHUNK_SHARE = 1.5
-"""unless the rows take long themselves: then a chunk may take so many times as long, so that prompts advance."""
+"""While few prompts wait, they take at most so many times as long as the rows, if the target leaves less than that,"""
+CHUNK_SHARE = 5.0
+"""and a chunk that was saved up for this many times."""
 
 MANY_ROWS = 32
 """So many rows are always computed together: fewer would cost almost as much."""
@@ -45,101 +40,170 @@ MANY_ROWS = 32
 REMEASURE_ROWS_EVERY = 16
 """After so many steps with prompts one goes without, so that the cost of rows stays known."""
 
-WEIGHT = 0.3
+UNMET_STEPS = 16
+"""The promise cannot be kept if so many steps in a row had to be planned longer."""
+
+
+class Allowance:
+    """What the prompts of one step may take. It is handed out in the order in which they ask."""
+
+    def __init__(self, costs: StepCosts, seconds: float, tokens: int) -> None:
+        self._costs = costs
+        self._seconds = seconds
+        self._tokens = tokens
+        self._least = SMALLEST_CHUNK
+
+    def take(self, wanted: int, position: int) -> int:
+        """How many tokens a prompt may compute of those it wants, if so many are computed; 0: none are left."""
+        most = min(wanted, self._tokens)
+        # Clamped before the conversion: a fast backend makes it huge. A cost that is not known does not limit.
+        if self._costs.token_s:
+            most = int(min(max(self._costs.tokens_within(self._seconds, position), self._least), most))
+        if most < min(SMALLEST_CHUNK, wanted, self._tokens):
+            most = 0
+        self._seconds -= self._costs.tokens_s(most, position)
+        self._tokens -= most
+        self._least = 0
+        return most
 
 
 class StepBudget:
-    def __init__(self, *, inter_token_s: float, max_gap_s: float, prompt_only_s: float, max_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        inter_token_s: float,
+        max_gap_s: float,
+        prompt_only_s: float,
+        max_tokens: int,
+        chunk_gap_s: float = 0.0,
+    ) -> None:
+        """`prompt_only_s`: what a step takes while nobody waits for a next token. `chunk_gap_s`: what one with a chunk
+        should take where small chunks cost more for each token; 0: they do not."""
+        self.costs = StepCosts()
         self._inter_token_s = inter_token_s
-        self._max_gap_s = max_gap_s
+        self.max_gap_s = max_gap_s
         self._prompt_only_s = prompt_only_s
-        self._longest_s = LONGEST_STEP * max_gap_s if max_gap_s <= inter_token_s else None
+        self.chunk_gap_s = chunk_gap_s
         self._max_tokens = max_tokens
-        self._row_s: dict[int, float] = {}
-        self._token_s = 0.0
         self._saved_s = max_gap_s
         self._mixed_steps = REMEASURE_ROWS_EVERY
         self._crowded = False
         self._share = 1.0
         self._others_answer = False
+        self._unmet_steps = 0
+        self._unmet: str | None = None
+        self._told = False
 
     def share(self, part: float, others_answer: bool) -> None:
         """Other models compute in turns with this one: of what a step may take, so much is its own. Where they have
         answers waiting for it, a step without any of its own keeps to what one beside answers may take."""
         self._share, self._others_answer = part, others_answer
 
-    @property
-    def token_s(self) -> float:
-        """What a token of a prompt costs; 0: not known yet."""
-        return self._token_s
-
-    def rows_at_once(self, rows: int) -> int:
-        """How many of the answers' rows the next step computes."""
-        if rows <= MANY_ROWS or self._longest_s is None:
+    def rows_at_once(self, rows: int, requests: int) -> int:
+        """How many of the answers' rows the next step computes. Every request has one in every step; those that asked
+        for many answers wait for them."""
+        if rows <= MANY_ROWS or rows <= requests or self.chunk_gap_s:
             return rows
         # Rows together cost no more than fewer do, each. So what is measured while some wait tells when they need not.
-        known = [seconds for size, seconds in self._row_s.items() if size <= rows.bit_length()]
-        row_s = min(known, default=0.0)
-        longest_s = self._share * self._max_gap_s
+        row_s = self.costs.cheapest_row_s(rows)
+        longest_s = self._share * self._inter_token_s
         if rows * row_s <= longest_s:
             return rows
-        return max(MANY_ROWS, int(longest_s / row_s))
+        return max(MANY_ROWS, requests, int(longest_s / row_s))
 
     def chunk_tokens(self, decode_rows: int) -> int:
-        """The largest chunk beside `decode_rows` answers."""
-        if self._token_s == 0.0:
-            return min(FIRST_CHUNK, self._max_tokens)
-        seconds = self._chunk_s(decode_rows) - self._one_row_s(decode_rows)
-        # Clamped before the conversion: a fast backend makes the quotient huge.
-        fitting = min(seconds / self._token_s, float(self._max_tokens))
-        return max(int(fitting), min(SMALLEST_CHUNK, self._max_tokens))
+        """About the largest chunk beside `decode_rows` answers."""
+        return self._allowance(decode_rows, decode_rows > 0).take(self._max_tokens, 0)
 
-    def prompt_tokens(self, decode_rows: int, prompts: int, wanted: int) -> int:
-        """Prompt tokens for the next step, of `wanted` that `prompts` sequences have; 0: this step is the answers'."""
+    def allowance(self, decode_rows: int, prompts: int, wanted_s: float, answering: bool) -> Allowance | None:
+        """For prompts in the next step, of which there are so many, and which would all take `wanted_s`; None: this
+        step is the answers'. `answering`: some wait for their next token, whether they have a row or not."""
         self._crowded = prompts > decode_rows
-        count = min(wanted, self.chunk_tokens(decode_rows))
         if decode_rows == 0:
-            return count
-        if self._mixed_steps >= REMEASURE_ROWS_EVERY or decode_rows.bit_length() not in self._row_s:
-            return 0
+            return self._allowance(0, answering)
+        if self._mixed_steps >= REMEASURE_ROWS_EVERY or not self.costs.knows_rows(decode_rows):
+            return None
         # A full account pays for the smallest chunk even where that costs more than the account can hold.
-        cost = self._one_row_s(decode_rows) + count * self._token_s
-        return count if self._saved_s >= min(cost, self._chunk_s(decode_rows)) else 0
+        cost = min(self.costs.pass_s(decode_rows) + wanted_s, self._chunk_s(decode_rows, True))
+        if self.chunk_gap_s and self._saved_s < cost:
+            return None
+        return self._allowance(decode_rows, True)
 
-    def observe(self, prompt_tokens: int, decode_rows: int, seconds: float) -> None:
-        """Learn from a step, and keep the account."""
-        row_s = self._one_row_s(decode_rows)
-        rows_s = decode_rows * row_s
+    def observe(self, prompt_tokens: int, decode_rows: int, seconds: float, pairs: float = 0.0) -> None:
+        """Learn from a step, and keep the account. `pairs`: see `costs.pairs`."""
+        costs = self.costs
         if prompt_tokens == 0:
             if decode_rows:
-                self._row_s[decode_rows.bit_length()] = _blend(row_s, seconds / decode_rows)
+                costs.observe_rows(decode_rows, seconds)
                 self._mixed_steps = 0
         else:
             self._mixed_steps += decode_rows > 0
-            spent = max(0.0, seconds - rows_s)
-            self._saved_s -= spent
-            # A step that took less than its rows alone should have says nothing about prompt tokens.
-            if spent > row_s:
-                self._token_s = _blend(self._token_s, (spent - row_s) / prompt_tokens)
-        chunk_s = self._chunk_s(decode_rows)
-        target_s = self._share * self._inter_token_s
-        earned = chunk_s if self._crowded else max(target_s - rows_s, PROMPT_SHARE * rows_s)
-        self._saved_s = min(max(self._saved_s, 0.0) + earned, chunk_s + earned)
+            self._saved_s -= max(0.0, seconds - costs.rows_s(decode_rows))
+            costs.observe_prompts(prompt_tokens, pairs, decode_rows, seconds)
+        if self.chunk_gap_s:
+            chunk_s = self._chunk_s(decode_rows, decode_rows > 0)
+            earned = chunk_s if self._crowded else self._earned_s(costs.rows_s(decode_rows))
+            self._saved_s = min(max(self._saved_s, 0.0) + earned, chunk_s + earned)
+        if decode_rows:
+            self._check_promise(decode_rows, prompt_tokens)
 
-    def _one_row_s(self, decode_rows: int) -> float:
-        """What a row costs among so many; 0: not known."""
-        return self._row_s.get(max(decode_rows, 1).bit_length(), 0.0)
+    def take_unmet(self) -> str | None:
+        """Why the promise cannot be kept, in plain words, if that was found out; it is told once."""
+        unmet, self._unmet = self._unmet, None
+        return unmet
 
-    def _chunk_s(self, decode_rows: int) -> float:
-        gap_s = self._share * self._max_gap_s
-        if decode_rows == 0:
-            return gap_s if self._others_answer else self._prompt_only_s
-        rows_s = decode_rows * self._one_row_s(decode_rows)
-        chunk_s = self._prompt_only_s if self._crowded else min(CHUNK_SHARE * rows_s, self._prompt_only_s)
-        if self._longest_s is not None:
-            chunk_s = min(chunk_s, max(self._share * self._longest_s - rows_s, SMALL_CHUNK_SHARE * rows_s))
-        return max(gap_s - rows_s, chunk_s)
+    def _allowance(self, decode_rows: int, answering: bool) -> Allowance:
+        costs = self.costs
+        row_s = costs.row_s(decode_rows)
+        seconds = self._chunk_s(decode_rows, answering) - costs.pass_s(decode_rows)
+        most = self._max_tokens
+        if costs.token_s == 0.0:
+            # A token of a prompt costs no more than a row, and that may be all that is known.
+            known = int(min(seconds / row_s, FIRST_CHUNK)) if answering and row_s else FIRST_CHUNK
+            most = min(most, max(known, SMALLEST_CHUNK))
+        return Allowance(costs, seconds, most)
 
+    def _chunk_s(self, decode_rows: int, answering: bool) -> float:
+        """What prompts may take of the next step."""
+        answering = answering or self._others_answer
+        if not answering:
+            return self._prompt_only_s
+        rows_s = self.costs.rows_s(decode_rows)
+        room_s = self._longest_s / (1 + self.costs.margin) - rows_s
+        if not self._crowded or decode_rows == 0:
+            chunk_gap_s = self._share * self.chunk_gap_s
+            wanted_s = max(chunk_gap_s - rows_s, CHUNK_SHARE * rows_s) if chunk_gap_s else self._earned_s(rows_s)
+            room_s = min(room_s, wanted_s)
+        return max(room_s, LEAST_SHARE * rows_s)
 
-def _blend(old: float, new: float) -> float:
-    return new if old == 0.0 else old + WEIGHT * (new - old)
+    @property
+    def _longest_s(self) -> float:
+        return self._share * self.max_gap_s - self.costs.host_s
+
+    def _earned_s(self, rows_s: float) -> float:
+        """What prompts get of a step on average, while few of them wait."""
+        return max(self._share * self._inter_token_s - rows_s, PROMPT_SHARE * rows_s)
+
+    def _check_promise(self, rows: int, prompt_tokens: int) -> None:
+        if self._told:
+            return
+        costs = self.costs
+        rows_s = costs.rows_s(rows)
+        least_s = rows_s + costs.pass_s(rows) + SMALLEST_CHUNK * costs.token_s if prompt_tokens else rows_s
+        self._unmet_steps = self._unmet_steps + 1 if least_s > self._longest_s else 0
+        if self._unmet_steps >= UNMET_STEPS:
+            self._told = True
+            self._unmet = self._why_unmet(rows, rows_s, least_s)
+
+    def _why_unmet(self, rows: int, rows_s: float, least_s: float) -> str:
+        part = f" (of which this model has {self._share:.0%})" if self._share < 1 else ""
+        answers = "one answer alone takes" if rows == 1 else f"{rows} answers at once take"
+        beside = ""
+        if rows_s <= self._longest_s:
+            beside = f", and {least_s * 1e3:.0f} ms with {SMALLEST_CHUNK} tokens of a prompt beside that"
+        return (
+            f"scheduler.max_gap_ms is {self.max_gap_s * 1e3:g}{part}, which cannot be kept: "
+            f"{answers} {rows_s * 1e3:.0f} ms for the next token{beside}, "
+            f"and {self.costs.host_s * 1e3:.0f} ms pass between two steps. Gaps are as short as that permits; "
+            "a lower scheduler.max_running or a smaller model makes them shorter"
+        )

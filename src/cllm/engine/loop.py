@@ -236,7 +236,10 @@ class Engine:
         # Who waits for the disk, or for memory of other models, with nobody else to compute for, needs no turns until
         # there is an answer: that wakes the engine.
         kv = scheduler.kv
-        return self._stepper.advance() or not (kv.loading or kv.awaits_memory)
+        advanced = self._stepper.advance()
+        if (unmet := scheduler.budget.take_unmet()) is not None:
+            log.warning("%s", unmet)
+        return advanced or not (kv.loading or kv.awaits_memory)
 
     def _rebuild(self, cause: BackendError) -> None:
         """Last resort: a new context. What ran is recomputed from its tokens."""

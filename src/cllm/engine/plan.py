@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from cllm.backends.base import Chunk
+from cllm.engine.costs import pairs
 from cllm.engine.request import Sequence
 
 _PROMISED = array("i", [0])
@@ -18,6 +19,8 @@ class Plan:
     sequences: list[Sequence] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     prompt_tokens: int = 0
+    pairs: float = 0.0
+    """What these look back at: `costs.pairs`."""
     decode_rows: int = 0
     drafted: int = 0
     """Tokens behind those of the decode rows that are only drafts."""
@@ -30,6 +33,7 @@ class Plan:
         self.sequences.append(sequence)
         self.chunks.append(_chunk(sequence, end, end == len(sequence.tokens)))
         self.prompt_tokens += count
+        self.pairs += pairs(count, sequence.position)
 
     @property
     def rows(self) -> int:

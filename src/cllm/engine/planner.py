@@ -22,7 +22,7 @@ from collections.abc import Callable
 from enum import Enum
 from operator import attrgetter, itemgetter
 
-from cllm.engine.budget import StepBudget
+from cllm.engine.budget import MANY_ROWS, StepBudget
 from cllm.engine.drafting import Drafting
 from cllm.engine.faults import MAX_RECOVERIES, Faults
 from cllm.engine.plan import Plan, row_of
@@ -81,12 +81,14 @@ class Planner(Faults):
         self.kv.arrange()
         # In slot order, rows come back without a copy; where there are no slots this changes nothing.
         rows.sort(key=_BY_SLOT)
-        most, all_rows = self.budget.rows_at_once(len(rows)), len(rows)
-        if most < all_rows:
-            rows[:] = self._whose_turn(rows, most)
+        all_rows = len(rows)
+        if all_rows > MANY_ROWS:
+            most = self.budget.rows_at_once(all_rows, len({id(sequence.request) for sequence in rows}))
+            if most < all_rows:
+                rows[:] = self._whose_turn(rows, most)
         plan.chunks = [row_of(sequence) for sequence in rows]
         plan.decode_rows = len(rows)
-        if self.drafting is not None and 0 < all_rows <= most:  # a draft never makes a row wait
+        if self.drafting is not None and 0 < len(rows) == all_rows:  # a draft never makes a row wait
             self._draft(self.drafting, plan, prompts_wait=bool(prompts) or len(self.waiting) > 0)
         if prompts:
             self.plan_prompts(plan, prompts)
@@ -216,9 +218,11 @@ class Planner(Faults):
         So a short prompt passes a long one, and the long one still advances. Few chunks are better than many: the
         backend computes chunks of different lengths one after the other. Their memory was taken at admission.
         """
-        wanted = sum(sequence.remaining for sequence in prompts)
-        budget = self.budget.prompt_tokens(plan.rows, len(prompts) + len(self.waiting), wanted)
-        if budget == 0:
+        tokens_s = self.budget.costs.tokens_s
+        wanted_s = sum(tokens_s(sequence.remaining, sequence.position) for sequence in prompts)
+        answering = len(self.running) > len(prompts)  # some may be in a step under way, and so have no row in this one
+        allowance = self.budget.allowance(plan.rows, len(prompts) + len(self.waiting), wanted_s, answering)
+        if allowance is None:
             return
         rank = self.waiting.rank
         prompts.sort(key=lambda sequence: (sequence.remaining, rank(sequence)))
@@ -228,17 +232,16 @@ class Planner(Faults):
             prompts.remove(oldest)
             prompts.insert(0, oldest)
         for sequence in prompts:
-            count = min(sequence.next_chunk, budget)
+            count = allowance.take(sequence.next_chunk, sequence.position)
             if count == 0:
                 break
             plan.add_prompt(sequence, count)
-            budget -= count
 
     def _admit(self) -> None:
         """Take sequences from the queue while there is room, in order; those that better wait are passed over."""
         passed: list[Sequence] = []
         self.kv.demand = len(self.running) + len(self.waiting)
-        self.kv.token_s = self.budget.token_s
+        self.kv.token_s = self.budget.costs.token_s
         in_progress = [sequence for sequence in self.running if sequence.uncomputed > 1]
         looked_at = 0
         try:

@@ -147,6 +147,11 @@ class Sequence(KVSequence):
         return len(self.tokens) - self.num_computed - self.submitted
 
     @property
+    def position(self) -> int:
+        """Tokens that its next one looks back at."""
+        return self.num_computed + self.submitted - self.dropped
+
+    @property
     def uncomputed(self) -> int:
         """Tokens that are known and not computed yet."""
         return len(self.tokens) - self.num_computed

@@ -58,8 +58,6 @@ def forward(server: SimulatedServer, until: float) -> bool:
             steps = left
             if steps <= WORTHWHILE:
                 return False
-    if scheduler.budget.rows_at_once(len(answers)) < len(answers):
-        return False
     run = _Run(server, answers, prompts)
     run.take(steps - 1, until)
     if refusal.total and run.done:
@@ -99,17 +97,16 @@ class _Run:
                 self._full_at[step] = self._full_at.get(step, 0) + 1
 
     def take(self, steps: int, until: float) -> None:
-        """At most `steps` steps, none of which begins at `until` or later, and while every answer is in every step."""
+        """At most `steps` steps, none of which begins at `until` or later."""
         server = self._server
-        rows, rows_at_once = len(self._answers), self._server.scheduler.budget.rows_at_once
         deadline = server.scheduler.next_deadline()
         until = until if deadline is None else min(until, deadline)
         # A cache above its threshold evicts a little in every step, whether anything else happens or not.
         untidy = True
-        while self.done < steps and server.now < until and rows_at_once(rows) == rows:
+        while self.done < steps and server.now < until:
             if not (self._prompts or untidy):
                 self._glide(min(steps, self._next_due()), until)
-                if self.done == steps or server.now >= until or rows_at_once(rows) < rows:
+                if self.done == steps or server.now >= until:
                     break
             step = self.done
             if step in self._growing and not self._grow(step, self._growing.pop(step)):
@@ -133,12 +130,12 @@ class _Run:
     def _glide(self, end: int, until: float) -> None:
         """Steps up to `end` in which nothing happens but time."""
         server, rows = self._server, len(self._answers)
-        observe, rows_at_once = server.scheduler.budget.observe, server.scheduler.budget.rows_at_once
+        observe = server.scheduler.budget.observe
         fixed, context_s = server.cost.without_context(rows), server.cost.context_s
         overhead = server.cost.overhead(rows)
         context, lengthening, now = self._context, self._lengthening, server.now
         times = self._times
-        while self.done < end and now < until and rows_at_once(rows) == rows:
+        while self.done < end and now < until:
             compute = fixed + context * context_s
             now += compute + overhead
             times.append(now)
@@ -164,7 +161,7 @@ class _Run:
         compute = server.cost.compute(work)
         server.now += compute + server.move_seconds() + server.cost.overhead(chosen)
         self._times.append(server.now)
-        server.scheduler.budget.observe(prompt_tokens, rows, compute)
+        server.scheduler.budget.observe(prompt_tokens, rows, compute, 0.0 if plan is None else plan.pairs)
         server.tally.computed_tokens += prompt_tokens
         return plan if prompt_tokens else None
 

@@ -152,6 +152,7 @@ class LiveRun:
             max_gap_s=settings.gap_ms / 1000,
             prompt_only_s=settings.prefill_ms / 1000,
             max_tokens=settings.step_tokens,
+            chunk_gap_s=settings.chunk_ms / 1000,
         )
         self._scheduler = Scheduler(
             kv, budget, max_running=settings.max_running, ageing_s=settings.ageing_s, clock=clock

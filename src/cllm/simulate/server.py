@@ -48,6 +48,7 @@ class SimulatedServer:
                 max_gap_s=settings.gap_ms / 1000,
                 prompt_only_s=settings.prefill_ms / 1000,
                 max_tokens=settings.step_tokens,
+                chunk_gap_s=settings.chunk_ms / 1000,
             ),
             max_running=settings.max_running,
             ageing_s=settings.ageing_s,

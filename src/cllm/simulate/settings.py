@@ -35,7 +35,9 @@ class Settings:
     threshold: float = _DEFAULTS.kv_cache_eviction_threshold
     watermark: float = _DEFAULTS.watermark
     token_ms: float = _DEFAULTS.inter_token_target_ms
-    gap_ms: float = _DEFAULTS.max_gap_ms or _DEFAULTS.inter_token_target_ms
+    gap_ms: float = _DEFAULTS.max_gap_ms or Backend.default_gap_ms
+    chunk_ms: float = 0.0
+    """What a step with a chunk should take where small chunks cost more; 0: they do not."""
     prefill_ms: float = _DEFAULTS.prefill_target_ms
     ageing_s: float = _DEFAULTS.ageing_s
     timeout_s: float = 0.0

@@ -33,6 +33,7 @@ class LlamaCppBackend(Backend):
     name = "llama_cpp"
     layout = "slots"
     preferred_gap_ms = 250.0
+    default_gap_ms = 1000.0
     most_drafts = 32
 
     def __init__(

@@ -7,6 +7,7 @@ from cllm.bench.workloads.base import Workload
 from cllm.bench.workloads.batch import Batch
 from cllm.bench.workloads.chat import Chat
 from cllm.bench.workloads.drafts import Drafts
+from cllm.bench.workloads.gap import Gap
 from cllm.bench.workloads.generator import Generator
 from cllm.bench.workloads.hostile import Hostile
 from cllm.bench.workloads.memory import Memory
@@ -32,6 +33,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "prefix": (Prefix(),),
     "chat": (Chat(),),
     "stall": (Stall(),),
+    "gap": (Gap(),),
     "hostile": (Hostile(),),
     "mixed": (Mixed(),),
     "soak": (Soak(),),
@@ -51,9 +53,11 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "generator": (Generator(),),
 }
 
-LONG = ("soak", "aged", "window", "drafts", "hostile", "page", "memory-placement", "memory-busy", "memory-burst")
+LONG = (
+    "soak", "aged", "window", "drafts", "hostile", "gap", "page", "memory-placement", "memory-busy", "memory-burst",
+)  # fmt: skip
 """Too long for the short set."""
-ONCE = ("soak", "aged", "window", "hostile", "memory-busy", "memory-burst")
+ONCE = ("soak", "aged", "window", "hostile", "gap", "memory-busy", "memory-burst")
 """One pass is enough: it is long, or the sides take turns within it."""
 
 SHORT: tuple[Workload, ...] = (

@@ -1,0 +1,115 @@
+"""What a step takes, learnt from the steps themselves.
+
+    seconds = rows x row cost                                     the answers' next tokens
+            + pass cost + tokens x token cost + pairs x pair cost if there are prompts
+
+A pair is a token of a prompt and one that it looks back at: far into a long prompt a token costs more. Rows together
+cost less than each alone, so the row cost is kept apart for 1, 2-3, 4-7, 8-15 … rows, each measured in steps without
+prompts. The pass cost is what prompts add however short they are, where a backend reads its weights once more for them;
+in a step that has no rows at all, a row's cost counts for that.
+
+All costs follow the machine: up quickly, down slowly, since a step that is too long is worse than one too short. What
+is still missed is made up for by `margin`: how far steps went beyond what was foreseen, on average, times so much that
+one in a hundred goes beyond that.
+"""
+
+from __future__ import annotations
+
+PAIRS = 4096.0
+PASS = 4.0
+"""So many pairs, or a quarter of a pass, cost about as much as a token: counted so, all are learnt equally fast."""
+
+ROW_WEIGHT = 0.3
+SLOWER_WEIGHT = 0.5
+FASTER_WEIGHT = 0.2
+HOST_WEIGHT = 0.1
+
+OVERRUN_WEIGHT = 0.05
+OVERRUN_MOST = 1.0
+"""One step that was held up, however long, is not to make the next hundred short."""
+MARGIN_OVERRUNS = 10.0
+"""With errors of 2 to 10 %, spread normally, about one step in a hundred then goes beyond what it was planned for."""
+
+LEAST_MARGIN = 0.06
+
+
+class StepCosts:
+    def __init__(self) -> None:
+        self.token_s = 0.0
+        """What a token of a prompt costs at its beginning; 0: not known yet."""
+        self.host_s = 0.0
+        """What passes between two steps: tokens are chosen and sent, the next step is planned."""
+        self._pairs_s = 0.0
+        self._pass_s = 0.0
+        self._row_s: dict[int, float] = {}
+        self._overrun = 0.0
+
+    @property
+    def margin(self) -> float:
+        """So much longer than foreseen, as a share, is a step that is to be reckoned with."""
+        return max(LEAST_MARGIN, MARGIN_OVERRUNS * self._overrun)
+
+    def knows_rows(self, rows: int) -> bool:
+        return rows.bit_length() in self._row_s
+
+    def row_s(self, rows: int) -> float:
+        """What a row costs among so many; 0: not known."""
+        return self._row_s.get(max(rows, 1).bit_length(), 0.0)
+
+    def rows_s(self, rows: int) -> float:
+        return rows * self.row_s(rows)
+
+    def cheapest_row_s(self, rows: int) -> float:
+        """What one costs at least, among so many or fewer; 0: not known."""
+        return min((seconds for size, seconds in self._row_s.items() if size <= rows.bit_length()), default=0.0)
+
+    def tokens_s(self, tokens: int, position: int) -> float:
+        """What `tokens` of a prompt cost of which so many are computed."""
+        return tokens * self.token_s + pairs(tokens, position) / PAIRS * self._pairs_s
+
+    def tokens_within(self, seconds: float, position: int) -> float:
+        """How many tokens of such a prompt fit into the time, once a token's cost is known."""
+        each = self.token_s + position / PAIRS * self._pairs_s
+        # Those looked back at grow with the chunk itself, by half of it on average.
+        return seconds / (each + max(seconds, 0.0) / each / 2 / PAIRS * self._pairs_s)
+
+    def pass_s(self, rows: int) -> float:
+        """What prompts add to a step of so many rows before their first token."""
+        return PASS * self._pass_s + (0.0 if rows else self.row_s(1))
+
+    def observe_host(self, seconds: float) -> None:
+        self.host_s += HOST_WEIGHT * (seconds - self.host_s)
+
+    def observe_rows(self, rows: int, seconds: float) -> None:
+        """A step without prompts."""
+        each, size = seconds / rows, rows.bit_length()
+        known = self._row_s.get(size, each)
+        self._row_s[size] = known + ROW_WEIGHT * (each - known)
+
+    def observe_prompts(self, tokens: int, pair_count: float, rows: int, seconds: float) -> None:
+        """A step with prompts, and with so many rows beside them."""
+        others_s = self.rows_s(rows) + (0.0 if rows else self.row_s(1))
+        looked_back = pair_count / PAIRS
+        foreseen = PASS * self._pass_s + tokens * self.token_s + looked_back * self._pairs_s
+        measured = seconds - others_s
+        if self.token_s == 0.0:
+            self.token_s = max(measured, 0.0) / tokens
+            return
+        if rows:
+            overrun = min(max(seconds / (others_s + foreseen) - 1.0, 0.0), OVERRUN_MOST)
+            self._overrun += OVERRUN_WEIGHT * (overrun - self._overrun)
+        # A step that took less than its rows alone should have says nothing about prompt tokens.
+        if measured <= 0.0:
+            return
+        error = measured - foreseen
+        weight = SLOWER_WEIGHT if error > 0 else FASTER_WEIGHT
+        # All costs change by what brings this step's error down, each as far as it has a part in the step.
+        change = weight * error / (PASS * PASS + tokens * tokens + looked_back * looked_back)
+        self._pass_s = max(self._pass_s + change * PASS, 0.0)
+        self.token_s = max(self.token_s + change * tokens, self.token_s / 2)
+        self._pairs_s = max(self._pairs_s + change * looked_back, 0.0)
+
+
+def pairs(tokens: int, position: int) -> float:
+    """How many tokens those of a chunk look back at, all together."""
+    return tokens * (position + tokens / 2)
