@@ -1,15 +1,15 @@
 """Every type of weights, packed: how far the native engine is from the truth, beside how far llama.cpp is.
 
-The truth is the file's weights as `gguf` dequantises them, in a plain forward pass of float64. Whoever rounds activations
-to 8 bits is some way from it, and llama.cpp's own distance on the same file says how far is fair: ours may be 1.3 times
-that. Distances are RMS of the logits' differences over the logits' standard deviation.
+The truth is the file's weights as `gguf` dequantises them, in a plain forward pass of float64. Whoever rounds
+activations to 8 bits is some way from it, and llama.cpp's own distance on the same file says how far is fair: ours may
+be 1.3 times that. Distances are RMS of the logits' differences over the logits' standard deviation.
 
 `test_mistakes_of_packing_are_seen` shows that this is narrow enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +126,31 @@ def test_a_type_is_as_near_to_the_truth_as_llama_cpp(name: str, shape: Shape, tm
         # Few rows are computed in another way than many. It must not be seen.
         one_by_one = np.stack([rig.step(Part([token], at, table))[0] for at, token in enumerate(tokens)])
         assert np.array_equal(one_by_one, logits), instruction_set
+
+
+def neighbours(values: Doubles, block: int) -> Doubles:
+    """Blocks in the place of their neighbours."""
+    rows, columns = values.shape
+    return values.reshape(rows, columns // (2 * block), 2, block)[:, :, ::-1].reshape(rows, columns)
+
+
+MISTAKES: dict[str, Callable[[Doubles, int], Doubles]] = {
+    "the last row is the one before": lambda values, block: values[[*range(len(values) - 1), len(values) - 2]],
+    "blocks of neighbours": neighbours,
+    "middles are off by a tenth of a deviation": lambda values, block: values + 0.1 * values.std(),
+    "scales are off by a tenth": lambda values, block: 1.1 * values,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("name", ["q4_0", "q8_0", *SUPER_BLOCKS])
+def test_mistakes_of_packing_are_seen(name: str, mistake: str, tmp_path: Path) -> None:
+    """Each in one matrix alone: the head, where every one of them can happen."""
+    file = make(tmp_path, name, WHOLE)
+    weights = read_weights(file)
+    tokens = random_tokens(WHOLE.n_vocab, TOKENS, seed=3)
+    truth, peer = forward(weights, WHOLE, tokens), llama_logits(file, tokens)
+    head = weights["token_embd.weight"]
+    block = min(BLOCK_TYPES[name].weights, 32)
+    spoiled = forward({**weights, "token_embd.weight": MISTAKES[mistake](head, block)}, WHOLE, tokens)
+    assert distance(spoiled, truth) > FAIR * distance(peer, truth) + NEAR_NOTHING

@@ -16,12 +16,14 @@ from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 
 INTERRUPTED = 130
+SLOW = "generic"
 
 Model = Annotated[str, typer.Option(help="A known name, a .gguf file or hf:org/repo/file.gguf.")]
 Text = Annotated[Path | None, typer.Option(help="A text file in UTF-8. [default: one of ours, 17 kB]")]
 Threads = Annotated[int | None, typer.Option(min=1, help="[default: those that `cllm serve` takes]")]
 InstructionSet = Annotated[
-    list[str] | None, typer.Option(help="cLLM's; may be repeated. [default: all that this CPU has]")
+    list[str] | None,
+    typer.Option(help=f"cLLM's; may be repeated. [default: all that this CPU has but {SLOW}, which takes long]"),
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: to see that it runs, not for figures.")]
@@ -45,7 +47,7 @@ def truth(
     from cllm.bench.truth import results
     from cllm.bench.truth.measure import measure
 
-    sets = instruction_set or instruction_sets()
+    sets = instruction_set or [name for name in instruction_sets() if name != SLOW] or [SLOW]
     if unknown := set(sets) - set(instruction_sets()):
         raise BenchError(
             f"--instruction-set is {', '.join(sorted(unknown))}; this CPU has {', '.join(instruction_sets())}"

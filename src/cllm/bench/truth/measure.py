@@ -21,6 +21,8 @@ from cllm.models.gguf import GGUFModel
 TRUTH = "float32"
 LLAMA = "llama.cpp"
 PADDING = 256
+_SCALED = 32
+"""Numbers that share a scale in a quantised type."""
 
 Say = Callable[[str], None]
 Rows = Callable[[Sequence[int]], Iterator[tuple[int, Floats]]]
@@ -76,12 +78,16 @@ def measure(
     """An interrupt ends it early."""
     say("loading the weights as float32")
     truth = Reference(model, threads=threads)
+    kv_types = CPU_KV_TYPES
     left_out: dict[str, str] = {}
+    if model.shape.head_dim_k % _SCALED or model.shape.head_dim_v % _SCALED:
+        kv_types = kv_types[:1]
+        left_out["quantised K/V"] = f"heads of {model.shape.head_dim_k} are no multiple of {_SCALED}"
     longest = max(map(len, texts))
     with ExitStack() as open_sides:
-        sides = _native(model, instruction_sets, threads)
+        sides = _native(model, kv_types, instruction_sets, threads)
         try:
-            sides += _llama(model, longest, threads, open_sides)
+            sides += _llama(model, kv_types, longest, threads, open_sides)
         except CLLMError as error:
             left_out[LLAMA] = str(error)
         found = Measured(
@@ -107,11 +113,11 @@ def _compare(rows: Rows, tokens: Sequence[int], expected: Floats, distance: Comp
             distance.add(log_softmax(logits[:count]), expected[begin : begin + count], following)
 
 
-def _native(model: GGUFModel, instruction_sets: Sequence[str], threads: int) -> list[Side]:
+def _native(model: GGUFModel, kv_types: Sequence[str], instruction_sets: Sequence[str], threads: int) -> list[Side]:
     sides = []
     for name in instruction_sets:
         engine = load_engine(model, threads=threads, instruction_set=name)
-        for kv_type in CPU_KV_TYPES:
+        for kv_type in kv_types:
             rows = _native_rows(engine, model.shape.n_vocab, kv_type)
             sides.append(Side("native", engine.instruction_set, kv_type, rows))
     return sides
@@ -125,10 +131,10 @@ def _native_rows(engine: Engine, n_vocab: int, kv_type: str) -> Rows:
     return rows
 
 
-def _llama(model: GGUFModel, longest: int, threads: int, stack: ExitStack) -> list[Side]:
+def _llama(model: GGUFModel, kv_types: Sequence[str], longest: int, threads: int, stack: ExitStack) -> list[Side]:
     sides = []
     context = -(-longest // PADDING) * PADDING
-    for flash, kv_type in ((False, "f16"), *((True, kv_type) for kv_type in CPU_KV_TYPES)):
+    for flash, kv_type in ((False, "f16"), *((True, kv_type) for kv_type in kv_types)):
         llama = stack.enter_context(
             LlamaReference(model.path, context=context, threads=threads, kv_type=kv_type, flash=flash)
         )
