@@ -68,7 +68,7 @@ def test_the_command_holds_every_side_against_the_truth(tmp_path: Path) -> None:
     assert all(0 < divergence < 0.1 for divergence in sides.values())
     assert sides["native", "generic", "q4_0"] > 2 * sides["native", "generic", "f16"]
     assert saved["truth"]["perplexity"] == pytest.approx(saved["sides"][0]["perplexity"], rel=0.02)
-    assert "do not count" in result.output and "| native |" in result.output.replace("  ", "")
+    assert "do not count" in result.output and "mean KL" in result.output
 
 
 def test_heads_that_no_quantised_type_fits_are_measured_with_f16_alone(tmp_path: Path) -> None:

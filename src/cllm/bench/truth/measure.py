@@ -78,7 +78,7 @@ def measure(
     """An interrupt ends it early."""
     say("loading the weights as float32")
     truth = Reference(model, threads=threads)
-    kv_types = CPU_KV_TYPES
+    kv_types: Sequence[str] = CPU_KV_TYPES
     left_out: dict[str, str] = {}
     if model.shape.head_dim_k % _SCALED or model.shape.head_dim_v % _SCALED:
         kv_types = kv_types[:1]
