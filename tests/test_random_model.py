@@ -81,7 +81,8 @@ def test_a_file_is_written_once_with_progress_and_under_its_name_only_when_it_is
     lines: list[str] = []
     file = random_file("tiny", "q4_0", lines.append)
     assert lines[-1].startswith("writing random tiny q4_0: 100% of") and list(cache.iterdir()) == [file]
-    assert random_file("tiny", "q4_0", lines.append) == file and len(lines) == 8 * 7 + 1
+    assert 5 <= len(lines) <= 10
+    assert random_file("tiny", "q4_0", lambda line: pytest.fail(line)) == file
 
     def fail(*_: object) -> Path:
         raise OSError(28, "No space left on device")

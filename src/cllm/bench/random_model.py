@@ -73,8 +73,9 @@ def write(target: Path, shape: Shape, mix: Mix, name: str, say: Say = lambda lin
         for piece in matrix.pieces():
             out.write(piece.data)
         writer.write_padding(out, matrix.bytes)
-        written += matrix.bytes
-        say(f"writing {name}: {written / total:.0%} of {mib(total)}")
+        before, written = written, written + matrix.bytes
+        if 10 * before // total != 10 * written // total:
+            say(f"writing {name}: {written / total:.0%} of {mib(total)}")
     writer.close()
     return target
 
