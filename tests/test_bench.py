@@ -345,7 +345,7 @@ async def test_the_watcher_sees_the_process_and_the_cache() -> None:
 
 def test_commands_workloads_and_peers_belong_together() -> None:
     names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    assert names == {*WORKLOADS, "all", "kernels", "kv_types"}
+    assert names == {*WORKLOADS, "all", "kernels", "kv_types", "truth"}
     assert {workload.name for workload in SHORT} == set(WORKLOADS) - set(LONG)
     for name, workloads in WORKLOADS.items():
         for workload in workloads:

@@ -22,29 +22,32 @@ from cllm.bench.http import BenchError
 from cllm.bench.kernels import cli, run, table
 from cllm.bench.kernels.processes import EngineProcess
 from cllm.bench.kernels.run import KernelBench, Options, macs_per_token, weight_bytes_per_token
+from cllm.bench.kernels.shapes import SHAPES, Shape
 from cllm.bench.kernels.streams import draw_tokens, fill, step_times, tokens_per_s
 from cllm.bench.kernels.table import INT8, MACHINE, MODEL_READ, Line, Measured, make_lines, make_notes, save
 from cllm.bench.kernels.worker import serve
 from cllm.bench.kernels.works import (
+    ANY_MODEL,
     BEST,
     BEST_UNIFIED,
-    COMPARISONS,
     FIRST_TOKEN,
     GENAI,
     HELD,
     MANY,
     MANY_SHORT,
     MEMORY,
+    ONE_BRIEF,
     ONE_LONG,
     ONE_SHORT,
     OURS,
     PREFILL,
+    PREFILL_ONCE,
+    ROWS,
     SAME,
     SAME_UNIFIED,
-    SECTIONS,
-    WORKS,
+    SMOLLM2,
+    Plan,
     Work,
-    peers_of,
 )
 from cllm.models.gguf import GGUFModel
 from native_kit import write_model
@@ -77,6 +80,9 @@ class Recorder:
     def decode(self, tokens: array[int], position: int) -> None:
         self.calls.append(("decode", len(tokens), position))
 
+    def advance(self, tokens: array[int], position: int) -> None:
+        self.calls.append(("advance", len(tokens), position))
+
     def rewind(self, position: int) -> None:
         self.calls.append(("rewind", position))
 
@@ -87,6 +93,14 @@ def test_a_decode_pass_goes_on_from_the_context_and_leaves_the_streams_as_they_w
     warm_up = [("decode", 3, 20), ("rewind", 20)]
     assert streams.calls == [*warm_up, *(("decode", 3, 20 + step) for step in range(5)), ("rewind", 20)]
     assert len(times) == 5 and all(time >= 0 for time in times)
+
+
+def test_a_pass_of_several_tokens_a_step_goes_on_by_as_many() -> None:
+    streams = Recorder()
+    work = Work("r", "r", streams=1, context=20, steps=3, rows=8)
+    assert len(step_times(streams, work, 500)) == 3
+    assert streams.calls[2:] == [*(("advance", 8, 20 + 8 * step) for step in range(3)), ("rewind", 20)]
+    assert work.tokens == 24 and work.room == 20 + 24 + 1
 
 
 def test_a_prompt_pass_computes_the_whole_prompt_each_round() -> None:
@@ -111,10 +125,10 @@ def test_tokens_are_the_same_for_every_engine_and_in_the_vocabulary(count: int, 
 
 
 def test_quick_work_is_small_but_of_the_same_kind() -> None:
-    for work in WORKS:
+    for work in (*SMOLLM2.works, *ANY_MODEL.works):
         quick = work.quick()
         assert (quick.key, quick.streams, bool(quick.steps)) == (work.key, work.streams, bool(work.steps))
-        assert quick.tokens <= 4 * 64
+        assert quick.tokens <= 4 * max(64, work.rows * work.streams)
 
 
 # --- the engines ---
@@ -188,7 +202,7 @@ def test_the_native_engine_does_all_kinds_of_work(tiny: Path) -> None:
     engine = NativeContender(model=str(tiny), threads=2, instruction_set="generic")
     assert engine.describe()["instruction_set"] == "generic"
     assert engine.first_token()["seconds"] > 0
-    for work in (SMALL, replace(SMALL, steps=0, streams=1)):
+    for work in (SMALL, replace(SMALL, steps=0, streams=1), replace(SMALL, rows=8, streams=1)):
         assert engine.speed(asdict(work), {})["tokens_per_s"] > 0
     slow_down = engine.slow_down(asdict(SMALL), {}, held=64)
     assert min(slow_down.values()) > 0
@@ -207,8 +221,8 @@ def test_llama_cpp_does_all_kinds_of_work(tiny: Path) -> None:
     for peer in (SAME, SAME_UNIFIED):
         for variant in peer.variants:
             assert engine.speed(asdict(SMALL), variant)["tokens_per_s"] > 0
-    prompt = Work("prompt", "prompt", streams=1, context=60)
-    assert engine.speed(asdict(prompt), SAME.variants[0])["tokens_per_s"] > 0
+    for work in (Work("prompt", "prompt", streams=1, context=60), replace(SMALL, rows=8, streams=1)):
+        assert engine.speed(asdict(work), SAME.variants[0])["tokens_per_s"] > 0
     assert engine.forget() == {}
     slow_down = engine.slow_down(asdict(replace(SMALL, streams=1)), SAME_UNIFIED.variants[0], held=64)
     assert min(slow_down.values()) > 0
@@ -343,7 +357,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[FakeP
 
 
 def options(model: Path, **changes: Any) -> Options:
-    return replace(Options(model, threads=2, repeats=3, sections=frozenset(SECTIONS)), **changes)
+    return replace(Options(model, threads=2, repeats=3, sections=frozenset(SMOLLM2.sections)), **changes)
 
 
 def measure(model: Path, **changes: Any) -> Measured:
@@ -354,10 +368,10 @@ def measure(model: Path, **changes: Any) -> Measured:
 
 def test_a_run_measures_everything_and_closes_what_it_started(tiny: Path, fake: type[FakeProcess]) -> None:
     measured = measure(tiny, profile=True)
-    for comparison in COMPARISONS:
+    for comparison in SMOLLM2.comparisons:
         for who in (OURS, comparison.peer.label):
             assert len(measured.of(comparison.work.key, who)) == 3
-    assert set(measured.profiles) == {work.label for work in WORKS}
+    assert set(measured.profiles) == {work.label for work in SMOLLM2.works}
     assert measured.of(FIRST_TOKEN, OURS) == {0: 0.5, 1: 0.5, 2: 0.5}
     assert measured.of(MEMORY, OURS) == {0: pytest.approx(50.0)}
     assert measured.of(HELD.key, OURS)[0] == pytest.approx(5.0)
@@ -404,6 +418,16 @@ def test_engines_and_sections_that_were_not_asked_for_stay_out(tiny: Path, fake:
     assert {what for what, _ in measured.values if ":" not in what} == {ONE_SHORT.key}
 
 
+def test_another_model_does_little_work_on_the_same_file(tiny: Path, fake: type[FakeProcess]) -> None:
+    measured = measure(tiny, plan=ANY_MODEL, sections=frozenset(ANY_MODEL.sections))
+    assert {name for name, _, _ in fake.asked} == {"native:tiny.gguf", "llama:tiny.gguf"}
+    for work in ANY_MODEL.works:
+        assert [len(measured.of(work.key, who)) for who in (OURS, SAME.label)] == [3, 3]
+    lines = {(line.row.figure.key, line.against): line for line in make_lines(measured)}
+    assert lines[ONE_BRIEF.key, SAME.label].outcome == lines[PREFILL_ONCE.key, SAME.label].outcome == "met"
+    assert (MEMORY, None) not in lines and not any(key == HELD.key for key, _ in lines)
+
+
 def test_what_a_token_takes_follows_from_the_shape(tiny: Path, tmp_path: Path) -> None:
     model = GGUFModel.open(tiny)
     layers = [
@@ -423,8 +447,10 @@ def line_of(measured: Measured, key: str, against: str | None = None) -> Line:
     return next(line for line in make_lines(measured) if (line.row.figure.key, line.against) == (key, against))
 
 
-def measured_with(values: Mapping[tuple[str, str], list[float]], macs: float = 1.0, weights: float = 1.0) -> Measured:
-    measured = Measured(macs, weights)
+def measured_with(
+    values: Mapping[tuple[str, str], list[float]], macs: float = 1.0, weights: float = 1.0, plan: Plan = SMOLLM2
+) -> Measured:
+    measured = Measured(plan, macs, weights, file_bytes=1000.0)
     for (what, who), each in values.items():
         for repeat, value in enumerate(each):
             measured.add(what, who, repeat, value)
@@ -457,10 +483,10 @@ def test_speeds_are_judged_by_how_many_times_the_peers_they_are(work: Work, peer
 
 def test_every_peer_of_a_work_has_a_line_and_those_for_information_no_verdict() -> None:
     lines = make_lines(measured_with({}))
-    for comparison in COMPARISONS:
+    for comparison in SMOLLM2.comparisons:
         line = next(x for x in lines if (x.row.figure.key, x.against) == (comparison.work.key, comparison.peer.label))
         assert line.outcome == ("not measured" if comparison.times else "")
-    assert [peer.label for peer in peers_of(HELD)] == [SAME_UNIFIED.label]
+    assert [peer.label for peer in SMOLLM2.peers_of(HELD)] == [SAME_UNIFIED.label]
 
 
 @pytest.mark.parametrize(
@@ -470,6 +496,25 @@ def test_every_peer_of_a_work_has_a_line_and_those_for_information_no_verdict() 
 def test_our_own_bounds(key: str, within: float, beyond: float) -> None:
     assert line_of(measured_with({(key, OURS): [within]}), key).outcome == "met"
     assert line_of(measured_with({(key, OURS): [beyond]}), key).outcome == "not met"
+
+
+def test_a_step_of_several_tokens_is_judged_by_a_step_of_one() -> None:
+    """100 steps of 1 token a second, and 80 of 8."""
+    values = {(ONE_BRIEF.key, OURS): [100.0], (ROWS.key, OURS): [640.0]}
+    values |= {(ONE_BRIEF.key, SAME.label): [100.0], (ROWS.key, SAME.label): [200.0]}
+    measured = measured_with(values, plan=ANY_MODEL)
+    ours, theirs = line_of(measured, "rows-over-one"), line_of(measured, "rows-over-one", SAME.label)
+    assert ours.row.ours is not None and ours.row.ours.median == pytest.approx(1.25) and ours.outcome == "met"
+    assert theirs.beside.value is not None and theirs.beside.value.median == pytest.approx(4.0)
+    assert theirs.outcome == ""
+
+
+@pytest.mark.parametrize(("packed", "outcome"), [(1030, "met"), (1031, "not met")])
+def test_packed_weights_are_held_against_the_file(packed: int, outcome: str) -> None:
+    measured = measured_with({}, plan=ANY_MODEL)
+    assert line_of(measured, "packed-over-file").outcome == "not measured"
+    measured.facts[OURS] = {"weight_bytes": packed}
+    assert line_of(measured, "packed-over-file").outcome == outcome
 
 
 speeds = st.lists(st.tuples(st.floats(1, 1e4), st.floats(1e9, 1e12)), min_size=1, max_size=5)
@@ -511,7 +556,7 @@ def test_the_table_and_the_file_hold_every_line(tmp_path: Path) -> None:
     table.print_lines(console, lines, make_notes(measured))
     table.print_profiles(console, {"prefill": {"matmul": 0.003, "norm": 0.001}})
     text = console.export_text()
-    assert all(work.label in text for work in WORKS)
+    assert all(work.label in text for work in SMOLLM2.works)
     assert "110" in text and "75.0%" in text
     save(tmp_path / "deep" / "k.json", {"threads": 2}, {"cpu": "x"}, measured)
     content = json.loads((tmp_path / "deep" / "k.json").read_text())
@@ -534,9 +579,25 @@ def test_the_command_prints_and_writes(tiny: Path, fake: type[FakeProcess], tmp_
     result = invoke("--model", str(tiny), "--quick", "--json", str(file), "--only", "prefill", "--against", "llama")
     assert result.exit_code == 0, result.output
     assert PREFILL.label in result.output and MANY.label not in result.output
+    assert str(tiny) in result.output
     assert json.loads(file.read_text())["settings"]["only"] == ["prefill"]
     asked = [arguments["work"] for _, do, arguments in fake.asked if do == "speed"]
     assert asked and all(work["context"] == 64 for work in asked)
+
+
+def test_the_command_writes_the_file_of_a_shape_and_measures_it(
+    fake: type[FakeProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path))
+    tiny = Shape(n_layers=2, n_embd=256, n_heads=4, n_kv_heads=2, head_dim=64, n_ff=256, n_vocab=320)
+    monkeypatch.setitem(SHAPES, "tiny", tiny)
+    file = tmp_path / "k.json"
+    result = invoke("--shape", "tiny", "--type", "q5_k_m", "--quick", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    (written,) = (tmp_path / "bench").iterdir()
+    saved = json.loads(file.read_text())["settings"]
+    assert (saved["shape"], saved["type"], saved["file"]) == ("tiny", "q5_k_m", str(written))
+    assert {name for name, _, _ in fake.asked} == {f"native:{written.name}", f"llama:{written.name}"}
 
 
 def test_the_command_fails_if_work_does(tiny: Path, fake: type[FakeProcess]) -> None:

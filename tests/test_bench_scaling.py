@@ -18,7 +18,7 @@ from cllm.bench.http import BenchError
 from cllm.bench.kernels import cli
 from cllm.bench.kernels.scaling_plot import check, draw
 from cllm.bench.kernels.scaling_report import Scaling, load, notes, save, table
-from cllm.bench.kernels.shapes import SHAPES, Shape, random_engine
+from cllm.bench.kernels.shapes import MIXES, SHAPES, Shape, random_engine, weight_bytes
 from cllm.bench.kernels.works import MANY, ONE_MIDDLE, PREFILL, SCALING_WORKS, SOME, parse_threads, usual_counts
 from cllm.machine import Cpus, Room
 from native_kit import write_model
@@ -61,13 +61,14 @@ def test_the_usual_counts(usable: int, counts: list[int], monkeypatch: pytest.Mo
 
 
 def test_a_random_engine_has_the_size_its_shape_says() -> None:
-    engine = random_engine(TINY, 1, "generic")
-    assert engine.weight_bytes == TINY.weight_bytes
+    engine = random_engine(TINY, MIXES["q8_0"], 1, "generic")
+    vectors = 4 * TINY.n_embd * (2 * TINY.n_layers + 1)
+    assert engine.weight_bytes == pytest.approx(weight_bytes(TINY, MIXES["q8_0"]) + vectors, rel=0.03)
     layer = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 128
     assert TINY.macs_per_token == 2 * layer
 
 
-@pytest.mark.parametrize(("name", "billions"), [("135M", 0.134), ("1B", 1.236), ("8B", 7.505)])
+@pytest.mark.parametrize(("name", "billions"), [("135M", 0.134), ("1B", 1.236), ("3B", 3.213), ("8B", 7.505)])
 def test_the_shapes_are_those_of_the_models(name: str, billions: float) -> None:
     """Without a head of its own, which the real 8B has."""
     shape = SHAPES[name]
@@ -78,7 +79,7 @@ def test_the_shapes_are_those_of_the_models(name: str, billions: float) -> None:
 
 
 def measured(counts: tuple[int, ...] = (1, 2), repeats: int = 2, **changes: Any) -> Scaling:
-    subject = scaling.random_subject("tiny", "generic")
+    subject = scaling.random_subject("tiny", "q4_0", "generic")
     works = [work.quick() for work in (PREFILL, ONE_MIDDLE, SOME, MANY)]
     return scaling.measure(subject, works, counts, repeats=repeats, limit_s=0.01, **changes)
 
@@ -95,7 +96,7 @@ def test_every_count_does_every_work_in_every_repeat(tiny: None, monkeypatch: py
         assert set(found.shares[threads]) == {PREFILL.key, ONE_MIDDLE.key}
     order = [int(line.split(": ")[1].split()[0]) for line in lines]
     assert order == [1, 2, 3, 2, 3, 1]
-    assert found.instruction_set == "generic" and found.weight_bytes == TINY.weight_bytes
+    assert found.instruction_set == "generic" and found.weight_bytes > 0
 
 
 def test_shares_are_of_the_limit_in_the_same_turn(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,7 @@ def test_shares_are_of_the_limit_in_the_same_turn(tiny: None, monkeypatch: pytes
     for turn, (int8, read) in enumerate([(1e9, 1e8), (2e9, 4e8)]):
         prefill, one = found.speeds[1][PREFILL.key][turn], found.speeds[1][ONE_MIDDLE.key][turn]
         assert found.shares[1][PREFILL.key][turn] == pytest.approx(prefill * TINY.macs_per_token / int8)
-        assert found.shares[1][ONE_MIDDLE.key][turn] == pytest.approx(one * TINY.weight_bytes / read)
+        assert found.shares[1][ONE_MIDDLE.key][turn] == pytest.approx(one * weight_bytes(TINY, MIXES["q4_0"]) / read)
 
 
 def test_an_interrupt_keeps_what_was_measured(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +130,9 @@ def test_a_shape_that_does_not_fit_is_refused_before_it_is_built(monkeypatch: py
     room = Room("the container's memory limit", 1 << 30, 1 << 29, hard=True)
     monkeypatch.setattr(scaling, "read_rooms", lambda: [room])
     with pytest.raises(
-        BenchError, match=r"8B takes 4,\d+ MiB, more than the 512 MiB that the container's memory limit"
+        BenchError, match=r"8B as q8_0 takes 7,\d+ MiB, more than the 512 MiB that the container's memory limit"
     ):
-        scaling.random_subject("8B", "auto")
+        scaling.random_subject("8B", "q8_0", "auto")
 
 
 # --- what is printed and written ---
@@ -217,9 +218,11 @@ def invoke(*arguments: str) -> Any:
 def test_cllm_bench_kernels_with_a_shape(tiny: None, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file, plot = tmp_path / "s.json", tmp_path / "s.png"
-    result = invoke("--threads", "1,2", "--shape", "tiny", "--quick", "--json", str(file), "--plot", str(plot))
+    result = invoke(
+        "--threads", "1,2", "--shape", "tiny", "--type", "q5_1", "--quick", "--json", str(file), "--plot", str(plot)
+    )
     assert result.exit_code == 0, result.output
-    assert "tiny Q4_0, random" in result.output and "(default)" in result.output
+    assert "tiny q5_1, random" in result.output and "(default)" in result.output
     assert "do not count" in result.output
     (saved,) = load(file)
     assert {1, 2} <= set(saved.speeds) and saved.works == [work.key for work in SCALING_WORKS]
@@ -240,7 +243,11 @@ def test_cllm_bench_kernels_with_a_model(tmp_path: Path) -> None:
         (("--threads", "1,x"), "--threads is '1,x'"),
         (("--threads", "1,2", "--against", "llama"), "--against"),
         (("--threads", "1,2", "--profile"), "--profile"),
-        (("--shape", "7B"), "--shape is '7B'; it must be one of 135M, 1B, 8B"),
+        (("--shape", "7B"), "--shape is '7B'; it must be one of 135M, 1B, 3B, 8B"),
+        (("--shape", "1B", "--type", "q2"), "--type is 'q2'; it must be one of q4_0,"),
+        (("--type", "q4_0"), "--type goes with --shape"),
+        (("--shape", "1B", "--model", "smollm2"), "--shape and --model"),
+        (("--shape", "1B", "--shape", "3B"), "several --shape need several"),
         (("--threads", "1,2", "--only", "memory"), "--only is memory; by threads"),
         (("--threads", "2", "--plot", "x.png"), "--plot needs several"),
     ],
@@ -267,4 +274,4 @@ def test_the_module_runs_on_a_bare_machine(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "| 32 streams, context 512 |" in ran.stdout
-    assert load(file)[0].name == "tiny Q4_0, random"
+    assert load(file)[0].name == "tiny q4_k_m, random"

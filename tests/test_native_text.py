@@ -20,10 +20,10 @@ import pytest
 from cllm.bench.kv_types.cli import LONGEST, TEXT
 from cllm.bench.kv_types.measure import REFERENCE, Pair, compare_on
 from cllm.bench.kv_types.quality import Comparison, log_softmax, logits_in_turn, parts_of
+from cllm.bench.truth.llama import LlamaReference
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from cllm.text.tokenizer import Tokenizer, load_tokenizer
-from llama_reference import LlamaReference
 from step_kit import Rig
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]

@@ -5,6 +5,8 @@ peers/         the engines we compare with, and their best settings
 runners/       programs that run in a process of their own: servers of peers, a fake one, the bare library
 kernels/       the engine without a server
 drafts/        texts that repeat themselves, and some that do not
+random_model.py  GGUF files of real shapes with random weights (random_blocks.py)
+truth/         the distance to the same weights in float32, ours and llama.cpp's
 kv_types/      quality, speed and bytes of every pair of K and V types
 client.py      a light streaming client: asks, and writes down when text arrived (http.py, sse.py, load.py)
 servers.py     starts and stops what is measured, one at a time

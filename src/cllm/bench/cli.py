@@ -25,6 +25,7 @@ from cllm.bench.measures import Targets
 from cllm.bench.report import Report, print_machine
 from cllm.bench.run import make_setup, run_all, tune_peers
 from cllm.bench.sizes import describe, last, resize
+from cllm.bench.truth.cli import truth
 from cllm.bench.workloads import LONG, ONCE, SHORT, WORKLOADS
 from cllm.bench.workloads.base import Setup, Workload
 from cllm.config import load_config, parse_assignment
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 app.command()(kernels)
 app.command()(kv_types)
+app.command()(truth)
 
 _PEERS_HELP = "A peer: llama-server, openvino, llama-cpp-python, the address of a server, or none. May be repeated."
 
@@ -246,5 +248,6 @@ def _help(workloads: Sequence[Workload]) -> str:
 for _name, _workloads in WORKLOADS.items():
     _add_command(_name, _help(_workloads))
 _add_command(
-    "all", f"The short set: every workload but {', '.join(LONG)}, kernels and kv-types, once, in less than ten minutes."
+    "all",
+    f"The short set: every workload but {', '.join(LONG)}, kernels, kv-types and truth, once, in under ten minutes.",
 )

@@ -36,6 +36,7 @@ class BlockStreams:
         placed = np.random.default_rng(streams).permutation(used + others).astype(np.int32)
         self._tables = placed[:used].reshape(streams, per_stream)
         self._others = placed[used:]
+        self._n_vocab = n_vocab
         self._logits = np.empty((streams, n_vocab), np.float32)
         self.tokens_used = used * BLOCK
 
@@ -48,6 +49,17 @@ class BlockStreams:
     def decode(self, tokens: Tokens[int], position: int) -> None:
         """Fewer tokens than there are streams: the first ones."""
         self._step(tokens, self._tables[: len(tokens)], position, 1)
+
+    def advance(self, tokens: Tokens[int], position: int) -> None:
+        """As chunks of one token each: a step writes all K/V of a layer before it attends to them."""
+        count = len(tokens)
+        if len(self._logits) < count:
+            self._logits = np.empty((count, self._n_vocab), np.float32)
+        chunks = np.empty((count, 6), np.int32)
+        chunks[:] = (1, 0, 1, -(-(position + count) // BLOCK), 0, 0)
+        chunks[:, 1] = np.arange(position, position + count)
+        table = np.tile(self._tables[0, : chunks[0, 3]], count)
+        self._engine.step(np.frombuffer(tokens, np.int32), chunks, table, self._logits[:count])
 
     def rewind(self, position: int) -> None:
         """What lies behind is written over."""

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from cllm.bench.http import BenchError
 from cllm.bench.kernels.run import KernelBench, Options
-from cllm.bench.kernels.shapes import SHAPES
+from cllm.bench.kernels.shapes import DEFAULT_MIX, MIXES, SHAPES, pick
 from cllm.bench.kernels.table import make_lines, make_notes, print_lines, print_profiles, save
-from cllm.bench.kernels.works import SECTIONS, SOME, parse_threads
+from cllm.bench.kernels.works import ANY_MODEL, SECTIONS, SMOLLM2, SOME, Plan, parse_threads
 from cllm.bench.machine import describe_machine
 from cllm.bench.report import print_machine
 from cllm.machine import default_threads, read_cpus
 from cllm.models.registry import resolve
 
+DEFAULT_MODEL = "smollm2"
 INTERRUPTED = 130
 WIDTH = 170
 """Of the table where it goes to a file."""
@@ -37,8 +39,12 @@ Only = Annotated[
     typer.Option(help=f"Only this; may be repeated. One of {', '.join(SECTIONS)}; by threads also {SOME.key}."),
 ]
 Against = Annotated[str, typer.Option(help=f"The peers: {', '.join(PEERS)}.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Passes of each side, in turn.")]
-Model = Annotated[str, typer.Option(help="A known name, a .gguf file or hf:org/repo/file.gguf.")]
+Repeats = Annotated[
+    int | None, typer.Option(min=1, help=f"Passes of each side, in turn. [default: {SMOLLM2.repeats}, or fewer]")
+]
+Model = Annotated[
+    str | None, typer.Option(help=f"A known name, a .gguf file or hf:org/repo/file.gguf. [default: {DEFAULT_MODEL}]")
+]
 Threads = Annotated[
     str | None,
     typer.Option(
@@ -49,80 +55,172 @@ Threads = Annotated[
 ShapeName = Annotated[
     list[str] | None,
     typer.Option(
-        "--shape", help=f"By threads, random weights instead of a model; may be repeated. One of {', '.join(SHAPES)}."
+        "--shape",
+        help=f"Random weights instead of a model: {', '.join(SHAPES)}. With several --threads it may be repeated.",
     ),
 ]
+Type = Annotated[str | None, typer.Option(help=f"Of --shape: {', '.join(MIXES)}. [default: {DEFAULT_MIX}]")]
 PlotFile = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE", help="By threads: draw it as .png, .svg or .pdf.")
 ]
-InstructionSet = Annotated[str, typer.Option(help="cLLM's: auto, avx512, avx2 or generic.")]
+InstructionSet = Annotated[str, typer.Option(help="cLLM's: auto or one that `backend.native.instruction_set` names.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: to see that it runs, not for figures.")]
 Profile = Annotated[bool, typer.Option("--profile", help="Also where the time of a pass goes.")]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the user wants."""
+
+    only: Sequence[str]
+    against: str
+    repeats: int | None
+    model: str | None
+    threads: Sequence[int]
+    shapes: Sequence[str]
+    type: str | None
+    instruction_set: str
+    json: Path | None
+    plot: Path | None
+    quick: bool
+    profile: bool
+
+    @property
+    def by_threads(self) -> bool:
+        return len(self.threads) > 1
+
+    @property
+    def plan(self) -> Plan:
+        """The default model has one of its own; any work may be asked for by name."""
+        own = not self.shapes and self.model in (None, DEFAULT_MODEL)
+        plan, other = (SMOLLM2, ANY_MODEL) if own else (ANY_MODEL, SMOLLM2)
+        return plan if set(self.only) <= set(plan.sections) else other
+
+
 def kernels(
     only: Only = None,
     against: Against = "all",
-    repeats: Repeats = 5,
-    model: Model = "smollm2",
+    repeats: Repeats = None,
+    model: Model = None,
     threads: Threads = None,
     shape: ShapeName = None,
+    type: Type = None,
     instruction_set: InstructionSet = "auto",
     json: Json = None,
     plot: PlotFile = None,
     quick: Quick = False,
     profile: Profile = False,
 ) -> None:
-    """The engine without a server: its speed beside other engines and beside the machine's limits."""
-    if against not in PEERS:
-        raise BenchError(f"--against is {against!r}; it must be one of {', '.join(PEERS)}")
-    counts = parse_threads(threads) if threads is not None else []
-    if shape or len(counts) > 1:
-        if against not in ("all", "none") or profile:
-            raise BenchError("--against and --profile do not go with --shape or several numbers of --threads")
-        from cllm.bench.kernels.scaling import Request, run  # needs the extension
+    """The engine without a server: its speed beside other engines and beside the machine's limits.
 
-        raise typer.Exit(
-            run(Request(counts, shape or (), model, only or (), repeats, instruction_set, quick, json, plot))
-        )
-    if plot is not None:
+    The default model in full; of any other model, or random weights of a real shape, the main figures beside llama.cpp
+    on the same file. Several numbers of --threads: cLLM alone with each of them.
+    """
+    counts = parse_threads(threads) if threads is not None else []
+    asked = Asked(
+        *(only or (), against, repeats, model, counts, shape or (), type, instruction_set, json, plot, quick, profile)
+    )
+    _check(asked)
+    raise typer.Exit(_by_threads(asked) if asked.by_threads else _beside_peers(asked))
+
+
+def _check(asked: Asked) -> None:
+    if asked.against not in PEERS:
+        raise BenchError(f"--against is {asked.against!r}; it must be one of {', '.join(PEERS)}")
+    for name in asked.shapes:
+        pick(name, asked.type or DEFAULT_MIX)
+    if asked.shapes and asked.model is not None:
+        raise BenchError("--shape and --model do not go together: give one of them")
+    if asked.type is not None and not asked.shapes:
+        raise BenchError(f"--type goes with --shape, such as --shape 1B --type {asked.type}")
+    if asked.by_threads:
+        if asked.against not in ("all", "none") or asked.profile:
+            raise BenchError("--against and --profile do not go with several numbers of --threads")
+    elif asked.plot is not None:
         raise BenchError("--plot needs several numbers of --threads, such as 1,2,4")
-    if unknown := set(only or ()) - set(SECTIONS):
-        raise BenchError(f"--only is {', '.join(sorted(unknown))}; it must be one of {', '.join(SECTIONS)}")
+    elif len(asked.shapes) > 1:
+        raise BenchError("several --shape need several numbers of --threads; beside peers, give one at a time")
+    elif unknown := set(asked.only) - set(asked.plan.sections):
+        raise BenchError(f"--only is {', '.join(sorted(unknown))}; it must be one of {', '.join(asked.plan.sections)}")
+
+
+def _by_threads(asked: Asked) -> int:
+    from cllm.bench.kernels.scaling import Request, run  # needs the extension
+
+    request = Request(
+        threads=asked.threads,
+        shapes=asked.shapes,
+        type=asked.type or DEFAULT_MIX,
+        model=asked.model or DEFAULT_MODEL,
+        only=asked.only,
+        repeats=asked.repeats or SMOLLM2.repeats,
+        instruction_set=asked.instruction_set,
+        quick=asked.quick,
+        json=asked.json,
+        plot=asked.plot,
+    )
+    return run(request)
+
+
+def _beside_peers(asked: Asked) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
     machine = describe_machine()
     print_machine(console, machine)
     with _progress(console) as progress:
-        options = Options(
-            model=resolve(model),
-            threads=counts[0] if counts else default_threads(read_cpus()).count,
-            repeats=1 if quick else repeats,
-            instruction_set=instruction_set,
-            engines=PEERS[against],
-            sections=frozenset(only or SECTIONS),
-            quick=quick,
-            profile=profile,
-            progress=progress,
-        )
-        bench = KernelBench(options)
+        file = _file(asked, progress)
+        bench = KernelBench(_options(asked, file, progress))
         interrupted = not _finished(bench)
     measured = bench.measured
-    lines = [line for line in make_lines(measured) if not only or line.measured]
-    print_lines(console, lines, make_notes(measured))
+    lines = [line for line in make_lines(measured) if not asked.only or line.measured]
+    print_lines(console, lines, [f"model: {file}", *make_notes(measured)])
     print_profiles(console, measured.profiles)
-    if quick:
+    if asked.quick:
         console.print("small sizes: the outcomes above do not count")
-    if json is not None:
-        settings = {"model": model, "threads": options.threads, "repeats": options.repeats, "against": against}
-        settings |= {"instruction_set": instruction_set, "only": only, "quick": quick}
-        save(json, settings, machine, measured)
+    if asked.json is not None:
+        save(asked.json, _settings(asked, file, bench.options), machine, measured)
     if interrupted:
         Console(stderr=True).print("interrupted: what was measured until then stands above")
-    if interrupted or measured.failures:
-        raise typer.Exit(INTERRUPTED if interrupted else 1)
+    return INTERRUPTED if interrupted else 1 if measured.failures else 0
+
+
+def _file(asked: Asked, progress: Callable[[str], None]) -> Path:
+    if not asked.shapes:
+        return resolve(asked.model or DEFAULT_MODEL)
+    from cllm.bench.random_model import random_file
+
+    return random_file(asked.shapes[0], asked.type or DEFAULT_MIX, progress)
+
+
+def _options(asked: Asked, file: Path, progress: Callable[[str], None]) -> Options:
+    plan = asked.plan
+    return Options(
+        model=file,
+        threads=asked.threads[0] if asked.threads else default_threads(read_cpus()).count,
+        repeats=1 if asked.quick else asked.repeats or plan.repeats,
+        plan=plan,
+        instruction_set=asked.instruction_set,
+        engines=PEERS[asked.against],
+        sections=frozenset(asked.only or plan.sections),
+        quick=asked.quick,
+        profile=asked.profile,
+        progress=progress,
+    )
+
+
+def _settings(asked: Asked, file: Path, options: Options) -> dict[str, Any]:
+    """What was asked for, for whoever reads the figures later."""
+    shape = {"shape": asked.shapes[0], "type": asked.type or DEFAULT_MIX} if asked.shapes else {}
+    model = {"model": asked.model or (None if asked.shapes else DEFAULT_MODEL), "file": str(file)}
+    rest = {"threads": options.threads, "repeats": options.repeats, "against": asked.against}
+    return {
+        **(model | shape | rest),
+        "instruction_set": asked.instruction_set,
+        "only": list(asked.only) or None,
+        "quick": asked.quick,
+    }
 
 
 def _finished(bench: KernelBench) -> bool:

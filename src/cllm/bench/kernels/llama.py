@@ -46,6 +46,9 @@ class SequenceStreams:
     def decode(self, tokens: Tokens[int], position: int) -> None:
         self._context.decode([Chunk(tokens[slot : slot + 1], position, True, slot) for slot in self._slots])
 
+    def advance(self, tokens: Tokens[int], position: int) -> None:
+        self._context.decode([Chunk(tokens[i : i + 1], position + i, True, 0) for i in range(len(tokens))])
+
     def rewind(self, position: int) -> None:
         for slot in self._slots:
             self._ops.remove(slot, position)
@@ -107,9 +110,11 @@ class LlamaContender:
         key = (work, unified, flash)
         if key not in self._contexts:
             room = -(-work.room // PADDING) * PADDING
-            context = self._open(work.streams * room, work.streams, unified=unified, flash=flash)
+            sequences = max(work.streams, work.rows)  # as many rows of logits as a context has sequences
+            context = self._open(sequences * room, sequences, unified=unified, flash=flash)
             streams = SequenceStreams(context, work.streams)
-            fill(streams, work, self._n_vocab)
+            if work.steps:
+                fill(streams, work, self._n_vocab)
             self._contexts[key] = (context, streams)
         return self._contexts[key][1]
 

@@ -96,6 +96,7 @@ class NativeContender:
         """Filled streams; those of the work before are given up."""
         if self._filled is None or self._filled[0] != work:
             streams = BlockStreams(self._engine, self._n_vocab, work.streams, work.room)
-            fill(streams, work, self._n_vocab)
+            if work.steps:
+                fill(streams, work, self._n_vocab)
             self._filled = (work, streams)
         return self._filled[1]

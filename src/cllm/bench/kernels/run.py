@@ -22,10 +22,10 @@ from cllm.bench.kernels.works import (
     ONE_SHORT,
     OURS,
     PREFILL,
-    WORKS,
+    SMOLLM2,
     Peer,
+    Plan,
     Work,
-    peers_of,
 )
 from cllm.bench.machine import busy_percent
 from cllm.errors import CLLMError
@@ -51,11 +51,12 @@ class Options:
     model: Path
     threads: int
     repeats: int
+    plan: Plan = SMOLLM2
     instruction_set: str = "auto"
     engines: frozenset[str] = frozenset({"llama", "genai"})
     """Those of the peers that take part."""
     sections: frozenset[str] = frozenset()
-    """What is measured: keys of works.SECTIONS."""
+    """What is measured: some of the plan's."""
     quick: bool = False
     profile: bool = False
     progress: Callable[[str], None] = lambda line: None
@@ -68,7 +69,12 @@ def weight_bytes_per_token(model: GGUFModel) -> float:
     """Bytes of weights, as the file stores them, that a decoded token reads: not those of a separate embedding."""
     tensors = model.tensors
     unread = tensors["token_embd.weight"].size if "output.weight" in tensors else 0
-    return float(sum(tensor.size for tensor in tensors.values()) - unread)
+    return weight_bytes(model) - unread
+
+
+def weight_bytes(model: GGUFModel) -> float:
+    """As the file stores them."""
+    return float(sum(tensor.size for tensor in model.tensors.values()))
 
 
 def macs_per_token(model: GGUFModel) -> float:
@@ -84,17 +90,19 @@ class KernelBench:
     """One run. Processes are started when they are first needed and stay until the end; idle ones sleep."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        self.options = options
         self._processes: dict[tuple[str, bool], EngineProcess] = {}
         self._lost: set[tuple[str, bool]] = set()
         model = GGUFModel.open(options.model)
-        self.measured = Measured(macs_per_token(model), weight_bytes_per_token(model))
+        self.measured = Measured(
+            options.plan, macs_per_token(model), weight_bytes_per_token(model), file_bytes=weight_bytes(model)
+        )
 
     def run(self) -> None:
-        wanted = self._options.sections
+        wanted = self.options.sections
         try:
             self.measured.facts[OURS] = self._process(OURS_PROCESS).facts
-            for work in WORKS:
+            for work in self.options.plan.works:
                 if work.key in wanted:
                     self._try(work.label, partial(self._speeds, work))
             if HELD.key in wanted:
@@ -109,9 +117,9 @@ class KernelBench:
 
     def _speeds(self, work: Work) -> None:
         """Tokens a second of everybody in turn; the order changes with the repeat, so that drift hits all alike."""
-        peers = self._available(peers_of(work))
+        peers = self._available(self.options.plan.peers_of(work))
         variants = {peer.label: self._tune(work, peer) for peer in peers}
-        limits = [MACHINE] if work in (PREFILL, ONE_SHORT) else []
+        limits = [MACHINE] if work.key in (PREFILL.key, ONE_SHORT.key) else []
         for repeat, who in self._turns([OURS, *(peer.label for peer in peers), *limits]):
             self._progress(work, who, repeat)
             if who == MACHINE:
@@ -121,7 +129,7 @@ class KernelBench:
             else:
                 peer = next(peer for peer in peers if peer.label == who)
                 self.measured.add(work.key, who, repeat, self._speed(peer.process, work, variants[who]))
-        if self._options.profile:
+        if self.options.profile:
             ours = self._process(OURS_PROCESS)
             self.measured.profiles[work.label] = ours.ask("profile", work=self._sent(work))
         for key in {OURS_PROCESS, *(peer.process for peer in peers)}:
@@ -133,22 +141,22 @@ class KernelBench:
         if len(peer.variants) > 1:
             speeds = []
             for variant in peer.variants:
-                self._options.progress(f"{work.label}: {peer.label}, which settings are best")
+                self.options.progress(f"{work.label}: {peer.label}, which settings are best")
                 speeds.append(self._speed(peer.process, work, variant))
             best = peer.variants[speeds.index(max(speeds))]
         self.measured.variants[f"{peer.label}, {work.label}"] = best
         return best
 
     def _limits(self, work: Work, repeat: int) -> None:
-        seconds = QUICK_LIMIT_S if self._options.quick else LIMIT_S
+        seconds = QUICK_LIMIT_S if self.options.quick else LIMIT_S
         limits = self._process(OURS_PROCESS).ask("limits", seconds=seconds)
         for name, what in LIMIT_NAMES.items():
             self.measured.add(f"{work.key}: {what}", MACHINE, repeat, limits[name])
 
     def _slow_downs(self) -> None:
-        peers = self._available(peers_of(HELD))
+        peers = self._available(self.options.plan.peers_of(HELD))
         by_label = {peer.label: peer for peer in peers}
-        held = QUICK_HELD_TOKENS if self._options.quick else HELD_TOKENS
+        held = QUICK_HELD_TOKENS if self.options.quick else HELD_TOKENS
         for repeat, who in self._turns([OURS, *by_label]):
             self._progress(HELD, who, repeat)
             process = OURS_PROCESS if who == OURS else by_label[who].process
@@ -157,8 +165,8 @@ class KernelBench:
             self.measured.add(HELD.key, who, repeat, 100 * (times["beside_s"] / times["alone_s"] - 1))
 
     def _first_tokens(self) -> None:
-        for repeat in range(self._options.repeats):
-            self._options.progress(f"load to first token, {repeat + 1} of {self._options.repeats}")
+        for repeat in range(self.options.repeats):
+            self.options.progress(f"load to first token, {repeat + 1} of {self.options.repeats}")
             start = perf_counter()
             with EngineProcess("native", self._settings(OURS_PROCESS)) as process:
                 seconds = process.ask("first_token")["seconds"]
@@ -179,13 +187,13 @@ class KernelBench:
         return float(answer["tokens_per_s"])
 
     def _sent(self, work: Work) -> dict[str, Any]:
-        return asdict(self._options.sized(work))
+        return asdict(self.options.sized(work))
 
     def _turns(self, everybody: Sequence[str]) -> list[tuple[int, str]]:
         self.measured.busy_percent = max(self.measured.busy_percent, busy_percent())
         return [
             (repeat, everybody[(index + repeat) % len(everybody)])
-            for repeat in range(self._options.repeats)
+            for repeat in range(self.options.repeats)
             for index in range(len(everybody))
         ]
 
@@ -193,7 +201,7 @@ class KernelBench:
         """Those that take part and start. One that does not is left out, and the notes say why."""
         found = []
         for peer in peers:
-            if peer.engine not in self._options.engines or peer.process in self._lost:
+            if peer.engine not in self.options.engines or peer.process in self._lost:
                 continue
             try:
                 self.measured.facts[peer.label] = self._process(peer.process).facts
@@ -205,29 +213,29 @@ class KernelBench:
 
     def _process(self, key: tuple[str, bool]) -> EngineProcess:
         if key not in self._processes:
-            self._options.progress(f"starting {key[0]}")
+            self.options.progress(f"starting {key[0]}")
             self._processes[key] = EngineProcess(key[0], self._settings(key))
         return self._processes[key]
 
     def _settings(self, key: tuple[str, bool]) -> dict[str, Any]:
         engine, requantised = key
-        model = self._requantised() if requantised else self._options.model
-        settings: dict[str, Any] = {"model": str(model), "threads": self._options.threads}
-        return settings | {"instruction_set": self._options.instruction_set} if engine == "native" else settings
+        model = self._requantised() if requantised else self.options.model
+        settings: dict[str, Any] = {"model": str(model), "threads": self.options.threads}
+        return settings | {"instruction_set": self.options.instruction_set} if engine == "native" else settings
 
     def _requantised(self) -> Path:
         """The model as Q4_0, made once and kept."""
-        model = self._options.model
+        model = self.options.model
         target = cache_dir() / "bench" / f"{model.stem}.as-Q4_0.gguf"
         if not target.is_file() or target.stat().st_mtime < model.stat().st_mtime:
             from cllm.bench.kernels.llama import requantise
 
-            self._options.progress("making the Q4_0 file for llama.cpp")
-            requantise(model, target, self._options.threads)
+            self.options.progress("making the Q4_0 file for llama.cpp")
+            requantise(model, target, self.options.threads)
         return target
 
     def _progress(self, work: Work, who: str, repeat: int) -> None:
-        self._options.progress(f"{work.label}: {who}, {repeat + 1} of {self._options.repeats}")
+        self.options.progress(f"{work.label}: {who}, {repeat + 1} of {self.options.repeats}")
 
     def _try(self, what: str, measure: Callable[[], None]) -> None:
         try:

@@ -26,7 +26,7 @@ from cllm.bench.kernels.blocks import BlockStreams
 from cllm.bench.kernels.scaling_plot import check as check_plot
 from cllm.bench.kernels.scaling_plot import draw
 from cllm.bench.kernels.scaling_report import Scaling, load, save, table
-from cllm.bench.kernels.shapes import SHAPES, Shape, random_engine
+from cllm.bench.kernels.shapes import DEFAULT_MIX, MIXES, SHAPES, pick, random_engine, weight_bytes
 from cllm.bench.kernels.streams import fill, tokens_per_s
 from cllm.bench.kernels.works import SCALING_WORKS, Work, parse_threads, usual_counts
 from cllm.bench.machine import busy_percent
@@ -50,18 +50,17 @@ class Subject:
     n_vocab: int
     macs_per_token: float
     read_per_token: float
-    """Bytes of packed weights."""
+    """Bytes of weights: of a file packed, of random ones as a file would store them."""
 
 
-def random_subject(name: str, instruction_set: str) -> Subject:
-    if name not in SHAPES:
-        raise BenchError(f"--shape is {name!r}; it must be one of {', '.join(SHAPES)}")
-    shape: Shape = SHAPES[name]
+def random_subject(name: str, type_name: str, instruction_set: str) -> Subject:
+    shape, mix = pick(name, type_name)
+    size = weight_bytes(shape, mix)
     room = tightest(read_rooms())
-    if shape.weight_bytes > room.free:
-        raise BenchError(f"{name} takes {mib(shape.weight_bytes)}, more than {room}; take a smaller shape")
-    build = partial(random_engine, shape, instruction_set=instruction_set)
-    return Subject(f"{name} Q4_0, random", build, shape.n_vocab, shape.macs_per_token, shape.weight_bytes)
+    if size > room.free:
+        raise BenchError(f"{name} as {type_name} takes {mib(size)}, more than {room}; take a smaller shape")
+    build = partial(random_engine, shape, mix, instruction_set=instruction_set)
+    return Subject(f"{name} {type_name}, random", build, shape.n_vocab, shape.macs_per_token, size)
 
 
 def file_subject(name: str, instruction_set: str) -> Subject:
@@ -158,6 +157,8 @@ class Request:
     """None: powers of two."""
     shapes: Sequence[str] = ()
     """None: the model."""
+    type: str = DEFAULT_MIX
+    """Of the shapes."""
     model: str = ""
     only: Sequence[str] = ()
     repeats: int = 3
@@ -173,7 +174,7 @@ def run(request: Request) -> int:
         check_plot(request.plot)
     works = choose_works(request.only, request.quick)
     if request.shapes:
-        subjects = [random_subject(name, request.instruction_set) for name in request.shapes]
+        subjects = [random_subject(name, request.type, request.instruction_set) for name in request.shapes]
     else:
         subjects = [file_subject(request.model, request.instruction_set)]
     results: list[Scaling] = []
@@ -213,6 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         request = Request(
             threads=parse_threads(asked.threads) if asked.threads else (),
             shapes=asked.shape.split(","),
+            type=asked.type,
             only=asked.only.split(",") if asked.only else (),
             repeats=asked.repeats,
             instruction_set=asked.instruction_set,
@@ -230,6 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cllm.bench.kernels.scaling", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--shape", default="135M", help=f"one or several of {', '.join(SHAPES)}, with commas between")
+    parser.add_argument("--type", default=DEFAULT_MIX, help=f"one of {', '.join(MIXES)}")
     parser.add_argument("--threads", help="such as 1,2,4,8,16; the default number is added")
     parser.add_argument("--only", help=f"some of {','.join(work.key for work in SCALING_WORKS)}")
     parser.add_argument("--repeats", type=int, default=3)

@@ -27,6 +27,9 @@ class Streams(Protocol):
     def decode(self, tokens: Tokens[int], position: int) -> None:
         """One token of every stream at `position`, each to its logits."""
 
+    def advance(self, tokens: Tokens[int], position: int) -> None:
+        """Several tokens of the first stream from `position` on, each to its logits."""
+
     def rewind(self, position: int) -> None:
         """Forget what the streams hold from `position` on."""
 
@@ -52,13 +55,15 @@ def tokens_per_s(streams: Streams, work: Work, n_vocab: int) -> float:
 
 def step_times(streams: Streams, work: Work, n_vocab: int) -> list[float]:
     """Seconds of each decode step, one after another from the work's context on."""
-    tokens = [draw_tokens(work.streams, f"{work.key} {step}", n_vocab) for step in range(work.steps)]
-    streams.decode(tokens[0], work.context)  # threads awake, buffers there
+    count = work.streams * work.rows
+    tokens = [draw_tokens(count, f"{work.key} {step}", n_vocab) for step in range(work.steps)]
+    step_on = streams.decode if work.rows == 1 else streams.advance
+    step_on(tokens[0], work.context)  # threads awake, buffers there
     streams.rewind(work.context)
     times = []
     for step in range(work.steps):
         start = perf_counter()
-        streams.decode(tokens[step], work.context + step)
+        step_on(tokens[step], work.context + step * work.rows)
         times.append(perf_counter() - start)
     streams.rewind(work.context)
     return times

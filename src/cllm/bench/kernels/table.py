@@ -15,8 +15,6 @@ from rich.table import Table
 from cllm.bench.figures import OURS as OUR_SIDE
 from cllm.bench.figures import Beside, Figure, Row, Run, Spread, own, summarise, times_the_peer
 from cllm.bench.kernels.works import (
-    COMPARISONS,
-    ELSEWHERE,
     ELSEWHERE_LABEL,
     FIRST_TOKEN,
     FIRST_TOKEN_S,
@@ -24,12 +22,15 @@ from cllm.bench.kernels.works import (
     MEMORY,
     MEMORY_OVER_MB,
     ONE_SHORT,
-    ONE_STREAM_SHARE,
     OURS,
+    PACKED_OVER_FILE,
     PREFILL,
-    PREFILL_SHARE,
+    ROWS,
+    ROWS_OVER_ONE,
     SLOW_DOWN_PERCENT,
     Comparison,
+    Plan,
+    Work,
 )
 from cllm.bench.report import number, with_unit
 
@@ -47,9 +48,12 @@ Repeats = Mapping[int, float]
 class Measured:
     """All that a run gave: values by what was measured, who did it and repeat."""
 
+    plan: Plan
     macs_per_token: float
     bytes_per_token: float
-    """Of weights that one token has to read."""
+    """Of weights that one token has to read, as the file stores them."""
+    file_bytes: float
+    """Of all weights."""
     values: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
     variants: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """The settings each peer ran a piece of work with."""
@@ -96,14 +100,23 @@ class Line:
 
 
 def make_lines(measured: Measured) -> list[Line]:
-    lines = [_compared(measured, comparison) for comparison in COMPARISONS if comparison.work is not HELD]
-    lines += [_elsewhere(measured, work.key, work.label, value) for work, value in ELSEWHERE]
+    plan = measured.plan
+    lines = [_compared(measured, comparison) for comparison in plan.comparisons if comparison.work is not HELD]
+    known = plan.elsewhere
+    lines += [_elsewhere(measured, work, known[work.key]) for work in plan.works if work.key in known]
+    if ROWS in plan.works:
+        lines.append(_rows(measured, OURS, ROWS_OVER_ONE))
+        lines += [_rows(measured, peer.label, None) for peer in plan.peers_of(ROWS)]
     lines += _limits(measured)
-    lines.append(_own(measured, FIRST_TOKEN, "load to first token, file in page cache", "s", FIRST_TOKEN_S))
-    lines.append(_own(measured, f"{FIRST_TOKEN} of process", "the same from the start of the process", "s", None))
-    lines += [_slow_down(measured, OURS, SLOW_DOWN_PERCENT)]
-    lines += [_slow_down(measured, each.peer.label, None) for each in COMPARISONS if each.work is HELD]
-    lines.append(_own(measured, MEMORY, "resident beyond weights and K/V in use", "MB", MEMORY_OVER_MB))
+    lines.append(_packed(measured))
+    if FIRST_TOKEN in plan.apart:
+        lines.append(_own(measured, FIRST_TOKEN, "load to first token, file in page cache", "s", FIRST_TOKEN_S))
+        lines.append(_own(measured, f"{FIRST_TOKEN} of process", "the same from the start of the process", "s", None))
+    if HELD.key in plan.apart:
+        lines.append(_slow_down(measured, OURS, SLOW_DOWN_PERCENT))
+        lines += [_slow_down(measured, each.peer.label, None) for each in plan.comparisons if each.work is HELD]
+    if MEMORY in plan.apart:
+        lines.append(_own(measured, MEMORY, "resident beyond weights and K/V in use", "MB", MEMORY_OVER_MB))
     return lines
 
 
@@ -114,11 +127,26 @@ def _compared(measured: Measured, comparison: Comparison) -> Line:
     return _line(figure, measured.of(work.key, OURS), peer, measured.of(work.key, peer))
 
 
-def _elsewhere(measured: Measured, key: str, label: str, value: float) -> Line:
+def _elsewhere(measured: Measured, work: Work, value: float) -> Line:
     """Against a number from another machine: it must be passed, whatever the machines are."""
-    ours = measured.of(key, OURS)
-    figure = Figure(key, label, SPEED, "higher", times_the_peer(1.0))
+    ours = measured.of(work.key, OURS)
+    figure = Figure(work.key, work.label, SPEED, "higher", times_the_peer(1.0))
     return _line(figure, ours, ELSEWHERE_LABEL, dict.fromkeys(ours or [0], value))
+
+
+def _rows(measured: Measured, who: str, bound: float | None) -> Line:
+    """How many times as long as a step of one token one of several takes. A peer's stands alone."""
+    one, more = measured.of(ONE_SHORT.key, who), measured.of(ROWS.key, who)
+    values = {repeat: ROWS.rows * one[repeat] / more[repeat] for repeat in one.keys() & more.keys()}
+    label = f"a step of {ROWS.rows} tokens of 1 stream over one of 1"
+    figure = Figure("rows-over-one", label, "x", "lower", None if bound is None else own(bound))
+    return _line(figure, values) if who == OURS else _line(figure, {}, who, values)
+
+
+def _packed(measured: Measured) -> Line:
+    packed = measured.facts.get(OURS, {}).get("weight_bytes")
+    figure = Figure("packed-over-file", "weights in memory over in the file", "x", "lower", own(PACKED_OVER_FILE))
+    return _line(figure, {} if packed is None else {0: packed / measured.file_bytes})
 
 
 def _limits(measured: Measured) -> list[Line]:
@@ -134,16 +162,16 @@ def _limits(measured: Measured) -> list[Line]:
         figure = Figure(key, label, "", "higher", None if bound is None else own(bound))
         return _line(figure, values)
 
-    prefill, one = PREFILL.key, ONE_SHORT.key
+    plan, prefill, one = measured.plan, PREFILL.key, ONE_SHORT.key
     macs, read = measured.macs_per_token, measured.bytes_per_token
     return [
         line(f"{prefill}: {INT8}", "int8 multiply-adds", "GMAC/s", 1e9),
         line(f"{prefill}: {GROUPED_INT8}", "the same, with a scale per 32 columns", "GMAC/s", 1e9),
         line(f"{one}: {READ}", "memory read, 256 MB", "GB/s", 1e9),
         line(f"{one}: {MODEL_READ}", "memory read, the weights' size", "GB/s", 1e9),
-        share("prefill-share", "prefill: share of int8", prefill, macs, f"{prefill}: {INT8}", PREFILL_SHARE),
+        share("prefill-share", "prefill: share of int8", prefill, macs, f"{prefill}: {INT8}", plan.prefill_share),
         share("grouped-share", "prefill: share with scales", prefill, macs, f"{prefill}: {GROUPED_INT8}", None),
-        share("stream-share", "1 stream: share of memory read", one, read, f"{one}: {MODEL_READ}", ONE_STREAM_SHARE),
+        share("stream-share", "1 stream: share of memory read", one, read, f"{one}: {MODEL_READ}", plan.stream_share),
     ]
 
 
@@ -214,7 +242,8 @@ def print_profiles(console: Console, profiles: Mapping[str, Mapping[str, float]]
 
 def make_notes(measured: Measured) -> list[str]:
     notes = [f"{peer}: {settings}" for peer, settings in _variant_lines(measured).items()]
-    notes.append(f"{ELSEWHERE_LABEL}: fixed numbers, two cores with AVX2 only; the machine differs")
+    if measured.plan.elsewhere:
+        notes.append(f"{ELSEWHERE_LABEL}: fixed numbers, two cores with AVX2 only; the machine differs")
     notes += [f"left out: {peer}: {reason}" for peer, reason in measured.left_out.items()]
     notes += [f"failed: {work}: {reason}" for work, reason in measured.failures.items()]
     if measured.busy_percent > 10:
@@ -256,6 +285,7 @@ def save(file: Path, settings: Mapping[str, Any], machine: Mapping[str, Any], me
         "values": values,
         "macs_per_token": measured.macs_per_token,
         "weight_bytes_per_token": measured.bytes_per_token,
+        "file_weight_bytes": measured.file_bytes,
         "facts": measured.facts,
         "profiles": measured.profiles,
         "failures": measured.failures,

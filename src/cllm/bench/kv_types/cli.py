@@ -69,13 +69,20 @@ def kv_types(
 def _subject(model: str, text: Path, threads: int, instruction_set: str, quick: bool) -> Subject:
     from cllm.backends.native.loader import load_engine
     from cllm.bench.kv_types.measure import Subject
-    from cllm.text.tokenizer import load_tokenizer
 
     file = resolve(model)
     opened = GGUFModel.open(file)
-    tokens = load_tokenizer(opened).encode(_content(text))
+    texts = read_texts(opened, text, quick)
     engine = load_engine(opened, threads=threads, instruction_set=instruction_set)
-    return Subject(file.stem, engine, opened.shape, _texts(tokens, text, opened.shape.context_length, quick))
+    return Subject(file.stem, engine, opened.shape, texts)
+
+
+def read_texts(model: GGUFModel, text: Path, quick: bool) -> list[Sequence[int]]:
+    """The text in tokens of the model, in parts that are read as one context each."""
+    from cllm.text.tokenizer import load_tokenizer
+
+    tokens = load_tokenizer(model).encode(_content(text))
+    return _texts(tokens, text, model.shape.context_length, quick)
 
 
 def _content(text: Path) -> str:
