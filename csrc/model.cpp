@@ -105,8 +105,9 @@ void Model::load_matrix(PackedMatrix& to, const std::string& what, GgmlType type
         refuse(what + " is " + std::to_string(rows) + " x " + std::to_string(cols) + ", not " +
                std::to_string(expected_rows) + " x " + std::to_string(expected_cols));
     if (to.data) refuse(what + " was loaded before");
-    PackedMatrix form = packed_form(type, rows, cols, kernels.biased);
+    PackedMatrix form = packed_form(type, rows, cols);
     uint8_t* target = shelf_.take(form.bytes());
+    const size_t row_bytes = raw_row_bytes(type, cols);
     std::atomic<bool> sound{true};
     // Each thread packs what will be its share of the product, so that it is the first to touch that memory, which the
     // system then takes from near it. A large matrix takes several turns, each for some tiles of every share, so that the
@@ -120,7 +121,7 @@ void Model::load_matrix(PackedMatrix& to, const std::string& what, GgmlType type
             for (int64_t item = first; item < last; ++item) {
                 const int64_t tile = item * turns + turn - before;
                 if (tile < 0 || tile >= tiles) continue;
-                if (!pack_tiles(type, raw, form, target, tile, tile + 1)) sound = false;
+                if (!pack_tiles(type, raw + size_t(tile) * kTileRows * row_bytes, form, target, tile, tile + 1)) sound = false;
             }
         });
     }

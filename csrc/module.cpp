@@ -205,9 +205,9 @@ std::vector<std::string> instruction_sets() {
 }
 
 // A matrix packed and unpacked again: what the kernels will take its weights for.
-nb::ndarray<nb::numpy, float, nb::ndim<2>> pack_roundtrip(int type, int64_t rows, int64_t cols, const Bytes& data, bool biased) {
+nb::ndarray<nb::numpy, float, nb::ndim<2>> pack_roundtrip(int type, int64_t rows, int64_t cols, const Bytes& data) {
     if (rows < 1 || cols < 1 || rows > (1 << 22) || cols > (1 << 22)) refuse("the matrix has an impossible size");
-    PackedMatrix form = packed_form(GgmlType(type), rows, cols, biased);
+    PackedMatrix form = packed_form(GgmlType(type), rows, cols);
     if (data.size() != raw_row_bytes(GgmlType(type), cols) * size_t(rows)) refuse("data has another size than the matrix");
     std::vector<uint8_t> packed(form.bytes());
     if (!pack_tiles(GgmlType(type), data.data(), form, packed.data(), 0, form.tiles())) refuse("values are not finite");
@@ -271,7 +271,7 @@ NB_MODULE(_native, m) {
     const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
     m.def("instruction_sets", &instruction_sets);
     m.def("end_on_bus_error", &end_on_bus_error, "line"_a, "exit_code"_a);
-    m.def("pack_roundtrip", &pack_roundtrip, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a, "biased"_a);
+    m.def("pack_roundtrip", &pack_roundtrip, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a);
     m.def("measure_limits", &limits, "instruction_set"_a, "threads"_a, "seconds"_a, "model_bytes"_a);
     m.def("measure_copy", &measure_copy, "threads"_a, "seconds"_a, "bytes"_a, no_gil);
     nb::class_<RowSampler>(m, "RowSampler")

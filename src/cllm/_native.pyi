@@ -12,7 +12,7 @@ def end_on_bus_error(line: str, exit_code: int) -> None:
     """From now on SIGBUS, which a mapped file sends when it is cut short or its disk fails, prints `line` to stderr and
     ends the process."""
 
-def pack_roundtrip(ggml_type: int, rows: int, cols: int, data: NDArray[np.uint8], biased: bool) -> NDArray[np.float32]:
+def pack_roundtrip(ggml_type: int, rows: int, cols: int, data: NDArray[np.uint8]) -> NDArray[np.float32]:
     """A matrix of GGUF's blocks, packed and unpacked again: what the kernels take its weights for. For tests.
 
     Raises ValueError for a wrong size, an unknown type, or values that are not finite.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 _F32, _Q4_0 = 0, 2
 _BLOCK, _BLOCK_BYTES = 32, 18
-_PACKED_BYTES = 20
-"""What a block of Q4_0 takes in the engine."""
 _SCALE = np.float16(0.01)
 
 
@@ -51,7 +49,7 @@ class Shape:
     def weight_bytes(self) -> int:
         """About what the engine takes for the weights."""
         weights = int(self.macs_per_token) + self.n_vocab * self.n_embd
-        return weights // _BLOCK * _PACKED_BYTES
+        return weights // _BLOCK * _BLOCK_BYTES
 
 
 SHAPES = {
