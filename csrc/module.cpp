@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -52,8 +53,10 @@ public:
     size_t weight_bytes() const { return model_.weight_bytes(); }
     size_t kv_bytes() const { return arena_->size(); }
 
-    void load(int layer, const std::string& role, int type, int64_t rows, int64_t cols, const Bytes& data) {
-        model_.load(layer, role, GgmlType(type), rows, cols, data.data(), data.size());
+    void load(int layer, const std::string& role, int type, int64_t rows, int64_t cols, const Bytes& data,
+              std::optional<int64_t> first_row) {
+        if (first_row && *first_row < 0) refuse("first_row is " + number(*first_row));
+        model_.load(layer, role, GgmlType(type), rows, cols, data.data(), data.size(), first_row.value_or(Model::kWhole));
     }
     void seal() { model_.seal(); }
 
@@ -300,7 +303,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("threads", &Engine::threads)
         .def_prop_ro("weight_bytes", &Engine::weight_bytes)
         .def_prop_ro("kv_bytes", &Engine::kv_bytes)
-        .def("load", &Engine::load, "layer"_a, "role"_a, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a, no_gil)
+        .def("load", &Engine::load, "layer"_a, "role"_a, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a,
+             "first_row"_a = nb::none(), no_gil)
         .def("seal", &Engine::seal)
         .def("allocate", &Engine::allocate, nb::kw_only(), "blocks"_a, "block_size"_a, "type_k"_a, "type_v"_a,
              "large_pages"_a = true, no_gil)
