@@ -1,4 +1,4 @@
-"""How far a model is loaded: a bar on a terminal, a line in the log now and then elsewhere; nothing if it takes a moment."""
+"""How far a model is loaded: a bar on a terminal, elsewhere a line in the log now and then; nothing if it is quick."""
 
 from __future__ import annotations
 

@@ -31,4 +31,4 @@ def _packed(info: TensorInfo) -> int:
         return 0  # vectors hardly count
     rows = -(-info.shape[1] // _TILE_ROWS) * _TILE_ROWS
     columns, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.type)]
-    return rows * (info.shape[0] // columns) * block_bytes
+    return rows * (info.shape[0] // int(columns)) * int(block_bytes)
