@@ -18,7 +18,7 @@ struct QuantRows {
     int8_t* values = nullptr;      // -127..127
     float* scales = nullptr;       // cols / 32 a row
     float* sums = nullptr;         // cols / 32 a row: scale * sum of the group's values, what a minimum is multiplied with
-    int32_t* offsets32 = nullptr;  // cols / 32 a row: -128 * sum of the group's values, what undoes `biased` weights
+    int32_t* offsets32 = nullptr;  // cols / 32 a row: -128 * sum of the group's values, what undoes a centre of 128
     int32_t* offsets16 = nullptr;  // cols / 16 a row: the same for groups of 16
 
     // The rows from `row` on, the first of a panel of `panel_rows`, as rows of their own.
@@ -47,7 +47,6 @@ struct AttendJob {
 
 struct Kernels {
     const char* name;  // "generic", "avx2", "avx512"
-    bool biased;       // how q8 weights must be packed
     int panel_rows;    // of quantised activations
 
     // --- matrix products (matmul) ---
@@ -111,8 +110,8 @@ constexpr int kWeightBlock = 256;
 constexpr int kCuts = 3;
 CLLM_INLINE int64_t weight_blocks(int64_t n) { return (n + kWeightBlock - 1) / kWeightBlock; }
 
-// Room for two tiles of nibbles, unpacked.
-CLLM_INLINE size_t matmul_scratch_bytes(int64_t cols) { return size_t(cols) * kTileRows * 2; }
+// Room for two opened tiles, each with factors of up to four bytes a column.
+CLLM_INLINE size_t matmul_scratch_bytes(int64_t cols) { return size_t(cols) * (kTileRows + 4) * 2; }
 
 const Kernels& generic_kernels();
 const Kernels* avx2_kernels();    // null where the build has none

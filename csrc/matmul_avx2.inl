@@ -1,18 +1,17 @@
 // Products with quantised weights by VPMADDUBSW: eight output rows are the lanes of a register, four columns at a time.
 //
-// Nibbles times bytes are added up in int16 over a group of 32 columns, which cannot overflow: 8 * 2 * 15 * 127 < 2^15.
-// Whole bytes would, so their products are widened at once. The integer sums are exact; the float sequence after each group
-// is the same for every number of inputs T.
+// Products of unsigned quants and inputs are added up in int16 over as many quads of columns as cannot overflow, then in
+// int32; those of signed bytes at once. The integer sums are exact; the float sequence after each group is the same for
+// every number of inputs T and of tiles R, packed or opened.
 #pragma once
 
+#include "matmul_blocks_avx2.inl"
 #include "matmul_float.inl"
-#include "matmul_job.inl"
 
 namespace cllm {
 namespace CLLM_NS {
 
 constexpr int64_t kInputBytes = 400000;  // of inputs that are gone through for one tile: they stay in the L2 cache
-constexpr int64_t kUnpackFrom = 8;       // inputs from which on it pays to unpack a tile of nibbles once into the L1 cache
 
 // The inputs of T rows of one panel.
 template <int T>
@@ -20,126 +19,136 @@ struct Inputs {
     const int8_t* values;
     const float* scales;
     const float* sums;
+    const int32_t* offsets;
 
-    CLLM_INLINE Inputs(const QuantRows& a, int64_t first_row) {
-        const int64_t groups = a.cols / 32, panel = first_row / kPanelRows;
+    CLLM_INLINE Inputs(const QuantRows& a, int64_t first_row, bool groups_of_16) {
+        const int64_t runs = a.cols / kRun, panel = first_row / kPanelRows;
         values = a.values + panel * kPanelRows * a.cols;
-        scales = a.scales + panel * kPanelRows * groups;
-        sums = a.sums + panel * kPanelRows * groups;
+        scales = a.scales + panel * kPanelRows * runs;
+        sums = a.sums + panel * kPanelRows * runs;
+        offsets = groups_of_16 ? a.offsets16 + panel * kPanelRows * runs * 2 : a.offsets32 + panel * kPanelRows * runs;
     }
     CLLM_INLINE __m256i quad(int t, int64_t at) const {
         int32_t four;
         std::memcpy(&four, values + (at * kPanelRows + t) * 4, 4);
         return _mm256_set1_epi32(four);
     }
-    CLLM_INLINE __m256 scale(int t, int64_t g) const { return _mm256_set1_ps(scales[g * kPanelRows + t]); }
-    CLLM_INLINE __m256 sum(int t, int64_t g) const { return _mm256_set1_ps(sums[g * kPanelRows + t]); }
+    CLLM_INLINE __m256 scale(int t, int64_t run) const { return _mm256_set1_ps(scales[run * kPanelRows + t]); }
+    CLLM_INLINE __m256 sum(int t, int64_t run) const { return _mm256_set1_ps(sums[run * kPanelRows + t]); }
+    // What takes the centre away from a group's sum.
+    template <int Centre>
+    CLLM_INLINE __m256i offset(int t, int64_t group) const {
+        const __m256i of_128 = _mm256_set1_epi32(offsets[group * kPanelRows + t]);
+        return _mm256_srai_epi32(of_128, Centre == 8 ? 4 : Centre == 16 ? 3 : 2);
+    }
 };
 
-CLLM_INLINE __m256 load_f16_8(const uint8_t* at) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); }
+// Quads of columns whose products fit int16 together: 2 * 127 * the largest quant each. None of signed bytes.
+CLLM_INLINE constexpr int quads_in_16_bits(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1; }
 
-// A group's integer sums of a tile, of its upper and its lower eight rows, scaled onto accumulators that live in memory.
-template <int T, bool HasMin>
-CLLM_INLINE void scale_sums(const __m256i (&sums)[2][T], const uint8_t* scales_at, const Inputs<T>& in, int64_t g,
-                            float (*acc)[kTileRows]) {
-    __m256 scale[2], minimum[2];
-    for (int half = 0; half < 2; ++half) {
-        scale[half] = load_f16_8(scales_at + half * 16);
-        minimum[half] = HasMin ? load_f16_8(scales_at + 32 + half * 16) : _mm256_setzero_ps();
-    }
-    for (int t = 0; t < T; ++t) {
-        const __m256 input_scale = in.scale(t, g), input_sum = HasMin ? in.sum(t, g) : _mm256_setzero_ps();
-        for (int half = 0; half < 2; ++half) {
-            __m256 total = _mm256_load_ps(acc[t] + half * 8);
-            if (HasMin) total = _mm256_fmadd_ps(minimum[half], input_sum, total);
-            total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[half][t]), _mm256_mul_ps(scale[half], input_scale), total);
-            _mm256_store_ps(acc[t] + half * 8, total);
-        }
-    }
-}
-
-// One line of a half tile: 8 rows x 4 columns of nibbles as bytes, for the low (0) or high (1) half of the group.
-template <bool Unpacked>
-CLLM_INLINE __m256i nibbles(const uint8_t* packed, const uint8_t* bytes, int high, int line, int half) {
-    if (Unpacked) return _mm256_load_si256((const __m256i*)(bytes + high * 256 + line * 64 + half * 32));
-    const __m256i both = _mm256_loadu_si256((const __m256i*)(packed + line * 64 + half * 32));
-    return _mm256_and_si256(high ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
-}
-
-template <int T, bool Unpacked>
-CLLM_INLINE void q4_group(const uint8_t* packed, const uint8_t* bytes, const Inputs<T>& in, int64_t g,
-                          float (*acc)[kTileRows]) {
-    __m256i sums[2][T];
-    for (int half = 0; half < 2; ++half)
-        for (int t = 0; t < T; ++t) sums[half][t] = _mm256_setzero_si256();
-#pragma GCC unroll 8
-    for (int line = 0; line < 8; ++line) {
-        const __m256i top = nibbles<Unpacked>(packed, bytes, line / 4, line % 4, 0);
-        const __m256i bottom = nibbles<Unpacked>(packed, bytes, line / 4, line % 4, 1);
+// The products of quads [Quad, Last) of a run, onto the sums in int16.
+template <int Quad, int Last, class Block, int T>
+CLLM_INLINE void add_quads(const Block& block, int run, const Inputs<T>& in, int64_t first_quad, __m256i (&pairs)[2][T]) {
+    if constexpr (Quad < Last) {
+        const __m256i top = block.template line<Quad>(run, 0), bottom = block.template line<Quad>(run, 1);
 #pragma GCC unroll 4
         for (int t = 0; t < T; ++t) {
-            const __m256i x = in.quad(t, g * 8 + line);
-            sums[0][t] = _mm256_add_epi16(sums[0][t], _mm256_maddubs_epi16(top, x));
-            sums[1][t] = _mm256_add_epi16(sums[1][t], _mm256_maddubs_epi16(bottom, x));
+            const __m256i x = in.quad(t, first_quad + Quad);
+            pairs[0][t] = _mm256_add_epi16(pairs[0][t], _mm256_maddubs_epi16(top, x));
+            pairs[1][t] = _mm256_add_epi16(pairs[1][t], _mm256_maddubs_epi16(bottom, x));
         }
+        add_quads<Quad + 1, Last>(block, run, in, first_quad, pairs);
     }
-    for (int half = 0; half < 2; ++half)
-        for (int t = 0; t < T; ++t) sums[half][t] = _mm256_madd_epi16(sums[half][t], _mm256_set1_epi16(1));
-    scale_sums<T, true>(sums, packed + 256, in, g, acc);
 }
 
 // Signed bytes: the weight's sign moves to the input, since the instruction wants one side unsigned.
-template <int T, int Group, bool HasMin>
-CLLM_INLINE void q8_group(const uint8_t* bytes, const Inputs<T>& in, int64_t g, float (*acc)[kTileRows]) {
-    constexpr int lines = Group / 4;
-    const __m256i ones = _mm256_set1_epi16(1);
-    __m256i sums[2][T];
-    for (int half = 0; half < 2; ++half)
-        for (int t = 0; t < T; ++t) sums[half][t] = _mm256_setzero_si256();
-#pragma GCC unroll 8
-    for (int line = 0; line < lines; ++line) {
-        __m256i w[2], magnitude[2];
-        for (int half = 0; half < 2; ++half) {
-            w[half] = _mm256_loadu_si256((const __m256i*)(bytes + line * 64 + half * 32));
-            magnitude[half] = _mm256_abs_epi8(w[half]);
-        }
+template <int Quad, class Block, int T>
+CLLM_INLINE void add_signed_quad(const Block& block, int run, const Inputs<T>& in, int64_t first_quad, __m256i (&sums)[2][T]) {
+    __m256i w[2], magnitude[2];
+    for (int half = 0; half < 2; ++half) {
+        w[half] = block.template line<Quad>(run, half);
+        magnitude[half] = _mm256_abs_epi8(w[half]);
+    }
 #pragma GCC unroll 4
-        for (int t = 0; t < T; ++t) {
-            const __m256i x = in.quad(t, g * lines + line);
-            for (int half = 0; half < 2; ++half) {
-                const __m256i pairs = _mm256_maddubs_epi16(magnitude[half], _mm256_sign_epi8(x, w[half]));
-                sums[half][t] = _mm256_add_epi32(sums[half][t], _mm256_madd_epi16(pairs, ones));
-            }
+    for (int t = 0; t < T; ++t) {
+        const __m256i x = in.quad(t, first_quad + Quad);
+        for (int half = 0; half < 2; ++half) {
+            const __m256i pairs = _mm256_maddubs_epi16(magnitude[half], _mm256_sign_epi8(x, w[half]));
+            sums[half][t] = _mm256_add_epi32(sums[half][t], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
         }
     }
-    scale_sums<T, HasMin>(sums, bytes + Group * kTileRows, in, g * Group / 32, acc);
 }
 
-// T inputs with R tiles, group by group, so that the memory is read in R places at once.
-template <int T, int R>
+// The products of quads [Quad, Last) of a run, onto the sums in int32.
+template <int Quad, int Last, class Block, int T>
+CLLM_INLINE void sum_quads(const Block& block, int run, const Inputs<T>& in, int64_t first_quad, __m256i (&sums)[2][T]) {
+    if constexpr (Quad < Last) {
+        constexpr int step = quads_in_16_bits(Block::layout.bits);
+        if constexpr (Block::layout.bits == 8) {
+            add_signed_quad<Quad>(block, run, in, first_quad, sums);
+        } else {
+            __m256i pairs[2][T];
+            for (int half = 0; half < 2; ++half)
+                for (int t = 0; t < T; ++t) pairs[half][t] = _mm256_setzero_si256();
+            add_quads<Quad, Quad + step>(block, run, in, first_quad, pairs);
+            for (int half = 0; half < 2; ++half)
+                for (int t = 0; t < T; ++t)
+                    sums[half][t] = _mm256_add_epi32(sums[half][t], _mm256_madd_epi16(pairs[half][t], _mm256_set1_epi16(1)));
+        }
+        sum_quads<Quad + step, Last>(block, run, in, first_quad, sums);
+    }
+}
+
+// A group's integer sums of a tile, of its upper and its lower eight rows, scaled onto accumulators that live in memory.
+template <bool HasMin, int T>
+CLLM_INLINE void scale_sums(const __m256i (&sums)[2][T], const float* factors, const Inputs<T>& in, int64_t run,
+                            float (*acc)[kTileRows]) {
+    for (int t = 0; t < T; ++t) {
+        const __m256 input_scale = in.scale(t, run), input_sum = HasMin ? in.sum(t, run) : _mm256_setzero_ps();
+        for (int half = 0; half < 2; ++half) {
+            __m256 total = _mm256_load_ps(acc[t] + half * 8);
+            if (HasMin) total = _mm256_fmadd_ps(_mm256_load_ps(factors + kTileRows + half * 8), input_sum, total);
+            const __m256 scale = _mm256_mul_ps(_mm256_load_ps(factors + half * 8), input_scale);
+            _mm256_store_ps(acc[t] + half * 8, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[half][t]), scale, total));
+        }
+    }
+}
+
+// The groups of run `run` of a block, which is run `at` of the row; from quad Quad on.
+template <int Quad, class Block, int T>
+CLLM_INLINE void add_run(const Block& block, int run, const Inputs<T>& in, int64_t at, float (*acc)[kTileRows]) {
+    if constexpr (Quad < kRunLines) {
+        constexpr Layout layout = Block::layout;
+        constexpr int quads = layout.group / 4, groups = kRun / layout.group, group = Quad / quads;
+        __m256i sums[2][T];
+        for (int t = 0; t < T; ++t) {
+            const bool centred = layout.centre > 0 && layout.bits < 8;
+            sums[0][t] = centred ? in.template offset<layout.centre>(t, at * groups + group) : _mm256_setzero_si256();
+            sums[1][t] = sums[0][t];
+        }
+        sum_quads<Quad, Quad + quads>(block, run, in, at * kRunLines, sums);
+        scale_sums<layout.has_min>(sums, block.factors(run * groups + group), in, at, acc);
+        add_run<Quad + quads>(block, run, in, at, acc);
+    }
+}
+
+// T inputs with R tiles, block by block, so that the memory is read in R places at once.
+template <class Block, int T, int R>
 static void run_tiles(const TileJob& job, int64_t row) {
     const PackedMatrix& w = job.w;
-    const uint8_t* tile = w.data + size_t(job.tile) * w.tile_bytes();
-    const int64_t groups = w.cols / w.group;
-    const Inputs<T> in(job.inputs, row);
+    const uint8_t* tile = Block::opened ? job.opened : w.tile(job.tile);
+    const size_t next_tile = Block::opened ? w.opened_bytes() : w.tile_bytes();
+    const int64_t blocks = w.cols / Block::columns;
+    const Inputs<T> in(job.inputs, row, Block::layout.group == 16);
     alignas(64) float acc[R][T][kTileRows] = {};
     // Of many rows the output is larger than the L2 cache; fetched now, it is there when the sums are.
     for (int t = 0; t < T; ++t) __builtin_prefetch(job.out + (row + t) * job.out_stride + job.tile * kTileRows, 1);
-    const auto each_group = [&](auto&& add_group) {
-        for (int64_t g = 0; g < groups; ++g)
-            for (int r = 0; r < R; ++r) add_group(tile + r * w.tile_bytes() + g * w.group_bytes(), g, acc[r]);
-    };
-    using Acc = float (*)[kTileRows];
-    if (w.packing == Packing::q4 && job.unpacked)
-        each_group([&](const uint8_t* at, int64_t g, Acc to) { q4_group<T, true>(at, job.unpacked + g * 512, in, g, to); });
-    else if (w.packing == Packing::q4)
-        each_group([&](const uint8_t* at, int64_t g, Acc to) { q4_group<T, false>(at, nullptr, in, g, to); });
-    else if (w.group == 16)
-        each_group([&](const uint8_t* at, int64_t g, Acc to) { q8_group<T, 16, false>(at, in, g, to); });
-    else if (w.has_min)
-        each_group([&](const uint8_t* at, int64_t g, Acc to) { q8_group<T, 32, true>(at, in, g, to); });
-    else
-        each_group([&](const uint8_t* at, int64_t g, Acc to) { q8_group<T, 32, false>(at, in, g, to); });
+    for (int64_t b = 0; b < blocks; ++b)
+        for (int r = 0; r < R; ++r) {
+            const Block block(tile + r * next_tile + b * Block::bytes);
+            constexpr int runs = Block::columns / kRun;
+            for (int run = 0; run < runs; ++run) add_run<0>(block, run, in, b * runs + run, acc[r]);
+        }
     for (int r = 0; r < R; ++r)
         put_results<T>(acc[r], w, job.tile + r, job.out + row * job.out_stride, job.out_stride, job.add);
 }
@@ -147,23 +156,29 @@ static void run_tiles(const TileJob& job, int64_t row) {
 // Few inputs wait for the memory, which is read faster from four places at once.
 CLLM_INLINE int64_t tiles_together(int64_t inputs) { return inputs <= 2 ? 4 : 1; }
 
-using RunTiles = void (*)(const TileJob&, int64_t);
-constexpr RunTiles kRunTiles[5][kPanelRows + 1] = {
-    {},
-    {nullptr, run_tiles<1, 1>, run_tiles<2, 1>, run_tiles<3, 1>, run_tiles<4, 1>},
-    {nullptr, run_tiles<1, 2>, run_tiles<2, 2>},
-    {},
-    {nullptr, run_tiles<1, 4>, run_tiles<2, 4>},
-};
+// Inputs from which on it pays to open a tile.
+CLLM_INLINE int64_t opens_from(Packing) { return 8; }
 
-static void unpack_nibbles(const uint8_t* tile, int64_t groups, uint8_t* bytes) {
-    const __m256i nibble = _mm256_set1_epi8(15);
-    for (int64_t g = 0; g < groups; ++g)
-        for (int at = 0; at < 256; at += 32) {
-            const __m256i both = _mm256_loadu_si256((const __m256i*)(tile + g * 320 + at));
-            _mm256_store_si256((__m256i*)(bytes + g * 512 + at), _mm256_and_si256(both, nibble));
-            _mm256_store_si256((__m256i*)(bytes + g * 512 + 256 + at), _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble));
-        }
+using RunTiles = void (*)(const TileJob&, int64_t);
+
+template <class Block>
+CLLM_INLINE RunTiles run_opened(int64_t inputs) {
+    static constexpr RunTiles found[kPanelRows] = {run_tiles<Block, 1, 1>, run_tiles<Block, 2, 1>, run_tiles<Block, 3, 1>,
+                                                   run_tiles<Block, 4, 1>};
+    return found[inputs - 1];
+}
+
+template <class Block>
+CLLM_INLINE RunTiles run_packed(int64_t tiles, int64_t inputs) {
+    if (tiles == 1) return run_opened<Block>(inputs);
+    if (tiles == 2) return inputs == 1 ? run_tiles<Block, 1, 2> : run_tiles<Block, 2, 2>;
+    return inputs == 1 ? run_tiles<Block, 1, 4> : run_tiles<Block, 2, 4>;
+}
+
+CLLM_INLINE RunTiles run_tiles_of(Packing packing, bool opened, int64_t tiles, int64_t inputs) {
+    return with_packing(packing, [&](auto p) {
+        return opened ? run_opened<OpenedBlock<opened_like(p)>>(inputs) : run_packed<PackedBlock<p>>(tiles, inputs);
+    });
 }
 
 #include "matmul_loop.inl"

@@ -2,17 +2,17 @@
 //
 // For a group of columns the products of weights and inputs are added up in int32, exactly, so the order does not matter;
 // then the sum is scaled into the float accumulator, group after group. That sequence is the same for every number of
-// inputs T and of tiles R that are computed together: they only decide how often a value is used once it is in a register.
+// inputs T and of tiles R that are computed together, packed or opened: they only decide how often a value is used once it
+// is in a register.
 #pragma once
 
+#include "matmul_blocks_avx512.inl"
 #include "matmul_float.inl"
-#include "matmul_job.inl"
 
 namespace cllm {
 namespace CLLM_NS {
 
 constexpr int64_t kInputBytes = 400000;  // of inputs that are gone through for one tile: they stay in the L2 cache
-constexpr int64_t kUnpackFrom = 13;      // inputs from which on it pays to unpack nibbles once into the L1 cache
 
 // The inputs of one panel.
 struct Inputs {
@@ -22,11 +22,11 @@ struct Inputs {
     const int32_t* offsets;
 
     CLLM_INLINE Inputs(const QuantRows& a, int64_t panel, bool groups_of_16) {
-        const int64_t groups = a.cols / 32;
+        const int64_t runs = a.cols / kRun;
         values = a.values + panel * kPanelRows * a.cols;
-        scales = a.scales + panel * kPanelRows * groups;
-        sums = a.sums + panel * kPanelRows * groups;
-        offsets = groups_of_16 ? a.offsets16 + panel * kPanelRows * groups * 2 : a.offsets32 + panel * kPanelRows * groups;
+        scales = a.scales + panel * kPanelRows * runs;
+        sums = a.sums + panel * kPanelRows * runs;
+        offsets = groups_of_16 ? a.offsets16 + panel * kPanelRows * runs * 2 : a.offsets32 + panel * kPanelRows * runs;
     }
     CLLM_INLINE __m512i quad(int t, int64_t at) const {
         int32_t four;
@@ -36,81 +36,55 @@ struct Inputs {
         asm("" : "+v"(all));
         return all;
     }
-    CLLM_INLINE __m512 scale(int t, int64_t g) const { return _mm512_set1_ps(scales[g * kPanelRows + t]); }
-    CLLM_INLINE __m512 sum(int t, int64_t g) const { return _mm512_set1_ps(sums[g * kPanelRows + t]); }
-    CLLM_INLINE __m512i offset(int t, int64_t g) const { return _mm512_set1_epi32(offsets[g * kPanelRows + t]); }
+    CLLM_INLINE __m512 scale(int t, int64_t run) const { return _mm512_set1_ps(scales[run * kPanelRows + t]); }
+    CLLM_INLINE __m512 sum(int t, int64_t run) const { return _mm512_set1_ps(sums[run * kPanelRows + t]); }
+    // What takes the centre away from a group's sum.
+    template <int Centre>
+    CLLM_INLINE __m512i offset(int t, int64_t group) const {
+        const __m512i of_128 = _mm512_set1_epi32(offsets[group * kPanelRows + t]);
+        return Centre == 128 ? of_128 : _mm512_srai_epi32(of_128, Centre == 8 ? 4 : Centre == 16 ? 3 : 2);
+    }
 };
 
-CLLM_INLINE __m512 load_f16_16(const uint8_t* at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }
+// The products of quads [Quad, Last) of a run of R tiles, onto their sums.
+template <int Quad, int Last, class Block, int T, int R>
+CLLM_INLINE void sum_quads(const Block (&blocks)[R], int run, const Inputs& in, int64_t first_quad, __m512i (&sums)[R][T]) {
+    if constexpr (Quad < Last) {
+        __m512i w[R];
+        for (int r = 0; r < R; ++r) w[r] = blocks[r].template line<Quad>(run);
+        for (int t = 0; t < T; ++t) {
+            const __m512i x = in.quad(t, first_quad + Quad);
+            for (int r = 0; r < R; ++r) sums[r][t] = _mm512_dpbusd_epi32(sums[r][t], w[r], x);
+        }
+        sum_quads<Quad + 1, Last>(blocks, run, in, first_quad, sums);
+    }
+}
 
 // One group's integer sums, scaled onto the float accumulators of one tile.
-template <int T, bool HasMin>
-CLLM_INLINE void scale_sums(const __m512i (&sums)[T], const uint8_t* scales_at, const Inputs& in, int64_t g, __m512 (&acc)[T]) {
-    const __m512 scale = load_f16_16(scales_at);
-    const __m512 minimum = HasMin ? load_f16_16(scales_at + 32) : _mm512_setzero_ps();
+template <bool HasMin, int T>
+CLLM_INLINE void scale_sums(const __m512i (&sums)[T], const float* factors, const Inputs& in, int64_t run, __m512 (&acc)[T]) {
+    const __m512 scale = _mm512_load_ps(factors);
+    const __m512 minimum = HasMin ? _mm512_load_ps(factors + kTileRows) : _mm512_setzero_ps();
     for (int t = 0; t < T; ++t) {
-        if (HasMin) acc[t] = _mm512_fmadd_ps(minimum, in.sum(t, g), acc[t]);
-        acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), _mm512_mul_ps(scale, in.scale(t, g)), acc[t]);
+        if (HasMin) acc[t] = _mm512_fmadd_ps(minimum, in.sum(t, run), acc[t]);
+        acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), _mm512_mul_ps(scale, in.scale(t, run)), acc[t]);
     }
 }
 
-// Nibbles of R tiles, unpacked on the way (Unpacked = false) or lying as bytes in `bytes`, 512 a group.
-template <int T, int R, bool Unpacked>
-CLLM_INLINE void q4_tiles(const TileJob& job, const uint8_t* tile, int64_t groups, const Inputs& in, __m512 (&acc)[R][T]) {
-    const __m512i nibble = _mm512_set1_epi8(15);
-    const size_t next_tile = job.w.tile_bytes(), next_bytes = size_t(groups) * 512;
-    const uint8_t* bytes = job.unpacked;
-    for (int64_t g = 0; g < groups; ++g, tile += 320, bytes += Unpacked ? 512 : 0) {
+// The groups of run `run` of R blocks, which is run `at` of the row; from quad Quad on.
+template <int Quad, class Block, int T, int R>
+CLLM_INLINE void add_run(const Block (&blocks)[R], int run, const Inputs& in, int64_t at, __m512 (&acc)[R][T]) {
+    if constexpr (Quad < kRunLines) {
+        constexpr Layout layout = Block::layout;
+        constexpr int quads = layout.group / 4, groups = kRun / layout.group, group = Quad / quads;
         __m512i sums[R][T];
+        for (int t = 0; t < T; ++t)
+            for (int r = 0; r < R; ++r)
+                sums[r][t] = layout.centre ? in.template offset<layout.centre>(t, at * groups + group) : _mm512_setzero_si512();
+        sum_quads<Quad, Quad + quads>(blocks, run, in, at * kRunLines, sums);
         for (int r = 0; r < R; ++r)
-            for (int t = 0; t < T; ++t) sums[r][t] = _mm512_setzero_si512();
-#pragma GCC unroll 4
-        for (int line = 0; line < 4; ++line) {
-            __m512i low[R], high[R];
-            for (int r = 0; r < R; ++r) {
-                if (Unpacked) {
-                    low[r] = _mm512_load_si512(bytes + r * next_bytes + line * 64);
-                    high[r] = _mm512_load_si512(bytes + r * next_bytes + 256 + line * 64);
-                } else {
-                    const __m512i both = _mm512_loadu_si512(tile + r * next_tile + line * 64);
-                    low[r] = _mm512_and_si512(both, nibble);
-                    high[r] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
-                }
-            }
-            for (int t = 0; t < T; ++t) {
-                const __m512i x = in.quad(t, g * 8 + line);
-                for (int r = 0; r < R; ++r) sums[r][t] = _mm512_dpbusd_epi32(sums[r][t], low[r], x);
-            }
-            for (int t = 0; t < T; ++t) {
-                const __m512i x = in.quad(t, g * 8 + 4 + line);
-                for (int r = 0; r < R; ++r) sums[r][t] = _mm512_dpbusd_epi32(sums[r][t], high[r], x);
-            }
-        }
-        for (int r = 0; r < R; ++r) scale_sums<T, true>(sums[r], tile + r * next_tile + 256, in, g, acc[r]);
-    }
-}
-
-// Bytes stored plus 128; the inputs' offsets take that away again.
-template <int T, int R, int Group, bool HasMin>
-CLLM_INLINE void q8_tiles(const TileJob& job, const uint8_t* tile, int64_t groups, const Inputs& in, __m512 (&acc)[R][T]) {
-    constexpr int lines = Group / 4;
-    constexpr int size = Group * kTileRows + 32 + (HasMin ? 32 : 0);
-    const size_t next_tile = job.w.tile_bytes();
-    for (int64_t g = 0; g < groups; ++g, tile += size) {
-        __m512i sums[R][T];
-        for (int r = 0; r < R; ++r)
-            for (int t = 0; t < T; ++t) sums[r][t] = in.offset(t, g);
-#pragma GCC unroll 8
-        for (int line = 0; line < lines; ++line) {
-            __m512i w[R];
-            for (int r = 0; r < R; ++r) w[r] = _mm512_loadu_si512(tile + r * next_tile + line * 64);
-            for (int t = 0; t < T; ++t) {
-                const __m512i x = in.quad(t, g * lines + line);
-                for (int r = 0; r < R; ++r) sums[r][t] = _mm512_dpbusd_epi32(sums[r][t], w[r], x);
-            }
-        }
-        for (int r = 0; r < R; ++r)
-            scale_sums<T, HasMin>(sums[r], tile + r * next_tile + Group * kTileRows, in, g * Group / 32, acc[r]);
+            scale_sums<layout.has_min>(sums[r], blocks[r].factors(run * groups + group), in, at, acc[r]);
+        add_run<Quad + quads>(blocks, run, in, at, acc);
     }
 }
 
@@ -127,12 +101,14 @@ CLLM_INLINE void put_sums(const TileJob& job, int64_t row, __m512 (&acc)[R][T]) 
     }
 }
 
-template <int T, int R>
+template <class Block, int T, int R>
 static void run_tiles(const TileJob& job, int64_t row) {
     const PackedMatrix& w = job.w;
-    const uint8_t* tile = w.data + size_t(job.tile) * w.tile_bytes();
-    const int64_t groups = w.cols / w.group;
-    const Inputs in(job.inputs, row / kPanelRows, w.group == 16);
+    const uint8_t* tile = Block::opened ? job.opened : w.tile(job.tile);
+    const size_t next_tile = Block::opened ? w.opened_bytes() : w.tile_bytes();
+    const int64_t n_blocks = w.cols / Block::columns;
+    const Inputs in(job.inputs, row / kPanelRows, Block::layout.group == 16);
+    Block blocks[R];
     __m512 acc[R][T];
     for (int r = 0; r < R; ++r)
         for (int t = 0; t < T; ++t) {
@@ -140,16 +116,11 @@ static void run_tiles(const TileJob& job, int64_t row) {
             // Of many rows the output is larger than the L2 cache; fetched now, it is there when the sums are.
             __builtin_prefetch(job.out + (row + t) * job.out_stride + (job.tile + r) * kTileRows, 1);
         }
-    if (w.packing == Packing::q4 && job.unpacked)
-        q4_tiles<T, R, true>(job, tile, groups, in, acc);
-    else if (w.packing == Packing::q4)
-        q4_tiles<T, R, false>(job, tile, groups, in, acc);
-    else if (w.group == 16)
-        q8_tiles<T, R, 16, false>(job, tile, groups, in, acc);
-    else if (w.has_min)
-        q8_tiles<T, R, 32, true>(job, tile, groups, in, acc);
-    else
-        q8_tiles<T, R, 32, false>(job, tile, groups, in, acc);
+    for (int64_t b = 0; b < n_blocks; ++b, tile += Block::bytes) {
+        constexpr int runs = Block::columns / kRun;
+        for (int r = 0; r < R; ++r) blocks[r].go_to(tile + r * next_tile);
+        for (int run = 0; run < runs; ++run) add_run<0>(blocks, run, in, b * runs + run, acc);
+    }
     put_sums<T, R>(job, row, acc);
 }
 
@@ -157,23 +128,27 @@ static void run_tiles(const TileJob& job, int64_t row) {
 // which is read faster from four places at once.
 CLLM_INLINE int64_t tiles_together(int64_t inputs) { return inputs <= 2 ? 4 : 2; }
 
-using RunTiles = void (*)(const TileJob&, int64_t);
-constexpr RunTiles kRunTiles[5][kPanelRows + 1] = {
-    {},
-    {nullptr, run_tiles<1, 1>, run_tiles<2, 1>, run_tiles<3, 1>, run_tiles<4, 1>, run_tiles<5, 1>, run_tiles<6, 1>},
-    {nullptr, run_tiles<1, 2>, run_tiles<2, 2>, run_tiles<3, 2>, run_tiles<4, 2>, run_tiles<5, 2>, run_tiles<6, 2>},
-    {},
-    {nullptr, run_tiles<1, 4>, run_tiles<2, 4>},
-};
+// Inputs from which on it pays to open a tile.
+CLLM_INLINE int64_t opens_from(Packing packing) { return layout_of(packing).columns == kRun ? 13 : 7; }
 
-static void unpack_nibbles(const uint8_t* tile, int64_t groups, uint8_t* bytes) {
-    const __m512i nibble = _mm512_set1_epi8(15);
-    for (int64_t g = 0; g < groups; ++g)
-        for (int line = 0; line < 4; ++line) {
-            const __m512i both = _mm512_loadu_si512(tile + g * 320 + line * 64);
-            _mm512_store_si512(bytes + g * 512 + line * 64, _mm512_and_si512(both, nibble));
-            _mm512_store_si512(bytes + g * 512 + 256 + line * 64, _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble));
-        }
+using RunTiles = void (*)(const TileJob&, int64_t);
+
+template <class Block>
+CLLM_INLINE RunTiles run_block(int64_t tiles, int64_t inputs) {
+    static constexpr RunTiles found[2][kPanelRows] = {
+        {run_tiles<Block, 1, 1>, run_tiles<Block, 2, 1>, run_tiles<Block, 3, 1>, run_tiles<Block, 4, 1>,
+         run_tiles<Block, 5, 1>, run_tiles<Block, 6, 1>},
+        {run_tiles<Block, 1, 2>, run_tiles<Block, 2, 2>, run_tiles<Block, 3, 2>, run_tiles<Block, 4, 2>,
+         run_tiles<Block, 5, 2>, run_tiles<Block, 6, 2>},
+    };
+    if (!Block::opened && tiles == 4) return inputs == 1 ? run_tiles<Block, 1, 4> : run_tiles<Block, 2, 4>;
+    return found[tiles - 1][inputs - 1];
+}
+
+CLLM_INLINE RunTiles run_tiles_of(Packing packing, bool opened, int64_t tiles, int64_t inputs) {
+    return with_packing(packing, [&](auto p) {
+        return opened ? run_block<OpenedBlock<opened_like(p)>>(tiles, inputs) : run_block<PackedBlock<p>>(tiles, inputs);
+    });
 }
 
 #include "matmul_loop.inl"

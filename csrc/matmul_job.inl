@@ -7,11 +7,16 @@
 namespace cllm {
 namespace CLLM_NS {
 
+// Opened, these are as the others: one kernel does for both.
+CLLM_INLINE constexpr Packing opened_like(Packing packing) {
+    return packing == Packing::q4_k ? Packing::q4_1 : packing == Packing::q5_k ? Packing::q5_1 : packing;
+}
+
 struct TileJob {
     const PackedMatrix& w;
     const QuantRows& inputs;
     int64_t tile;
-    const uint8_t* unpacked;  // nibbles of this tile, and of those computed with it, as bytes; or null
+    const uint8_t* opened;  // this tile, and those computed with it, in the opened form of packed.h; or null
     float* out;
     int64_t out_stride;
     bool add;

@@ -1,5 +1,5 @@
 // The order in which tiles and inputs are gone through; included inside the namespace of a file that defines
-// tiles_together, kInputBytes, kUnpackFrom, kRunTiles and unpack_nibbles.
+// tiles_together, kInputBytes, opens_from, run_tiles_of and open_tile.
 
 static void matmul(const PackedMatrix& w, const QuantRows& quants, const float* floats, int64_t m, int64_t first_tile,
                    int64_t last_tile, float* out, int64_t out_stride, bool add, uint8_t* scratch) {
@@ -8,15 +8,14 @@ static void matmul(const PackedMatrix& w, const QuantRows& quants, const float* 
     if (stretch < kPanelRows) stretch = kPanelRows;
     for (int64_t begin = 0; begin < m; begin += stretch) {
         const int64_t end = begin + stretch < m ? begin + stretch : m;
-        const bool unpack = w.packing == Packing::q4 && end - begin >= kUnpackFrom;
+        const bool opens = end - begin >= opens_from(w.packing);
         int64_t tiles = tiles_together(end - begin);
         for (int64_t tile = first_tile; tile < last_tile; tile += tiles) {
             while (tiles > last_tile - tile) tiles /= 2;
-            for (int64_t r = 0; unpack && r < tiles; ++r)
-                unpack_nibbles(w.data + size_t(tile + r) * w.tile_bytes(), w.cols / 32, scratch + r * w.cols * kTileRows);
-            const TileJob job{w, quants, tile, unpack ? scratch : nullptr, out, out_stride, add};
+            for (int64_t r = 0; opens && r < tiles; ++r) open_tile(w, tile + r, scratch + size_t(r) * w.opened_bytes());
+            const TileJob job{w, quants, tile, opens ? scratch : nullptr, out, out_stride, add};
             for (int64_t row = begin; row < end; row += kPanelRows)
-                kRunTiles[tiles][end - row < kPanelRows ? end - row : kPanelRows](job, row);
+                run_tiles_of(w.packing, opens, tiles, end - row < kPanelRows ? end - row : kPanelRows)(job, row);
         }
     }
 }

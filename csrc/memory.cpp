@@ -125,7 +125,7 @@ uint8_t* Shelf::take(size_t bytes) {
     }
     uint8_t* at = regions_.back().data() + used_;
     used_ += rounded;
-    taken_ += rounded;
+    taken_ += bytes;
     return at;
 }
 

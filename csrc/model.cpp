@@ -10,6 +10,7 @@ namespace cllm {
 namespace {
 
 constexpr int64_t kTurnBytes = 8 << 20;  // so much is packed in a turn: some milliseconds
+constexpr size_t kTouchBytes = 4096;     // no page is smaller
 
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
 
@@ -67,50 +68,69 @@ Model::Model(const Shape& s, const Kernels& k, Team& team) : shape(s), kernels(k
 }
 
 void Model::load(int layer, const std::string& role, GgmlType type, int64_t rows, int64_t cols, const uint8_t* raw,
-                 size_t bytes) {
+                 size_t bytes, int64_t first_row) {
     if (sealed_) refuse("the model is sealed");
     if (rows < 1 || cols < 1 || rows > (1 << 22) || cols > (1 << 22)) refuse(role + " has an impossible size");
-    const size_t needed = raw_row_bytes(type, cols) * size_t(rows);
-    if (bytes != needed)
+    const size_t row_bytes = raw_row_bytes(type, cols), needed = row_bytes * size_t(rows);
+    if (first_row == kWhole && bytes != needed)
         refuse(role + " has " + std::to_string(bytes) + " bytes, not the " + std::to_string(needed) + " its size needs");
+    const int64_t first = first_row == kWhole ? 0 : first_row, last = first + int64_t(bytes / row_bytes);
+    if (first < 0 || first % kTileRows || bytes % row_bytes || last <= first || last > rows || (last < rows && last % kTileRows))
+        refuse(std::to_string(bytes) + " bytes from row " + std::to_string(first) + " on are no whole tiles of " + role);
+    const Source source{type, rows, cols, raw, first, last};
     if (layer < 0) {
-        if (role == "token_embd") return load_matrix(token_embd, role, type, rows, cols, shape.n_vocab, shape.n_embd, raw);
-        if (role == "output") return load_matrix(output, role, type, rows, cols, shape.n_vocab, shape.n_embd, raw);
-        if (role == "output_norm") return load_vector(output_norm, role, type, rows, cols, shape.n_embd, raw);
-        if (role == "rope_freqs") return load_vector(rope_factors_, role, type, rows, cols, shape.rope_dims / 2, raw);
+        if (role == "token_embd") return load_matrix(token_embd, role, source, shape.n_vocab, shape.n_embd);
+        if (role == "output") return load_matrix(output, role, source, shape.n_vocab, shape.n_embd);
+        if (role == "output_norm") return load_vector(output_norm, role, source, shape.n_embd);
+        if (role == "rope_freqs") return load_vector(rope_factors_, role, source, shape.rope_dims / 2);
     } else if (layer < shape.n_layers) {
         for (const Slot& slot : layer_slots(shape)) {
             if (role != slot.role) continue;
             const std::string what = "layer " + std::to_string(layer) + " " + role;
             Layer& to = layers[size_t(layer)];
-            if (slot.vector) return load_vector(to.*slot.vector, what, type, rows, cols, slot.rows, raw);
-            return load_matrix(to.*slot.matrix, what, type, rows, cols, slot.rows, slot.cols, raw, slot.beside);
+            if (slot.vector) return load_vector(to.*slot.vector, what, source, slot.rows);
+            return load_matrix(to.*slot.matrix, what, source, slot.rows, slot.cols, slot.beside);
         }
     }
     refuse("there is no tensor " + role + " in layer " + std::to_string(layer));
 }
 
-void Model::load_vector(Vector& to, const std::string& what, GgmlType type, int64_t rows, int64_t cols, int64_t expected,
-                        const uint8_t* raw) {
-    if (rows != 1 || cols != expected)
-        refuse(what + " has " + std::to_string(rows * cols) + " values, not " + std::to_string(expected));
-    Vector values(size_t(cols), 0.0f);
-    if (!read_raw_row(type, raw, cols, values.data())) refuse(what + " holds values that are not finite");
+void Model::load_vector(Vector& to, const std::string& what, const Source& source, int64_t expected) {
+    if (source.rows != 1 || source.cols != expected)
+        refuse(what + " has " + std::to_string(source.rows * source.cols) + " values, not " + std::to_string(expected));
+    Vector values(size_t(source.cols), 0.0f);
+    if (!read_raw_row(source.type, source.raw, source.cols, values.data())) refuse(what + " holds values that are not finite");
     to = std::move(values);
 }
 
-void Model::load_matrix(PackedMatrix& to, const std::string& what, GgmlType type, int64_t rows, int64_t cols,
-                        int64_t expected_rows, int64_t expected_cols, const uint8_t* raw, Beside beside) {
-    if (rows != expected_rows || cols != expected_cols)
-        refuse(what + " is " + std::to_string(rows) + " x " + std::to_string(cols) + ", not " +
+void Model::load_matrix(PackedMatrix& to, const std::string& what, const Source& source, int64_t expected_rows,
+                        int64_t expected_cols, Beside beside) {
+    if (source.rows != expected_rows || source.cols != expected_cols)
+        refuse(what + " is " + std::to_string(source.rows) + " x " + std::to_string(source.cols) + ", not " +
                std::to_string(expected_rows) + " x " + std::to_string(expected_cols));
     if (to.data) refuse(what + " was loaded before");
-    PackedMatrix form = packed_form(type, rows, cols, kernels.biased);
+    if (source.first_row == 0) begin(to, what, source, beside);
+    if (filling_.to != &to || filling_.next_row != source.first_row || filling_.form.packing != packed_form(source.type, source.rows, source.cols).packing)
+        refuse(what + " does not go on at row " + std::to_string(source.first_row));
+    if (!pack(source)) {
+        filling_ = {};
+        refuse(what + " holds values that are not finite");
+    }
+    filling_.next_row = source.last_row;
+    if (source.last_row < source.rows) return;
+    to = filling_.form;
+    to.data = filling_.target;
+    filling_ = {};
+}
+
+// Takes the memory of a matrix. Each thread touches first what will be its share of the product, so that the system takes
+// that memory from near it. A large matrix takes several turns, each for some tiles of every share, so that the steps of
+// other engines come in between.
+void Model::begin(PackedMatrix& to, const std::string& what, const Source& source, Beside beside) {
+    if (filling_.to) refuse(filling_.what + " is incomplete: " + std::to_string(filling_.next_row) + " of its rows were loaded");
+    const PackedMatrix form = packed_form(source.type, source.rows, source.cols);
     uint8_t* target = shelf_.take(form.bytes());
-    std::atomic<bool> sound{true};
-    // Each thread packs what will be its share of the product, so that it is the first to touch that memory, which the
-    // system then takes from near it. A large matrix takes several turns, each for some tiles of every share, so that the
-    // steps of other engines come in between.
+    filling_ = {&to, form, target, 0, what};
     const int64_t before = beside.rows_before / kTileRows, tiles = form.tiles(), after = beside.rows_after / kTileRows;
     const int64_t turns = (int64_t(form.bytes()) + kTurnBytes - 1) / kTurnBytes;
     const int64_t items = (before + tiles + after + turns - 1) / turns;
@@ -120,16 +140,32 @@ void Model::load_matrix(PackedMatrix& to, const std::string& what, GgmlType type
             for (int64_t item = first; item < last; ++item) {
                 const int64_t tile = item * turns + turn - before;
                 if (tile < 0 || tile >= tiles) continue;
-                if (!pack_tiles(type, raw, form, target, tile, tile + 1)) sound = false;
+                uint8_t* const end = target + size_t(tile + 1) * form.tile_bytes();
+                for (uint8_t* at = target + size_t(tile) * form.tile_bytes(); at < end; at += kTouchBytes) *at = 0;
             }
         });
     }
-    if (!sound) refuse(what + " holds values that are not finite");
-    form.data = target;
-    to = form;
+}
+
+// The tiles that came, on all threads, in turns. False if a value is not finite.
+bool Model::pack(const Source& source) {
+    const PackedMatrix& form = filling_.form;
+    const size_t tile_raw = raw_row_bytes(source.type, source.cols) * kTileRows;
+    const int64_t first_tile = source.first_row / kTileRows, last_tile = (source.last_row + kTileRows - 1) / kTileRows;
+    const int64_t in_turn = std::max<int64_t>(team_.size(), kTurnBytes / int64_t(form.tile_bytes()));
+    std::atomic<bool> sound{true};
+    for (int64_t begin = first_tile; begin < last_tile; begin += in_turn) {
+        const Turn taken(team_);
+        team_.share(std::min(in_turn, last_tile - begin), 1, [&](int, int64_t first, int64_t last) {
+            const uint8_t* raw = source.raw + size_t(begin + first - first_tile) * tile_raw;
+            if (!pack_tiles(source.type, raw, form, filling_.target, begin + first, begin + last)) sound = false;
+        });
+    }
+    return sound;
 }
 
 void Model::seal() {
+    if (filling_.to) refuse(filling_.what + " is incomplete");
     if (!token_embd.data) refuse("token_embd is missing");
     if (output_norm.empty()) refuse("output_norm is missing");
     if (!output.data) output = token_embd;

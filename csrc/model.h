@@ -41,7 +41,10 @@ class Model {
 public:
     Model(const Shape& shape, const Kernels& kernels, Team& team);
 
-    void load(int layer, const std::string& role, GgmlType type, int64_t rows, int64_t cols, const uint8_t* raw, size_t bytes);
+    // Packs a tensor, or of a matrix the rows that `raw` holds, from `first_row` on: whole tiles, the next ones each time.
+    void load(int layer, const std::string& role, GgmlType type, int64_t rows, int64_t cols, const uint8_t* raw, size_t bytes,
+              int64_t first_row = kWhole);
+    static constexpr int64_t kWhole = -1;
     void seal();
     bool sealed() const { return sealed_; }
     size_t weight_bytes() const { return shelf_.taken(); }
@@ -56,13 +59,30 @@ public:
     bool any_float = false;                // whether some matrix takes its inputs as floats
 
 private:
-    void load_vector(Vector& to, const std::string& what, GgmlType type, int64_t rows, int64_t cols, int64_t expected,
-                     const uint8_t* raw);
-    void load_matrix(PackedMatrix& to, const std::string& what, GgmlType type, int64_t rows, int64_t cols,
-                     int64_t expected_rows, int64_t expected_cols, const uint8_t* raw, Beside beside = {});
+    // A tensor as the file has it, or some rows of it.
+    struct Source {
+        GgmlType type;
+        int64_t rows, cols;
+        const uint8_t* raw;
+        int64_t first_row, last_row;  // that are there
+    };
+    // A matrix of which not all rows have come yet.
+    struct Filling {
+        PackedMatrix* to = nullptr;
+        PackedMatrix form;
+        uint8_t* target = nullptr;
+        int64_t next_row = 0;
+        std::string what;
+    };
+    void load_vector(Vector& to, const std::string& what, const Source& source, int64_t expected);
+    void load_matrix(PackedMatrix& to, const std::string& what, const Source& source, int64_t expected_rows,
+                     int64_t expected_cols, Beside beside = {});
+    void begin(PackedMatrix& to, const std::string& what, const Source& source, Beside beside);
+    bool pack(const Source& source);
 
     Team& team_;
     Shelf shelf_;
+    Filling filling_;
     Vector rope_factors_;
     bool sealed_ = false;
 };

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -52,8 +53,10 @@ public:
     size_t weight_bytes() const { return model_.weight_bytes(); }
     size_t kv_bytes() const { return arena_->size(); }
 
-    void load(int layer, const std::string& role, int type, int64_t rows, int64_t cols, const Bytes& data) {
-        model_.load(layer, role, GgmlType(type), rows, cols, data.data(), data.size());
+    void load(int layer, const std::string& role, int type, int64_t rows, int64_t cols, const Bytes& data,
+              std::optional<int64_t> first_row) {
+        if (first_row && *first_row < 0) refuse("first_row is " + number(*first_row));
+        model_.load(layer, role, GgmlType(type), rows, cols, data.data(), data.size(), first_row.value_or(Model::kWhole));
     }
     void seal() { model_.seal(); }
 
@@ -207,9 +210,9 @@ std::vector<std::string> instruction_sets() {
 }
 
 // A matrix packed and unpacked again: what the kernels will take its weights for.
-nb::ndarray<nb::numpy, float, nb::ndim<2>> pack_roundtrip(int type, int64_t rows, int64_t cols, const Bytes& data, bool biased) {
+nb::ndarray<nb::numpy, float, nb::ndim<2>> pack_roundtrip(int type, int64_t rows, int64_t cols, const Bytes& data) {
     if (rows < 1 || cols < 1 || rows > (1 << 22) || cols > (1 << 22)) refuse("the matrix has an impossible size");
-    PackedMatrix form = packed_form(GgmlType(type), rows, cols, biased);
+    PackedMatrix form = packed_form(GgmlType(type), rows, cols);
     if (data.size() != raw_row_bytes(GgmlType(type), cols) * size_t(rows)) refuse("data has another size than the matrix");
     std::vector<uint8_t> packed(form.bytes());
     if (!pack_tiles(GgmlType(type), data.data(), form, packed.data(), 0, form.tiles())) refuse("values are not finite");
@@ -273,7 +276,7 @@ NB_MODULE(_native, m) {
     const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
     m.def("instruction_sets", &instruction_sets);
     m.def("end_on_bus_error", &end_on_bus_error, "line"_a, "exit_code"_a);
-    m.def("pack_roundtrip", &pack_roundtrip, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a, "biased"_a);
+    m.def("pack_roundtrip", &pack_roundtrip, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a);
     m.def("measure_limits", &limits, "instruction_set"_a, "threads"_a, "seconds"_a, "model_bytes"_a);
     m.def("measure_copy", &measure_copy, "threads"_a, "seconds"_a, "bytes"_a, no_gil);
     nb::class_<RowSampler>(m, "RowSampler")
@@ -302,7 +305,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("threads", &Engine::threads)
         .def_prop_ro("weight_bytes", &Engine::weight_bytes)
         .def_prop_ro("kv_bytes", &Engine::kv_bytes)
-        .def("load", &Engine::load, "layer"_a, "role"_a, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a, no_gil)
+        .def("load", &Engine::load, "layer"_a, "role"_a, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a,
+             "first_row"_a = nb::none(), no_gil)
         .def("seal", &Engine::seal)
         .def("allocate", &Engine::allocate, nb::kw_only(), "blocks"_a, "block_size"_a, "type_k"_a, "type_v"_a,
              "large_pages"_a = true, no_gil)

@@ -2,70 +2,38 @@
 #include <stdexcept>
 #include <string>
 
-#include "raw_formats.h"
+#include "packed_blocks.h"
 
 namespace cllm {
 namespace {
 
-constexpr int kLineBytes = 4 * kTileRows;
 constexpr int64_t kMostWeights = int64_t(1) << 44;  // of one matrix: far above any model, far below overflow
 
-CLLM_INLINE bool finite_half(uint16_t half) { return (half & 0x7c00u) != 0x7c00u; }
-
-// A block as the formats read it; a block without minima leaves them zero.
-template <class Format>
-struct Block {
-    static constexpr int groups = Format::columns / Format::group;
-    static constexpr int group_values = Format::packing == Packing::q4 ? Format::group / 2 : Format::group;
-    uint8_t values[groups * group_values] = {};
-    uint16_t scales[groups] = {};
-    uint16_t minima[groups] = {};
-
-    CLLM_INLINE void read(const uint8_t* raw) { Format::read(raw, values, scales, minima); }
-    CLLM_INLINE bool finite() const {
-        bool all = true;
-        for (int g = 0; g < groups; ++g) all &= finite_half(scales[g]) & finite_half(minima[g]);
-        return all;
-    }
-};
-
-// Put row r's part of a block into the groups at `target`.
-template <class Format>
-CLLM_INLINE void scatter(const Block<Format>& block, int r, uint32_t bias, size_t group_bytes, uint8_t* target) {
-    constexpr int lines = Block<Format>::group_values / 4;
-    for (int g = 0; g < Block<Format>::groups; ++g) {
-        for (int j = 0; j < lines; ++j) {
-            const uint32_t word = read_as<uint32_t>(block.values + (g * lines + j) * 4) ^ bias;
-            std::memcpy(target + j * kLineBytes + 4 * r, &word, sizeof word);
-        }
-        uint8_t* factors = target + lines * kLineBytes + 2 * r;
-        std::memcpy(factors, &block.scales[g], 2);
-        if (Format::has_min) std::memcpy(factors + 2 * kTileRows, &block.minima[g], 2);
-        target += group_bytes;
-    }
+// Rows of a tile that the matrix has.
+int rows_present(const PackedMatrix& form, int64_t tile) {
+    const int64_t left = form.rows - tile * kTileRows;
+    return int(left < kTileRows ? left : kTileRows);
 }
 
 template <class Format>
 bool pack_blocks(const uint8_t* raw, const PackedMatrix& form, uint8_t* target, int64_t first, int64_t last) {
+    constexpr Packing packing = Format::packing;
     const size_t row_bytes = size_t(form.cols / Format::columns) * Format::bytes;
-    const size_t group_bytes = form.group_bytes();
-    const uint32_t bias = form.biased ? 0x80808080u : 0u;
-    const Block<Format> nothing;
-    Block<Format> block;
+    const RawBlock nothing;
+    RawBlock block;
     bool finite = true;
     for (int64_t tile = first; tile < last; ++tile) {
         uint8_t* out = target + size_t(tile) * form.tile_bytes();
-        const uint8_t* rows = raw + size_t(tile) * kTileRows * row_bytes;
-        const int64_t left = form.rows - tile * kTileRows;
-        const int present = int(left < kTileRows ? left : kTileRows);
+        const uint8_t* rows = raw + size_t(tile - first) * kTileRows * row_bytes;
+        const int present = rows_present(form, tile);
         for (size_t at = 0; at < row_bytes; at += Format::bytes) {
             for (int r = 0; r < present; ++r) {
-                block.read(rows + size_t(r) * row_bytes + at);
+                Format::read(rows + size_t(r) * row_bytes + at, block);
                 finite &= block.finite();
-                scatter(block, r, bias, group_bytes, out);
+                put_row<packing>(block, r, out);
             }
-            for (int r = present; r < kTileRows; ++r) scatter(nothing, r, bias, group_bytes, out);
-            out += Block<Format>::groups * group_bytes;
+            for (int r = present; r < kTileRows; ++r) put_row<packing>(nothing, r, out);
+            out += layout_of(packing).bytes();
         }
     }
     return finite;
@@ -109,9 +77,8 @@ bool pack_floats(const uint8_t* raw, const PackedMatrix& form, uint8_t* target, 
     bool finite = true;
     for (int64_t tile = first; tile < last; ++tile) {
         uint8_t* out = target + size_t(tile) * form.tile_bytes();
-        const uint8_t* rows = raw + size_t(tile) * kTileRows * row_bytes;
-        const int64_t left = form.rows - tile * kTileRows;
-        const int present = int(left < kTileRows ? left : kTileRows);
+        const uint8_t* rows = raw + size_t(tile - first) * kTileRows * row_bytes;
+        const int present = rows_present(form, tile);
         if (present < kTileRows) std::memset(out, 0, form.tile_bytes());
         for (int64_t c = 0; c < form.cols; c += stretch) {
             const int64_t end = c + stretch < form.cols ? c + stretch : form.cols;
@@ -123,29 +90,34 @@ bool pack_floats(const uint8_t* raw, const PackedMatrix& form, uint8_t* target, 
 
 // --- one row as floats ---
 
-// The group's columns from `values`, one byte a column, or two nibbles.
-void expand_group(Packing packing, int group, const uint8_t* values, float scale, float minimum, float* out) {
-    if (packing == Packing::q4) {
-        for (int k = 0; k < group / 2; ++k) {
-            out[k] = scale * float(values[k] & 15) + minimum;
-            out[k + group / 2] = scale * float(values[k] >> 4) + minimum;
+// Row r of a block of a tile.
+template <Packing P>
+void unpack_block(const uint8_t* block, int r, float* out) {
+    constexpr Layout layout = layout_of(P);
+    constexpr int quads = layout.group / 4, centre = layout.bits == 8 ? 0 : layout.centre;
+    for (int g = 0; g < layout.groups(); ++g) {
+        const float scale = scale_of<P>(block, g, r), minimum = minimum_of<P>(block, g, r);
+        for (int quad = g * quads; quad < (g + 1) * quads; ++quad, out += 4) {
+            const uint32_t quants = quad_of<P>(block, quad / kRunLines, quad % kRunLines, r);
+            for (int i = 0; i < 4; ++i) {
+                const int q = layout.bits == 8 ? int(int8_t(quants >> 8 * i)) : int(quants >> 8 * i & 255u);
+                out[i] = scale * float(q - centre) + minimum;
+            }
         }
-    } else {
-        for (int k = 0; k < group; ++k) out[k] = scale * float(int8_t(values[k])) + minimum;
     }
 }
 
 template <class Format>
 bool read_block_row(const uint8_t* raw, int64_t cols, float* out) {
-    Block<Format> block;
+    constexpr Packing packing = Format::packing;
+    RawBlock block;
+    uint8_t packed[layout_of(packing).bytes()];
     bool finite = true;
     for (int64_t c = 0; c < cols; c += Format::columns, raw += Format::bytes) {
-        block.read(raw);
+        Format::read(raw, block);
         finite &= block.finite();
-        for (int g = 0; g < Block<Format>::groups; ++g, out += Format::group) {
-            expand_group(Format::packing, Format::group, block.values + g * Block<Format>::group_values,
-                         f16_to_f32(block.scales[g]), f16_to_f32(block.minima[g]), out);
-        }
+        put_row<packing>(block, 0, packed);
+        unpack_block<packing>(packed, 0, out + c);
     }
     return finite;
 }
@@ -160,25 +132,9 @@ bool read_float_row(const uint8_t* raw, int64_t cols, float* out) {
     return finite;
 }
 
-void unpack_quantised(const PackedMatrix& matrix, const uint8_t* tile, int r, float* out) {
-    const int lines = (matrix.packing == Packing::q4 ? matrix.group / 2 : matrix.group) / 4;
-    const uint32_t bias = matrix.biased ? 0x80808080u : 0u;
-    uint8_t values[32];
-    for (int64_t c = 0; c < matrix.cols; c += matrix.group, tile += matrix.group_bytes()) {
-        for (int j = 0; j < lines; ++j) {
-            const uint32_t word = read_as<uint32_t>(tile + j * kLineBytes + 4 * r) ^ bias;
-            std::memcpy(values + 4 * j, &word, sizeof word);
-        }
-        const uint8_t* factors = tile + lines * kLineBytes + 2 * r;
-        const float scale = f16_to_f32(read_as<uint16_t>(factors));
-        const float minimum = matrix.has_min ? f16_to_f32(read_as<uint16_t>(factors + 2 * kTileRows)) : 0.0f;
-        expand_group(matrix.packing, matrix.group, values, scale, minimum, out + c);
-    }
-}
-
 }  // namespace
 
-PackedMatrix packed_form(GgmlType type, int64_t rows, int64_t cols, bool biased) {
+PackedMatrix packed_form(GgmlType type, int64_t rows, int64_t cols) {
     raw_row_bytes(type, cols);  // refuses what is no whole number of blocks
     if (rows <= 0 || rows > kMostWeights / cols) {
         throw std::invalid_argument("a matrix cannot be " + std::to_string(rows) + " x " + std::to_string(cols));
@@ -186,12 +142,7 @@ PackedMatrix packed_form(GgmlType type, int64_t rows, int64_t cols, bool biased)
     PackedMatrix form;
     form.rows = rows;
     form.cols = cols;
-    with_format(type, [&](auto format) {
-        form.packing = format.packing;
-        form.group = format.group;
-        form.has_min = format.has_min;
-    });
-    form.biased = biased && form.packing == Packing::q8;
+    form.packing = with_format(type, [](auto format) { return format.packing; });
     return form;
 }
 
@@ -213,10 +164,16 @@ bool pack_tiles(GgmlType type, const uint8_t* raw, const PackedMatrix& form, uin
 }
 
 void unpack_row(const PackedMatrix& matrix, int64_t row, float* out) {
-    const uint8_t* tile = matrix.data + size_t(row / kTileRows) * matrix.tile_bytes();
+    const uint8_t* tile = matrix.tile(row / kTileRows);
     const int r = int(row % kTileRows);
-    if (matrix.quantised()) return unpack_quantised(matrix, tile, r, out);
-    const size_t bytes = matrix.group_bytes() / kTileRows;
+    if (matrix.quantised()) {
+        return with_packing(matrix.packing, [&](auto packing) {
+            constexpr Layout layout = layout_of(packing);
+            for (int64_t c = 0; c < matrix.cols; c += layout.columns, tile += layout.bytes())
+                unpack_block<packing>(tile, r, out + c);
+        });
+    }
+    const size_t bytes = size_t(matrix.layout().bits / 8);
     for (int64_t c = 0; c < matrix.cols; ++c) {
         out[c] = float_of(matrix.packing, tile + size_t(c * kTileRows + r) * bytes);
     }

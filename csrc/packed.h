@@ -1,57 +1,122 @@
-// Weight matrices as the kernels read them.
+// Weight matrices as the kernels read them: as many bits a weight as in the file.
 //
 // A matrix has `rows` outputs and `cols` inputs. Rows are cut into tiles of 16; the last tile is filled up with zero rows.
-// A tile's bytes are contiguous and read once, front to back:
+// A tile's bytes are contiguous and read once, front to back: blocks of some columns, each of 16 rows.
 //
-//   q4   for each group of 32 columns: 4 x 64 bytes of nibbles, 16 f16 scales, 16 f16 minima             (320 bytes)
-//          byte 4*r + i of line j:  low nibble  = row r, column 4*j + i
-//                                   high nibble = row r, column 16 + 4*j + i
-//   q8   for each group of 32 or 16 columns: group/4 x 64 bytes, 16 f16 scales, 16 f16 minima if has_min
-//          byte 4*r + i of line j = row r, column 4*j + i, as a signed byte (plus 128 if `biased`)
+//   columns  quants                              then, for the 16 rows                                       bytes of a block
+//   q4_0  32   4 lines of nibbles                  f16 scales                                                       288
+//   q4_1  32   4 lines of nibbles                  f16 scales, f16 minima                                           320
+//   q5_0  32   4 lines of nibbles, 1 of fifth bits f16 scales                                                       352
+//   q5_1  32   4 lines of nibbles, 1 of fifth bits f16 scales, f16 minima                                           384
+//   q8_0  32   8 lines of signed bytes             f16 scales                                                       544
+//   q4_k 256   8 x 4 lines of nibbles              f16 scales, f16 scales of minima, three lines of numbers        2304
+//   q5_k 256   the same, 8 lines of fifth bits     the same                                                        2816
+//   q6_k 256   the same, 16 of two upper bits      int8 numbers of the 16 groups of 16 columns, f16 scales         3360
 //   f32, f16, bf16   for each column: 16 values
 //
-// The value of a weight is scale * q + minimum (0 without has_min). Nibbles are unsigned, bytes signed.
+// A line is 64 bytes: byte 4*r + i belongs to row r. Of a run of 32 columns, which has 8 quads of columns, the byte has
+//   nibbles, line j           low: column 4*j + i, high: column 16 + 4*j + i     (quads j and j + 4)
+//   fifth bits                bit q: of column 4*q + i
+//   two upper bits, line u    bits 2*k, 2*k + 1: of column 16*u + 4*k + i
+//   signed bytes, line j      column 4*j + i
+// The numbers of q4_k and q5_k have 6 bits; number n < 8 is of group n's scale, number 8 + n of its minimum. Line n / 5 holds
+// number n of row r at bits 6 * (n % 5) of its dword r; of the last number, line w has bits 2*w and 2*w + 1 at the top.
+//
+// The value of a weight is scale * (q - centre) + minimum, with the group's scale and minimum as f32: of q4_k to q6_k they
+// are the product of an f16 and a number, which f32 holds exactly, of minima with the sign changed.
+//
+// Many inputs *open* a tile first, into one form for all types. For each group of 32 or 16 columns, one after another:
+//   group / 4 lines of bytes: byte 4*r + i of line j = q of row r, column 4*j + i     (a row of an AMX tile is a line)
+//   16 f32 scales
+//   16 f32 minima, if has_min
+// q is unsigned there, except that the AVX2 and generic kernels open q8_0 to signed bytes; the others add 128, its centre.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "half.h"
 
 namespace cllm {
 
 constexpr int kTileRows = 16;
+constexpr int kLineBytes = 4 * kTileRows;
+constexpr int kRun = 32;  // columns that share an input's scale
+constexpr int kRunLines = kRun / 4;
 
-enum class Packing : uint8_t { f32, f16, bf16, q4, q8 };
+enum class Packing : uint8_t { f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k };
+
+struct Layout {
+    int columns;       // of a block
+    int bits;          // of a quant, or of a float
+    int group;         // columns that share a scale; 1 for floats
+    int centre;        // the quant that stands for zero; of q8_0, once 128 was added
+    bool has_min;      // whether groups have minima
+    int factor_bytes;  // of a block: what is not quants
+
+    constexpr bool super() const { return columns == 256; }
+    constexpr int runs() const { return columns / kRun; }
+    constexpr int groups() const { return columns / group; }
+    constexpr int quant_bytes() const { return columns * bits * kTileRows / 8; }
+    constexpr int bytes() const { return quant_bytes() + factor_bytes; }
+    constexpr int upper_at() const { return columns * kTileRows / 2; }  // of the bits above the nibbles
+    // Of a group in the opened form.
+    constexpr int opened_factors_at() const { return group * kTileRows; }
+    constexpr int opened_bytes() const { return group * kTileRows + kLineBytes * (has_min ? 2 : 1); }
+};
+
+CLLM_INLINE constexpr Layout layout_of(Packing packing) {
+    switch (packing) {
+        case Packing::f32: return {1, 32, 1, 0, false, 0};
+        case Packing::f16:
+        case Packing::bf16: return {1, 16, 1, 0, false, 0};
+        case Packing::q4_0: return {32, 4, 32, 8, false, 32};
+        case Packing::q4_1: return {32, 4, 32, 0, true, 64};
+        case Packing::q5_0: return {32, 5, 32, 16, false, 32};
+        case Packing::q5_1: return {32, 5, 32, 0, true, 64};
+        case Packing::q8_0: return {32, 8, 32, 128, false, 32};
+        case Packing::q4_k:
+        case Packing::q5_k: return {256, packing == Packing::q4_k ? 4 : 5, 32, 0, true, 64 + 192};
+        case Packing::q6_k: return {256, 6, 16, 32, false, 256 + 32};
+    }
+    return {1, 32, 1, 0, false, 0};
+}
+
+// Calls `work` with the packing as a constant; of quantised ones alone.
+template <class Work>
+CLLM_INLINE auto with_packing(Packing packing, Work&& work) {
+    switch (packing) {
+        case Packing::q4_1: return work(std::integral_constant<Packing, Packing::q4_1>());
+        case Packing::q5_0: return work(std::integral_constant<Packing, Packing::q5_0>());
+        case Packing::q5_1: return work(std::integral_constant<Packing, Packing::q5_1>());
+        case Packing::q8_0: return work(std::integral_constant<Packing, Packing::q8_0>());
+        case Packing::q4_k: return work(std::integral_constant<Packing, Packing::q4_k>());
+        case Packing::q5_k: return work(std::integral_constant<Packing, Packing::q5_k>());
+        case Packing::q6_k: return work(std::integral_constant<Packing, Packing::q6_k>());
+        default: return work(std::integral_constant<Packing, Packing::q4_0>());
+    }
+}
 
 struct PackedMatrix {
     int64_t rows = 0;
     int64_t cols = 0;
     Packing packing = Packing::f32;
-    int group = 1;         // columns that share a scale; 1 for floats
-    bool has_min = false;  // always true for q4
-    bool biased = false;   // q8 only: bytes are stored plus 128, as the AVX-512 dot product wants them
     const uint8_t* data = nullptr;
 
+    CLLM_INLINE Layout layout() const { return layout_of(packing); }
     CLLM_INLINE int64_t tiles() const { return (rows + kTileRows - 1) / kTileRows; }
-    CLLM_INLINE bool quantised() const { return packing == Packing::q4 || packing == Packing::q8; }
-    CLLM_INLINE size_t group_bytes() const {
-        switch (packing) {
-            case Packing::f32: return 4 * kTileRows;
-            case Packing::f16:
-            case Packing::bf16: return 2 * kTileRows;
-            case Packing::q4: return size_t(group / 2 + 4) * kTileRows;
-            case Packing::q8: return size_t(group + 2 + (has_min ? 2 : 0)) * kTileRows;
-        }
-        return 0;
-    }
-    CLLM_INLINE size_t tile_bytes() const { return size_t(cols / group) * group_bytes(); }
+    CLLM_INLINE bool quantised() const { return packing >= Packing::q4_0; }
+    CLLM_INLINE size_t tile_bytes() const { return size_t(cols / layout().columns) * size_t(layout().bytes()); }
+    CLLM_INLINE const uint8_t* tile(int64_t index) const { return data + size_t(index) * tile_bytes(); }
+    // Of one tile in the opened form.
+    CLLM_INLINE size_t opened_bytes() const { return size_t(cols / layout().group) * size_t(layout().opened_bytes()); }
     // Some of its tiles as a matrix of their own.
     CLLM_INLINE PackedMatrix part(int64_t first_tile, int64_t n_tiles) const {
         PackedMatrix found = *this;
         const int64_t left = rows - first_tile * kTileRows;
         found.rows = left < n_tiles * kTileRows ? left : n_tiles * kTileRows;
-        found.data += size_t(first_tile) * tile_bytes();
+        found.data = tile(first_tile);
         return found;
     }
     CLLM_INLINE size_t bytes() const { return size_t(tiles()) * tile_bytes(); }
@@ -64,12 +129,12 @@ enum class GgmlType : int32_t {
 
 // How a matrix of this type will be packed; throws std::invalid_argument for a type we cannot read or columns that
 // are no whole number of its blocks. `data` of the answer is null.
-PackedMatrix packed_form(GgmlType type, int64_t rows, int64_t cols, bool biased);
+PackedMatrix packed_form(GgmlType type, int64_t rows, int64_t cols);
 
 // Bytes of one row as GGUF stores it; throws std::invalid_argument as above.
 size_t raw_row_bytes(GgmlType type, int64_t cols);
 
-// Fill tiles [first, last) of `target` (of the form above) from the raw rows of the whole matrix, `raw`.
+// Fill tiles [first, last) of `target` (of the form above); `raw` is the first raw row of tile `first`.
 // Returns false if a scale, minimum or float weight in them is NaN or infinite; what was written is then of no use.
 bool pack_tiles(GgmlType type, const uint8_t* raw, const PackedMatrix& form, uint8_t* target, int64_t first, int64_t last);
 

@@ -12,7 +12,7 @@ def end_on_bus_error(line: str, exit_code: int) -> None:
     """From now on SIGBUS, which a mapped file sends when it is cut short or its disk fails, prints `line` to stderr and
     ends the process."""
 
-def pack_roundtrip(ggml_type: int, rows: int, cols: int, data: NDArray[np.uint8], biased: bool) -> NDArray[np.float32]:
+def pack_roundtrip(ggml_type: int, rows: int, cols: int, data: NDArray[np.uint8]) -> NDArray[np.float32]:
     """A matrix of GGUF's blocks, packed and unpacked again: what the kernels take its weights for. For tests.
 
     Raises ValueError for a wrong size, an unknown type, or values that are not finite.
@@ -99,8 +99,20 @@ class Engine:
     def weight_bytes(self) -> int: ...
     @property
     def kv_bytes(self) -> int: ...
-    def load(self, layer: int, role: str, ggml_type: int, rows: int, cols: int, data: NDArray[np.uint8]) -> None:
+    def load(
+        self,
+        layer: int,
+        role: str,
+        ggml_type: int,
+        rows: int,
+        cols: int,
+        data: NDArray[np.uint8],
+        first_row: int | None = None,
+    ) -> None:
         """Pack one tensor; `data` is copied. `layer` is -1 for what belongs to none. The GIL is released.
+
+        With `first_row`, `data` is that row and those after it of a matrix, one piece after another from row 0 on,
+        of a multiple of 16 rows each except for the last.
 
         Roles: token_embd, output, output_norm, rope_freqs; in layers attn_norm, attn_q, attn_k, attn_v, attn_output,
         attn_q.bias, attn_k.bias, attn_v.bias, attn_q_norm, attn_k_norm, ffn_norm, ffn_gate, ffn_up, ffn_down.

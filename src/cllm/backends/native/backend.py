@@ -26,6 +26,7 @@ from cllm.backends.native.loader import load_engine
 from cllm.errors import BackendError, ConfigError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, Geometry, Move
 from cllm.models.gguf import GGUFModel
+from cllm.models.load_progress import LoadProgress
 
 
 class NativeBackend(Backend):
@@ -50,7 +51,10 @@ class NativeBackend(Backend):
         self._logits = self._room_for_logits(1)
         self._memory: NDArray[np.uint8] | None = None
         """All blocks as bytes, once somebody has asked for some."""
-        self._engine: Engine | None = load_engine(model, threads=threads, instruction_set=instruction_set)
+        with LoadProgress(model.path.name) as progress:
+            self._engine: Engine | None = load_engine(
+                model, threads=threads, instruction_set=instruction_set, progress=progress
+            )
 
     def allocate(self, geometry: Geometry) -> None:
         if not isinstance(geometry, BlockGeometry):

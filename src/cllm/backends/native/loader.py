@@ -6,11 +6,10 @@ before memory is taken for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from gguf import GGMLQuantizationType
-from numpy.typing import NDArray
 
 from cllm._native import Engine
 from cllm.errors import ConfigError, ModelError
@@ -32,8 +31,13 @@ _TYPES = frozenset({
     GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K, GGMLQuantizationType.Q6_K,
 })  # fmt: skip
 _MAX_HEAD_DIM = 512
+_TILE_ROWS = 16
+_PIECE_BYTES = 16 << 20  # read and packed at a time
 _ADVICE = "fetch it again or give another .gguf file"
 _OPTIONAL = frozenset({"output", "rope_freqs", "attn_q.bias", "attn_k.bias", "attn_v.bias"})
+
+
+Progress = Callable[[int, int], None]
 
 
 def unsupported(model: GGUFModel) -> str | None:
@@ -47,8 +51,13 @@ def unsupported(model: GGUFModel) -> str | None:
     return None
 
 
-def load_engine(model: GGUFModel, *, threads: int, instruction_set: str = "auto") -> Engine:
-    """An engine with the model's weights, packed. Every problem is a `ModelError` that names the file."""
+def load_engine(
+    model: GGUFModel, *, threads: int, instruction_set: str = "auto", progress: Progress = lambda done, total: None
+) -> Engine:
+    """An engine with the model's weights, packed. Every problem is a `ModelError` that names the file.
+
+    `progress` is called with the bytes of the file that were loaded and those that will be.
+    """
     reason = unsupported(model)
     if reason is not None:
         raise ModelError(f"{model.path}: the native engine cannot run it: {reason}")
@@ -72,7 +81,7 @@ def load_engine(model: GGUFModel, *, threads: int, instruction_set: str = "auto"
             rope_neox=ROPE_NEOX[shape.architecture],
             rope_frequency_scale=numbers.rope_frequency_scale,
         )
-        _load_weights(engine, model, wanted)
+        _load_weights(engine, model, wanted, progress)
         engine.seal()
     except ValueError as error:
         raise ModelError(f"{model.path}: the native engine refuses it: {error}") from error
@@ -107,16 +116,28 @@ def _checked(model: GGUFModel, wanted: Iterator[Wanted]) -> Iterator[Wanted]:
         yield item
 
 
-def _load_weights(engine: Engine, model: GGUFModel, wanted: list[Wanted]) -> None:
+def _load_weights(engine: Engine, model: GGUFModel, wanted: list[Wanted], progress: Progress) -> None:
+    total = sum(model.tensors[item.name].size for item in wanted)
+    done = 0
     with TensorFile(model) as file:
         for item in sorted(wanted, key=lambda item: model.tensors[item.name].offset):
-            _load_tensor(engine, model, item, file.read(item.name))
+            if item.role == "rope_freqs" and not (file.read(item.name).view(np.float32) > 0).all():
+                raise ModelError(f"{model.path}: the tensor {item.name} has factors that are not positive; {_ADVICE}")
+            for size in _load_tensor(engine, model, item, file):
+                done += size
+                progress(done, total)
 
 
-def _load_tensor(engine: Engine, model: GGUFModel, item: Wanted, data: NDArray[np.uint8]) -> None:
-    if item.role == "rope_freqs" and not (data.view(np.float32) > 0).all():
-        raise ModelError(f"{model.path}: the tensor {item.name} has factors that are not positive; {_ADVICE}")
-    try:
-        engine.load(item.layer, item.role, model.tensors[item.name].type, item.rows, item.cols, data)
-    except ValueError as error:
-        raise ModelError(f"{model.path}: the tensor {item.name} cannot be used: {error}; {_ADVICE}") from error
+def _load_tensor(engine: Engine, model: GGUFModel, item: Wanted, file: TensorFile) -> Iterator[int]:
+    """Reads and packs it piece by piece, so that no second copy of a large one is in memory; yields their sizes."""
+    info = model.tensors[item.name]
+    row_bytes = info.size // item.rows
+    rows = max(1, _PIECE_BYTES // (row_bytes * _TILE_ROWS)) * _TILE_ROWS
+    for first in range(0, item.rows, rows):
+        size = min(rows, item.rows - first) * row_bytes
+        data = file.read(item.name, first * row_bytes, size)
+        try:
+            engine.load(item.layer, item.role, info.type, item.rows, item.cols, data, first)
+        except ValueError as error:
+            raise ModelError(f"{model.path}: the tensor {item.name} cannot be used: {error}; {_ADVICE}") from error
+        yield size
