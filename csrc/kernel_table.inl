@@ -6,8 +6,12 @@
 namespace cllm {
 namespace CLLM_NS {
 
-#if defined(CLLM_AVX512)
+#if defined(CLLM_AMX)
+#define CLLM_NAME "amx"
+#elif defined(CLLM_AVX512)
 #define CLLM_NAME "avx512"
+#elif defined(CLLM_AVXVNNI)
+#define CLLM_NAME "avxvnni"
 #elif defined(CLLM_AVX2)
 #define CLLM_NAME "avx2"
 #else
@@ -15,7 +19,7 @@ namespace CLLM_NS {
 #endif
 
 static constexpr Kernels kTable = {
-    CLLM_NAME, kPanelRows,
+    CLLM_NAME, kPanelRows, kPanelCols,
     matmul,
     quantise_row, quantise_columns, rms_norm, rope, spread, silu_mul, add,
     write_kv, attend, merge_states, finish_state,
