@@ -8,6 +8,7 @@ namespace CLLM_NS {
 
 #if defined(CLLM_AMX)
 #define CLLM_NAME "amx"
+#define CLLM_MATMUL matmul_by_tiles
 #elif defined(CLLM_AVX512)
 #define CLLM_NAME "avx512"
 #elif defined(CLLM_AVXVNNI)
@@ -18,9 +19,13 @@ namespace CLLM_NS {
 #define CLLM_NAME "generic"
 #endif
 
+#if !defined(CLLM_MATMUL)
+#define CLLM_MATMUL matmul
+#endif
+
 static constexpr Kernels kTable = {
-    CLLM_NAME, kPanelRows, kPanelCols,
-    matmul,
+    CLLM_NAME, kPanelRows,
+    CLLM_MATMUL,
     quantise_row, quantise_columns, rms_norm, rope, spread, silu_mul, add,
     write_kv, attend, merge_states, finish_state,
     argmax, group_maxima, ids_between, weigh, sum_kept, sums_from,

@@ -10,9 +10,9 @@ namespace cllm {
 
 // Rows of activations, quantised in groups of 32 columns, each row by itself.
 //
-// Rows lie in panels of P = Kernels::panel_rows, so that a kernel reads the same C = Kernels::panel_cols columns of several
-// rows from neighbouring bytes: value (row, col) is at values[(row / P * cols + col / C * C) * P + row % P * C + col % C],
-// number (row, i) of the others at [(row / P * count + i) * P + row % P], where count is how many numbers a row has.
+// Rows lie in panels of P = Kernels::panel_rows, so that a kernel reads the same C columns of several rows, 4 or with AMX 32,
+// from neighbouring bytes: value (row, col) is at values[(row / P * cols + col / C * C) * P + row % P * C + col % C], number
+// (row, i) of the others at [(row / P * count + i) * P + row % P], where count is how many numbers a row has.
 struct QuantRows {
     int64_t cols = 0;
     int8_t* values = nullptr;      // -127..127
@@ -48,7 +48,6 @@ struct AttendJob {
 struct Kernels {
     const char* name;  // "generic", "avx2", "avxvnni", "avx512", "amx"
     int panel_rows;    // of quantised activations
-    int panel_cols;    // of a row that lie together
 
     // --- matrix products (matmul) ---
     // out[m][r] (+)= sum over columns, for input rows [0, m) and the tiles [first_tile, last_tile) of `w`.
@@ -111,8 +110,12 @@ constexpr int kWeightBlock = 256;
 constexpr int kCuts = 3;
 CLLM_INLINE int64_t weight_blocks(int64_t n) { return (n + kWeightBlock - 1) / kWeightBlock; }
 
-// Room for two opened tiles, each with factors of up to four bytes a column.
-CLLM_INLINE size_t matmul_scratch_bytes(int64_t cols) { return size_t(cols) * (kTileRows + 4) * 2; }
+// Room for two opened tiles, and for what AMX needs beside the columns of a tile that it opens at a time.
+constexpr size_t kLeastMatmulScratch = 80 << 10;
+CLLM_INLINE size_t matmul_scratch_bytes(int64_t cols) {
+    const size_t two_tiles = size_t(cols) * kOpenedColumnBytes * 2;
+    return two_tiles > kLeastMatmulScratch ? two_tiles : kLeastMatmulScratch;
+}
 
 const Kernels& generic_kernels();
 // Null where the build has none.

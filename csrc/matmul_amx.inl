@@ -9,6 +9,9 @@
 // one panel and one tile, and the tiles run ahead of the scaling by kAhead groups. Few inputs go to the AVX-512 kernels.
 #pragma once
 
+#include <algorithm>
+#include <cstring>
+
 #include "matmul_avx512.inl"
 #include "tiles.h"
 
@@ -117,6 +120,12 @@ static void add_panel(const PanelJob& whole, float (*totals)[kTileRows]) {
     for (int t = 0; t < T; ++t) _mm512_store_ps(totals[t], acc[t]);
 }
 
+// Opened, these are as the others.
+CLLM_INLINE constexpr Packing tiled_like(Packing packing) {
+    if (layout_of(packing).group == 16) return Packing::q6_k;
+    return layout_of(packing).has_min ? Packing::q4_1 : Packing::q4_0;
+}
+
 // By a quarter of the rows that a panel has; rows beyond are computed from whatever lies there and left out.
 using AddPanel = void (*)(const PanelJob&, float (*)[kTileRows]);
 template <Packing P>
@@ -153,7 +162,7 @@ static void multiply_tile(const TileJob& job, int64_t begin, int64_t end, TileSc
             for (int64_t t = 0; last && t < rows; ++t) __builtin_prefetch(out + t * job.out_stride, 1);
             const PanelJob panel{inputs.values + row * cols + column * kPanelRows, inputs.scales + at, inputs.sums + at,
                                  scratch.opened, n_cols / layout.group, scratch.ring};
-            kAddPanel<P>[(rows + 3) / 4](panel, totals);
+            kAddPanel<tiled_like(P)>[(rows + 3) / 4](panel, totals);
             if (last) put_totals(totals, rows, job.w.rows - first, out, job.out_stride, job.add);
         }
     }
