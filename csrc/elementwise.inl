@@ -9,11 +9,11 @@ namespace cllm {
 namespace CLLM_NS {
 
 #if defined(CLLM_AMX)
-constexpr int kPanelRows = 16, kPanelCols = 32;  // a group of a panel is a tile
+constexpr int kPanelRows = 16, kPanelCols = 32, kOwnRows = 4;  // a group of a panel is a tile
 #elif defined(CLLM_AVX512)
-constexpr int kPanelRows = 6, kPanelCols = 4;
+constexpr int kPanelRows = 6, kPanelCols = 4, kOwnRows = 6;
 #else
-constexpr int kPanelRows = 4, kPanelCols = 4;
+constexpr int kPanelRows = 4, kPanelCols = 4, kOwnRows = 4;
 #endif
 
 static void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {

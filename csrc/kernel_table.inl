@@ -24,7 +24,7 @@ namespace CLLM_NS {
 #endif
 
 static constexpr Kernels kTable = {
-    CLLM_NAME, kPanelRows,
+    CLLM_NAME, kPanelRows, kOwnRows,
     CLLM_MATMUL,
     quantise_row, quantise_columns, rms_norm, rope, spread, silu_mul, add,
     write_kv, attend, merge_states, finish_state,

@@ -48,6 +48,7 @@ struct AttendJob {
 struct Kernels {
     const char* name;  // "generic", "avx2", "avxvnni", "avx512", "amx"
     int panel_rows;    // of quantised activations
+    int own_rows;      // of a panel, that one thread should write: their values share no cache line with those of others
 
     // --- matrix products (matmul) ---
     // out[m][r] (+)= sum over columns, for input rows [0, m) and the tiles [first_tile, last_tile) of `w`.

@@ -104,7 +104,8 @@ template <Packing P, int T>
 static void add_panel(const PanelJob& whole, float (*totals)[kTileRows]) {
     static_assert(kAhead == 2 && kRing > kAhead, "as written out below");
     const PanelJob job = whole;  // not in memory, which may have changed with every tile that is stored
-    __m512 acc[T];
+    __m512 acc[T];  // in registers, as no index is computed
+#pragma GCC unroll 16
     for (int t = 0; t < T; ++t) acc[t] = _mm512_load_ps(totals[t]);
     sum_group<P, 0>(job, 0);
     if (job.groups > 1) sum_group<P, 1>(job, 1);
@@ -117,6 +118,7 @@ static void add_panel(const PanelJob& whole, float (*totals)[kTileRows]) {
     }
     if (g + 2 < job.groups) sum_group<P, 0>(job, g + 2);
     for (; g < job.groups; ++g) scale_group<P>(job, g, acc);
+#pragma GCC unroll 16
     for (int t = 0; t < T; ++t) _mm512_store_ps(totals[t], acc[t]);
 }
 
