@@ -26,8 +26,10 @@ static_assert(sizeof(TileShapes) == 64, "the CPU reads 64 bytes");
 class Tiles {
 public:
     explicit Tiles(const TileShapes& shapes) {
-        __asm__ volatile("" : : : "memory");
-        _tile_loadconfig(&shapes);
+        // The compiler's header tells it of the first few bytes only that the CPU reads.
+        const TileShapes* all = &shapes;
+        __asm__ volatile("" : "+r"(all) : : "memory");
+        _tile_loadconfig(all);
     }
     ~Tiles() { _tile_release(); }
     Tiles(const Tiles&) = delete;
