@@ -30,6 +30,7 @@
 //   16 f32 scales
 //   16 f32 minima, if has_min
 // q is unsigned there, except that the AVX2 and generic kernels open q8_0 to signed bytes; the others add 128, its centre.
+// AMX, which multiplies signed bytes, has q - centre.
 #pragma once
 
 #include <cstddef>
