@@ -1,41 +1,32 @@
-// Which instruction sets this CPU runs, and the table of the chosen one.
+// The tables of the instruction sets that this CPU runs, and the chosen one.
 #include "dispatch.h"
 
 #include <stdexcept>
 
+#include "cpu.h"
+
 namespace cllm {
 
-#if !defined(__x86_64__)
+#if !defined(CLLM_BUILDS_X86)
 const Kernels* avx2_kernels() { return nullptr; }
 const Kernels* avx512_kernels() { return nullptr; }
 #endif
-
-namespace {
-
-bool runs_avx2() {
-#if defined(__x86_64__)
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#else
-    return false;
+#if !defined(CLLM_BUILDS_AVXVNNI)
+const Kernels* avxvnni_kernels() { return nullptr; }
 #endif
-}
-
-bool runs_avx512() {
-#if defined(__x86_64__)
-    return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vnni");
-#else
-    return false;
+#if !defined(CLLM_BUILDS_AMX)
+const Kernels* amx_kernels() { return nullptr; }
 #endif
-}
-
-}  // namespace
 
 std::vector<const Kernels*> available_kernels() {
     std::vector<const Kernels*> found;
-    if (runs_avx512()) found.push_back(avx512_kernels());
-    if (runs_avx2()) found.push_back(avx2_kernels());
+    const auto add_if = [&](const Kernels* kernels, bool (*runs)()) {
+        if (kernels && runs()) found.push_back(kernels);
+    };
+    add_if(amx_kernels(), runs_amx);
+    add_if(avx512_kernels(), runs_avx512);
+    add_if(avxvnni_kernels(), runs_avxvnni);
+    add_if(avx2_kernels(), runs_avx2);
     found.push_back(&generic_kernels());
     return found;
 }

@@ -8,10 +8,12 @@
 namespace cllm {
 namespace CLLM_NS {
 
-#if defined(CLLM_AVX512)
-constexpr int kPanelRows = 6;
+#if defined(CLLM_AMX)
+constexpr int kPanelRows = 16, kPanelCols = 32, kOwnRows = 4;  // a group of a panel is a tile
+#elif defined(CLLM_AVX512)
+constexpr int kPanelRows = 6, kPanelCols = 4, kOwnRows = 6;
 #else
-constexpr int kPanelRows = 4;
+constexpr int kPanelRows = 4, kPanelCols = 4, kOwnRows = 4;
 #endif
 
 static void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
@@ -111,12 +113,12 @@ CLLM_INLINE int32_t round_16(const float* x, float factor, int8_t* out) {
 // Group `g` of a row: 32 values.
 static CLLM_INLINE void put_group(const float* x, int64_t row, int64_t g, const QuantRows& out) {
     const int64_t groups = out.cols / 32, panel = row / kPanelRows, lane = row % kPanelRows;
-    int8_t* values = out.values + (panel * out.cols + g * 32) * kPanelRows + lane * 4;
+    int8_t* values = out.values + (panel * out.cols + g * 32) * kPanelRows + lane * kPanelCols;
     const float peak = largest_magnitude_of_32(x);
     const float factor = peak > 0.0f ? 127.0f / peak : 0.0f, scale = peak / 127.0f;
     alignas(64) int8_t bytes[32];
     const int32_t low = round_16(x, factor, bytes), high = round_16(x + 16, factor, bytes + 16);
-    for (int quad = 0; quad < 8; ++quad) std::memcpy(values + quad * 4 * kPanelRows, bytes + quad * 4, 4);
+    for (int col = 0; col < 32; col += kPanelCols) std::memcpy(values + col * kPanelRows, bytes + col, kPanelCols);
     const int64_t at = (panel * groups + g) * kPanelRows + lane;
     out.scales[at] = scale;
     out.sums[at] = scale * float(low + high);

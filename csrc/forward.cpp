@@ -24,12 +24,12 @@ double Forward::now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// work(thread, row) for each row; a panel of quantised rows is written by one thread, since its rows share cache lines.
+// work(thread, row) for each row; quantised rows that share cache lines are written by one thread.
 template <class Work>
 void Forward::each_panel(Phase which, Work&& work) {
-    const int64_t size = kernels_.panel_rows, panels = (rows_ + size - 1) / size;
+    const int64_t size = kernels_.own_rows, parts = (rows_ + size - 1) / size;
     timed(which, [&] {
-        team_.share(panels, 1, [&](int thread, int64_t first, int64_t last) {
+        team_.share(parts, 1, [&](int thread, int64_t first, int64_t last) {
             for (int64_t row = first * size; row < std::min(rows_, last * size); ++row) work(thread, row);
         });
     });

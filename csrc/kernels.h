@@ -10,9 +10,9 @@ namespace cllm {
 
 // Rows of activations, quantised in groups of 32 columns, each row by itself.
 //
-// Rows lie in panels of P = Kernels::panel_rows, so that a kernel reads the same columns of several rows from neighbouring
-// bytes: value (row, col) is at values[(row / P * cols + col / 4 * 4) * P + row % P * 4 + col % 4], number (row, i) of the
-// others at [(row / P * count + i) * P + row % P], where count is how many numbers a row has.
+// Rows lie in panels of P = Kernels::panel_rows, so that a kernel reads the same C columns of several rows, 4 or with AMX 32,
+// from neighbouring bytes: value (row, col) is at values[(row / P * cols + col / C * C) * P + row % P * C + col % C], number
+// (row, i) of the others at [(row / P * count + i) * P + row % P], where count is how many numbers a row has.
 struct QuantRows {
     int64_t cols = 0;
     int8_t* values = nullptr;      // -127..127
@@ -46,8 +46,9 @@ struct AttendJob {
 // Laid out as head_dim floats, then the sum, then the peak: head_dim + 2 floats.
 
 struct Kernels {
-    const char* name;  // "generic", "avx2", "avx512"
+    const char* name;  // "generic", "avx2", "avxvnni", "avx512", "amx"
     int panel_rows;    // of quantised activations
+    int own_rows;      // of a panel, that one thread should write: their values share no cache line with those of others
 
     // --- matrix products (matmul) ---
     // out[m][r] (+)= sum over columns, for input rows [0, m) and the tiles [first_tile, last_tile) of `w`.
@@ -110,11 +111,18 @@ constexpr int kWeightBlock = 256;
 constexpr int kCuts = 3;
 CLLM_INLINE int64_t weight_blocks(int64_t n) { return (n + kWeightBlock - 1) / kWeightBlock; }
 
-// Room for two opened tiles, each with factors of up to four bytes a column.
-CLLM_INLINE size_t matmul_scratch_bytes(int64_t cols) { return size_t(cols) * (kTileRows + 4) * 2; }
+// Room for two opened tiles, and for what AMX needs beside the columns of a tile that it opens at a time.
+constexpr size_t kLeastMatmulScratch = 80 << 10;
+CLLM_INLINE size_t matmul_scratch_bytes(int64_t cols) {
+    const size_t two_tiles = size_t(cols) * kOpenedColumnBytes * 2;
+    return two_tiles > kLeastMatmulScratch ? two_tiles : kLeastMatmulScratch;
+}
 
 const Kernels& generic_kernels();
-const Kernels* avx2_kernels();    // null where the build has none
-const Kernels* avx512_kernels();  // null where the build has none
+// Null where the build has none.
+const Kernels* avx2_kernels();
+const Kernels* avxvnni_kernels();
+const Kernels* avx512_kernels();
+const Kernels* amx_kernels();
 
 }  // namespace cllm

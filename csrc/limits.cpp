@@ -13,6 +13,9 @@
 #include <thread>
 #include <vector>
 
+#include "cpu.h"
+#include "limits_loops.h"
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -24,36 +27,19 @@
 #endif
 
 namespace cllm {
+
+volatile uint64_t result_sink;
+
 namespace {
 
-// A group is what 32 columns of one vector of accumulators take: 8 dot products of 4 columns. Each loop keeps enough
-// accumulators in flight to hide the latency of its instructions.
-constexpr int kGroupDots = 8;
-constexpr int kGroupsPerCall = 1 << 12;
 constexpr size_t kReadBytes = size_t(256) << 20;
 constexpr size_t kLine = 64;
 constexpr size_t kHugePage = size_t(2) << 20;
 // One thread reads its part as this many streams side by side, which keeps more lines on the way than one does.
 constexpr int kStreams = 4;
 
-volatile uint64_t result_sink;  // results go here, so that no loop can be left out
-
-// Hands a vector to result_sink.
-template <class Vector>
-inline __attribute__((always_inline)) void keep(const Vector& vector) {
-    uint64_t words[sizeof(Vector) / 8];
-    std::memcpy(words, &vector, sizeof words);
-    for (const uint64_t word : words) result_sink = word;
-}
-
-// Says that `value` may have changed: the compiler then cannot move work on it out of a loop, nor take two sums of the same
-// for one. Costs no instruction.
-#define CLLM_OPAQUE(value) __asm__ volatile("" : "+x"(value))
-
 struct Loops {
-    // Both return how many multiply-adds they did.
-    double (*dots)();
-    double (*grouped_dots)();
+    Dots compute;
     // Reads `bytes`, a multiple of kLine, of each of kStreams parts that begin `stride` bytes apart.
     void (*read)(const uint8_t* data, size_t stride, size_t bytes);
 };
@@ -226,13 +212,16 @@ void read_generic(const uint8_t* data, size_t stride, size_t bytes) {
 
 Loops select_loops(const std::string& name) {
 #if CLLM_X86
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                        __builtin_cpu_supports("avx512vnni");
-    if (name == "avx512" && avx512) return {dots_avx512, grouped_dots_avx512, read_avx512};
-    if (name == "avx2" && avx2) return {dots_avx2, grouped_dots_avx2, read_avx2};
+#if defined(CLLM_BUILDS_AMX)
+    if (name == "amx" && runs_amx()) return {amx_dots(), read_avx512};
 #endif
-    if (name == "generic") return {dots_generic<false>, dots_generic<true>, read_generic};
+#if defined(CLLM_BUILDS_AVXVNNI)
+    if (name == "avxvnni" && runs_avxvnni()) return {avxvnni_dots(), read_avx2};
+#endif
+    if (name == "avx512" && runs_avx512()) return {{dots_avx512, grouped_dots_avx512}, read_avx512};
+    if (name == "avx2" && runs_avx2()) return {{dots_avx2, grouped_dots_avx2}, read_avx2};
+#endif
+    if (name == "generic") return {{dots_generic<false>, dots_generic<true>}, read_generic};
     throw std::invalid_argument("measure_limits: this CPU cannot run the instruction set " + name);
 }
 
@@ -309,8 +298,8 @@ MachineLimits measure_limits(const char* instruction_set, int threads, double se
         throw std::invalid_argument("measure_limits: model_bytes must be 64 to 2^40");
     const Loops loops = select_loops(instruction_set);
     MachineLimits limits;
-    limits.int8_macs_per_s = rate_on_threads(threads, seconds, [&](int) { return loops.dots(); });
-    limits.grouped_int8_macs_per_s = rate_on_threads(threads, seconds, [&](int) { return loops.grouped_dots(); });
+    limits.int8_macs_per_s = rate_on_threads(threads, seconds, [&](int) { return loops.compute.dots(); });
+    limits.grouped_int8_macs_per_s = rate_on_threads(threads, seconds, [&](int) { return loops.compute.grouped_dots(); });
     limits.read_bytes_per_s = read_rate(loops, threads, seconds, kReadBytes);
     limits.model_read_bytes_per_s = read_rate(loops, threads, seconds, model_bytes);
     return limits;

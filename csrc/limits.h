@@ -12,8 +12,8 @@ struct MachineLimits {
     double model_read_bytes_per_s = 0;   // memory read, over `model_bytes`, part of which may stay in the caches
 };
 
-// Each of the four runs for `seconds` on `threads` threads. `instruction_set` is one that this CPU runs: "avx512", "avx2" or
-// "generic". Throws std::invalid_argument for anything else, and for numbers that make no sense.
+// Each of the four runs for `seconds` on `threads` threads. `instruction_set` is one that this CPU runs, by the name of its kernels.
+// Throws std::invalid_argument for anything else, and for numbers that make no sense.
 MachineLimits measure_limits(const char* instruction_set, int threads, double seconds, size_t model_bytes);
 
 // Bytes a second that memcpy copies, each of `threads` threads a part of its own of two buffers of `bytes`, for `seconds`.

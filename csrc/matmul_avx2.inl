@@ -1,7 +1,8 @@
-// Products with quantised weights by VPMADDUBSW: eight output rows are the lanes of a register, four columns at a time.
+// Products with quantised weights by VPMADDUBSW, or with VNNI by VPDPBUSD: eight output rows are the lanes of a register,
+// four columns at a time.
 //
-// Products of unsigned quants and inputs are added up in int16 over as many quads of columns as cannot overflow, then in
-// int32; those of signed bytes at once. The integer sums are exact; the float sequence after each group is the same for
+// Without VNNI, products of unsigned quants and inputs are added up in int16 over as many quads of columns as cannot overflow,
+// then in int32; those of signed bytes at once. The integer sums are exact; the float sequence after each group is the same for
 // every number of inputs T and of tiles R, packed or opened.
 #pragma once
 
@@ -12,6 +13,7 @@ namespace cllm {
 namespace CLLM_NS {
 
 constexpr int64_t kInputBytes = 400000;  // of inputs that are gone through for one tile: they stay in the L2 cache
+constexpr int64_t kInputsTogether = kPanelRows;
 
 // The inputs of T rows of one panel.
 template <int T>
@@ -39,9 +41,28 @@ struct Inputs {
     template <int Centre>
     CLLM_INLINE __m256i offset(int t, int64_t group) const {
         const __m256i of_128 = _mm256_set1_epi32(offsets[group * kPanelRows + t]);
-        return _mm256_srai_epi32(of_128, Centre == 8 ? 4 : Centre == 16 ? 3 : 2);
+        return Centre == 128 ? of_128 : _mm256_srai_epi32(of_128, Centre == 8 ? 4 : Centre == 16 ? 3 : 2);
     }
 };
+
+#if defined(CLLM_AVXVNNI)
+
+// The products of quads [Quad, Last) of a run, onto the sums.
+template <int Quad, int Last, class Block, int T>
+CLLM_INLINE void sum_quads(const Block& block, int run, const Inputs<T>& in, int64_t first_quad, __m256i (&sums)[2][T]) {
+    if constexpr (Quad < Last) {
+        const __m256i top = block.template line<Quad>(run, 0), bottom = block.template line<Quad>(run, 1);
+#pragma GCC unroll 4
+        for (int t = 0; t < T; ++t) {
+            const __m256i x = in.quad(t, first_quad + Quad);
+            sums[0][t] = _mm256_dpbusd_avx_epi32(sums[0][t], top, x);
+            sums[1][t] = _mm256_dpbusd_avx_epi32(sums[1][t], bottom, x);
+        }
+        sum_quads<Quad + 1, Last>(block, run, in, first_quad, sums);
+    }
+}
+
+#else
 
 // Quads of columns whose products fit int16 together: 2 * 127 * the largest quant each. None of signed bytes.
 CLLM_INLINE constexpr int quads_in_16_bits(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1; }
@@ -99,6 +120,8 @@ CLLM_INLINE void sum_quads(const Block& block, int run, const Inputs<T>& in, int
     }
 }
 
+#endif
+
 // A group's integer sums of a tile, of its upper and its lower eight rows, scaled onto accumulators that live in memory.
 template <bool HasMin, int T>
 CLLM_INLINE void scale_sums(const __m256i (&sums)[2][T], const float* factors, const Inputs<T>& in, int64_t run,
@@ -122,7 +145,7 @@ CLLM_INLINE void add_run(const Block& block, int run, const Inputs<T>& in, int64
         constexpr int quads = layout.group / 4, groups = kRun / layout.group, group = Quad / quads;
         __m256i sums[2][T];
         for (int t = 0; t < T; ++t) {
-            const bool centred = layout.centre > 0 && layout.bits < 8;
+            constexpr bool centred = layout.centre > 0 && (layout.bits < 8 || kVnni);
             sums[0][t] = centred ? in.template offset<layout.centre>(t, at * groups + group) : _mm256_setzero_si256();
             sums[1][t] = sums[0][t];
         }

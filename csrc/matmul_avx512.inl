@@ -13,24 +13,26 @@ namespace cllm {
 namespace CLLM_NS {
 
 constexpr int64_t kInputBytes = 400000;  // of inputs that are gone through for one tile: they stay in the L2 cache
+constexpr int64_t kInputsTogether = 6;
 
-// The inputs of one panel.
+// The inputs of one panel, from one of its rows on.
 struct Inputs {
     const int8_t* values;
     const float* scales;
     const float* sums;
     const int32_t* offsets;
 
-    CLLM_INLINE Inputs(const QuantRows& a, int64_t panel, bool groups_of_16) {
-        const int64_t runs = a.cols / kRun;
-        values = a.values + panel * kPanelRows * a.cols;
-        scales = a.scales + panel * kPanelRows * runs;
-        sums = a.sums + panel * kPanelRows * runs;
-        offsets = groups_of_16 ? a.offsets16 + panel * kPanelRows * runs * 2 : a.offsets32 + panel * kPanelRows * runs;
+    CLLM_INLINE Inputs(const QuantRows& a, int64_t first_row, bool groups_of_16) {
+        const int64_t runs = a.cols / kRun, lane = first_row % kPanelRows, panel_row = first_row - lane;
+        values = a.values + panel_row * a.cols + lane * kPanelCols;
+        scales = a.scales + panel_row * runs + lane;
+        sums = a.sums + panel_row * runs + lane;
+        offsets = groups_of_16 ? a.offsets16 + panel_row * runs * 2 + lane : a.offsets32 + panel_row * runs + lane;
     }
     CLLM_INLINE __m512i quad(int t, int64_t at) const {
+        constexpr int64_t together = kPanelCols / 4;  // quads of a row
         int32_t four;
-        std::memcpy(&four, values + (at * kPanelRows + t) * 4, 4);
+        std::memcpy(&four, values + (at / together * kPanelRows + t) * kPanelCols + at % together * 4, 4);
         __m512i all = _mm512_set1_epi32(four);
         // In a register: as a memory operand it would be read again for every tile.
         asm("" : "+v"(all));
@@ -107,7 +109,7 @@ static void run_tiles(const TileJob& job, int64_t row) {
     const uint8_t* tile = Block::opened ? job.opened : w.tile(job.tile);
     const size_t next_tile = Block::opened ? w.opened_bytes() : w.tile_bytes();
     const int64_t n_blocks = w.cols / Block::columns;
-    const Inputs in(job.inputs, row / kPanelRows, Block::layout.group == 16);
+    const Inputs in(job.inputs, row, Block::layout.group == 16);
     Block blocks[R];
     __m512 acc[R][T];
     for (int r = 0; r < R; ++r)
@@ -128,14 +130,23 @@ static void run_tiles(const TileJob& job, int64_t row) {
 // which is read faster from four places at once.
 CLLM_INLINE int64_t tiles_together(int64_t inputs) { return inputs <= 2 ? 4 : 2; }
 
+#if defined(CLLM_AMX)
+constexpr bool kOpens = false;  // many inputs are for AMX, which opens tiles in its own way
+#else
+constexpr bool kOpens = true;
+#endif
+
 // Inputs from which on it pays to open a tile.
-CLLM_INLINE int64_t opens_from(Packing packing) { return layout_of(packing).columns == kRun ? 13 : 7; }
+CLLM_INLINE int64_t opens_from(Packing packing) {
+    if (!kOpens) return INT64_MAX;
+    return layout_of(packing).columns == kRun ? 13 : 7;
+}
 
 using RunTiles = void (*)(const TileJob&, int64_t);
 
 template <class Block>
 CLLM_INLINE RunTiles run_block(int64_t tiles, int64_t inputs) {
-    static constexpr RunTiles found[2][kPanelRows] = {
+    static constexpr RunTiles found[2][kInputsTogether] = {
         {run_tiles<Block, 1, 1>, run_tiles<Block, 2, 1>, run_tiles<Block, 3, 1>, run_tiles<Block, 4, 1>,
          run_tiles<Block, 5, 1>, run_tiles<Block, 6, 1>},
         {run_tiles<Block, 1, 2>, run_tiles<Block, 2, 2>, run_tiles<Block, 3, 2>, run_tiles<Block, 4, 2>,
@@ -145,9 +156,11 @@ CLLM_INLINE RunTiles run_block(int64_t tiles, int64_t inputs) {
     return found[tiles - 1][inputs - 1];
 }
 
-CLLM_INLINE RunTiles run_tiles_of(Packing packing, bool opened, int64_t tiles, int64_t inputs) {
+CLLM_INLINE RunTiles run_tiles_of(Packing packing, [[maybe_unused]] bool opened, int64_t tiles, int64_t inputs) {
     return with_packing(packing, [&](auto p) {
-        return opened ? run_block<OpenedBlock<opened_like(p)>>(tiles, inputs) : run_block<PackedBlock<p>>(tiles, inputs);
+        if constexpr (kOpens)
+            if (opened) return run_block<OpenedBlock<opened_like(p)>>(tiles, inputs);
+        return run_block<PackedBlock<p>>(tiles, inputs);
     });
 }
 

@@ -1,10 +1,17 @@
-// Blocks of a tile in registers: a line's half is 8 rows x 4 columns of unsigned bytes (of q8_0, signed ones).
+// Blocks of a tile in registers: a line's half is 8 rows x 4 columns of unsigned bytes. Those of q8_0 are signed, or with
+// VNNI unsigned, with 128 added.
 #pragma once
 
 #include "matmul_job.inl"
 
 namespace cllm {
 namespace CLLM_NS {
+
+#if defined(CLLM_AVXVNNI)
+constexpr bool kVnni = true;
+#else
+constexpr bool kVnni = false;
+#endif
 
 CLLM_INLINE __m256i load_half(const uint8_t* at) { return _mm256_loadu_si256((const __m256i*)at); }
 CLLM_INLINE __m256 load_f16_8(const uint8_t* at) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); }
@@ -20,7 +27,10 @@ CLLM_INLINE __m256i shift_bits(__m256i bytes) {
 template <Packing P, int Quad>
 CLLM_INLINE __m256i packed_line(const uint8_t* block, int run, int half) {
     constexpr Layout layout = layout_of(P);
-    if constexpr (layout.bits == 8) return load_half(block + Quad * kLineBytes + half * 32);
+    if constexpr (layout.bits == 8) {
+        const __m256i line = load_half(block + Quad * kLineBytes + half * 32);
+        return kVnni ? _mm256_xor_si256(line, _mm256_set1_epi8(-128)) : line;
+    }
     const __m256i both = load_half(block + (run * 4 + Quad % 4) * kLineBytes + half * 32);
     const __m256i low = _mm256_and_si256(shift_bits<Quad < 4 ? 0 : -4>(both), _mm256_set1_epi8(15));
     if constexpr (layout.bits == 4) return low;

@@ -113,12 +113,23 @@ struct OpenedBlock {
     }
 };
 
+// A line as it is opened: of AMX, which multiplies signed bytes, with the centre taken away already.
+template <Packing P, int Quad>
+CLLM_INLINE __m512i opened_line(const uint8_t* block, int run) {
+    const __m512i line = packed_line<P, Quad>(block, run);
+#if defined(CLLM_AMX)
+    return _mm512_sub_epi8(line, _mm512_set1_epi8(char(layout_of(P).centre)));
+#else
+    return line;
+#endif
+}
+
 template <Packing P, int Quad>
 CLLM_INLINE void open_lines(const uint8_t* block, int run, uint8_t* out) {
     if constexpr (Quad < kRunLines) {
         constexpr Layout layout = layout_of(P);
         constexpr int lines = layout.group / 4, at = Quad / lines * layout.opened_bytes() + Quad % lines * kLineBytes;
-        _mm512_store_si512(out + at, packed_line<P, Quad>(block, run));
+        _mm512_store_si512(out + at, opened_line<P, Quad>(block, run));
         open_lines<P, Quad + 1>(block, run, out);
     }
 }

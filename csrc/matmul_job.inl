@@ -1,6 +1,8 @@
 // One tile of weights and where its products go: what the vectorised files share.
 #pragma once
 
+#include <algorithm>
+
 #include "elementwise.inl"
 #include "kernels.h"
 

@@ -1,5 +1,5 @@
 // The order in which tiles and inputs are gone through; included inside the namespace of a file that defines
-// tiles_together, kInputBytes, opens_from, run_tiles_of and open_tile.
+// tiles_together, kInputsTogether, kInputBytes, opens_from, run_tiles_of and open_tile.
 
 static void matmul(const PackedMatrix& w, const QuantRows& quants, const float* floats, int64_t m, int64_t first_tile,
                    int64_t last_tile, float* out, int64_t out_stride, bool add, uint8_t* scratch) {
@@ -14,8 +14,11 @@ static void matmul(const PackedMatrix& w, const QuantRows& quants, const float* 
             while (tiles > last_tile - tile) tiles /= 2;
             for (int64_t r = 0; opens && r < tiles; ++r) open_tile(w, tile + r, scratch + size_t(r) * w.opened_bytes());
             const TileJob job{w, quants, tile, opens ? scratch : nullptr, out, out_stride, add};
-            for (int64_t row = begin; row < end; row += kPanelRows)
-                run_tiles_of(w.packing, opens, tiles, end - row < kPanelRows ? end - row : kPanelRows)(job, row);
+            for (int64_t row = begin, next; row < end; row = next) {
+                const int64_t panel_end = row - row % kPanelRows + kPanelRows;
+                next = std::min(end, std::min(panel_end, row + kInputsTogether));
+                run_tiles_of(w.packing, opens, tiles, next - row)(job, row);
+            }
         }
     }
 }

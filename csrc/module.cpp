@@ -209,18 +209,47 @@ std::vector<std::string> instruction_sets() {
     return names;
 }
 
-// A matrix packed and unpacked again: what the kernels will take its weights for.
-nb::ndarray<nb::numpy, float, nb::ndim<2>> pack_roundtrip(int type, int64_t rows, int64_t cols, const Bytes& data) {
+using NewTable = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
+
+NewTable new_table(int64_t rows, int64_t cols) {
+    float* out = new float[size_t(rows * cols)];
+    nb::capsule owner(out, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+    return {out, {size_t(rows), size_t(cols)}, owner};
+}
+
+PackedMatrix pack(int type, int64_t rows, int64_t cols, const Bytes& data, Buffer<uint8_t>& packed) {
     if (rows < 1 || cols < 1 || rows > (1 << 22) || cols > (1 << 22)) refuse("the matrix has an impossible size");
     PackedMatrix form = packed_form(GgmlType(type), rows, cols);
     if (data.size() != raw_row_bytes(GgmlType(type), cols) * size_t(rows)) refuse("data has another size than the matrix");
-    std::vector<uint8_t> packed(form.bytes());
+    packed.ensure(form.bytes());
     if (!pack_tiles(GgmlType(type), data.data(), form, packed.data(), 0, form.tiles())) refuse("values are not finite");
     form.data = packed.data();
-    float* out = new float[size_t(rows * cols)];
-    nb::capsule owner(out, [](void* p) noexcept { delete[] static_cast<float*>(p); });
-    for (int64_t row = 0; row < rows; ++row) unpack_row(form, row, out + row * cols);
-    return {out, {size_t(rows), size_t(cols)}, owner};
+    return form;
+}
+
+// A matrix packed and unpacked again: what the kernels will take its weights for.
+NewTable pack_roundtrip(int type, int64_t rows, int64_t cols, const Bytes& data) {
+    Buffer<uint8_t> packed;
+    const PackedMatrix matrix = pack(type, rows, cols, data, packed);
+    NewTable out = new_table(rows, cols);
+    for (int64_t row = 0; row < rows; ++row) unpack_row(matrix, row, out.data() + row * cols);
+    return out;
+}
+
+NewTable product(const std::string& instruction_set, int type, int64_t rows, int64_t cols, const Bytes& data,
+                 const FloatTable& inputs) {
+    const Kernels& kernels = select_kernels(instruction_set);
+    Buffer<uint8_t> packed, scratch;
+    const PackedMatrix matrix = pack(type, rows, cols, data, packed);
+    const int64_t n = int64_t(inputs.shape(0));
+    if (int64_t(inputs.shape(1)) != cols) refuse("the inputs have another length than the matrix has columns");
+    InputBuffer made;
+    made.ensure(n, cols, kernels.panel_rows, false);
+    for (int64_t row = 0; matrix.quantised() && row < n; ++row) kernels.quantise_row(inputs.data() + row * cols, row, made.quants);
+    scratch.ensure(matmul_scratch_bytes(cols));
+    NewTable out = new_table(n, rows);
+    kernels.matmul(matrix, made.quants, inputs.data(), n, 0, matrix.tiles(), out.data(), rows, false, scratch.data());
+    return out;
 }
 
 int64_t checked_length(size_t length) {
@@ -277,6 +306,7 @@ NB_MODULE(_native, m) {
     m.def("instruction_sets", &instruction_sets);
     m.def("end_on_bus_error", &end_on_bus_error, "line"_a, "exit_code"_a);
     m.def("pack_roundtrip", &pack_roundtrip, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a);
+    m.def("product", &product, "instruction_set"_a, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a, "inputs"_a);
     m.def("measure_limits", &limits, "instruction_set"_a, "threads"_a, "seconds"_a, "model_bytes"_a);
     m.def("measure_copy", &measure_copy, "threads"_a, "seconds"_a, "bytes"_a, no_gil);
     nb::class_<RowSampler>(m, "RowSampler")

@@ -30,6 +30,7 @@
 //   16 f32 scales
 //   16 f32 minima, if has_min
 // q is unsigned there, except that the AVX2 and generic kernels open q8_0 to signed bytes; the others add 128, its centre.
+// AMX, which multiplies signed bytes, has q - centre.
 #pragma once
 
 #include <cstddef>
@@ -44,6 +45,7 @@ constexpr int kTileRows = 16;
 constexpr int kLineBytes = 4 * kTileRows;
 constexpr int kRun = 32;  // columns that share an input's scale
 constexpr int kRunLines = kRun / 4;
+constexpr int kOpenedColumnBytes = kTileRows + 4;  // at most: a byte of each row, and factors
 
 enum class Packing : uint8_t { f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k };
 

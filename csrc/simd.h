@@ -1,7 +1,8 @@
 // One float vector type, `Vec`, in three builds: 16 lanes (AVX-512), 8 lanes (AVX2 + FMA + F16C), 8 lanes of plain C++.
 //
 // A file that includes this is compiled once per instruction set, with CLLM_AVX512 or CLLM_AVX2 or neither defined, and
-// puts everything into CLLM_NS so that the builds do not mix. Every operation has one fixed rounding: `fma` rounds once in
+// puts everything into CLLM_NS so that the builds do not mix. CLLM_AMX goes with the first, CLLM_AVXVNNI with the second:
+// they only multiply matrices in a way of their own. Every operation has one fixed rounding: `fma` rounds once in
 // all builds, and sums over lanes use one fixed tree. Results are equal for equal input within a build, not across builds.
 #pragma once
 
@@ -17,10 +18,18 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+#if defined(CLLM_AMX)
+#define CLLM_NS amx
+#else
 #define CLLM_NS avx512
+#endif
 #elif defined(CLLM_AVX2)
 #include <immintrin.h>
+#if defined(CLLM_AVXVNNI)
+#define CLLM_NS avxvnni
+#else
 #define CLLM_NS avx2
+#endif
 #else
 #define CLLM_NS generic
 #endif

@@ -374,7 +374,8 @@ def test_it_says_what_it_is(backend: NativeBackend) -> None:
         assert generic.describe() == "native (generic), 1 thread"
 
 
-def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["amx", "avx512", "avxvnni"])
+def test_an_instruction_set_that_is_not_there_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cllm.backends.native.backend.instruction_sets", lambda: ["avx2", "generic"])
-    with pytest.raises(ConfigError, match=r"backend\.native\.instruction_set is avx512.* avx2, generic; use auto"):
-        make(instruction_set="avx512")
+    with pytest.raises(ConfigError, match=rf"backend\.native\.instruction_set is {name}, .* avx2, generic; use auto"):
+        make(instruction_set=name)

@@ -18,6 +18,14 @@ def pack_roundtrip(ggml_type: int, rows: int, cols: int, data: NDArray[np.uint8]
     Raises ValueError for a wrong size, an unknown type, or values that are not finite.
     """
 
+def product(
+    instruction_set: str, ggml_type: int, rows: int, cols: int, data: NDArray[np.uint8], inputs: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """`inputs` [n, cols] times a matrix of GGUF's blocks, transposed: [n, rows], as an engine computes it. For tests.
+
+    Raises ValueError as `pack_roundtrip` does, and for inputs of another length.
+    """
+
 def measure_limits(instruction_set: str, threads: int, seconds: float, model_bytes: int) -> dict[str, float]:
     """What the machine can do at most: int8_macs_per_s, grouped_int8_macs_per_s (with a scale per 32 columns),
     read_bytes_per_s (over 256 MB), model_read_bytes_per_s (over `model_bytes`). Each is measured for `seconds`.

@@ -17,7 +17,7 @@ from cllm.config.warm import WarmPrefix
 from cllm.kv.window import MIN_RECENT
 
 BackendType = Literal["auto", "native", "llama_cpp", "torch", "fake"]
-InstructionSet = Literal["auto", "generic", "avx2", "avx512"]
+InstructionSet = Literal["auto", "amx", "avx512", "avxvnni", "avx2", "generic"]
 KVType = Literal["f16", "q8_0", "q4_0", "bf16", "f32", "fp8", "int8"]
 LLAMA_CPP_MAX_SEQ = 256
 """llama.cpp's own compiled-in limit of sequences per context."""

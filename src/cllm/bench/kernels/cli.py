@@ -63,7 +63,7 @@ Type = Annotated[str | None, typer.Option(help=f"Of --shape: {', '.join(MIXES)}.
 PlotFile = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE", help="By threads: draw it as .png, .svg or .pdf.")
 ]
-InstructionSet = Annotated[str, typer.Option(help="cLLM's: auto or one that `backend.native.instruction_set` names.")]
+InstructionSet = Annotated[str, typer.Option(help="cLLM's: auto, amx, avx512, avxvnni, avx2 or generic.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: to see that it runs, not for figures.")]
 Profile = Annotated[bool, typer.Option("--profile", help="Also where the time of a pass goes.")]

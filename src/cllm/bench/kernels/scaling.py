@@ -236,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", help="such as 1,2,4,8,16; the default number is added")
     parser.add_argument("--only", help=f"some of {','.join(work.key for work in SCALING_WORKS)}")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--instruction-set", default="auto", help="auto, avx512, avx2 or generic")
+    parser.add_argument("--instruction-set", default="auto", help="auto, amx, avx512, avxvnni, avx2 or generic")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs, not for figures")
     parser.add_argument("--json", type=Path, help="write all that was measured to this file")
     parser.add_argument("--plot", type=Path, help="draw it: .png, .svg or .pdf (needs matplotlib)")

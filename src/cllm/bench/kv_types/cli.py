@@ -29,7 +29,7 @@ Model = Annotated[str, typer.Option(help="A known name, a .gguf file or hf:org/r
 Text = Annotated[Path | None, typer.Option(help="A text file for quality, in UTF-8. [default: one of ours, 17 kB]")]
 Repeats = Annotated[int, typer.Option(min=1, help="How often the speed of each pair is measured, in turn.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="[default: those that `cllm serve` takes]")]
-InstructionSet = Annotated[str, typer.Option(help="auto, avx512, avx2 or generic.")]
+InstructionSet = Annotated[str, typer.Option(help="auto, amx, avx512, avxvnni, avx2 or generic.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file.")]
 ReportDir = Annotated[Path | None, typer.Option("--report", help="Write a page with plots into this directory.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: to see that it runs, not for figures.")]
