@@ -168,9 +168,16 @@ static void run_tiles(const TileJob& job, int64_t row) {
     for (int t = 0; t < T; ++t) __builtin_prefetch(job.out + (row + t) * job.out_stride + job.tile * kTileRows, 1);
     for (int64_t b = 0; b < blocks; ++b)
         for (int r = 0; r < R; ++r) {
-            const Block block(tile + r * next_tile + b * Block::bytes);
-            constexpr int runs = Block::columns / kRun;
-            for (int run = 0; run < runs; ++run) add_run<0>(block, run, in, b * runs + run, acc[r]);
+            const uint8_t* at = tile + r * next_tile + b * Block::bytes;
+            const uint8_t* ahead = b + 1 < blocks ? at + Block::bytes : tile + (r + R) * next_tile;
+            const Block block(at);
+            constexpr int runs = Block::columns / kRun, step = Block::bytes / runs;
+            for (int run = 0; run < runs; ++run) {
+                // What is read next from this place; of the last block, from the tile that comes after these.
+                for (int line = 0; !Block::opened && line < step; line += kLineBytes)
+                    __builtin_prefetch(ahead + run * step + line);
+                add_run<0>(block, run, in, b * runs + run, acc[r]);
+            }
         }
     for (int r = 0; r < R; ++r)
         put_results<T>(acc[r], w, job.tile + r, job.out + row * job.out_stride, job.out_stride, job.add);

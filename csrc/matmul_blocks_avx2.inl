@@ -31,10 +31,10 @@ CLLM_INLINE __m256i packed_line(const uint8_t* block, int run, int half) {
         const __m256i line = load_half(block + Quad * kLineBytes + half * 32);
         return kVnni ? _mm256_xor_si256(line, _mm256_set1_epi8(-128)) : line;
     }
-    const __m256i both = load_half(block + (run * 4 + Quad % 4) * kLineBytes + half * 32);
+    const __m256i both = load_half(block + layout.run_at(run) + Quad % 4 * kLineBytes + half * 32);
     const __m256i low = _mm256_and_si256(shift_bits<Quad < 4 ? 0 : -4>(both), _mm256_set1_epi8(15));
     if constexpr (layout.bits == 4) return low;
-    const uint8_t* upper = block + layout.upper_at() + run * (layout.bits - 4) * kLineBytes + half * 32;
+    const uint8_t* upper = block + layout.upper_at(run) + half * 32;
     if constexpr (layout.bits == 5)
         return _mm256_or_si256(low, _mm256_and_si256(shift_bits<4 - Quad>(load_half(upper)), _mm256_set1_epi8(16)));
     const __m256i twos = shift_bits<4 - 2 * (Quad % 4)>(load_half(upper + Quad / 4 * kLineBytes));
@@ -67,7 +67,7 @@ CLLM_INLINE void pairs_from(const uint8_t* lines, __m256 scale, __m256 minimum, 
 template <Packing P>
 CLLM_INLINE void read_factors(const uint8_t* block, float* to, int stride) {
     constexpr Layout layout = layout_of(P);
-    const uint8_t* factors = block + layout.quant_bytes();
+    const uint8_t* factors = block + layout.factors_at();
     for (int half = 0; half < 2; ++half, to += 8) {
         if constexpr (P == Packing::q6_k) {
             const __m256 scale = load_f16_8(factors + 256 + half * 16);

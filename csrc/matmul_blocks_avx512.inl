@@ -26,10 +26,10 @@ template <Packing P, int Quad>
 CLLM_INLINE __m512i packed_line(const uint8_t* block, int run) {
     constexpr Layout layout = layout_of(P);
     if constexpr (layout.bits == 8) return _mm512_xor_si512(load_line(block + Quad * kLineBytes), _mm512_set1_epi8(-128));
-    const __m512i both = load_line(block + (run * 4 + Quad % 4) * kLineBytes);
+    const __m512i both = load_line(block + layout.run_at(run) + Quad % 4 * kLineBytes);
     const __m512i low = _mm512_and_si512(shift_bits<Quad < 4 ? 0 : -4>(both), _mm512_set1_epi8(15));
     if constexpr (layout.bits == 4) return low;
-    const uint8_t* upper = block + layout.upper_at() + run * (layout.bits - 4) * kLineBytes;
+    const uint8_t* upper = block + layout.upper_at(run);
     if constexpr (layout.bits == 5) return with_upper(low, shift_bits<4 - Quad>(load_line(upper)), 16);
     return with_upper(low, shift_bits<4 - 2 * (Quad % 4)>(load_line(upper + Quad / 4 * kLineBytes)), 48);
 }
@@ -60,7 +60,7 @@ CLLM_INLINE void pairs_from(const uint8_t* lines, __m512 scale, __m512 minimum, 
 template <Packing P>
 CLLM_INLINE void read_factors(const uint8_t* block, float* to, int stride) {
     constexpr Layout layout = layout_of(P);
-    const uint8_t* factors = block + layout.quant_bytes();
+    const uint8_t* factors = block + layout.factors_at();
     if constexpr (P == Packing::q6_k) {
         const __m512 scale = load_f16_16(factors + 256);
         for (int g = 0; g < 16; ++g) {

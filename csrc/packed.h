@@ -1,17 +1,17 @@
 // Weight matrices as the kernels read them: as many bits a weight as in the file.
 //
 // A matrix has `rows` outputs and `cols` inputs. Rows are cut into tiles of 16; the last tile is filled up with zero rows.
-// A tile's bytes are contiguous and read once, front to back: blocks of some columns, each of 16 rows.
+// A tile's bytes are contiguous and read once, front to back, as fast memory wants it: blocks of some columns, each of 16 rows.
 //
-//   columns  quants                              then, for the 16 rows                                       bytes of a block
-//   q4_0  32   4 lines of nibbles                  f16 scales                                                       288
-//   q4_1  32   4 lines of nibbles                  f16 scales, f16 minima                                           320
-//   q5_0  32   4 lines of nibbles, 1 of fifth bits f16 scales                                                       352
-//   q5_1  32   4 lines of nibbles, 1 of fifth bits f16 scales, f16 minima                                           384
-//   q8_0  32   8 lines of signed bytes             f16 scales                                                       544
-//   q4_k 256   8 x 4 lines of nibbles              f16 scales, f16 scales of minima, three lines of numbers        2304
-//   q5_k 256   the same, 8 lines of fifth bits     the same                                                        2816
-//   q6_k 256   the same, 16 of two upper bits      int8 numbers of the 16 groups of 16 columns, f16 scales         3360
+//   columns  of each run of 32 columns             for the 16 rows                                       bytes of a block
+//   q4_0  32   4 lines of nibbles                  f16 scales, after the quants                                     288
+//   q4_1  32   4 lines of nibbles                  f16 scales, f16 minima, after the quants                         320
+//   q5_0  32   4 lines of nibbles, 1 of fifth bits f16 scales, after the quants                                     352
+//   q5_1  32   4 lines of nibbles, 1 of fifth bits f16 scales, f16 minima, after the quants                         384
+//   q8_0  32   8 lines of signed bytes             f16 scales, after the quants                                     544
+//   q4_k 256   4 lines of nibbles                  first f16 scales, f16 scales of minima, three lines of numbers  2304
+//   q5_k 256   4 lines of nibbles, 1 of fifth bits the same                                                        2816
+//   q6_k 256   4 lines of nibbles, 2 of upper bits first int8 numbers of the 16 groups of 16 columns, f16 scales   3360
 //   f32, f16, bf16   for each column: 16 values
 //
 // A line is 64 bytes: byte 4*r + i belongs to row r. Of a run of 32 columns, which has 8 quads of columns, the byte has
@@ -62,7 +62,10 @@ struct Layout {
     constexpr int groups() const { return columns / group; }
     constexpr int quant_bytes() const { return columns * bits * kTileRows / 8; }
     constexpr int bytes() const { return quant_bytes() + factor_bytes; }
-    constexpr int upper_at() const { return columns * kTileRows / 2; }  // of the bits above the nibbles
+    // Of a block: where a run's quants are, those bits of them that are above the nibbles, and the factors.
+    constexpr int run_at(int run) const { return (super() ? factor_bytes : 0) + run * kRun * bits * kTileRows / 8; }
+    constexpr int upper_at(int run) const { return run_at(run) + 4 * kLineBytes; }
+    constexpr int factors_at() const { return super() ? 0 : quant_bytes(); }
     // Of a group in the opened form.
     constexpr int opened_factors_at() const { return group * kTileRows; }
     constexpr int opened_bytes() const { return group * kTileRows + kLineBytes * (has_min ? 2 : 1); }

@@ -18,14 +18,14 @@ CLLM_INLINE void put_quants(const uint8_t* quants, int run, int r, uint8_t* bloc
     constexpr Layout layout = layout_of(P);
     uint32_t quads[kRunLines];
     std::memcpy(quads, quants, sizeof quads);
-    uint8_t* const low = block + run * kRun * (layout.bits == 8 ? kTileRows : kTileRows / 2) + 4 * r;
+    uint8_t* const low = block + layout.run_at(run) + 4 * r;
     if constexpr (layout.bits == 8) {
         for (int q = 0; q < kRunLines; ++q) write_as(low + q * kLineBytes, quads[q]);
     } else {
         for (int j = 0; j < 4; ++j)
             write_as(low + j * kLineBytes, (quads[j] & 0x0f0f0f0fu) | (quads[j + 4] & 0x0f0f0f0fu) << 4);
     }
-    uint8_t* const upper = block + layout.upper_at() + run * (layout.bits - 4) * kLineBytes + 4 * r;
+    uint8_t* const upper = block + layout.upper_at(run) + 4 * r;
     if constexpr (layout.bits == 5) {
         uint32_t fifths = 0;
         for (int q = 0; q < kRunLines; ++q) fifths |= (quads[q] >> 4 & 0x01010101u) << q;
@@ -61,7 +61,7 @@ template <Packing P>
 CLLM_INLINE void put_row(const RawBlock& from, int r, uint8_t* block) {
     constexpr Layout layout = layout_of(P);
     for (int run = 0; run < layout.runs(); ++run) put_quants<P>(from.quants + run * kRun, run, r, block);
-    put_factors<P>(from, r, block + layout.quant_bytes());
+    put_factors<P>(from, r, block + layout.factors_at());
 }
 
 // Row r's columns 4*quad to 4*quad + 3 of a run, one byte each; of q8_0 signed.
@@ -69,9 +69,9 @@ template <Packing P>
 CLLM_INLINE uint32_t quad_of(const uint8_t* block, int run, int quad, int r) {
     constexpr Layout layout = layout_of(P);
     if constexpr (layout.bits == 8) return read_as<uint32_t>(block + quad * kLineBytes + 4 * r);
-    const uint32_t both = read_as<uint32_t>(block + (run * 4 + quad % 4) * kLineBytes + 4 * r);
+    const uint32_t both = read_as<uint32_t>(block + layout.run_at(run) + quad % 4 * kLineBytes + 4 * r);
     uint32_t found = (quad < 4 ? both : both >> 4) & 0x0f0f0f0fu;
-    const uint8_t* upper = block + layout.upper_at() + run * (layout.bits - 4) * kLineBytes + 4 * r;
+    const uint8_t* upper = block + layout.upper_at(run) + 4 * r;
     if constexpr (layout.bits == 5) found |= (read_as<uint32_t>(upper) >> quad & 0x01010101u) << 4;
     if constexpr (layout.bits == 6)
         found |= (read_as<uint32_t>(upper + quad / 4 * kLineBytes) >> 2 * (quad % 4) & 0x03030303u) << 4;
@@ -87,7 +87,7 @@ CLLM_INLINE uint32_t number_of(const uint8_t* lines, int n, int r) {
 
 template <Packing P>
 CLLM_INLINE float scale_of(const uint8_t* block, int group, int r) {
-    const uint8_t* factors = block + layout_of(P).quant_bytes();
+    const uint8_t* factors = block + layout_of(P).factors_at();
     if constexpr (P == Packing::q6_k)
         return f16_to_f32(read_as<uint16_t>(factors + 256 + 2 * r)) * float(int8_t(factors[group * kTileRows + r]));
     const float scale = f16_to_f32(read_as<uint16_t>(factors + 2 * r));
@@ -97,7 +97,7 @@ CLLM_INLINE float scale_of(const uint8_t* block, int group, int r) {
 template <Packing P>
 CLLM_INLINE float minimum_of(const uint8_t* block, int group, int r) {
     if constexpr (!layout_of(P).has_min) return 0.0f;
-    const uint8_t* factors = block + layout_of(P).quant_bytes();
+    const uint8_t* factors = block + layout_of(P).factors_at();
     const float minimum = f16_to_f32(read_as<uint16_t>(factors + 2 * kTileRows + 2 * r));
     return layout_of(P).super() ? -minimum * float(number_of(factors + kLineBytes, 8 + group, r)) : minimum;
 }
