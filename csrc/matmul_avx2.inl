@@ -15,6 +15,8 @@ namespace CLLM_NS {
 constexpr int64_t kInputBytes = 400000;  // of inputs that are gone through for one tile: they stay in the L2 cache
 constexpr int64_t kInputsTogether = kPanelRows;
 
+constexpr int kAheadBytes = 1024;        // of a packed tile: so far ahead it is fetched
+
 // The inputs of T rows of one panel.
 template <int T>
 struct Inputs {
@@ -155,7 +157,7 @@ CLLM_INLINE void add_run(const Block& block, int run, const Inputs<T>& in, int64
     }
 }
 
-// T inputs with R tiles, block by block, so that the memory is read in R places at once.
+// T inputs with R tiles, run by run, so that the memory is read in R places at once.
 template <class Block, int T, int R>
 static void run_tiles(const TileJob& job, int64_t row) {
     const PackedMatrix& w = job.w;
@@ -166,19 +168,17 @@ static void run_tiles(const TileJob& job, int64_t row) {
     alignas(64) float acc[R][T][kTileRows] = {};
     // Of many rows the output is larger than the L2 cache; fetched now, it is there when the sums are.
     for (int t = 0; t < T; ++t) __builtin_prefetch(job.out + (row + t) * job.out_stride + job.tile * kTileRows, 1);
-    for (int64_t b = 0; b < blocks; ++b)
-        for (int r = 0; r < R; ++r) {
-            const uint8_t* at = tile + r * next_tile + b * Block::bytes;
-            const uint8_t* ahead = b + 1 < blocks ? at + Block::bytes : tile + (r + R) * next_tile;
-            const Block block(at);
-            constexpr int runs = Block::columns / kRun, step = Block::bytes / runs;
-            for (int run = 0; run < runs; ++run) {
-                // What is read next from this place; of the last block, from the tile that comes after these.
-                for (int line = 0; !Block::opened && line < step; line += kLineBytes)
-                    __builtin_prefetch(ahead + run * step + line);
-                add_run<0>(block, run, in, b * runs + run, acc[r]);
+    Block block[R];
+    for (int64_t b = 0; b < blocks; ++b, tile += Block::bytes) {
+        constexpr int runs = Block::columns / kRun, step = Block::bytes / runs;
+        for (int r = 0; r < R; ++r) block[r].go_to(tile + r * next_tile);
+        for (int run = 0; run < runs; ++run)
+            for (int r = 0; r < R; ++r) {
+                const uint8_t* ahead = tile + r * next_tile + run * step + kAheadBytes;
+                for (int line = 0; !Block::opened && line < step; line += kLineBytes) __builtin_prefetch(ahead + line);
+                add_run<0>(block[r], run, in, b * runs + run, acc[r]);
             }
-        }
+    }
     for (int r = 0; r < R; ++r)
         put_results<T>(acc[r], w, job.tile + r, job.out + row * job.out_stride, job.out_stride, job.add);
 }
@@ -186,8 +186,11 @@ static void run_tiles(const TileJob& job, int64_t row) {
 // Few inputs wait for the memory, which is read faster from four places at once.
 CLLM_INLINE int64_t tiles_together(int64_t inputs) { return inputs <= 2 ? 4 : 1; }
 
-// Inputs from which on it pays to open a tile.
-CLLM_INLINE int64_t opens_from(Packing) { return 8; }
+// Inputs from which on it pays to open a tile: the more bits lie apart, the sooner.
+CLLM_INLINE int64_t opens_from(Packing packing) {
+    const int bits = layout_of(packing).bits;
+    return bits == 5 || bits == 6 ? 9 : 25;
+}
 
 using RunTiles = void (*)(const TileJob&, int64_t);
 

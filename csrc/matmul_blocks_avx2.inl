@@ -94,7 +94,10 @@ struct PackedBlock {
     const uint8_t* at;
     alignas(32) float values[layout.groups() * stride];
 
-    CLLM_INLINE explicit PackedBlock(const uint8_t* block) : at(block) { read_factors<P>(block, values, stride); }
+    CLLM_INLINE void go_to(const uint8_t* block) {
+        at = block;
+        read_factors<P>(block, values, stride);
+    }
     template <int Quad>
     CLLM_INLINE __m256i line(int run, int half) const { return packed_line<P, Quad>(at, run, half); }
     CLLM_INLINE const float* factors(int group) const { return values + group * stride; }
@@ -108,7 +111,7 @@ struct OpenedBlock {
     static constexpr int columns = kRun, bytes = kRun / layout.group * layout.opened_bytes();
     const uint8_t* at;
 
-    CLLM_INLINE explicit OpenedBlock(const uint8_t* run) : at(run) {}
+    CLLM_INLINE void go_to(const uint8_t* run) { at = run; }
     template <int Quad>
     CLLM_INLINE __m256i line(int, int half) const {
         constexpr int lines = layout.group / 4;
