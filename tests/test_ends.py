@@ -194,7 +194,7 @@ CUT_WHILE_LOADING = """
         count += 1
         if count == 3:
             os.truncate(FILE, 8192)
-        load(*args)
+        return load(*args)
     loader._load_tensor = load_tensor
 """
 CHANGED = "has changed while it was being loaded (it had "
