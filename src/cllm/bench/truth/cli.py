@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cllm.bench.http import BenchError
+from cllm.bench.json_file import check_writable
 from cllm.bench.kv_types.cli import TEXT, read_texts
 from cllm.bench.machine import describe_machine
 from cllm.machine import default_threads, read_cpus
@@ -23,7 +24,7 @@ Text = Annotated[Path | None, typer.Option(help="A text file in UTF-8. [default:
 Threads = Annotated[int | None, typer.Option(min=1, help="[default: those that `cllm serve` takes]")]
 InstructionSet = Annotated[
     list[str] | None,
-    typer.Option(help=f"cLLM's; may be repeated. [default: all that this CPU has but {SLOW}, which takes long]"),
+    typer.Option(help=f"cLLM's; may be repeated. [default: all that this CPU has but {SLOW}, which is slow]"),
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: to see that it runs, not for figures.")]
@@ -52,6 +53,8 @@ def truth(
         raise BenchError(
             f"--instruction-set is {', '.join(sorted(unknown))}; this CPU has {', '.join(instruction_sets())}"
         )
+    if json is not None:
+        check_writable(json)
     opened = GGUFModel.open(resolve(model))
     count = threads or default_threads(read_cpus()).count
     texts = read_texts(opened, text or TEXT, quick)
