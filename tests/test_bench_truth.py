@@ -169,3 +169,19 @@ def test_an_instruction_set_that_is_not_there_is_refused() -> None:
     assert isinstance(result.exception, BenchError) and "--instruction-set is mmx; this CPU has" in str(
         result.exception
     )
+
+
+def test_some_parts_of_the_text_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[list[int]] = []
+
+    def stop(model: GGUFModel, texts: list[list[int]], **_: Any) -> None:
+        lengths.append([len(text) for text in texts])
+        raise BenchError("enough")
+
+    monkeypatch.setattr("cllm.bench.truth.measure.measure", stop)
+    model, text = write_model(tmp_path / "tiny.gguf"), tmp_path / "text.txt"
+    text.write_text(WORDS * 20)
+    for arguments in ((), ("--parts", "2")):
+        result = invoke("--model", str(model), "--text", str(text), *arguments)
+        assert isinstance(result.exception, BenchError) and str(result.exception) == "enough"
+    assert len(lengths[0]) > 2 and lengths[1] == [1024, 1024]

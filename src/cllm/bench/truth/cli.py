@@ -21,6 +21,9 @@ SLOW = "generic"
 
 Model = Annotated[str, typer.Option(help="A known name, a .gguf file or hf:org/repo/file.gguf.")]
 Text = Annotated[Path | None, typer.Option(help="A text file in UTF-8. [default: one of ours, 17 kB]")]
+Parts = Annotated[
+    int | None, typer.Option(min=1, help="Only so many parts of the text, of 1,024 tokens each. [default: all]")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="[default: those that `cllm serve` takes]")]
 InstructionSet = Annotated[
     list[str] | None,
@@ -33,6 +36,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: to see that i
 def truth(
     model: Model = "smollm2",
     text: Text = None,
+    parts: Parts = None,
     threads: Threads = None,
     instruction_set: InstructionSet = None,
     json: Json = None,
@@ -57,14 +61,14 @@ def truth(
         check_writable(json)
     opened = GGUFModel.open(resolve(model))
     count = threads or default_threads(read_cpus()).count
-    texts = read_texts(opened, text or TEXT, quick)
+    texts = read_texts(opened, text or TEXT, quick)[:parts]
     found = measure(opened, texts, threads=count, instruction_sets=sets, say=_say)
     print(results.table(found), flush=True)
     if quick:
         print("small sizes: the figures above do not count")
     if json is not None:
-        settings = {"model": model, "text": str(text) if text else "ours", "threads": count, "quick": quick}
-        results.save(json, settings | {"instruction_sets": list(sets)}, describe_machine(), found)
+        settings = {"model": model, "text": str(text) if text else "ours", "parts": len(texts), "threads": count}
+        results.save(json, settings | {"instruction_sets": list(sets), "quick": quick}, describe_machine(), found)
     if found.interrupted:
         raise typer.Exit(INTERRUPTED)
 
