@@ -51,7 +51,7 @@ bool has_tiles() {
     const unsigned features = leaf_of(7, 0).edx;
     if (!has_bit(features, kTile) || !has_bit(features, kInt8)) return false;
     const uint64_t saved = saved_registers();
-    return has_bit(saved, kSavedConfig) && has_bit(saved, kSavedData) && ask_for_tiles();
+    return has_bit(saved, kSavedConfig) && has_bit(saved, kSavedData);
 }
 
 }  // namespace
@@ -71,9 +71,11 @@ bool runs_avx512() {
            __builtin_cpu_supports("avx512vnni");
 }
 
-bool runs_amx() {
-    static const bool found = runs_avx512() && has_tiles();
-    return found;
+bool has_amx() { return runs_avx512() && has_tiles(); }
+
+bool take_amx() {
+    static const bool granted = ask_for_tiles();
+    return granted;
 }
 
 #else
@@ -81,7 +83,8 @@ bool runs_amx() {
 bool runs_avx2() { return false; }
 bool runs_avxvnni() { return false; }
 bool runs_avx512() { return false; }
-bool runs_amx() { return false; }
+bool has_amx() { return false; }
+bool take_amx() { return false; }
 
 #endif
 

@@ -23,7 +23,7 @@ std::vector<const Kernels*> available_kernels() {
     const auto add_if = [&](const Kernels* kernels, bool (*runs)()) {
         if (kernels && runs()) found.push_back(kernels);
     };
-    add_if(amx_kernels(), runs_amx);
+    add_if(amx_kernels(), has_amx);
     add_if(avx512_kernels(), runs_avx512);
     add_if(avxvnni_kernels(), runs_avxvnni);
     add_if(avx2_kernels(), runs_avx2);
@@ -32,12 +32,13 @@ std::vector<const Kernels*> available_kernels() {
 }
 
 const Kernels& select_kernels(const std::string& name) {
-    const auto available = available_kernels();
-    if (name == "auto") return *available.front();
+    const bool any = name == "auto";
     std::string names;
-    for (const Kernels* kernels : available) {
-        if (name == kernels->name) return *kernels;
+    for (const Kernels* kernels : available_kernels()) {
         names += (names.empty() ? "" : ", ") + std::string(kernels->name);
+        if (!any && name != kernels->name) continue;
+        if (kernels != amx_kernels() || take_amx()) return *kernels;
+        if (!any) throw std::invalid_argument("instruction_set is amx, but the system does not let this process use it; use auto");
     }
     throw std::invalid_argument("instruction_set is " + name + ", but this CPU runs " + names + " (or auto)");
 }

@@ -254,7 +254,7 @@ void Forward::each_part(int64_t first, int64_t last, int64_t parts, Work&& work)
 
 void Forward::multiply(std::initializer_list<Product> products, const Inputs& inputs, bool add, Phase making, Phase which) {
     make_shared(inputs, making);
-    // Kernels like to compute several tiles together: two, and four of few rows.
+    // Kernels are fastest with several tiles at a time: two, or four with few rows.
     const int64_t unit = few() ? 1 : 2, grain = few() ? 4 : 1;
     const auto units_of = [&](const Product& product) { return (product.weights->tiles() + unit - 1) / unit; };
     int64_t units = 0;

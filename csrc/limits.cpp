@@ -213,7 +213,7 @@ void read_generic(const uint8_t* data, size_t stride, size_t bytes) {
 Loops select_loops(const std::string& name) {
 #if CLLM_X86
 #if defined(CLLM_BUILDS_AMX)
-    if (name == "amx" && runs_amx()) return {amx_dots(), read_avx512};
+    if (name == "amx" && has_amx() && take_amx()) return {amx_dots(), read_avx512};
 #endif
 #if defined(CLLM_BUILDS_AVXVNNI)
     if (name == "avxvnni" && runs_avxvnni()) return {avxvnni_dots(), read_avx2};
@@ -230,11 +230,13 @@ double seconds_now() {
 }
 
 // What `work(thread)`, called again and again on every thread for `seconds`, gives a second in all. The first call of each
-// thread is a warm-up; they begin to count together.
-double rate_on_threads(int threads, double seconds, const std::function<double(int)>& work) {
+// thread is a warm-up, after `prepare(thread)`; they begin to count together.
+double rate_on_threads(
+    int threads, double seconds, const std::function<double(int)>& work, const std::function<void(int)>& prepare = [](int) {}) {
     std::vector<double> rates(size_t(threads), 0.0);
     std::atomic<int> waiting{threads};
     const auto run = [&](int thread) {
+        prepare(thread);
         work(thread);
         waiting--;
         while (waiting.load() > 0) std::this_thread::yield();
@@ -261,15 +263,15 @@ struct FreeDeleter {
 
 using Memory = std::unique_ptr<uint8_t, FreeDeleter>;
 
-// At least so many bytes, of large pages where there are any, all touched.
-Memory filled_memory(size_t bytes) {
+// At least so many bytes, of large pages where there are any. Nothing has touched them yet: memory lies near the thread that
+// does so first, so each thread has to fill what it will read.
+Memory untouched_memory(size_t bytes) {
     const size_t taken = (bytes + kHugePage - 1) / kHugePage * kHugePage;
     Memory memory(static_cast<uint8_t*>(std::aligned_alloc(kHugePage, taken)));
     if (!memory) throw std::bad_alloc();
 #if defined(__linux__)
     madvise(memory.get(), taken, MADV_HUGEPAGE);  // a wish: without it the figure is a little lower
 #endif
-    std::memset(memory.get(), 1, taken);
     return memory;
 }
 
@@ -282,12 +284,14 @@ void check_measure(const std::string& name, int threads, double seconds) {
 double read_rate(const Loops& loops, int threads, double seconds, size_t bytes) {
     const size_t unit = size_t(threads) * kStreams * kLine;
     const size_t size = (bytes + unit - 1) / unit * unit;
-    const Memory memory = filled_memory(size);
+    const Memory memory = untouched_memory(size);
     const size_t part = size / size_t(threads);
-    return rate_on_threads(threads, seconds, [&](int thread) {
-        loops.read(memory.get() + size_t(thread) * part, part / kStreams, part / kStreams);
+    const auto part_of = [&](int thread) { return memory.get() + size_t(thread) * part; };
+    const auto read = [&](int thread) {
+        loops.read(part_of(thread), part / kStreams, part / kStreams);
         return double(part);
-    });
+    };
+    return rate_on_threads(threads, seconds, read, [&](int thread) { std::memset(part_of(thread), 1, part); });
 }
 
 }  // namespace
@@ -309,12 +313,18 @@ double measure_copy(int threads, double seconds, size_t bytes) {
     check_measure("measure_copy", threads, seconds);
     if (bytes < size_t(threads) || bytes > (size_t(1) << 40))
         throw std::invalid_argument("measure_copy: bytes must be as many as threads, up to 2^40");
-    const Memory source = filled_memory(bytes), target = filled_memory(bytes);
+    const Memory source = untouched_memory(bytes), target = untouched_memory(bytes);
     const size_t part = bytes / size_t(threads);
-    return rate_on_threads(threads, seconds, [&](int thread) {
-        std::memcpy(target.get() + size_t(thread) * part, source.get() + size_t(thread) * part, part);
+    const auto part_of = [&](const Memory& memory, int thread) { return memory.get() + size_t(thread) * part; };
+    const auto copy = [&](int thread) {
+        std::memcpy(part_of(target, thread), part_of(source, thread), part);
         return double(part);
-    });
+    };
+    const auto fill = [&](int thread) {
+        std::memset(part_of(source, thread), 1, part);
+        std::memset(part_of(target, thread), 1, part);
+    };
+    return rate_on_threads(threads, seconds, copy, fill);
 }
 
 }  // namespace cllm

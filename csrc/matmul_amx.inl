@@ -5,10 +5,10 @@
 //
 // One instruction computes that, and its sums are exact, as those of the other kernels are; what follows each group is their
 // sequence of float operations, too. The instruction takes 16 cycles, but its sums are there only after 52 and then have to be
-// stored, for another 16; scaling them takes 24 to 32. So four groups are under way in registers of their own, ahead of the one
-// that is scaled, whose float accumulators stay in registers: there is room for one panel and one tile. The store is the price
-// of a scale per group, and the reason why AMX gains less here than its multiplications promise. Few inputs go to the AVX-512
-// kernels.
+// stored, for another 16; scaling them takes 24 to 32. So three groups run ahead of the one that is scaled, four in all, each in
+// a register of its own, and the float accumulators stay in registers, too: there is room for one panel and one tile. The store
+// is the price of a scale per group, and the reason why AMX gains less here than its multiplications promise. Few inputs go to
+// the AVX-512 kernels.
 #pragma once
 
 #include <algorithm>

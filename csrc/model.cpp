@@ -110,7 +110,8 @@ void Model::load_matrix(PackedMatrix& to, const std::string& what, const Source&
                std::to_string(expected_rows) + " x " + std::to_string(expected_cols));
     if (to.data) refuse(what + " was loaded before");
     if (source.first_row == 0) begin(to, what, source, beside);
-    if (filling_.to != &to || filling_.next_row != source.first_row || filling_.form.packing != packed_form(source.type, source.rows, source.cols).packing)
+    const Packing packing = packed_form(source.type, source.rows, source.cols).packing;
+    if (filling_.to != &to || filling_.next_row != source.first_row || filling_.form.packing != packing)
         refuse(what + " does not go on at row " + std::to_string(source.first_row));
     if (!pack(source)) {
         filling_ = {};

@@ -57,18 +57,18 @@ struct Layout {
     bool has_min;      // whether groups have minima
     int factor_bytes;  // of a block: what is not quants
 
-    constexpr bool super() const { return columns == 256; }
-    constexpr int runs() const { return columns / kRun; }
-    constexpr int groups() const { return columns / group; }
-    constexpr int quant_bytes() const { return columns * bits * kTileRows / 8; }
-    constexpr int bytes() const { return quant_bytes() + factor_bytes; }
+    CLLM_INLINE constexpr bool super() const { return columns == 256; }
+    CLLM_INLINE constexpr int runs() const { return columns / kRun; }
+    CLLM_INLINE constexpr int groups() const { return columns / group; }
+    CLLM_INLINE constexpr int quant_bytes() const { return columns * bits * kTileRows / 8; }
+    CLLM_INLINE constexpr int bytes() const { return quant_bytes() + factor_bytes; }
     // Of a block: where a run's quants are, those bits of them that are above the nibbles, and the factors.
-    constexpr int run_at(int run) const { return (super() ? factor_bytes : 0) + run * kRun * bits * kTileRows / 8; }
-    constexpr int upper_at(int run) const { return run_at(run) + 4 * kLineBytes; }
-    constexpr int factors_at() const { return super() ? 0 : quant_bytes(); }
+    CLLM_INLINE constexpr int run_at(int run) const { return (super() ? factor_bytes : 0) + run * kRun * bits * kTileRows / 8; }
+    CLLM_INLINE constexpr int upper_at(int run) const { return run_at(run) + 4 * kLineBytes; }
+    CLLM_INLINE constexpr int factors_at() const { return super() ? 0 : quant_bytes(); }
     // Of a group in the opened form.
-    constexpr int opened_factors_at() const { return group * kTileRows; }
-    constexpr int opened_bytes() const { return group * kTileRows + kLineBytes * (has_min ? 2 : 1); }
+    CLLM_INLINE constexpr int opened_factors_at() const { return group * kTileRows; }
+    CLLM_INLINE constexpr int opened_bytes() const { return group * kTileRows + kLineBytes * (has_min ? 2 : 1); }
 };
 
 CLLM_INLINE constexpr Layout layout_of(Packing packing) {

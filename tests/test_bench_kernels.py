@@ -6,7 +6,7 @@ import io
 import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from cllm.bench.http import BenchError
-from cllm.bench.kernels import cli, run, table
+from cllm.bench.json_file import check_writable
+from cllm.bench.kernels import cli, limits, run, table
 from cllm.bench.kernels.processes import EngineProcess
 from cllm.bench.kernels.run import KernelBench, Options, macs_per_token, weight_bytes_per_token
 from cllm.bench.kernels.shapes import SHAPES, Shape
@@ -46,9 +47,11 @@ from cllm.bench.kernels.works import (
     SAME,
     SAME_UNIFIED,
     SMOLLM2,
+    Comparison,
     Plan,
     Work,
 )
+from cllm.machine import Room
 from cllm.models.gguf import GGUFModel
 from native_kit import write_model
 
@@ -185,6 +188,14 @@ def test_a_prompt_goes_to_the_first_stream_and_is_copied_to_the_others() -> None
     assert len(targets) == 4 and not targets & set(first)
 
 
+def test_several_tokens_of_a_stream_are_one_chunk_with_logits_of_each() -> None:
+    engine = RecordingEngine()
+    streams = block_streams(engine, streams=1, room=40)
+    streams.advance(array("i", range(8)), position=12)
+    tokens, chunks, blocks, rows = engine.steps[0]
+    assert (tokens, chunks, rows) == (list(range(8)), [[8, 12, 8, 2, 0, 0]], 8) and len(set(blocks)) == 2
+
+
 def test_what_others_hold_is_really_written_and_touches_no_stream() -> None:
     engine = RecordingEngine()
     streams = block_streams(engine, streams=1, room=32, held=320)
@@ -245,9 +256,32 @@ def test_requantised_files_are_q4_0(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("instruction_set", native.instruction_sets())
 def test_limits_are_positive_for_every_instruction_set(instruction_set: str) -> None:
-    limits = native.measure_limits(instruction_set, 2, 0.01, 1 << 20)
-    assert set(limits) == set(run.LIMIT_NAMES)
-    assert all(1e6 < value < 1e15 for value in limits.values())
+    found = native.measure_limits(instruction_set, 2, 0.01, 1 << 20)
+    assert set(found) == set(run.LIMIT_NAMES)
+    assert all(1e6 < value < 1e15 for value in found.values())
+
+
+@dataclass
+class Weights:
+    """As much of an engine as its limits need."""
+
+    weight_bytes: int
+    instruction_set: str = "generic"
+    threads: int = 2
+
+
+def test_limits_take_no_second_copy_of_large_weights_and_no_memory_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(limits, "measure_limits", lambda *arguments: asked.append(arguments) or {})
+    monkeypatch.setattr(limits, "read_rooms", lambda: [Room("the memory", 4 << 30, 2 << 30, hard=True)])
+    for size in (1 << 20, 8 << 30):
+        limits.machine_limits(Weights(size), 0.01)  # type: ignore[arg-type]
+    assert asked == [("generic", 2, 0.01, 1 << 20), ("generic", 2, 0.01, 1 << 30)]
+    monkeypatch.setattr(limits, "read_rooms", lambda: [Room("the memory", 4 << 30, 1 << 29, hard=True)])
+    with pytest.raises(BenchError, match=r"takes 1,024 MiB, more than the 512 MiB that the memory"):
+        limits.machine_limits(Weights(8 << 30), 0.01)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -598,6 +632,55 @@ def test_the_command_writes_the_file_of_a_shape_and_measures_it(
     saved = json.loads(file.read_text())["settings"]
     assert (saved["shape"], saved["type"], saved["file"]) == ("tiny", "q5_k_m", str(written))
     assert {name for name, _, _ in fake.asked} == {f"native:{written.name}", f"llama:{written.name}"}
+
+
+def test_other_models_borrow_works_of_the_default_one_without_its_bounds_and_files(
+    tiny: Path, fake: type[FakeProcess], tmp_path: Path
+) -> None:
+    file = tmp_path / "k.json"
+    only = [part for key in ("decode-512", "rows-8", "first-token") for part in ("--only", key)]
+    result = invoke("--model", str(tiny), "--quick", "--json", str(file), *only)
+    assert result.exit_code == 0, result.output
+    assert {name for name, _, _ in fake.asked} <= {f"native:{tiny.name}", f"llama:{tiny.name}"}
+    assert "ik_llama.cpp" not in result.output and "Q4_0" not in result.output
+    required = {line["key"]: line["must_reach"] for line in json.loads(file.read_text())["lines"]}
+    assert required["decode-512"] == required["first-token"] == ""
+    assert {*asked_works(fake)} == {"decode-512", "rows-8"}
+
+
+def asked_works(fake: type[FakeProcess]) -> list[str]:
+    return [arguments["work"]["key"] for _, do, arguments in fake.asked if do == "speed"]
+
+
+def test_borrowed_sections_are_for_information_and_the_own_ones_judged() -> None:
+    plan = ANY_MODEL.borrow(["prefill", "decode-2048", "memory"], SMOLLM2)
+    assert plan.sections == (*ANY_MODEL.sections, ONE_LONG.key, MEMORY)
+    assert plan.comparisons[len(ANY_MODEL.comparisons) :] == (Comparison(ONE_LONG, SAME),)
+    assert not plan.elsewhere and (plan.bound(MEMORY, 1.0), plan.bound(ROWS.key, 1.0)) == (None, 1.0)
+    assert SMOLLM2.borrow(SMOLLM2.sections, ANY_MODEL) == SMOLLM2
+
+
+def test_a_peer_that_nothing_is_compared_with_is_refused() -> None:
+    result = invoke("--shape", "1B", "--against", "genai")
+    assert isinstance(result.exception, BenchError)
+    assert "nothing that would be measured is compared with it; give --only with one of decode-32x330" in str(
+        result.exception
+    )
+
+
+def test_an_unwritable_json_file_is_known_before(tiny: Path, fake: type[FakeProcess], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    bad = tmp_path / "file" / "k.json"
+    for threads in ("1", "1,2"):
+        result = invoke("--model", str(tiny), "--threads", threads, "--json", str(bad))
+        assert isinstance(result.exception, BenchError) and f"cannot write {bad}" in str(result.exception)
+    assert not fake.asked
+    new = tmp_path / "new.json"
+    check_writable(new)
+    assert not new.exists()
+    new.write_text("old")
+    check_writable(new)
+    assert new.read_text() == "old"
 
 
 def test_the_command_fails_if_work_does(tiny: Path, fake: type[FakeProcess]) -> None:

@@ -25,7 +25,8 @@ from native_kit import write_model
 
 native = pytest.importorskip("cllm._native", reason="the extension is not built")
 
-from cllm.bench.kernels import scaling  # noqa: E402  (needs the extension)
+from cllm._native import Engine  # noqa: E402  (needs the extension)
+from cllm.bench.kernels import scaling  # noqa: E402
 
 TINY = Shape(n_layers=2, n_embd=64, n_heads=4, n_kv_heads=2, head_dim=16, n_ff=128, n_vocab=320)
 BARE = ("psutil", "pydantic", "fastapi", "gguf", "httpx", "rich", "typer", "matplotlib", "yaml", "tokenizers", "jinja2")
@@ -102,11 +103,11 @@ def test_every_count_does_every_work_in_every_repeat(tiny: None, monkeypatch: py
 def test_shares_are_of_the_limit_in_the_same_turn(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = iter([(1e9, 1e8), (2e9, 4e8)])
 
-    def measure_limits(name: str, threads: int, seconds: float, size: int) -> dict[str, float]:
+    def machine_limits(engine: Engine, seconds: float) -> dict[str, float]:
         int8, read = next(limits)
         return {scaling.INT8: int8, scaling.READ: read}
 
-    monkeypatch.setattr(scaling, "measure_limits", measure_limits)
+    monkeypatch.setattr(scaling, "machine_limits", machine_limits)
     monkeypatch.setattr(scaling, "read_cpus", lambda: Cpus(1, 1, 1))
     found = measured((1,))
     for turn, (int8, read) in enumerate([(1e9, 1e8), (2e9, 4e8)]):
@@ -130,7 +131,7 @@ def test_a_shape_that_does_not_fit_is_refused_before_it_is_built(monkeypatch: py
     room = Room("the container's memory limit", 1 << 30, 1 << 29, hard=True)
     monkeypatch.setattr(scaling, "read_rooms", lambda: [room])
     with pytest.raises(
-        BenchError, match=r"8B as q8_0 takes 7,\d+ MiB, more than the 512 MiB that the container's memory limit"
+        BenchError, match=r"8B as q8_0 takes 8,\d+ MiB, more than the 512 MiB that the container's memory limit"
     ):
         scaling.random_subject("8B", "q8_0", "auto")
 

@@ -33,6 +33,7 @@ NAMES = [
     "docs/kv-store.md",
     "docs/warm.md",
     "docs/drafts.md",
+    "docs/truth.md",
     "src/cllm/kv/README.md",
 ]
 DOCUMENTS = [ROOT / name for name in NAMES]

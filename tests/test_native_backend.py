@@ -374,6 +374,17 @@ def test_it_says_what_it_is(backend: NativeBackend) -> None:
         assert generic.describe() == "native (generic), 1 thread"
 
 
+def test_a_system_that_refuses_the_best_instructions_is_named_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make():
+        assert not caplog.records
+    best = instruction_sets()[0]
+    monkeypatch.setattr("cllm.backends.native.backend.instruction_sets", lambda: ["amx9", best])
+    with make():
+        assert f"this CPU has amx9, but the system does not let this process use it: {best} instead" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["amx", "avx512", "avxvnni"])
 def test_an_instruction_set_that_is_not_there_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cllm.backends.native.backend.instruction_sets", lambda: ["avx2", "generic"])

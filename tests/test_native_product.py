@@ -10,6 +10,7 @@ from typing import get_args
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+from gguf.constants import GGML_QUANT_SIZES
 
 from cllm._native import instruction_sets, product
 from cllm.config.tree import InstructionSet
@@ -33,8 +34,15 @@ def inputs_of(count: int, cols: int) -> Floats:
     return found
 
 
-@ALL_KINDS
-@pytest.mark.parametrize("cols", [256, 2304], ids=["few columns", "many columns"])
+SMALL_BLOCKS = [kind for kind in QUANTISED if GGML_QUANT_SIZES[kind][0] == 32]
+KINDS_AND_COLUMNS = [
+    *((kind, cols) for kind in QUANTISED for cols in (256, 2304)),
+    *((kind, cols) for kind in SMALL_BLOCKS for cols in (544, 576)),
+]
+"""Few and many columns; where blocks are small, also a few more than kernels take at a time."""
+
+
+@pytest.mark.parametrize(("kind", "cols"), KINDS_AND_COLUMNS, ids=[f"{k.name} {cols}" for k, cols in KINDS_AND_COLUMNS])
 def test_bits_are_those_of_other_instruction_sets_and_counts(kind: Type, cols: int) -> None:
     matrix = random_matrix(np.random.default_rng(2), ROWS, cols, kind, 0.02)
     raw, inputs = np.ascontiguousarray(matrix.raw).reshape(-1), inputs_of(max(COUNTS), cols)
@@ -48,6 +56,17 @@ def test_bits_are_those_of_other_instruction_sets_and_counts(kind: Type, cols: i
             np.testing.assert_array_equal(together, alone[name][:count], err_msg=f"{name}, {count} inputs")
     for name in FUSED:
         np.testing.assert_array_equal(alone[name], alone[FUSED[0]], err_msg=f"{name} and {FUSED[0]}")
+
+
+@ALL_KINDS
+@pytest.mark.parametrize("name", instruction_sets())
+def test_bits_are_the_same_with_more_inputs_than_kernels_take_at_a_time(name: str, kind: Type) -> None:
+    count, cols, pieces = 530, 512, 70
+    raw = np.ascontiguousarray(random_matrix(np.random.default_rng(4), ROWS, cols, kind, 0.02).raw).reshape(-1)
+    inputs = inputs_of(count, cols)
+    together = product(name, int(kind), ROWS, cols, raw, inputs)
+    apart = [product(name, int(kind), ROWS, cols, raw, inputs[at : at + pieces]) for at in range(0, count, pieces)]
+    np.testing.assert_array_equal(together, np.concatenate(apart))
 
 
 def rounded(inputs: Floats) -> Floats:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ from cllm.bench import random_model
 from cllm.bench.http import BenchError
 from cllm.bench.kernels import shapes
 from cllm.bench.kernels.shapes import MIXES, SHAPES, Mix, Shape, matrices, weight_bytes
+from cllm.bench.made_files import ABANDONED_S
 from cllm.bench.random_blocks import BLOCK_TYPES, fitting
 from cllm.bench.random_model import random_file, write
 from cllm.models.gguf import GGUFModel
@@ -66,13 +70,32 @@ def test_rows_that_are_no_whole_blocks_get_the_type_that_llama_cpp_gives_them() 
     assert [fitting(name, 100) for name in ("q4_k", "q8_0", "bf16")] == ["f16", "f16", "bf16"]
 
 
-def test_files_are_always_the_same_however_they_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = write(tmp_path / "whole.gguf", TINY, MIXES["q6_k"], "x").read_bytes()
+def test_files_are_always_the_same_so_that_old_ones_can_be_used_again(tmp_path: Path) -> None:
+    """A change of the bytes needs another number in the files' names."""
+    files = [write(tmp_path / f"{mix}.gguf", TINY, MIXES[mix], "x") for mix in ("q4_k_m", "q8_0")]
+    digests = [sha256(file.read_bytes()).hexdigest() for file in files]
+    assert random_model._MADE == 1
+    assert digests == [
+        "2ffc249dc043f8a523441dbce1e601068a64dd410cace0c8ec0a053517d65ebf",
+        "574c3b9249e31a0e3eb7d48a87d3d9a1b8335d05604f16cc0f5246f9d14ab62d",
+    ]
+
+
+def test_matrices_are_written_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "_PIECE_BYTES", 1)
     assert len(list(next(iter(matrices(TINY, MIXES["q6_k"]))).pieces())) == TINY.n_vocab
-    again = write(tmp_path / "again.gguf", TINY, MIXES["q8_0"], "x")
-    assert write(tmp_path / "once_more.gguf", TINY, MIXES["q8_0"], "x").read_bytes() == again.read_bytes()
-    assert again.read_bytes() != whole
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_one_writes_now_is_not(cache: Path) -> None:
+    for name, age in (("dead", 2 * ABANDONED_S), ("alive", 0.0)):
+        left = cache / f".making-{name}"
+        left.mkdir(parents=True)
+        (left / "half.gguf").write_bytes(b"x")
+        for path in (left / "half.gguf", left):
+            os.utime(path, (time.time() - age,) * 2)
+    os.utime(cache / ".making-alive", (0, 0))  # a directory's time stands still while a file in it grows
+    file = random_file("tiny", "q4_0")
+    assert sorted(path.name for path in cache.iterdir()) == [".making-alive", file.name]
 
 
 def test_a_file_is_written_once_with_progress_and_under_its_name_only_when_it_is_whole(

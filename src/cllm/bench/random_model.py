@@ -8,13 +8,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from cllm.bench.http import BenchError
 from cllm.bench.kernels.shapes import RMS_EPS, ROPE_BASE, Mix, Shape, matrices, norms, pick, weight_bytes
+from cllm.bench.made_files import made
 from cllm.machine import mib
 from cllm.models.registry import cache_dir
 
@@ -41,10 +41,8 @@ def random_file(shape_name: str, type_name: str, say: Say = lambda line: None) -
                 f"{shape_name} as {type_name} takes {mib(needed)}, and {target.parent} has {mib(free)} left: "
                 "make room, take a smaller shape, or name another place with CLLM_CACHE_DIR"
             )
-        # Beside the target and moved into place: what was interrupted leaves no half file under its name.
-        with TemporaryDirectory(prefix=".random-", dir=target.parent) as directory:
-            made = write(Path(directory) / target.name, shape, mix, f"random {shape_name} {type_name}", say)
-            made.replace(target)
+        with made(target) as place:
+            write(place, shape, mix, f"random {shape_name} {type_name}", say)
     except OSError as error:
         raise BenchError(f"cannot write {target}: {error.strerror or error}") from error
     return target

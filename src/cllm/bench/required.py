@@ -12,6 +12,7 @@ _LLAMA_CPP: dict[tuple[str, str], Limit] = {
     ("prefix", "seconds"): times_the_peer(4.0),
     ("chat", "seconds"): times_the_peer(1.5),
     ("stall", "worst_gap_ms"): own(400.0),
+    ("gap", "stream_p99_ms"): own(1000.0),
 }
 
 

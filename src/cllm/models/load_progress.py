@@ -1,4 +1,4 @@
-"""How far a model is loaded: a bar on a terminal, elsewhere a line in the log now and then; nothing if it is quick."""
+"""How far a model is loaded: a bar on a terminal, elsewhere a line in the log every five seconds; nothing if quick."""
 
 from __future__ import annotations
 

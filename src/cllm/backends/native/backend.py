@@ -11,6 +11,7 @@ write outside the arena.
 from __future__ import annotations
 
 import hashlib
+import logging
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from cllm.errors import BackendError, ConfigError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, Geometry, Move
 from cllm.models.gguf import GGUFModel
 from cllm.models.load_progress import LoadProgress
+
+log = logging.getLogger("cllm")
 
 
 class NativeBackend(Backend):
@@ -54,6 +57,11 @@ class NativeBackend(Backend):
         with LoadProgress(model.path.name) as progress:
             self._engine: Engine | None = load_engine(
                 model, threads=threads, instruction_set=instruction_set, progress=progress
+            )
+        if instruction_set == "auto" and self._engine.instruction_set != (best := instruction_sets()[0]):
+            log.warning(
+                "this CPU has %s, but the system does not let this process use it: %s instead",
+                *(best, self._engine.instruction_set),
             )
 
     def allocate(self, geometry: Geometry) -> None:

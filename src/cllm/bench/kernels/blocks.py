@@ -51,15 +51,8 @@ class BlockStreams:
         self._step(tokens, self._tables[: len(tokens)], position, 1)
 
     def advance(self, tokens: Tokens[int], position: int) -> None:
-        """As chunks of one token each: a step writes all K/V of a layer before it attends to them."""
-        count = len(tokens)
-        if len(self._logits) < count:
-            self._logits = np.empty((count, self._n_vocab), np.float32)
-        chunks = np.empty((count, 6), np.int32)
-        chunks[:] = (1, 0, 1, -(-(position + count) // BLOCK), 0, 0)
-        chunks[:, 1] = np.arange(position, position + count)
-        table = np.tile(self._tables[0, : chunks[0, 3]], count)
-        self._engine.step(np.frombuffer(tokens, np.int32), chunks, table, self._logits[:count])
+        """One chunk, as a server sends a sequence with drafts."""
+        self._step(tokens, self._tables[:1], position, len(tokens), wanted=len(tokens))
 
     def rewind(self, position: int) -> None:
         """What lies behind is written over."""
@@ -75,9 +68,14 @@ class BlockStreams:
             sources = np.broadcast_to(self._tables[0], tables.shape)
             self._engine.copy_blocks(np.stack([sources.ravel(), tables.ravel()], axis=1))
 
-    def _step(self, tokens: Tokens[int], tables: NDArray[np.int32], position: int, count: int) -> None:
-        blocks = -(-(position + count) // BLOCK)
+    def _step(
+        self, tokens: Tokens[int], tables: NDArray[np.int32], position: int, count: int, *, wanted: int = 1
+    ) -> None:
+        """`count` tokens of each of these streams; logits of the last `wanted` of them."""
+        rows, blocks = len(tables) * wanted, -(-(position + count) // BLOCK)
+        if len(self._logits) < rows:
+            self._logits = np.empty((rows, self._n_vocab), np.float32)
         chunks = np.empty((len(tables), 6), np.int32)
-        chunks[:] = (count, position, 1, blocks, 0, 0)
+        chunks[:] = (count, position, wanted, blocks, 0, 0)
         table = np.ascontiguousarray(tables[:, :blocks]).ravel()
-        self._engine.step(np.frombuffer(tokens, np.int32), chunks, table, self._logits[: len(tables)])
+        self._engine.step(np.frombuffer(tokens, np.int32), chunks, table, self._logits[:rows])

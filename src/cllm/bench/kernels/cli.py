@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from cllm.bench.http import BenchError
+from cllm.bench.json_file import check_writable
 from cllm.bench.kernels.run import KernelBench, Options
 from cllm.bench.kernels.shapes import DEFAULT_MIX, MIXES, SHAPES, pick
 from cllm.bench.kernels.table import make_lines, make_notes, print_lines, print_profiles, save
@@ -95,7 +96,13 @@ class Asked:
         """The default model has one of its own; any work may be asked for by name."""
         own = not self.shapes and self.model in (None, DEFAULT_MODEL)
         plan, other = (SMOLLM2, ANY_MODEL) if own else (ANY_MODEL, SMOLLM2)
-        return plan if set(self.only) <= set(plan.sections) else other
+        return plan.borrow(self.only, other)
+
+    @property
+    def compared(self) -> set[str]:
+        """The engines that what is asked for is compared with."""
+        wanted = self.only or self.plan.sections
+        return {each.peer.engine for each in self.plan.comparisons if each.work.key in wanted}
 
 
 def kernels(
@@ -141,8 +148,20 @@ def _check(asked: Asked) -> None:
         raise BenchError("--plot needs several numbers of --threads, such as 1,2,4")
     elif len(asked.shapes) > 1:
         raise BenchError("several --shape need several numbers of --threads; beside peers, give one at a time")
-    elif unknown := set(asked.only) - set(asked.plan.sections):
-        raise BenchError(f"--only is {', '.join(sorted(unknown))}; it must be one of {', '.join(asked.plan.sections)}")
+    elif unknown := set(asked.only) - set(SECTIONS):
+        raise BenchError(f"--only is {', '.join(sorted(unknown))}; it must be one of {', '.join(SECTIONS)}")
+    elif asked.against not in ("all", "none", *asked.compared):
+        works = dict.fromkeys(
+            each.work.key
+            for each in (*SMOLLM2.comparisons, *ANY_MODEL.comparisons)
+            if each.peer.engine == asked.against
+        )
+        raise BenchError(
+            f"--against is {asked.against}, but nothing that would be measured is compared with it; "
+            f"give --only with one of {', '.join(works)}"
+        )
+    if asked.json is not None:
+        check_writable(asked.json)
 
 
 def _by_threads(asked: Asked) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -16,6 +15,7 @@ from cllm.backends.llama_cpp.model import load_model, read_shape
 from cllm.backends.llama_cpp.slots import LlamaSlotOps
 from cllm.bench.kernels.streams import Tokens, fill, median_step_s, tokens_per_s
 from cllm.bench.kernels.works import Work
+from cllm.bench.made_files import made
 from cllm.errors import ModelError
 from cllm.kv.ops import SlotGeometry
 
@@ -47,7 +47,7 @@ class SequenceStreams:
         self._context.decode([Chunk(tokens[slot : slot + 1], position, True, slot) for slot in self._slots])
 
     def advance(self, tokens: Tokens[int], position: int) -> None:
-        self._context.decode([Chunk(tokens[i : i + 1], position + i, True, 0) for i in range(len(tokens))])
+        self._context.decode([Chunk(tokens, position, len(tokens), 0)])
 
     def rewind(self, position: int) -> None:
         for slot in self._slots:
@@ -139,11 +139,7 @@ def requantise(model: Path, target: Path, threads: int) -> None:
     params.ftype = api.LLAMA_FTYPE_MOSTLY_Q4_0
     params.allow_requantize = True
     params.nthread = threads
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside the target and moved into place, so that an interrupted run leaves no half file under its name.
-    with TemporaryDirectory(prefix=".requantise-", dir=target.parent) as directory:
-        made = Path(directory) / target.name
+    with made(target) as place:
         library.log.clear()
-        if api.llama_model_quantize(str(model).encode(), str(made).encode(), params) != 0:
+        if api.llama_model_quantize(str(model).encode(), str(place).encode(), params) != 0:
             raise ModelError(f"llama.cpp cannot make a Q4_0 file of {model}: {library.log.reason()}")
-        made.replace(target)

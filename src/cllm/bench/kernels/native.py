@@ -10,9 +10,9 @@ from typing import Any
 
 import psutil
 
-from cllm._native import measure_limits
 from cllm.backends.native.loader import load_engine
 from cllm.bench.kernels.blocks import KV_TYPE, BlockStreams
+from cllm.bench.kernels.limits import machine_limits
 from cllm.bench.kernels.streams import draw_tokens, fill, median_step_s, tokens_per_s
 from cllm.bench.kernels.works import Work
 from cllm.kv.memory import bytes_per_token
@@ -47,7 +47,7 @@ class NativeContender:
         return {}
 
     def limits(self, seconds: float) -> dict[str, float]:
-        return measure_limits(self._engine.instruction_set, self._engine.threads, seconds, self._engine.weight_bytes)
+        return machine_limits(self._engine, seconds)
 
     def slow_down(self, work: Mapping[str, Any], variant: Mapping[str, Any], held: int) -> dict[str, float]:
         """Step times of one stream, alone in the arena and beside what others hold."""

@@ -20,9 +20,11 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-from cllm._native import Engine, measure_limits
+from cllm._native import Engine
 from cllm.bench.http import BenchError
+from cllm.bench.json_file import check_writable
 from cllm.bench.kernels.blocks import BlockStreams
+from cllm.bench.kernels.limits import machine_limits, read_bytes
 from cllm.bench.kernels.scaling_plot import check as check_plot
 from cllm.bench.kernels.scaling_plot import draw
 from cllm.bench.kernels.scaling_report import Scaling, load, save, table
@@ -56,23 +58,28 @@ class Subject:
 def random_subject(name: str, type_name: str, instruction_set: str) -> Subject:
     shape, mix = pick(name, type_name)
     size = weight_bytes(shape, mix)
-    room = tightest(read_rooms())
-    if size > room.free:
-        raise BenchError(f"{name} as {type_name} takes {mib(size)}, more than {room}; take a smaller shape")
+    _check_room(f"{name} as {type_name}", size, "take a smaller shape")
     build = partial(random_engine, shape, mix, instruction_set=instruction_set)
     return Subject(f"{name} {type_name}, random", build, shape.n_vocab, shape.macs_per_token, size)
+
+
+def _check_room(what: str, size: int, advice: str) -> None:
+    taken, room = size + read_bytes(size), tightest(read_rooms())
+    if taken > room.free:
+        raise BenchError(f"{what} takes {mib(taken)}, more than {room}; {advice}")
 
 
 def file_subject(name: str, instruction_set: str) -> Subject:
     """A model's own weights."""
     from cllm.backends.native.loader import load_engine  # these need more than numpy
-    from cllm.backends.native.sizes import read_per_token
+    from cllm.backends.native.sizes import packed_bytes, read_per_token
     from cllm.bench.kernels.run import macs_per_token
     from cllm.models.gguf import GGUFModel
     from cllm.models.registry import resolve
 
     file = resolve(name)
     model = GGUFModel.open(file)
+    _check_room(str(file), packed_bytes(model), "give a smaller model")
 
     def build(threads: int) -> Engine:
         return load_engine(model, threads=threads, instruction_set=instruction_set)
@@ -126,7 +133,7 @@ def _turn(subject: Subject, works: Sequence[Work], threads: int, limit_s: float,
     try:
         engine = subject.build(threads)
         found.instruction_set, found.weight_bytes = engine.instruction_set, engine.weight_bytes
-        limits = measure_limits(engine.instruction_set, threads, limit_s, engine.weight_bytes)
+        limits = machine_limits(engine, limit_s)
         for what in (INT8, READ):
             found.limits.setdefault(threads, {}).setdefault(what, []).append(limits[what])
         for work in works:
@@ -172,6 +179,8 @@ def run(request: Request) -> int:
     """Measure, print and write. The exit code."""
     if request.plot is not None:
         check_plot(request.plot)
+    if request.json is not None:
+        check_writable(request.json)
     works = choose_works(request.only, request.quick)
     if request.shapes:
         subjects = [random_subject(name, request.type, request.instruction_set) for name in request.shapes]

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from cllm.bench.http import BenchError
+from cllm.bench.json_file import write_json
 from cllm.bench.kernels.works import SCALING_WORKS
 from cllm.bench.machine import describe_machine
 
@@ -105,11 +106,7 @@ def save(file: Path, settings: Mapping[str, Any], results: Sequence[Scaling]) ->
         "settings": settings,
         "results": [asdict(found) | {"table": table(found).splitlines()} for found in results],
     }
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise BenchError(f"cannot write {file}: {error.strerror or error}") from error
+    write_json(file, content)
 
 
 def load(file: Path) -> list[Scaling]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -130,6 +130,8 @@ class Plan:
     """Names of what is measured beside the works."""
     elsewhere: Mapping[str, float] = field(default_factory=dict)
     repeats: int = 5
+    borrowed: frozenset[str] = frozenset()
+    """Sections of another plan, for information: nothing must be reached."""
 
     @property
     def sections(self) -> tuple[str, ...]:
@@ -137,6 +139,27 @@ class Plan:
 
     def peers_of(self, work: Work) -> list[Peer]:
         return [comparison.peer for comparison in self.comparisons if comparison.work is work]
+
+    def bound(self, section: str, value: float) -> float | None:
+        return None if section in self.borrowed else value
+
+    def borrow(self, wanted: Collection[str], other: Plan) -> Plan:
+        """This plan with those wanted sections that only the other has. No file is made for them."""
+        lacking = (set(wanted) & set(other.sections)) - set(self.sections)
+        return replace(
+            self,
+            works=(*self.works, *(work for work in other.works if work.key in lacking)),
+            comparisons=(
+                *self.comparisons,
+                *(
+                    replace(comparison, times=None)
+                    for comparison in other.comparisons
+                    if comparison.work.key in lacking and not comparison.peer.requantised
+                ),
+            ),
+            apart=(*self.apart, *(section for section in other.apart if section in lacking)),
+            borrowed=frozenset(lacking),
+        )
 
 
 SMOLLM2 = Plan(

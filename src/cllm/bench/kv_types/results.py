@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from cllm.bench.figures import OURS, Figure, Row, Run, own, summarise, times_the_peer
-from cllm.bench.http import BenchError
+from cllm.bench.json_file import write_json
 from cllm.bench.kv_types.measure import REFERENCE, Measured, OfPair, Pair
 from cllm.bench.report import number, with_unit
 
@@ -140,11 +139,7 @@ def save(file: Path, settings: Mapping[str, Any], machine: Mapping[str, Any], fo
         "notes": notes(found),
         "table": table(found).splitlines(),
     }
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise BenchError(f"cannot write {file}: {error.strerror or error}") from error
+    write_json(file, content)
 
 
 def _pair_json(found: Measured, pair: Pair) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cllm.bench.http import BenchError
+from cllm.bench.json_file import check_writable
 from cllm.bench.kv_types.cli import TEXT, read_texts
 from cllm.bench.machine import describe_machine
 from cllm.machine import default_threads, read_cpus
@@ -20,10 +21,13 @@ SLOW = "generic"
 
 Model = Annotated[str, typer.Option(help="A known name, a .gguf file or hf:org/repo/file.gguf.")]
 Text = Annotated[Path | None, typer.Option(help="A text file in UTF-8. [default: one of ours, 17 kB]")]
+Parts = Annotated[
+    int | None, typer.Option(min=1, help="Only so many parts of the text, of 1,024 tokens each. [default: all]")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="[default: those that `cllm serve` takes]")]
 InstructionSet = Annotated[
     list[str] | None,
-    typer.Option(help=f"cLLM's; may be repeated. [default: all that this CPU has but {SLOW}, which takes long]"),
+    typer.Option(help=f"cLLM's; may be repeated. [default: all that this CPU has but {SLOW}, which is slow]"),
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: to see that it runs, not for figures.")]
@@ -32,6 +36,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: to see that i
 def truth(
     model: Model = "smollm2",
     text: Text = None,
+    parts: Parts = None,
     threads: Threads = None,
     instruction_set: InstructionSet = None,
     json: Json = None,
@@ -52,16 +57,18 @@ def truth(
         raise BenchError(
             f"--instruction-set is {', '.join(sorted(unknown))}; this CPU has {', '.join(instruction_sets())}"
         )
+    if json is not None:
+        check_writable(json)
     opened = GGUFModel.open(resolve(model))
     count = threads or default_threads(read_cpus()).count
-    texts = read_texts(opened, text or TEXT, quick)
+    texts = read_texts(opened, text or TEXT, quick)[:parts]
     found = measure(opened, texts, threads=count, instruction_sets=sets, say=_say)
     print(results.table(found), flush=True)
     if quick:
         print("small sizes: the figures above do not count")
     if json is not None:
-        settings = {"model": model, "text": str(text) if text else "ours", "threads": count, "quick": quick}
-        results.save(json, settings | {"instruction_sets": list(sets)}, describe_machine(), found)
+        settings = {"model": model, "text": str(text) if text else "ours", "parts": len(texts), "threads": count}
+        results.save(json, settings | {"instruction_sets": list(sets), "quick": quick}, describe_machine(), found)
     if found.interrupted:
         raise typer.Exit(INTERRUPTED)
 

@@ -17,6 +17,9 @@ from cllm.models.tensor_file import TensorFile
 
 Floats = NDArray[np.float32]
 
+MAJOR = "5"
+"""Versions differ in the names of parameters and modules."""
+INSTALL = "pip install torch 'transformers>=5,<6'"
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -46,12 +49,21 @@ class Reference:
             import transformers
         except ImportError as error:
             raise BenchError(
-                f"the truth is computed by torch and transformers, and {error.name} is not installed: "
-                "pip install torch transformers"
+                f"the truth is computed by torch and transformers, and {error.name} is not installed: {INSTALL}"
             ) from error
+        if transformers.__version__.split(".")[0] != MAJOR:
+            raise BenchError(
+                f"the truth is computed by transformers {MAJOR}, and {transformers.__version__} is installed: {INSTALL}"
+            )
         reason = foreign(model, DEQUANTISED | _FLOATS)
         if reason is not None:
             raise BenchError(f"{model.path}: the truth cannot be computed: {reason}")
+        rotated = read_numbers(model).rope_dims
+        if rotated < model.shape.head_dim_k:
+            raise BenchError(
+                f"{model.path}: the truth cannot be computed: "
+                f"positions turn {rotated} of a head's {model.shape.head_dim_k} dimensions, not all of them"
+            )
         torch.set_num_threads(threads)
         self._torch = torch
         config = transformers.AutoConfig.for_model(model.shape.architecture, **_config(model))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cllm.bench.http import BenchError
+from cllm.bench.json_file import write_json
 from cllm.bench.truth.measure import TRUTH, Measured, OfSide
 
 _HEADINGS = ("engine", "computed with", "K/V", "perplexity", "change", "same top token", "mean KL")
@@ -46,6 +45,11 @@ def notes(found: Measured) -> list[str]:
         f"over {positions:,} positions; the truth is the same weights computed in float32 ({versions}); change, same "
         "top token and KL (Kullback-Leibler divergence, nats) beside it"
     ]
+    lines += [
+        f"{side.engine}, {side.way}, K/V {side.kv_type}: over {side.distance.positions:,} positions only"
+        for side in found.sides
+        if 0 < side.distance.positions < positions
+    ]
     lines += [f"left out: {side}: {reason}" for side, reason in found.left_out.items()]
     if found.interrupted:
         lines.append("interrupted: not all was measured")
@@ -63,11 +67,7 @@ def save(file: Path, settings: Mapping[str, Any], machine: Mapping[str, Any], fo
         "notes": notes(found),
         "table": table(found).splitlines(),
     }
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise BenchError(f"cannot write {file}: {error.strerror or error}") from error
+    write_json(file, content)
 
 
 def _side_json(of: OfSide) -> dict[str, Any]:
