@@ -58,13 +58,12 @@ def least_s(law: Law, rows: int) -> float:
 
 @given(law=laws, noise=st.floats(0.0, 0.3), chunk_gap_s=st.sampled_from([0.0, LIMIT_S]), seed=st.integers(0, 1 << 16))
 @settings(max_examples=60, deadline=None)
-def test_no_step_beside_answers_is_longer_than_the_promise_by_more_than_the_noise(
+def test_one_step_in_a_hundred_beside_answers_is_longer_than_the_promise(
     law: Law, noise: float, chunk_gap_s: float, seed: int
 ) -> None:
     steps = serve(law, noise, chunk_gap_s, seed, WARM_UP + 400)
     late = [step for step in steps[WARM_UP:] if step.tokens]
-    tolerated = (1 + noise) ** 2 * 1.1  # what was learnt is off by the noise and a little, and so is the step
-    beyond = [step for step in late if step.seconds > max(LIMIT_S, least_s(law, step.rows)) * tolerated]
+    beyond = [step for step in late if step.seconds > 1.05 * max(LIMIT_S, least_s(law, step.rows) * (1 + noise))]
     assert len(beyond) <= len(late) / 100, f"{len(beyond)} of {len(late)}, the longest {max(s.seconds for s in beyond)}"
 
 
@@ -181,6 +180,21 @@ def test_a_first_step_that_was_held_up_is_soon_corrected() -> None:
     budget.observe(0, 4, 5.0)
     steps = server.run(rows=4, prompts=8, steps=120)
     assert sum(step.seconds > LIMIT_S for step in steps) <= 1
+
+
+def test_the_first_prompts_after_a_pause_leave_room_for_what_comes_with_them() -> None:
+    """The cores are busy with those who arrive: the first two steps take half as long again as they should."""
+    budget = StepBudget(inter_token_s=0.1, max_gap_s=LIMIT_S, prompt_only_s=1.0, max_tokens=512)
+    server = Server(budget, Law())
+    server.run(rows=4, prompts=0, steps=3)
+    server.run(rows=4, prompts=8, steps=40)
+    for _ in range(3):
+        server.noise = iter(lambda: 1.0, None)
+        server.run(rows=4, prompts=0, steps=20)
+        server.noise = iter([1.5, 1.5])
+        assert max(step.seconds for step in server.run(rows=4, prompts=8, steps=2)) <= LIMIT_S
+    server.noise = iter(lambda: 1.0, None)
+    assert max(step.seconds for step in server.run(rows=4, prompts=8, steps=100)) > 0.85 * LIMIT_S
 
 
 def test_one_long_pause_between_steps_counts_for_little() -> None:

@@ -7,6 +7,7 @@ import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,22 @@ def test_drafts_are_as_long_as_there_is_room() -> None:
     plan = lone.scheduler.schedule()
     assert [(len(chunk.tokens), chunk.wanted_logits) for chunk in plan.chunks] == [(8, 8)]
     assert (plan.decode_rows, plan.drafted, plan.rows, kv._pool.free) == (1, 7, 8, 0)
+
+
+def test_memory_that_is_to_be_given_back_is_not_for_drafts() -> None:
+    """Other models are to have three of the five blocks that are free."""
+    lone = Lone("paged", oracle(longest=64), tokens=32, running=1)
+    request = make_request("abcd", SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    last_steps(lone, request, 1)
+    kv, sequence = lone.scheduler.kv, request.sequences[0]
+    assert isinstance(kv, PagedKVManager)
+    assert kv._pool.extend(kv._pool.free - 5) is not None
+    kv._limits = SimpleNamespace(pending=3, want=lambda blocks: False)  # type: ignore[assignment]
+    assert kv.stretch(sequence, 64) == sequence.room - sequence.end == 8
+    kv._limits = SimpleNamespace(pending=9, want=lambda blocks: False)  # type: ignore[assignment]
+    kv.truncate(sequence, sequence.num_computed)
+    free = kv._pool.free
+    assert kv.stretch(sequence, 64) == 0 and kv._pool.free == free
 
 
 # -- which rows ------------------------------------------------------------------------------------------------------
@@ -400,7 +417,7 @@ async def test_a_stop_string_among_accepted_tokens_ends_the_answer_there() -> No
             generation = llm.submit([104, 105, 33], params)
             deltas = [delta async for delta in generation]
             await asyncio.sleep(0.05)  # what comes after the end does not count
-            assert (scheduler.accepted_tokens > 0) == drafts
+            assert (scheduler.accepted_drafts > 0) == drafts
             ids = [token for delta in deltas for token in delta.token_ids]
             logprobs = [each for delta in deltas for each in delta.logprobs or []]
             text = "".join(delta.text for delta in deltas)

@@ -42,6 +42,12 @@ MANY_ROWS = 32
 REMEASURE_ROWS_EVERY = 16
 """After so many steps with prompts one goes without, so that the cost of rows stays known."""
 
+PAUSE_STEPS = 8
+CAREFUL_STEPS = 2
+CAREFUL_SHARE = 0.6
+"""After so many steps without prompts, so many with them get this share of what the promise leaves: those who have just
+come are still being read in on the same cores, and what prompts cost was measured long ago."""
+
 UNMET_STEPS = 16
 """The promise cannot be kept if so many steps in a row had to be planned longer."""
 
@@ -89,6 +95,8 @@ class StepBudget:
         self._max_tokens = max_tokens
         self._saved_s = max_gap_s
         self._mixed_steps = REMEASURE_ROWS_EVERY
+        self._plain_steps = PAUSE_STEPS
+        self._careful_steps = 0
         self._crowded = False
         self._share = 1.0
         self._others_answer = False
@@ -156,7 +164,12 @@ class StepBudget:
                 costs.observe_rows(decode_rows, seconds)
             if decode_rows:
                 self._mixed_steps = 0
+                self._plain_steps += 1
         else:
+            if decode_rows:
+                paused = self._plain_steps >= PAUSE_STEPS
+                self._careful_steps = CAREFUL_STEPS - 1 if paused else max(self._careful_steps - 1, 0)
+                self._plain_steps = 0
             seconds -= costs.drafts_s(drafted, decode_rows)
             self._mixed_steps += decode_rows > 0
             self._saved_s -= max(0.0, seconds - costs.rows_s(decode_rows))
@@ -191,6 +204,8 @@ class StepBudget:
             return self._prompt_only_s
         rows_s = self.costs.rows_s(decode_rows)
         room_s = self._room_s(rows_s)
+        if self._careful_steps or self._plain_steps >= PAUSE_STEPS:
+            room_s *= CAREFUL_SHARE
         if not self._crowded or decode_rows == 0:
             chunk_gap_s = self._share * self.chunk_gap_s
             wanted_s = max(chunk_gap_s - rows_s, CHUNK_SHARE * rows_s) if chunk_gap_s else self._earned_s(rows_s)
