@@ -180,10 +180,8 @@ class Rig:
         self.raised: list[Exception] = []
         """What clients were told that only cancelled."""
         backend, kv = self.machine.backend, self.machine.kv
+        budget = StepBudget(inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=0.5, max_tokens=16)
         drafter = self.machine.drafter
-        # Time passes by seconds here: no promise would leave room for drafts.
-        max_gap_s = 0.25 if drafter is None else 1e6
-        budget = StepBudget(inter_token_s=0.1, max_gap_s=max_gap_s, prompt_only_s=0.5, max_tokens=16)
         self.scheduler = Scheduler(
             kv,
             budget,
