@@ -58,13 +58,12 @@ def least_s(law: Law, rows: int) -> float:
 
 @given(law=laws, noise=st.floats(0.0, 0.3), chunk_gap_s=st.sampled_from([0.0, LIMIT_S]), seed=st.integers(0, 1 << 16))
 @settings(max_examples=60, deadline=None)
-def test_no_step_beside_answers_is_longer_than_the_promise_by_more_than_the_noise(
+def test_one_step_in_a_hundred_beside_answers_is_longer_than_the_promise(
     law: Law, noise: float, chunk_gap_s: float, seed: int
 ) -> None:
     steps = serve(law, noise, chunk_gap_s, seed, WARM_UP + 400)
     late = [step for step in steps[WARM_UP:] if step.tokens]
-    tolerated = (1 + noise) ** 2 * 1.1  # what was learnt is off by the noise and a little, and so is the step
-    beyond = [step for step in late if step.seconds > max(LIMIT_S, least_s(law, step.rows)) * tolerated]
+    beyond = [step for step in late if step.seconds > 1.05 * max(LIMIT_S, least_s(law, step.rows) * (1 + noise))]
     assert len(beyond) <= len(late) / 100, f"{len(beyond)} of {len(late)}, the longest {max(s.seconds for s in beyond)}"
 
 
@@ -101,3 +100,104 @@ def test_the_engine_says_once_that_the_promise_cannot_be_kept(caplog: pytest.Log
         pass
     said = [record.getMessage() for record in caplog.records if "scheduler.max_gap_ms" in record.getMessage()]
     assert len(said) == 1 and "is 250" in said[0] and "one answer alone takes 400 ms" in said[0]
+
+
+def quiet_engine(collect_s: float) -> tuple[Engine, list[float]]:
+    """An engine whose steps take so long, and nothing else does; and its clock."""
+    backend, now = FakeBackend(), [0.0]
+    compute = backend.collect
+
+    def collect(ticket: Any) -> StepResult:
+        now[0] += collect_s
+        return compute(ticket)
+
+    backend.collect = collect  # type: ignore[method-assign]
+    return Engine(
+        backend, make_scheduler(backend, clock=lambda: now[0]), lambda outputs: None, clock=lambda: now[0]
+    ), now
+
+
+def test_a_pause_is_no_part_of_a_gap(caplog: pytest.LogCaptureFixture) -> None:
+    engine, now = quiet_engine(0.01)
+    for _ in range(3):
+        engine.scheduler.add(make_request("hello", SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)))
+        while engine.turn():
+            pass
+        now[0] += 3600.0
+    assert engine.scheduler.budget.costs.host_s == 0.0
+    assert not caplog.records
+
+
+def test_a_new_context_is_no_part_of_a_gap() -> None:
+    engine, now = quiet_engine(0.01)
+    engine.scheduler.add(make_request("hello", SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)))
+    for _ in range(5):
+        engine.turn()
+    schedule, rebuild = engine.scheduler.schedule, engine.backend.rebuild
+
+    def fail() -> Any:
+        engine.scheduler.schedule = schedule  # type: ignore[method-assign]
+        raise RuntimeError("a fault while planning")
+
+    def slow() -> None:
+        now[0] += 30.0
+        rebuild()
+
+    engine.scheduler.schedule = fail  # type: ignore[method-assign]
+    engine.backend.rebuild = slow  # type: ignore[method-assign]
+    while engine.turn():
+        pass
+    assert engine.rebuilds == 1 and engine.scheduler.budget.costs.host_s == 0.0
+
+
+@pytest.mark.parametrize("prompts", [0, 8])
+def test_one_step_that_was_held_up_does_not_make_others_long(prompts: int) -> None:
+    """The machine slept for 5 s during a step, without prompts or with them."""
+    budget = StepBudget(inter_token_s=0.1, max_gap_s=LIMIT_S, prompt_only_s=1.0, max_tokens=512)
+    held_up = iter(lambda: 1.0, None)
+    server = Server(budget, Law(), held_up)
+    server.run(rows=4, prompts=0, steps=3)
+    server.run(rows=4, prompts=8, steps=50)
+    before = budget.chunk_tokens(4)
+    server.noise = iter([5.0 / Law().seconds(4, 0, 0.0)])
+    if prompts:
+        while budget.allowance(4, 8, 10.0, True) is None:
+            server.noise, held = held_up, server.noise
+            server.run(rows=4, prompts=0, steps=1)
+            server.noise = held
+    assert server.run(rows=4, prompts=prompts, steps=1)[0].seconds >= 5.0
+    server.noise = held_up
+    steps = server.run(rows=4, prompts=8, steps=120)
+    assert max(step.seconds for step in steps) <= LIMIT_S
+    assert budget.chunk_tokens(4) >= 0.8 * before
+    assert budget.take_unmet() is None
+
+
+def test_a_first_step_that_was_held_up_is_soon_corrected() -> None:
+    budget = StepBudget(inter_token_s=0.1, max_gap_s=LIMIT_S, prompt_only_s=1.0, max_tokens=512)
+    server = Server(budget, Law(), iter(lambda: 1.0, None))
+    server.run(rows=0, prompts=1, steps=10)
+    budget.observe(0, 4, 5.0)
+    steps = server.run(rows=4, prompts=8, steps=120)
+    assert sum(step.seconds > LIMIT_S for step in steps) <= 1
+
+
+def test_the_first_prompts_after_a_pause_leave_room_for_what_comes_with_them() -> None:
+    """The cores are busy with those who arrive: the first two steps take half as long again as they should."""
+    budget = StepBudget(inter_token_s=0.1, max_gap_s=LIMIT_S, prompt_only_s=1.0, max_tokens=512)
+    server = Server(budget, Law())
+    server.run(rows=4, prompts=0, steps=3)
+    server.run(rows=4, prompts=8, steps=40)
+    for _ in range(3):
+        server.noise = iter(lambda: 1.0, None)
+        server.run(rows=4, prompts=0, steps=20)
+        server.noise = iter([1.5, 1.5])
+        assert max(step.seconds for step in server.run(rows=4, prompts=8, steps=2)) <= LIMIT_S
+    server.noise = iter(lambda: 1.0, None)
+    assert max(step.seconds for step in server.run(rows=4, prompts=8, steps=100)) > 0.85 * LIMIT_S
+
+
+def test_one_long_pause_between_steps_counts_for_little() -> None:
+    budget = StepBudget(inter_token_s=0.1, max_gap_s=LIMIT_S, prompt_only_s=1.0, max_tokens=512)
+    budget.costs.observe_host(30.0)
+    assert budget.costs.host_s < 0.01

@@ -94,6 +94,7 @@ def test_an_index_outgrows_its_table() -> None:
     made.extend(text, len(text))
     for end in range(GRAM, len(text), 97):
         found = grams.find(text, text[:end])
+        assert found == made.find(text, text[:end])
         assert found is not None and text[found.place - GRAM : found.place] == text[end - GRAM : end]
 
 

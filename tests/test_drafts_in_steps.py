@@ -6,6 +6,8 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -138,6 +140,22 @@ def test_drafts_are_as_long_as_there_is_room() -> None:
     assert (plan.decode_rows, plan.drafted, plan.rows, kv._pool.free) == (1, 7, 8, 0)
 
 
+def test_memory_that_is_to_be_given_back_is_not_for_drafts() -> None:
+    """Other models are to have three of the five blocks that are free."""
+    lone = Lone("paged", oracle(longest=64), tokens=32, running=1)
+    request = make_request("abcd", SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    last_steps(lone, request, 1)
+    kv, sequence = lone.scheduler.kv, request.sequences[0]
+    assert isinstance(kv, PagedKVManager)
+    assert kv._pool.extend(kv._pool.free - 5) is not None
+    kv._limits = SimpleNamespace(pending=3, want=lambda blocks: False)  # type: ignore[assignment]
+    assert kv.stretch(sequence, 64) == sequence.room - sequence.end == 8
+    kv._limits = SimpleNamespace(pending=9, want=lambda blocks: False)  # type: ignore[assignment]
+    kv.truncate(sequence, sequence.num_computed)
+    free = kv._pool.free
+    assert kv.stretch(sequence, 64) == 0 and kv._pool.free == free
+
+
 # -- which rows ------------------------------------------------------------------------------------------------------
 
 
@@ -162,13 +180,14 @@ def lone_chunks(lone: Lone, request: Request) -> list[tuple[int, int]]:
 
 
 def test_a_step_that_leaves_rows_out_has_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cllm.engine.planner.MANY_ROWS", 2)
     lone = Lone("paged", oracle(), running=3)
-    for letter in "abc":
-        lone.scheduler.add(make_request(letter, LONG))
+    request = make_request("abc", replace(LONG, n=3))
+    lone.scheduler.add(request)
     while len(lone.scheduler.running) < 3 or lone.scheduler.generated_tokens < 6:
         lone.step()
     assert lone.scheduler.drafted_tokens > 0
-    monkeypatch.setattr(lone.scheduler.budget, "rows_at_once", lambda rows: 2)
+    monkeypatch.setattr(lone.scheduler.budget, "rows_at_once", lambda rows, requests: 2)
     plan = lone.scheduler.schedule()
     assert plan.decode_rows == 2 and plan.drafted == 0
 
@@ -202,6 +221,17 @@ def test_the_drafter_hears_of_prompts_and_of_every_step() -> None:
     assert len(drafter.steps) == lone.stepper.steps
 
 
+def test_what_is_promised_of_a_step_under_way_is_what_lands() -> None:
+    lone = Lone("paged", oracle(longest=3))
+    request = make_request("prompt", LONG)
+    last_steps(lone, request, 2)
+    plan = lone.scheduler.schedule()
+    assert plan.drafted == 3
+    lone.scheduler.launch(plan)
+    assert request.sequences[0].promised == 4
+    assert plan.lands(0) and request.sequences[0].promised == request.sequences[0].submitted == 0
+
+
 # -- what is counted -------------------------------------------------------------------------------------------------
 
 
@@ -217,16 +247,17 @@ def test_tokens_that_come_together_have_no_time_between_them() -> None:
     assert list(request.gaps) == expected
 
 
-def test_the_cost_of_a_step_is_that_of_all_its_rows() -> None:
+def test_observers_hear_of_all_rows_and_the_budget_of_drafts_apart() -> None:
+    """Drafts are cheaper than an answer's rows: taken for those, they would make them seem to cost less."""
     drafter = oracle(longest=5)
     lone = Lone("slots", drafter)
     told: list[tuple[int, int]] = []
-    observed: list[tuple[int, int]] = []
+    observed: list[tuple[int, int, int]] = []
     observe = lone.scheduler.budget.observe
 
-    def note(prompt_tokens: int, rows: int, seconds: float) -> None:
-        observed.append((prompt_tokens, rows))
-        observe(prompt_tokens, rows, seconds)
+    def note(prompt_tokens: int, rows: int, seconds: float, pairs: float, drafted: int) -> None:
+        observed.append((prompt_tokens, rows, drafted))
+        observe(prompt_tokens, rows, seconds, pairs, drafted)
 
     class Observer:
         def on_step(self, seconds: float, prompt_tokens: int, decode_tokens: int) -> None:
@@ -239,7 +270,8 @@ def test_the_cost_of_a_step_is_that_of_all_its_rows() -> None:
     lone.scheduler.budget.observe = note  # type: ignore[method-assign]
     lone.scheduler.observers.append(Observer())
     lone.run(make_request("prompt", LONG))
-    assert told == observed == [(prompts, rows + drafted) for rows, drafted, prompts in drafter.steps]
+    assert told == [(prompts, rows + drafted) for rows, drafted, prompts in drafter.steps]
+    assert observed == [(prompts, rows, drafted) for rows, drafted, prompts in drafter.steps]
     assert sum(map(sum, told)) == lone.backend.computed_tokens
 
 
@@ -314,7 +346,7 @@ async def test_a_stop_string_among_accepted_tokens_ends_the_answer_there() -> No
             generation = llm.submit([104, 105, 33], params)
             deltas = [delta async for delta in generation]
             await asyncio.sleep(0.05)  # what comes after the end does not count
-            assert (scheduler.accepted_tokens > 0) == drafts
+            assert (scheduler.accepted_drafts > 0) == drafts
             ids = [token for delta in deltas for token in delta.token_ids]
             logprobs = [each for delta in deltas for each in delta.logprobs or []]
             text = "".join(delta.text for delta in deltas)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cllm import LLM, SamplingParams
+from cllm.drafts.drafter import Drafter
 from cllm.engine.drafting import Drafting
 from cllm.engine.request import Request
 from cllm.engine.scheduler import Scheduler
@@ -162,3 +163,38 @@ def test_llama_cpp_gives_the_same_tokens(llama: LLM, kinds: list[str]) -> None:
 
 def pairs_of(answer: Completion, other: Completion) -> tuple[list[float], list[float]]:
     return [p.logprob for p in answer.logprobs or []], [p.logprob for p in other.logprobs or []]
+
+
+class Willing(Drafter):
+    """The real one, to which rows beside others cost nothing: it drafts whatever it finds."""
+
+    def took(self, rows: int, drafted: int, seconds: float, prompt_tokens: int) -> None:
+        super().took(rows, drafted, 0.01, prompt_tokens)
+
+
+QUOTE = "Copy this line three times: the quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
+LINE = "the quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
+
+
+@pytest.mark.parametrize("native", ["f16"], indirect=True)
+@pytest.mark.parametrize("asked", PARAMS)
+def test_what_is_looked_up_changes_no_answer(native: LLM, asked: str) -> None:
+    params = replace(PARAMS[asked], max_tokens=60)
+    prompts = [QUOTE + LINE * 2 + LINE[:9], QUOTE + LINE[:20]]
+    scheduler, engine = scheduler_of(native), native._llm._engine
+    assert engine is not None
+
+    def ask() -> list[Any]:
+        empty_cache(native)
+        alone = [answer for prompt in prompts for answer in native.generate(prompt, params)]
+        return bits(alone) + bits(native.generate(prompts, params, progress=False))
+
+    scheduler.drafting = None
+    expected = ask()
+    before = scheduler.drafted_tokens, scheduler.accepted_drafts
+    scheduler.drafting = Drafting(Willing(), engine.backend.most_drafts)
+    assert ask() == expected
+    assert ask() == expected  # now with recent answers to look up in
+    assert scheduler.drafting.alive
+    drafted, accepted = scheduler.drafted_tokens - before[0], scheduler.accepted_drafts - before[1]
+    assert drafted > 0 and accepted > 0

@@ -117,8 +117,8 @@ def mixed_prompts(rig: Rig) -> None:
 def shared_prefixes(rig: Rig) -> None:
     """Prefixes of sequences that run, are held, were saved or evicted."""
     prefix = "all of them begin like "
-    rig.submit(prefix + "one", 2)
-    rig.submit(prefix + "two", 2)
+    rig.submit(prefix + "one", 5)
+    rig.submit(prefix + "two", 5)
     rig.run()
     rig.submit("x" * 30, 2)
     rig.submit("y" * 30, 2)

@@ -609,3 +609,14 @@ def test_close_is_final_and_may_be_repeated(prompts: list[array[int]]) -> None:
         with pytest.raises(BackendError) as caught:
             use()
         assert caught.value.fatal
+
+
+def test_without_drafts_no_rows_of_logits_are_reserved_for_them() -> None:
+    for drafts, rows in ((True, SLOTS + LlamaCppBackend.most_drafts), (False, SLOTS)):
+        with make(drafts=drafts) as backend:
+            assert (backend.most_drafts > 0) == drafts
+            backend.allocate(SlotGeometry(SLOTS, SLOT_TOKENS))
+            assert backend._live().most_rows == rows
+    with LLM("smollm2", backend="llama_cpp", settings={"drafts.enabled": False}) as llm:
+        engine = llm._llm._engine
+        assert engine is not None and engine.backend.most_drafts == 0

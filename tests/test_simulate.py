@@ -283,6 +283,12 @@ def test_a_sweep(tmp_path: Path) -> None:
     assert len(json.loads(file.read_text())["results"]) == 4
 
 
+def test_larger_chunks_where_small_ones_cost_more(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    invoke(*SMALL, "--what-if", "chunk-ms=0,250", "--json", str(file))
+    assert [result["settings"]["chunk_ms"] for result in json.loads(file.read_text())["results"]] == [0, 250]
+
+
 def test_a_sweep_of_rates_and_of_policies(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     invoke(*SMALL, "--what-if", "rate=0.1,10", "--json", str(file))

@@ -206,6 +206,7 @@ def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
         flash_attention=settings.flash_attention,
         mmap=settings.mmap,
         mlock=settings.mlock,
+        drafts=config.drafts.enabled,
     )
 
 
@@ -272,9 +273,7 @@ def _step_budget(config: Config, backend: Backend) -> StepBudget:
         max_gap_s=gap_ms / 1000,
         prompt_only_s=settings.prefill_target_ms / 1000,
         max_tokens=settings.max_step_tokens or backend.preferred_step_tokens,
-        chunk_gap_s=max(settings.inter_token_target_ms, backend.preferred_gap_ms) / 1000
-        if backend.preferred_gap_ms
-        else 0.0,
+        chunk_gap_s=max(settings.inter_token_target_ms, backend.chunk_gap_ms) / 1000 if backend.chunk_gap_ms else 0.0,
     )
 
 

@@ -127,7 +127,7 @@ class Backend(ABC):
     """Most prompt tokens in a step, unless the configuration says."""
     context_cap: int | None = 8192
     """Longest context that a model gets unasked; None: its own."""
-    preferred_gap_ms: float = 0.0
+    chunk_gap_ms: float = 0.0
     """How long a step with prompts has to be for them to be computed at nearly full speed; 0: short ones do."""
     default_gap_ms: float = 250.0
     """`scheduler.max_gap_ms`, unless the configuration says."""

@@ -10,9 +10,8 @@ class DraftsConfig(BaseModel):
 
     enabled: bool = Field(
         default=True,
-        description="guess the next tokens from the request's own text and from recent answers, and check them in one "
-        "step; only while that is measured to be faster, and never with other answers than without "
-        "(not on torch)",
+        description="draft the next tokens from the request's own text and recent answers and verify them in one "
+        "step; used only while measured faster; answers do not change (llama.cpp: within its rounding; not on torch)",
     )
     max_tokens: int = Field(default=16, ge=1, le=64, description="most drafted tokens of one answer in a step")
     max_step_tokens: int = Field(default=48, ge=1, le=128, description="most drafted tokens of all answers in a step")
@@ -20,6 +19,6 @@ class DraftsConfig(BaseModel):
         default=262_144,
         ge=0,
         le=1 << 26,
-        description="tokens of recent answers that drafts are looked up in, of all keys together, 20 bytes each; each "
-        "key finds its own alone, a quarter of all at most; 0 keeps none",
+        description="how many tokens of recent answers to keep for drafts, over all keys (about 20 bytes each); a key "
+        "sees only its own and may use a quarter; 0: none",
     )

@@ -252,8 +252,8 @@ class SchedulerConfig(Section):
     max_gap_ms: float | None = Field(
         default=None,
         gt=0,
-        description="longest time between two tokens of an answer (P99), however many prompts arrive (null: 250; "
-        "llama_cpp: 1000, since small chunks of prompts cost it more)",
+        description="longest time between two tokens of an answer (P99), however many prompts arrive, if the answers "
+        "themselves leave room for that (null: 250; llama_cpp: 1000, since small chunks of prompts cost it more)",
     )
     prefill_target_ms: float = Field(
         default=1000.0, gt=0, description="step time to keep to while nobody is generating"
@@ -282,7 +282,8 @@ class ServerConfig(Section):
     )
     share_prefixes: bool = Field(
         default=False,
-        description="share cached prefixes between all keys; cached_tokens and time then tell others' prompts",
+        description="share cached prefixes, and recent answers for drafts, between all keys; cached_tokens and timing "
+        "then tell others' prompts and answers",
     )
     cors_origins: tuple[str, ...] = Field(
         default=(), strict=False, description='web origins that browsers may call from; ["*"] is any'

@@ -21,6 +21,8 @@ a little, and the engine says so (`take_unmet`).
 
 from __future__ import annotations
 
+import math
+
 from cllm.engine.costs import StepCosts
 
 FIRST_CHUNK = 64
@@ -39,6 +41,12 @@ MANY_ROWS = 32
 
 REMEASURE_ROWS_EVERY = 16
 """After so many steps with prompts one goes without, so that the cost of rows stays known."""
+
+PAUSE_STEPS = 8
+CAREFUL_STEPS = 2
+CAREFUL_SHARE = 0.6
+"""After so many steps without prompts, so many with them get this share of what the promise leaves: those who have just
+come are still being read in on the same cores, and what prompts cost was measured long ago."""
 
 UNMET_STEPS = 16
 """The promise cannot be kept if so many steps in a row had to be planned longer."""
@@ -87,6 +95,8 @@ class StepBudget:
         self._max_tokens = max_tokens
         self._saved_s = max_gap_s
         self._mixed_steps = REMEASURE_ROWS_EVERY
+        self._plain_steps = PAUSE_STEPS
+        self._careful_steps = 0
         self._crowded = False
         self._share = 1.0
         self._others_answer = False
@@ -111,32 +121,56 @@ class StepBudget:
             return rows
         return max(MANY_ROWS, requests, int(longest_s / row_s))
 
+    def most_drafts(self, decode_rows: int) -> int | None:
+        """How many drafted tokens a step of so many answers has time for within the promise; None: any number. Where
+        the rows alone take longer, it cannot be kept, and drafts may take as long as prompts at least."""
+        rows_s = self.costs.rows_s(decode_rows)
+        seconds = self._room_s(rows_s) if rows_s <= self._longest_s else LEAST_SHARE * rows_s
+        most = self.costs.drafts_within(seconds, decode_rows)
+        return None if most == math.inf else int(most)
+
     def chunk_tokens(self, decode_rows: int) -> int:
         """About the largest chunk beside `decode_rows` answers."""
         return self._allowance(decode_rows, decode_rows > 0).take(self._max_tokens, 0)
 
-    def allowance(self, decode_rows: int, prompts: int, wanted_s: float, answering: bool) -> Allowance | None:
+    def allowance(
+        self, decode_rows: int, prompts: int, wanted_s: float, answering: bool, drafted: int = 0
+    ) -> Allowance | None:
         """For prompts in the next step, of which there are so many, and which would all take `wanted_s`; None: this
-        step is the answers'. `answering`: some wait for their next token, whether they have a row or not."""
+        step is the answers'. `answering`: some wait for their next token, whether they have a row or not. `drafted`:
+        tokens that are computed behind theirs."""
         self._crowded = prompts > decode_rows
+        costs = self.costs
         if decode_rows == 0:
             return self._allowance(0, answering)
-        if self._mixed_steps >= REMEASURE_ROWS_EVERY or not self.costs.knows_rows(decode_rows):
+        if self._mixed_steps >= REMEASURE_ROWS_EVERY or not costs.knows_rows(decode_rows):
             return None
         # A full account pays for the smallest chunk even where that costs more than the account can hold.
-        cost = min(self.costs.pass_s(decode_rows) + wanted_s, self._chunk_s(decode_rows, True))
+        cost = min(costs.pass_s(decode_rows) + wanted_s, self._chunk_s(decode_rows, True))
         if self.chunk_gap_s and self._saved_s < cost:
             return None
-        return self._allowance(decode_rows, True)
+        return self._allowance(decode_rows, True, costs.drafts_s(drafted, decode_rows))
 
-    def observe(self, prompt_tokens: int, decode_rows: int, seconds: float, pairs: float = 0.0) -> None:
-        """Learn from a step, and keep the account. `pairs`: see `costs.pairs`."""
+    def observe(
+        self, prompt_tokens: int, decode_rows: int, seconds: float, pairs: float = 0.0, drafted: int = 0
+    ) -> None:
+        """Learn from a step, and keep the account. `pairs`: see `costs.pairs`. `drafted`: tokens that were computed
+        behind those of the rows."""
         costs = self.costs
         if prompt_tokens == 0:
-            if decode_rows:
+            if drafted:
+                costs.observe_drafts(drafted, decode_rows, seconds)
+            elif decode_rows:
                 costs.observe_rows(decode_rows, seconds)
+            if decode_rows:
                 self._mixed_steps = 0
+                self._plain_steps += 1
         else:
+            if decode_rows:
+                paused = self._plain_steps >= PAUSE_STEPS
+                self._careful_steps = CAREFUL_STEPS - 1 if paused else max(self._careful_steps - 1, 0)
+                self._plain_steps = 0
+            seconds -= costs.drafts_s(drafted, decode_rows)
             self._mixed_steps += decode_rows > 0
             self._saved_s -= max(0.0, seconds - costs.rows_s(decode_rows))
             costs.observe_prompts(prompt_tokens, pairs, decode_rows, seconds)
@@ -152,10 +186,10 @@ class StepBudget:
         unmet, self._unmet = self._unmet, None
         return unmet
 
-    def _allowance(self, decode_rows: int, answering: bool) -> Allowance:
+    def _allowance(self, decode_rows: int, answering: bool, drafts_s: float = 0.0) -> Allowance:
         costs = self.costs
         row_s = costs.row_s(decode_rows)
-        seconds = self._chunk_s(decode_rows, answering) - costs.pass_s(decode_rows)
+        seconds = self._chunk_s(decode_rows, answering) - costs.pass_s(decode_rows) - drafts_s
         most = self._max_tokens
         if costs.token_s == 0.0:
             # A token of a prompt costs no more than a row, and that may be all that is known.
@@ -169,12 +203,18 @@ class StepBudget:
         if not answering:
             return self._prompt_only_s
         rows_s = self.costs.rows_s(decode_rows)
-        room_s = self._longest_s / (1 + self.costs.margin) - rows_s
+        room_s = self._room_s(rows_s)
+        if self._careful_steps or self._plain_steps >= PAUSE_STEPS:
+            room_s *= CAREFUL_SHARE
         if not self._crowded or decode_rows == 0:
             chunk_gap_s = self._share * self.chunk_gap_s
             wanted_s = max(chunk_gap_s - rows_s, CHUNK_SHARE * rows_s) if chunk_gap_s else self._earned_s(rows_s)
             room_s = min(room_s, wanted_s)
         return max(room_s, LEAST_SHARE * rows_s)
+
+    def _room_s(self, rows_s: float) -> float:
+        """What the promise leaves beside rows that take so long."""
+        return self._longest_s / (1 + self.costs.margin) - rows_s
 
     @property
     def _longest_s(self) -> float:
@@ -198,6 +238,11 @@ class StepBudget:
     def _why_unmet(self, rows: int, rows_s: float, least_s: float) -> str:
         part = f" (of which this model has {self._share:.0%})" if self._share < 1 else ""
         answers = "one answer alone takes" if rows == 1 else f"{rows} answers at once take"
+        shorter = (
+            "a smaller model or more cores make"
+            if rows == 1
+            else ("a lower scheduler.max_running or a smaller model makes")
+        )
         beside = ""
         if rows_s <= self._longest_s:
             beside = f", and {least_s * 1e3:.0f} ms with {SMALLEST_CHUNK} tokens of a prompt beside that"
@@ -205,5 +250,5 @@ class StepBudget:
             f"scheduler.max_gap_ms is {self.max_gap_s * 1e3:g}{part}, which cannot be kept: "
             f"{answers} {rows_s * 1e3:.0f} ms for the next token{beside}, "
             f"and {self.costs.host_s * 1e3:.0f} ms pass between two steps. Gaps are as short as that permits; "
-            "a lower scheduler.max_running or a smaller model makes them shorter"
+            f"{shorter} them shorter"
         )

@@ -1,12 +1,14 @@
 """What a step takes, learnt from the steps themselves.
 
     seconds = rows x row cost                                     the answers' next tokens
+            + drafted tokens x draft cost                         what may follow them
             + pass cost + tokens x token cost + pairs x pair cost if there are prompts
 
 A pair is a token of a prompt and one that it looks back at: far into a long prompt a token costs more. Rows together
 cost less than each alone, so the row cost is kept apart for 1, 2-3, 4-7, 8-15 … rows, each measured in steps without
 prompts. The pass cost is what prompts add however short they are, where a backend reads its weights once more for them;
-in a step that has no rows at all, a row's cost counts for that.
+in a step that has no rows at all, a row's cost counts for that. A drafted token is none of the rows: it costs less than
+an answer's, and until it was measured it is taken for a token of a prompt.
 
 All costs follow the machine: up quickly, down slowly, since a step that is too long is worse than one too short. What
 is still missed is made up for by `margin`: how far steps went beyond what was foreseen, on average, times so much that
@@ -14,6 +16,8 @@ one in a hundred goes beyond that.
 """
 
 from __future__ import annotations
+
+import math
 
 PAIRS = 4096.0
 PASS = 4.0
@@ -26,11 +30,18 @@ HOST_WEIGHT = 0.1
 
 OVERRUN_WEIGHT = 0.05
 OVERRUN_MOST = 1.0
-"""One step that was held up, however long, is not to make the next hundred short."""
+"""A step counts as so much longer than foreseen at most, as a share, in all that is learnt from it: one that was held
+up, however long, is not to make the next hundred short."""
+DRAFT_FADES = 0.998
+"""With every step without drafts, so that drafts which seem to take too long are tried again."""
+HOST_MOST_S = 0.02
+"""What passes between two steps counts as so much more than twice what is known at most, for the same reason."""
 MARGIN_OVERRUNS = 10.0
 """With errors of 2 to 10 %, spread normally, about one step in a hundred then goes beyond what it was planned for."""
 
-LEAST_MARGIN = 0.06
+LEAST_MARGIN = 0.08
+FIRST_OVERRUN = 0.015
+"""Taken for the mean until it is known: a burst of prompts may be over before it is."""
 
 
 class StepCosts:
@@ -42,7 +53,8 @@ class StepCosts:
         self._pairs_s = 0.0
         self._pass_s = 0.0
         self._row_s: dict[int, float] = {}
-        self._overrun = 0.0
+        self._draft_s: float | None = None
+        self._overrun = FIRST_OVERRUN
 
     @property
     def margin(self) -> float:
@@ -77,26 +89,54 @@ class StepCosts:
         """What prompts add to a step of so many rows before their first token."""
         return PASS * self._pass_s + (0.0 if rows else self.row_s(1))
 
+    def drafts_s(self, drafted: int, rows: int) -> float:
+        """What so many drafted tokens add to a step of so many rows."""
+        return drafted * self._each_draft_s(rows)
+
+    def drafts_within(self, seconds: float, rows: int) -> float:
+        """How many drafted tokens fit into the time beside so many rows. A cost that is not known does not limit."""
+        each = self._each_draft_s(rows)
+        return max(seconds, 0.0) / each if each else math.inf
+
+    def _each_draft_s(self, rows: int) -> float:
+        return (self.token_s or self.row_s(rows)) if self._draft_s is None else self._draft_s
+
     def observe_host(self, seconds: float) -> None:
-        self.host_s += HOST_WEIGHT * (seconds - self.host_s)
+        self.host_s += HOST_WEIGHT * (min(seconds, 2 * self.host_s + HOST_MOST_S) - self.host_s)
 
     def observe_rows(self, rows: int, seconds: float) -> None:
         """A step without prompts."""
         each, size = seconds / rows, rows.bit_length()
         known = self._row_s.get(size, each)
-        self._row_s[size] = known + ROW_WEIGHT * (each - known)
+        self._row_s[size] = known + ROW_WEIGHT * (min(each, (1 + OVERRUN_MOST) * known) - known)
+        if self._draft_s is not None:
+            self._draft_s *= DRAFT_FADES
+
+    def observe_drafts(self, drafted: int, rows: int, seconds: float) -> None:
+        """A step without prompts, with so many drafted tokens behind its rows."""
+        rows_s = self.rows_s(rows)
+        if rows_s == 0.0:
+            return
+        known = self._each_draft_s(rows)
+        seconds = min(seconds, (1 + OVERRUN_MOST) * (rows_s + drafted * known))
+        each = max(seconds - rows_s, 0.0) / drafted
+        self._draft_s = known + (SLOWER_WEIGHT if each > known else FASTER_WEIGHT) * (each - known)
 
     def observe_prompts(self, tokens: int, pair_count: float, rows: int, seconds: float) -> None:
         """A step with prompts, and with so many rows beside them."""
-        others_s = self.rows_s(rows) + (0.0 if rows else self.row_s(1))
         looked_back = pair_count / PAIRS
         foreseen = PASS * self._pass_s + tokens * self.token_s + looked_back * self._pairs_s
-        measured = seconds - others_s
+        if rows and seconds < self.rows_s(rows):
+            # Rows do not take longer without prompts than with them: what they were measured at was something else.
+            self._row_s[rows.bit_length()] = max(seconds - foreseen, seconds / 4) / rows
+        others_s = self.rows_s(rows) + (0.0 if rows else self.row_s(1))
         if self.token_s == 0.0:
-            self.token_s = max(measured, 0.0) / tokens
+            self.token_s = max(seconds - others_s, 0.0) / tokens
             return
+        seconds = min(seconds, (1 + OVERRUN_MOST) * (others_s + foreseen))
+        measured = seconds - others_s
         if rows:
-            overrun = min(max(seconds / (others_s + foreseen) - 1.0, 0.0), OVERRUN_MOST)
+            overrun = max(seconds / (others_s + foreseen) - 1.0, 0.0)
             self._overrun += OVERRUN_WEIGHT * (overrun - self._overrun)
         # A step that took less than its rows alone should have says nothing about prompt tokens.
         if measured <= 0.0:

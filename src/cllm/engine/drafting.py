@@ -51,8 +51,8 @@ class Drafting:
     """A drafter as the scheduler uses it: one that fails is not asked again, and nothing else is."""
 
     def __init__(self, drafter: Drafter, most: int) -> None:
-        """`most`: drafted tokens that the backend takes in a step."""
-        self._drafter: Drafter | None = drafter if most > 0 else None
+        """`most`: drafted tokens that the backend takes in a step, at least 1."""
+        self._drafter: Drafter | None = drafter
         self._most = most
 
     @property

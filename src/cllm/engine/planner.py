@@ -129,8 +129,10 @@ class Planner(Faults):
         return True
 
     def _draft(self, drafting: Drafting, plan: Plan, *, prompts_wait: bool) -> None:
-        """Have rows compute what may follow, where that takes memory from nobody."""
+        """Have rows compute what may follow, where that takes memory from nobody and no step beyond the promise."""
         left = drafting.begin_step(plan.decode_rows, prompts_wait)
+        if left and (most := self.budget.most_drafts(plan.decode_rows)) is not None:
+            left = min(left, most)
         if left == 0:
             return
         self._draft_turns += 1  # so that not always the same ones come first
@@ -165,7 +167,7 @@ class Planner(Faults):
                 chunk.draws = (sequence.chooser.foresee(sequence.promised),)
                 if sequence.twins:
                     chunk.draws += tuple(twin.chooser.foresee(0) for twin in sequence.twins)
-                sequence.promised += 1
+                sequence.promised += chunk.wanted_logits
             sequence.submitted += len(chunk.tokens)
 
     def _whose_turn(self, rows: list[Sequence], most: int) -> list[Sequence]:
@@ -221,7 +223,8 @@ class Planner(Faults):
         tokens_s = self.budget.costs.tokens_s
         wanted_s = sum(tokens_s(sequence.remaining, sequence.position) for sequence in prompts)
         answering = len(self.running) > len(prompts)  # some may be in a step under way, and so have no row in this one
-        allowance = self.budget.allowance(plan.rows, len(prompts) + len(self.waiting), wanted_s, answering)
+        waiting = len(prompts) + len(self.waiting)
+        allowance = self.budget.allowance(plan.decode_rows, waiting, wanted_s, answering, plan.drafted)
         if allowance is None:
             return
         rank = self.waiting.rank

@@ -44,7 +44,7 @@ class Roster(ABC):
         self.generated_tokens = 0
         self.drafted_tokens = 0
         """Those that were computed."""
-        self.accepted_tokens = 0
+        self.accepted_drafts = 0
         """Those of them that became tokens of answers."""
         self.finished: Counter[str] = Counter()
         self._clock = clock

@@ -102,7 +102,7 @@ class Scheduler(Planner):
         """Memory has what was drafted right, and nothing behind it. Its tokens stand, whatever is raised."""
         sequence.num_computed += accepted
         self.drafted_tokens += drafted
-        self.accepted_tokens += accepted
+        self.accepted_drafts += accepted
         try:
             if accepted < drafted:
                 self.kv.truncate(sequence, sequence.num_computed)

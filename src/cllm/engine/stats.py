@@ -52,7 +52,7 @@ def take_snapshot(
         generated_tokens=scheduler.generated_tokens,
         dropped_tokens=scheduler.kv.dropped_tokens,
         drafted_tokens=scheduler.drafted_tokens,
-        accepted_drafts=scheduler.accepted_tokens,
+        accepted_drafts=scheduler.accepted_drafts,
         finished=dict(scheduler.finished),
         uptime_s=uptime_s,
         last_step_s=last_step_s,

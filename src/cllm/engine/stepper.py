@@ -66,7 +66,7 @@ class Stepper:
         self._aborted_steps = 0
         self._landed_at = 0.0
         self._goes_on = False
-        """The turn before this one computed a step, too, so that answers wait for what passes in between."""
+        """Somebody ran on when the step before this one was done, and so waits for what passes in between."""
         self._turn = turn
 
     @property
@@ -93,9 +93,9 @@ class Stepper:
     def _plan(self) -> Plan:
         plan = self._scheduler.schedule()
         self._scheduler.raise_doubt()
-        if self._goes_on and not self._flights:
+        if self._goes_on and plan.chunks and not self._flights:
             self._scheduler.budget.costs.observe_host(self._timer() - self._landed_at)
-        self._goes_on = bool(plan.chunks)
+        self._goes_on = False
         return plan
 
     def _compute_step(self, plan: Plan) -> bool:
@@ -155,17 +155,17 @@ class Stepper:
         self.steps += 1
         self._aborted_steps = 0
         scheduler = self._scheduler
-        scheduler.budget.observe(plan.prompt_tokens, plan.rows, self.last_step_s, plan.pairs)
+        scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, self.last_step_s, plan.pairs, plan.drafted)
         if scheduler.drafting is not None:
             scheduler.drafting.took(plan.decode_rows, plan.drafted, self.last_step_s, plan.prompt_tokens)
         self._on_computed(plan)
         scheduler.apply(plan, result)
         scheduler.observers.step(self.last_step_s, plan.prompt_tokens, plan.rows)
+        self._goes_on = bool(scheduler.running)
 
     # -- faults ------------------------------------------------------------------------------------------------
 
     def _aborted(self, plan: Plan, error: StepAbortedError) -> None:
-        self._goes_on = False
         self._aborted_steps += 1
         if self._aborted_steps > MAX_ABORTED_STEPS:
             raise error
@@ -173,7 +173,6 @@ class Stepper:
         self._scheduler.rewind(plan)
 
     def _failed(self, plan: Plan, error: BackendError) -> None:
-        self._goes_on = False
         log.error("a step of %d sequences failed: %s", len(plan.sequences), error)
         if error.fatal:
             raise error
@@ -208,3 +207,4 @@ class Stepper:
     def forget(self) -> None:
         """The backend's context is lost, and with it what was under way."""
         self._flights.clear()
+        self._goes_on = False

@@ -110,6 +110,7 @@ KEYS: dict[str, tuple[str, Callable[[str, str], Value]]] = {
     "watermark": ("watermark", _number(0.0, 0.99)),
     "token-ms": ("token_ms", _number(0.001)),
     "gap-ms": ("gap_ms", _number(0.001)),
+    "chunk-ms": ("chunk_ms", _number(0.0)),
     "prefill-ms": ("prefill_ms", _number(0.001)),
     "timeout": ("timeout_s", _number(0.0)),
     "queue": ("queue", _whole(0)),

@@ -32,7 +32,7 @@ log = logging.getLogger("cllm.llama_cpp")
 class LlamaCppBackend(Backend):
     name = "llama_cpp"
     layout = "slots"
-    preferred_gap_ms = 250.0
+    chunk_gap_ms = 250.0
     default_gap_ms = 1000.0
     most_drafts = 32
 
@@ -48,11 +48,15 @@ class LlamaCppBackend(Backend):
         flash_attention: bool,
         mmap: bool,
         mlock: bool,
+        drafts: bool = True,
     ) -> None:
+        """Without `drafts` no memory is reserved for their rows of logits."""
         self.batch_splits = 0
         """Passes over the weights beyond the first one of each step."""
         self._model: Any = None
         self._context: Context | None = None
+        if not drafts:
+            self.most_drafts = 0
         _check_types(kv_type_k, kv_type_v, flash_attention)
         self._threads = threads
         self._n_batch, self._n_ubatch = n_batch, n_ubatch
