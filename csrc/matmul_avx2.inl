@@ -69,6 +69,13 @@ CLLM_INLINE void sum_quads(const Block& block, int run, const Inputs<T>& in, int
 // Quads of columns whose products fit int16 together: 2 * 127 * the largest quant each. None of signed bytes.
 CLLM_INLINE constexpr int quads_in_16_bits(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1; }
 
+// Adds in the order that is written. Else the compiler, which may order integer sums as it likes, computes all products of a
+// group first, and keeps them in memory as there are not registers enough.
+CLLM_INLINE void add_pairs(__m256i& sum, __m256i products) {
+    sum = _mm256_add_epi16(sum, products);
+    __asm__("" : "+x"(sum));
+}
+
 // The products of quads [Quad, Last) of a run, onto the sums in int16.
 template <int Quad, int Last, class Block, int T>
 CLLM_INLINE void add_quads(const Block& block, int run, const Inputs<T>& in, int64_t first_quad, __m256i (&pairs)[2][T]) {
@@ -77,8 +84,8 @@ CLLM_INLINE void add_quads(const Block& block, int run, const Inputs<T>& in, int
 #pragma GCC unroll 4
         for (int t = 0; t < T; ++t) {
             const __m256i x = in.quad(t, first_quad + Quad);
-            pairs[0][t] = _mm256_add_epi16(pairs[0][t], _mm256_maddubs_epi16(top, x));
-            pairs[1][t] = _mm256_add_epi16(pairs[1][t], _mm256_maddubs_epi16(bottom, x));
+            add_pairs(pairs[0][t], _mm256_maddubs_epi16(top, x));
+            add_pairs(pairs[1][t], _mm256_maddubs_epi16(bottom, x));
         }
         add_quads<Quad + 1, Last>(block, run, in, first_quad, pairs);
     }
