@@ -168,7 +168,8 @@ def test_a_step_that_leaves_rows_out_has_no_drafts(monkeypatch: pytest.MonkeyPat
     while len(lone.scheduler.running) < 3 or lone.scheduler.generated_tokens < 6:
         lone.step()
     assert lone.scheduler.drafted_tokens > 0
-    monkeypatch.setattr(lone.scheduler.budget, "rows_at_once", lambda rows: 2)
+    monkeypatch.setattr("cllm.engine.planner.MANY_ROWS", 2)
+    monkeypatch.setattr(lone.scheduler.budget, "rows_at_once", lambda rows, requests: 2)
     plan = lone.scheduler.schedule()
     assert plan.decode_rows == 2 and plan.drafted == 0
 
@@ -180,10 +181,13 @@ def test_what_a_step_may_have_goes_round() -> None:
     requests = [make_request(letter, LONG) for letter in "abc"]
     drafted: dict[str, int] = {request.id: 0 for request in requests}
 
-    def note(sequence: Answer, count: int, accepted: int) -> None:
-        drafted[sequence.request.id] += count
+    def note(sequence: Answer, most: int) -> array[int]:
+        draft = propose(sequence, most)
+        drafted[sequence.request.id] += len(draft)
+        return draft
 
-    drafter.verified = note  # type: ignore[method-assign]
+    propose = drafter.propose
+    drafter.propose = note  # type: ignore[method-assign]
     lone.run(*requests)
     assert all(drafted.values()) and max(count for _, count, _ in drafter.steps) == 3
 
@@ -224,9 +228,9 @@ def test_the_cost_of_a_step_is_that_of_all_its_rows() -> None:
     observed: list[tuple[int, int]] = []
     observe = lone.scheduler.budget.observe
 
-    def note(prompt_tokens: int, rows: int, seconds: float) -> None:
+    def note(prompt_tokens: int, rows: int, seconds: float, pairs: float) -> None:
         observed.append((prompt_tokens, rows))
-        observe(prompt_tokens, rows, seconds)
+        observe(prompt_tokens, rows, seconds, pairs)
 
     class Observer:
         def on_step(self, seconds: float, prompt_tokens: int, decode_tokens: int) -> None:
@@ -246,7 +250,7 @@ def test_the_cost_of_a_step_is_that_of_all_its_rows() -> None:
 # -- drafters and backends that cannot -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["begin_step", "propose", "verified", "took", "ended"])
+@pytest.mark.parametrize("call", ["begin_step", "propose", "took", "ended"])
 def test_a_drafter_that_fails_is_not_asked_again(call: str, caplog: pytest.LogCaptureFixture) -> None:
     drafter = oracle(("half",))
     calls: list[int] = []
