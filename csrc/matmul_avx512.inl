@@ -137,10 +137,7 @@ constexpr bool kOpens = true;
 #endif
 
 // Inputs from which on it pays to open a tile.
-CLLM_INLINE int64_t opens_from(Packing packing) {
-    if (!kOpens) return INT64_MAX;
-    return layout_of(packing).columns == kRun ? 13 : 7;
-}
+CLLM_INLINE int64_t opens_from(Packing) { return kOpens ? 13 : INT64_MAX; }
 
 using RunTiles = void (*)(const TileJob&, int64_t);
 

@@ -4,8 +4,9 @@
 static void matmul(const PackedMatrix& w, const QuantRows& quants, const float* floats, int64_t m, int64_t first_tile,
                    int64_t last_tile, float* out, int64_t out_stride, bool add, uint8_t* scratch) {
     if (!w.quantised()) return matmul_any_float(w, floats, m, first_tile, last_tile, out, out_stride, add);
-    int64_t stretch = kInputBytes / w.cols / kPanelRows * kPanelRows;
-    if (stretch < kPanelRows) stretch = kPanelRows;
+    // Of the widest matrices still enough that it pays to open their tiles.
+    constexpr int64_t least = 48 / kPanelRows * kPanelRows;
+    const int64_t fitting = kInputBytes / w.cols / kPanelRows * kPanelRows, stretch = fitting < least ? least : fitting;
     for (int64_t begin = 0; begin < m; begin += stretch) {
         const int64_t end = begin + stretch < m ? begin + stretch : m;
         const bool opens = end - begin >= opens_from(w.packing);

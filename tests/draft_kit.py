@@ -30,7 +30,6 @@ class ScriptedDrafter:
     ) -> None:
         self.steps: list[tuple[int, int, int]] = []
         """Of each: answers, drafted tokens, tokens of prompts."""
-        self.drafted = self.accepted = 0
         self._expected = expected
         self._known: dict[tuple[str, int], Sequence[int]] = {}
         self._kinds, self._longest, self._allowances = kinds, longest, allowances
@@ -56,12 +55,6 @@ class ScriptedDrafter:
             at = 0 if kind == "wrong" else self._random.randrange(length)
             draft[at:] = [END_TOKEN] * (kind == "ends") + self._others(length)
         return array("i", draft[:length])
-
-    def verified(self, sequence: Answer, drafted: int, accepted: int) -> None:
-        assert 0 <= accepted <= drafted and drafted > 0
-        assert sequence.num_computed == len(sequence.tokens)
-        self.drafted += drafted
-        self.accepted += accepted
 
     def took(self, rows: int, drafted: int, seconds: float, prompt_tokens: int) -> None:
         self.steps.append((rows, drafted, prompt_tokens))

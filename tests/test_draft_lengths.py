@@ -11,7 +11,8 @@ import pytest
 from cllm.config import load_config
 from cllm.drafts.acceptance import BUCKETS, Acceptance, Kind
 from cllm.drafts.costs import EXPECTED_ROW, MOST_ROWS, StepCosts
-from cllm.drafts.drafter import Drafter
+from cllm.drafts.drafter import LONGEST_REST, LOOKS, Drafter
+from cllm.drafts.follower import Follower
 from cllm.engine.params import SamplingParams
 from cllm.offline import LLM
 from test_draft_lookup import answer
@@ -89,6 +90,20 @@ def test_drafts_are_made_again_when_they_come_true_again() -> None:
     assert not any(found[400:480]) and fmean(found[-20:]) > 2
 
 
+def test_a_sequence_without_drafts_is_looked_at_less_and_less_often() -> None:
+    drafter = Drafter(recent_tokens=0)
+    sequence = answer([1, 2])
+    drafter.took(1, 0, between(1), 0)
+    looked = []
+    for token in range(200):
+        sequence.append(1000 + token)
+        drafter.begin_step(1, False)
+        assert not drafter.propose(sequence, 8)
+        assert isinstance(sequence.drafts, Follower)
+        looked.append(sequence.drafts.grams.missing(sequence.tokens) == 0)
+    assert all(looked[:LOOKS]) and sum(looked[100:]) == 100 // (1 + LONGEST_REST)
+
+
 def test_many_answers_leave_no_room_for_drafts_where_rows_take_their_time() -> None:
     drafter = Drafter()
     for rows in (1, 2, 4, 8, 16, 32) * 4:
@@ -101,6 +116,8 @@ def test_no_drafts_while_prompts_wait_nor_for_too_many_rows() -> None:
     drafter = Drafter(max_step_tokens=24)
     assert drafter.begin_step(4, False) == 0  # it is not known yet what a step without drafts takes
     drafter.took(4, 0, between(4), 0)
+    assert drafter.begin_step(4, False) == 8  # three times as many rows as were measured
+    drafter.took(4, 8, between(12), 0)
     assert drafter.begin_step(4, False) == 24
     assert drafter.begin_step(4, True) == 0
     assert drafter.begin_step(MOST_ROWS, False) == 0

@@ -142,7 +142,7 @@ def test_answers_are_those_without_drafts(
     drafted = Lone(layout, drafter, tokens=tokens)
     assert by_answer(drafted.run(*requests_of(asked))) == expected
     counted = drafted.scheduler
-    assert (counted.drafted_tokens, counted.accepted_drafts) == (drafter.drafted, drafter.accepted)
+    assert counted.accepted_drafts <= counted.drafted_tokens == sum(count for _, count, _ in drafter.steps)
     assert counted.generated_tokens == plain.scheduler.generated_tokens
 
     for number, (prompt, _) in enumerate(asked):

@@ -16,6 +16,7 @@ EXPECTED_ROW = 0.2
 
 _PACE_WEIGHT, _SHAPE_WEIGHT = 0.2, 0.2
 _LARGEST_SURPRISE = 1.5
+_REACH = 3
 _KNOWN_FOR = 128
 _FORGET_AFTER = 2048
 _REFRESH_EVERY = 64
@@ -29,6 +30,8 @@ class StepCosts:
         self._steps = 0
         self._measured: dict[int, tuple[float, int]] = {}
         """Rows -> their shape, and the step when it was last measured."""
+        self.most_rows = 0
+        """Steps of so many can be relied on: three times what was measured, as what lies far beyond is guessed."""
         self._make()
 
     def of(self, rows: int) -> float:
@@ -70,6 +73,7 @@ class StepCosts:
         for rows, value in points[1:]:
             before, last = len(shape) - 1, shape[-1]
             shape += [last + (value - last) * (each - before) / (rows - before) for each in range(before + 1, rows + 1)]
+        self.most_rows = min(_REACH * points[-1][0], MOST_ROWS)
         slope = _slope(points)
         last, end = shape[-1], len(shape) - 1
         shape += [last + slope * (rows - end) for rows in range(end + 1, MOST_ROWS + 1)]

@@ -25,6 +25,13 @@ BEST_RATE = 0.95
 """Of drafted tokens that come true, where drafts are at their best."""
 SLICE_TOKENS = 2048
 """Tokens of prompts that are taken into indexes in one step."""
+LOOKS = 12
+"""A sequence for which nothing was drafted so many times in a row is looked at every second step only, after as many
+more every third, and so on: what is asked in vain costs next to nothing."""
+LONGEST_REST = 3
+"""Steps between two looks."""
+SAMPLE_EVERY = 4
+"""Of steps without drafts, where their time is known, one in so many is learnt from."""
 _NONE: array[int] = array("i")
 
 
@@ -42,6 +49,7 @@ class Drafter:
         """Rows -> drafted tokens that could pay beside them."""
         self._most_of = self._costs.changes
         self._to_index = 0
+        self._steps = 0
         self._rows = 0
         self._expected = 0.0
         """Tokens of the step that is being planned, with the drafts so far."""
@@ -62,7 +70,7 @@ class Drafter:
 
     def _could_pay(self, rows: int) -> int:
         """The most drafted tokens that pay, over all answers alike, if as many come true as can be hoped for."""
-        limit = min(rows * self._max_tokens, self._max_step_tokens, MOST_ROWS - rows)
+        limit = min(rows * self._max_tokens, self._max_step_tokens, self._costs.most_rows - rows)
         cost = self._costs.of
         bound, expected, most = WORTH * rows / cost(rows), float(rows), 0
         for count in range(1, limit + 1):
@@ -76,6 +84,18 @@ class Drafter:
         follower = sequence.drafts
         if not isinstance(follower, Follower):
             follower = sequence.drafts = Follower(tokens, self._recent.space(sequence.space))
+        if follower.rest:
+            follower.rest -= 1
+            return _NONE
+        draft = self._look(follower, tokens, most)
+        if draft:
+            follower.in_vain = 0
+        else:
+            follower.in_vain += 1
+            follower.rest = min(follower.in_vain // LOOKS, LONGEST_REST)
+        return draft
+
+    def _look(self, follower: Follower, tokens: array[int], most: int) -> array[int]:
         if missing := follower.grams.missing(tokens):
             count = min(missing, self._to_index)
             self._to_index -= count
@@ -104,11 +124,11 @@ class Drafter:
         self._expected = best_expected
         return best_count
 
-    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """The tokens themselves tell, when the next ones are proposed."""
-
     def took(self, rows: int, drafted: int, seconds: float, prompt_tokens: int) -> None:
-        if prompt_tokens == 0 and rows:
+        if prompt_tokens or not rows:
+            return
+        self._steps += 1
+        if drafted or self._steps % SAMPLE_EVERY == 0 or not self._costs.knows(rows):
             self._costs.observe(rows + drafted, seconds)
 
     def ended(self, sequence: Sequence) -> None:

@@ -24,12 +24,29 @@ WORTH_RESUMING = 8
 
 
 class Follower(DraftState):
-    __slots__ = ("_lost_at", "_lost_place", "_seen", "_text", "acceptance", "grams", "kind", "length", "place", "space")
+    __slots__ = (
+        "_lost_at",
+        "_lost_place",
+        "_seen",
+        "_text",
+        "acceptance",
+        "grams",
+        "in_vain",
+        "kind",
+        "length",
+        "place",
+        "rest",
+        "space",
+    )
 
     def __init__(self, tokens: array[int], space: Space) -> None:
         self.space = space
         self.acceptance = Acceptance(space.acceptance)
         self.grams = Grams(len(tokens))
+        self.in_vain = 0
+        """Looks in a row of which no draft came."""
+        self.rest = 0
+        """Steps until the next look."""
         self.kind = Kind.OWN
         self.place = 0
         self.length = 0

@@ -36,10 +36,6 @@ class Drafter(Protocol):
     def propose(self, sequence: Sequence, most: int) -> array[int]:
         """What may follow `sequence.tokens`: at most `most` tokens, which is at least 1; empty: no idea."""
 
-    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Of so many drafted tokens that a step computed, so many became tokens of the answer. Called before `tokens`
-        has the one behind them, which was chosen in any case. A step that failed is not told."""
-
     def took(self, rows: int, drafted: int, seconds: float, prompt_tokens: int) -> None:
         """What a step took, with `rows` answers, so many drafted tokens beside them, and a part of prompts."""
 
@@ -77,13 +73,6 @@ class Drafting:
         except Exception:
             self._give_up()
             return _NONE
-
-    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        if self._drafter is not None:
-            try:
-                self._drafter.verified(sequence, drafted, accepted)
-            except Exception:
-                self._give_up()
 
     def took(self, rows: int, drafted: int, seconds: float, prompt_tokens: int) -> None:
         if self._drafter is not None:

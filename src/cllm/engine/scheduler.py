@@ -109,8 +109,6 @@ class Scheduler(Planner):
             self.kv.commit(sequence)
         except Exception as error:
             self.distrust(error)
-        if self.drafting is not None:
-            self.drafting.verified(sequence, drafted, accepted)
 
     def _take_token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:
         request = sequence.request
