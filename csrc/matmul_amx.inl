@@ -4,11 +4,11 @@
 //   16 rows of 32 bytes    x    8 lines of 64 bytes       =    16 rows of 16 int32
 //
 // One instruction computes that, and its sums are exact, as those of the other kernels are; what follows each group is their
-// sequence of float operations, too. The instruction takes 16 cycles, but its sums are there only after 52 and then have to be
-// stored, for another 16; scaling them takes 24 to 32. So three groups run ahead of the one that is scaled, four in all, each in
-// a register of its own, and the float accumulators stay in registers, too: there is room for one panel and one tile. The store
-// is the price of a scale per group, and the reason why AMX gains less here than its multiplications promise. Few inputs go to
-// the AVX-512 kernels.
+// sequence of float operations, too. The instruction takes 16 cycles, but storing its sums for the scaling takes as long again,
+// and scaling them 24 to 32: that is the price of a scale per group, and why AMX gains a third here and not eightfold. The
+// float accumulators stay in registers, which have room for one panel and one tile, and the tiles run ahead of the scaling by
+// kAhead groups. More of them under way, or two panels and two tiles at once, were slower with all threads at work. Few inputs
+// go to the AVX-512 kernels.
 #pragma once
 
 #include <algorithm>
@@ -20,11 +20,11 @@
 namespace cllm {
 namespace CLLM_NS {
 
-constexpr int64_t kTilesFrom = 8;     // inputs from which on it pays to open a tile for AMX
-constexpr int64_t kBlockCols = 512;   // columns of a tile that are opened at a time: they stay in the L1 cache
+constexpr int64_t kTilesFrom = 16;    // inputs from which on it pays to open a tile for AMX
+constexpr int64_t kBlockCols = 2048;  // columns of a tile that are opened at a time: they stay in the L1 cache
 constexpr int64_t kBlockRows = 512;   // inputs that are gone through for them: they stay in the L2 cache
-constexpr int kRing = 8;              // groups whose sums are in memory, kAhead and the one that is scaled among them
-constexpr int kAhead = 3;             // groups by which sums are computed before they are scaled
+constexpr int kRing = 4;              // groups whose sums are in memory, kAhead and the one that is scaled among them
+constexpr int kAhead = 2;             // groups by which sums are computed before they are scaled
 static_assert(kPanelRows == kTileLines && kTileRows == kTileLines, "a panel and a tile of weights fill a tile register");
 
 using Sums = int32_t[kPanelRows][kTileRows];
@@ -37,15 +37,15 @@ struct TileScratch {
 };
 static_assert(sizeof(TileScratch) <= kLeastMatmulScratch, "kernels.h says how much there is");
 
-// Registers 0 to 3 hold the sums of four groups in a row, 4 and 5 inputs, 6 and 7 weights of even and odd ones.
+// Registers 0 and 1 hold sums, 2 and 3 inputs, 4 and 5 weights, of even and odd groups.
 template <Packing P>
-CLLM_INLINE TileShapes tile_shapes(int rows) {
+CLLM_INLINE TileShapes tile_shapes() {
     constexpr int group = layout_of(P).group;
     TileShapes shapes;
-    for (int sums = 0; sums < 4; ++sums) shapes.set(sums, rows, kTileRows * 4);
     for (int odd = 0; odd < 2; ++odd) {
-        shapes.set(4 + odd, rows, group);
-        shapes.set(6 + odd, group / 4, kLineBytes);
+        shapes.set(odd, kPanelRows, kTileRows * 4);
+        shapes.set(2 + odd, kPanelRows, group);
+        shapes.set(4 + odd, group / 4, kLineBytes);
     }
     return shapes;
 }
@@ -60,28 +60,28 @@ struct PanelJob {
     Sums* ring;
 };
 
-// The registers' numbers are part of the instructions.
-#define CLLM_SUM_GROUP(SUMS, INPUTS, WEIGHTS)  \
-    _tile_loadd(INPUTS, values, kPanelCols);   \
-    _tile_loadd(WEIGHTS, lines, kLineBytes);   \
-    _tile_zero(SUMS);                          \
-    _tile_dpbssd(SUMS, INPUTS, WEIGHTS);       \
-    _tile_stored(SUMS, to, kTileRows * 4)
-
-// The sums of group g, of which g % 4 is known.
-template <Packing P, int Place>
+template <Packing P, int Odd>
 CLLM_INLINE void sum_group(const PanelJob& job, int64_t g) {
     constexpr Layout layout = layout_of(P);
     const int64_t column = g * layout.group;
     const int8_t* values = job.values + column / kPanelCols * kPanelCols * kPanelRows + column % kPanelCols;
     const uint8_t* lines = job.opened + g * layout.opened_bytes();
     int32_t* to = job.ring[g % kRing][0];
-    if constexpr (Place == 0) { CLLM_SUM_GROUP(0, 4, 6); }
-    if constexpr (Place == 1) { CLLM_SUM_GROUP(1, 5, 7); }
-    if constexpr (Place == 2) { CLLM_SUM_GROUP(2, 4, 6); }
-    if constexpr (Place == 3) { CLLM_SUM_GROUP(3, 5, 7); }
+    // The registers' numbers are part of the instructions.
+    if (Odd) {
+        _tile_zero(1);
+        _tile_loadd(3, values, kPanelCols);
+        _tile_loadd(5, lines, kLineBytes);
+        _tile_dpbssd(1, 3, 5);
+        _tile_stored(1, to, kTileRows * 4);
+    } else {
+        _tile_zero(0);
+        _tile_loadd(2, values, kPanelCols);
+        _tile_loadd(4, lines, kLineBytes);
+        _tile_dpbssd(0, 2, 4);
+        _tile_stored(0, to, kTileRows * 4);
+    }
 }
-#undef CLLM_SUM_GROUP
 
 template <Packing P, int T>
 CLLM_INLINE void scale_group(const PanelJob& job, int64_t g, __m512 (&acc)[T]) {
@@ -101,30 +101,25 @@ CLLM_INLINE void scale_group(const PanelJob& job, int64_t g, __m512 (&acc)[T]) {
     }
 }
 
-// Computes ahead, and scales group g if there is one.
-template <Packing P, int Place, int T>
-CLLM_INLINE void add_group(const PanelJob& job, int64_t g, __m512 (&acc)[T]) {
-    if (g + kAhead < job.groups) sum_group<P, (Place + kAhead) % 4>(job, g + kAhead);
-    if (g < job.groups) scale_group<P>(job, g, acc);
-}
-
 // Adds the products of all groups onto the first T rows of `totals`.
 template <Packing P, int T>
 static void add_panel(const PanelJob& whole, float (*totals)[kTileRows]) {
-    static_assert(kAhead == 3 && kRing > kAhead, "as written out below");
+    static_assert(kAhead == 2 && kRing > kAhead, "as written out below");
     const PanelJob job = whole;  // not in memory, which may have changed with every tile that is stored
     __m512 acc[T];  // in registers, as no index is computed
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t) acc[t] = _mm512_load_ps(totals[t]);
     sum_group<P, 0>(job, 0);
     if (job.groups > 1) sum_group<P, 1>(job, 1);
-    if (job.groups > 2) sum_group<P, 2>(job, 2);
-    for (int64_t g = 0; g < job.groups; g += 4) {
-        add_group<P, 0>(job, g, acc);
-        add_group<P, 1>(job, g + 1, acc);
-        add_group<P, 2>(job, g + 2, acc);
-        add_group<P, 3>(job, g + 3, acc);
+    int64_t g = 0;
+    for (; g + 3 < job.groups; g += 2) {
+        sum_group<P, 0>(job, g + 2);
+        scale_group<P>(job, g, acc);
+        sum_group<P, 1>(job, g + 3);
+        scale_group<P>(job, g + 1, acc);
     }
+    if (g + 2 < job.groups) sum_group<P, 0>(job, g + 2);
+    for (; g < job.groups; ++g) scale_group<P>(job, g, acc);
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t) _mm512_store_ps(totals[t], acc[t]);
 }
@@ -182,7 +177,7 @@ static void matmul_by_tiles(const PackedMatrix& w, const QuantRows& quants, cons
     if (!w.quantised() || m < kTilesFrom)
         return matmul(w, quants, floats, m, first_tile, last_tile, out, out_stride, add, scratch);
     with_packing(w.packing, [&](auto packing) {
-        const TileShapes shapes = tile_shapes<packing>(m <= 8 ? 8 : kPanelRows);
+        const TileShapes shapes = tile_shapes<packing>();
         const Tiles tiles(shapes);
         for (int64_t begin = 0; begin < m; begin += kBlockRows)
             for (int64_t tile = first_tile; tile < last_tile; ++tile)

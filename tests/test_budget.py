@@ -65,7 +65,7 @@ def test_where_small_chunks_cost_more_prompts_save_up_for_large_ones() -> None:
 
 def test_where_many_wait_for_their_first_token_steps_are_as_long_as_the_promise_permits() -> None:
     steps = warm(make(), 2).run(rows=2, prompts=6, steps=50)
-    assert max(step.seconds for step in steps) > 0.225
+    assert max(step.seconds for step in steps) > 0.21
 
 
 def test_it_follows_a_machine_that_becomes_slower() -> None:
@@ -82,7 +82,7 @@ def test_what_the_host_does_between_steps_is_part_of_the_gap() -> None:
     for _ in range(100):
         server.budget.costs.observe_host(0.05)
     steps = server.run(rows=3, prompts=8, steps=50)
-    assert 0.18 < max(step.seconds for step in steps) <= 0.201
+    assert 0.165 < max(step.seconds for step in steps) <= 0.201
 
 
 @pytest.mark.parametrize("rows", [24, 100])

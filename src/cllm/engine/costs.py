@@ -39,7 +39,7 @@ HOST_MOST_S = 0.02
 MARGIN_OVERRUNS = 10.0
 """With errors of 2 to 10 %, spread normally, about one step in a hundred then goes beyond what it was planned for."""
 
-LEAST_MARGIN = 0.08
+LEAST_MARGIN = 0.14
 FIRST_OVERRUN = 0.015
 """Taken for the mean until it is known: a burst of prompts may be over before it is."""
 
