@@ -213,7 +213,7 @@ def test_closing_twice_is_harmless_and_final() -> None:
 
 
 async def test_stop_strings_end_an_answer_and_its_work() -> None:
-    async with AsyncLLM(fake_config(backend__fake__latency_ms=1.0)) as llm:
+    async with AsyncLLM(fake_config(backend__fake__latency_ms=1.0, drafts__enabled=False)) as llm:
         params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
         async with llm.submit("tell me", params) as generation:
             text = "".join([delta.text async for delta in generation])
