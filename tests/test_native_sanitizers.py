@@ -26,7 +26,7 @@ OPTIONS = {
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the sanitizers' runtime is preloaded, as Linux does it"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
 ]
 
 
