@@ -5,7 +5,7 @@
 //
 // One instruction computes that, and its sums are exact, as those of the other kernels are; what follows each group is their
 // sequence of float operations, too. The instruction takes 16 cycles, but storing its sums for the scaling takes as long again,
-// and scaling them 24 to 32: that is the price of a scale per group, and why AMX gains a third here and not eightfold. The
+// and scaling them 24 to 32: that is the price of a scale per group, and why AMX gains far less than eightfold. The
 // float accumulators stay in registers, which have room for one panel and one tile, and the tiles run ahead of the scaling by
 // kAhead groups. More of them under way, or two panels and two tiles at once, were slower with all threads at work. Few inputs
 // go to the AVX-512 kernels.

@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def install_package() -> int:
-    print("cLLM: installing cLLM. Its native engine is compiled, which takes about a minute on two cores.", flush=True)
+    print("cLLM: installing cLLM. Compiling its native engine takes about two minutes on two cores.", flush=True)
     # Verbose, because pip hides the compiler's counts otherwise.
     return pip("install", "--verbose", "--editable", str(ROOT), what="compiling and installing cLLM")
 

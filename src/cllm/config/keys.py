@@ -77,7 +77,9 @@ def _nearest(key: str) -> list[str]:
     name = plain.rpartition(".")[2]
     if name in by_name:
         return by_name[name]
-    if close := get_close_matches(plain, _ALL, n=1, cutoff=0.75):
+    # A section alone is no help to who named it already.
+    known_keys = [known for known in _ALL if not plain.startswith(f"{known}.")]
+    if close := get_close_matches(plain, known_keys, n=1, cutoff=0.75):
         return close
     close = get_close_matches(name, by_name, n=1, cutoff=0.7)
     return by_name[close[0]] if close else []

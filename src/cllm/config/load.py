@@ -174,7 +174,8 @@ def _wanted(detail: ErrorDetails) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind in _LIMITS:
         words, limit = _LIMITS[kind]
-        return f"{words} {context[limit]:g}"
+        bound = context[limit]
+        return f"{words} {bound if isinstance(bound, int) else format(bound, 'g')}"
     if kind == "literal_error":
         return str(context["expected"]).replace("'", "")
     if kind == "string_pattern_mismatch":

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from cllm.bench.answer import Answer
 from cllm.bench.client import Client
 from cllm.bench.figures import OURS, Figure, Limit, Metrics, Run, own
-from cllm.bench.load import Job, at_most
 from cllm.bench.peers.base import Needs
 from cllm.bench.prompts import Prompts
 from cllm.bench.stats import percentile
 from cllm.bench.workloads.base import Keep, Setup
+from cllm.bench.workloads.newcomers import streams_and_newcomers
 from cllm.bench.workloads.over_http import HttpWorkload
 
 SETTING = "scheduler.max_gap_ms"
@@ -88,27 +86,11 @@ class Gap(HttpWorkload):
     async def drive(self, client: Client, prompts: Prompts) -> Metrics:
         stream_texts = [prompts.text(self.stream_prompt_tokens) for _ in range(self.streams)]
         texts = [prompts.text(self.prompt_tokens) for _ in range(self.prompts)]
-        started = [asyncio.Event() for _ in range(self.streams)]
-
-        async def stream(index: int) -> Answer:
-            def on_text(arrivals: int) -> None:
-                if arrivals >= self.head_start:
-                    started[index].set()
-
-            try:
-                return await client.complete(stream_texts[index], self.stream_tokens, on_text)
-            finally:
-                started[index].set()
-
-        async def newcomer(text: str) -> Answer:
-            for event in started:
-                await event.wait()
-            return await client.complete(text, self.answer_tokens)
-
-        jobs: list[Job[Answer]] = [partial(stream, index) for index in range(self.streams)]
-        jobs += [partial(newcomer, text) for text in texts]
-        answers = await at_most(len(jobs), jobs)
-        return figures_of(answers[: self.streams], answers[self.streams :])
+        return figures_of(
+            *await streams_and_newcomers(
+                client, stream_texts, self.stream_tokens, self.head_start, texts, self.answer_tokens
+            )
+        )
 
 
 def figures_of(streams: Sequence[Answer], newcomers: Sequence[Answer]) -> Metrics:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
-from cllm.bench.answer import Answer
 from cllm.bench.client import Client
 from cllm.bench.figures import Figure, Metrics, own
-from cllm.bench.load import at_most
 from cllm.bench.peers.base import Needs
 from cllm.bench.prompts import Prompts
 from cllm.bench.stats import percentile
+from cllm.bench.workloads.newcomers import streams_and_newcomers
 from cllm.bench.workloads.over_http import HttpWorkload
 
 
@@ -54,27 +50,10 @@ class Stall(HttpWorkload):
 
     async def drive(self, client: Client, prompts: Prompts) -> Metrics:
         texts = [prompts.text(self.prompt_tokens) for _ in range(self.streams)]
-        long_text = prompts.text(self.long_prompt_tokens)
-        started = [asyncio.Event() for _ in range(self.streams)]
-
-        async def stream(index: int) -> Answer:
-            def on_text(arrivals: int) -> None:
-                if arrivals >= self.head_start:
-                    started[index].set()
-
-            try:
-                return await client.complete(texts[index], self.stream_tokens, on_text)
-            finally:
-                started[index].set()
-
-        async def long_prompt() -> Answer:
-            for event in started:
-                await event.wait()
-            return await client.complete(long_text, self.answer_tokens)
-
-        jobs: list[Callable[[], Awaitable[Answer]]] = [partial(stream, index) for index in range(self.streams)]
-        jobs.append(long_prompt)
-        *streams, long_answer = await at_most(len(jobs), jobs)
+        long_texts = [prompts.text(self.long_prompt_tokens)]
+        streams, (long_answer,) = await streams_and_newcomers(
+            client, texts, self.stream_tokens, self.head_start, long_texts, self.answer_tokens
+        )
         gaps = [gap * 1e3 for answer in streams for gap in answer.gaps]
         return {
             "worst_gap_ms": max(answer.longest_silence for answer in streams) * 1e3,
