@@ -323,7 +323,7 @@ async def test_chat_is_unlimited_unless_told(llm: FakeLLM) -> None:
 async def test_chat_logprobs(llm: FakeLLM, streamed: bool) -> None:
     body = {"messages": [USER], "max_tokens": 1, "logprobs": True, "top_logprobs": 2}
     if streamed:
-        (event,) = await stream(llm, "/v1/chat/completions", body)
+        event, _end = await stream(llm, "/v1/chat/completions", body)
         logprobs = event["choices"][0]["logprobs"]
     else:
         logprobs = (await post(llm, "/v1/chat/completions", body))["choices"][0]["logprobs"]

@@ -70,7 +70,8 @@ def _reasoning_pieces(answer: ChatAnswer) -> Iterator[str]:
 def _call_pieces(answer: ChatAnswer) -> Iterator[str]:
     start = ',"tool_calls":['
     for call in answer.calls:
-        yield f'{start}{{"id":{as_json(call.id)},"type":"function","function":{{"name":{as_json(call.name)},"arguments":'
+        yield f'{start}{{"id":{as_json(call.id)},"type":"function","function":{{"name":{as_json(call.name)}'
+        yield ',"arguments":'
         yield from text_pieces(call.arguments)
         yield "}}"
         start = ","
