@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from cllm.config.drafts import DraftsConfig
+from cllm.config.responses import ResponsesConfig
 from cllm.config.entries import ModelEntry
 from cllm.config.patterns import what_is_wrong
 from cllm.config.problems import InvalidConfigError
@@ -393,6 +394,7 @@ class Config(Section):
     drafts: DraftsConfig = DraftsConfig()
     server: ServerConfig = ServerConfig()
     prompt: PromptConfig = PromptConfig()
+    responses: ResponsesConfig = ResponsesConfig()
     log: LogConfig = LogConfig()
 
     def at(self, key: str) -> Any:

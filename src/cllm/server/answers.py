@@ -165,7 +165,7 @@ class Answers:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(generation.prompt_ids) for generation in self.generations)
+        return sum(map(len, self._prompts))
 
     @property
     def cached_tokens(self) -> int:
@@ -174,6 +174,11 @@ class Answers:
     @property
     def completion_tokens(self) -> int:
         return sum(generation.completion_tokens for generation in self.generations)
+
+    @property
+    def marked_tokens(self) -> int:
+        """How much of a prompt is asked to stay cached."""
+        return max((mark.tokens for marks in self._pins for mark in marks), default=0)
 
     def _submit(self, number: int, prompt: Sequence[int]) -> Generation:
         alone = len(self._prompts) == 1

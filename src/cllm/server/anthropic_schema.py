@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr, Tag, model_validator
+from typing_extensions import TypedDict
 
 from cllm.server.anthropic_messages import Conversation
 from cllm.server.cache_control import MOST_MARKS, CacheControl
+from cllm.server.chat import Tool
 from cllm.server.openai_schema import ModelName
 from cllm.server.sampling_schema import SamplingFields, StopStrings, in_range
+from cllm.server.sliced import as_json
 from cllm.server.tool_fields import MOST_TOOLS, CallId, JsonObject, ToolName, check_names, one_of_kinds
 from cllm.server.validation import AtMost, Int32, RequestModel, Text, Unsupported, refusal, shorten
+from cllm.structured.structure import Structure
 
 _MARK = "Keep the K/V of all up to here for a while."
 _NO_TEXT = "; this server takes no images, documents or other kinds of content"
@@ -99,6 +103,13 @@ class CustomTool(RequestModel):
     cache_control: CacheControl | None = Field(None, description=_MARK)
     eager_input_streaming: Hint = None
 
+    def plain(self) -> Tool:
+        description = self.description
+        if self.input_examples:
+            examples = map(as_json, self.input_examples)
+            description = "\n".join([description or "", "Examples of input:", *examples]).strip()
+        return Tool(self.name, description, self.input_schema, bool(self.strict))
+
 
 class ToolChoiceFields(RequestModel):
     type: Literal["auto", "any", "tool", "none"]
@@ -121,11 +132,11 @@ class Thinking(RequestModel):
     )
 
 
-class JsonFormat(RequestModel):
-    model_config = ConfigDict(protected_namespaces=())
+class JsonFormat(TypedDict):  # pydantic's models have an attribute of the name `schema`
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
     type: Literal["json_schema"]
-    schema_: JsonObject = Field(alias="schema")
+    schema: JsonObject
 
 
 class OutputConfig(RequestModel):
@@ -164,10 +175,12 @@ class MessagesInput(SamplingFields):
     workspace_id: Hint = None
 
     _conversation: Conversation = PrivateAttr()
+    _tools: list[Tool] = PrivateAttr()
+    _structure: Structure | None = PrivateAttr()
 
     @model_validator(mode="after")
     def _consistent(self) -> MessagesInput:
-        """Here the messages also become what templates know: bodies are checked where others do not wait for it."""
+        """Here the messages also become what templates know: bodies are read where others do not wait for it."""
         tools = self.tools or []
         check_names((tool.name for tool in tools), "tools")
         choice = self.tool_choice
@@ -181,6 +194,8 @@ class MessagesInput(SamplingFields):
         self._conversation = Conversation.of(self)
         if (count := len(self._conversation.marks)) > MOST_MARKS:
             raise refusal("messages", f"and the rest hold {count} marks of cache_control; at most {MOST_MARKS} are allowed")
+        self._tools = [tool.plain() for tool in tools]
+        self._structure = self._asked_structure()
         return self
 
     @property
@@ -188,8 +203,19 @@ class MessagesInput(SamplingFields):
         return self._conversation
 
     @property
-    def json_format(self) -> JsonFormat | None:
-        return self.output_format or (self.output_config.format if self.output_config is not None else None)
+    def chat_tools(self) -> list[Tool]:
+        return self._tools
+
+    @property
+    def structure(self) -> Structure | None:
+        return self._structure
+
+    def _asked_structure(self) -> Structure | None:
+        if self.output_format is not None:
+            return Structure("json_schema", as_json(self.output_format["schema"]), "output_format.schema")
+        if self.output_config is not None and self.output_config.format is not None:
+            return Structure("json_schema", as_json(self.output_config.format["schema"]), "output_config.format.schema")
+        return None
 
 
 class CountRequest(MessagesInput):

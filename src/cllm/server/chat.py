@@ -116,6 +116,7 @@ class Chat:
         self.model = model
         self._answers = answers
         self._n = n
+        self.reasoning_tokens = 0
 
     async def __aenter__(self) -> Chat:
         await self._answers.__aenter__()
@@ -154,6 +155,10 @@ class Chat:
     @property
     def completion_tokens(self) -> int:
         return self._answers.completion_tokens
+
+    @property
+    def marked_tokens(self) -> int:
+        return self._answers.marked_tokens
 
 
 async def open_chat(state: ServerState, request: Request, call: ChatCall, prefix: str) -> Chat:

@@ -63,6 +63,13 @@ class Runs:
         self.end = piece
         return Step(ended=self._close())
 
+    def begin_empty(self) -> Run:
+        """The text of an answer that has none."""
+        self._begin("text")
+        run = self._close()
+        assert run is not None
+        return run
+
     def _grow(self, kind: Kind, text: str, logprobs: Sequence[TokenLogprob]) -> Step:
         step = Step()
         if self.open is None or self.open.kind != kind:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cllm.server.answers import Counts, unless_gone
-from cllm.server.errors import ClientGoneError, problem_of
+from cllm.server.errors import ClientGoneError, Problem, problem_of
 from cllm.server.exchange import DIRECT_SEND
 
 T = TypeVar("T")
@@ -41,6 +41,12 @@ class Events(Protocol[In]):
 
 def data(content: Any) -> str:
     return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
+
+
+class Write(Protocol):
+    """Sends text; `more` says whether there is more to come."""
+
+    async def __call__(self, text: str, *, more: bool) -> None: ...
 
 
 class EventStream(Response):
@@ -80,9 +86,16 @@ class EventStream(Response):
             async with self._source:
                 async for batch in self._source:
                     await write("".join([self._events.event(item) for item in batch]), more=True)
-            await write(self._events.end(self._source), more=False)
+            await self._finish(write)
         except Exception as error:
             if not started:
                 raise
             problem = problem_of(error, request_id=scope["state"]["request_id"])
-            await write(data(problem.body(scope["path"])), more=False)
+            await write(self._failure(problem, scope), more=False)
+
+    async def _finish(self, write: Write) -> None:
+        await write(self._events.end(self._source), more=False)
+
+    def _failure(self, problem: Problem, scope: Scope) -> str:
+        """What ends a stream that has begun and cannot go on."""
+        return data(problem.body(scope["path"], scope["state"]["request_id"]))

@@ -33,7 +33,10 @@ def one_of_kinds(kinds: Sequence[str], advice: str, default: str | None = None) 
         return f"{kind} object"  # no identifier: so it is no part of a parameter's path
 
     return BeforeValidator(check), Discriminator(
-        tag, custom_error_type="wrong", custom_error_message="must be an object with a type"
+        tag,
+        custom_error_type="wrong",
+        custom_error_message="{reason}",
+        custom_error_context={"reason": "must be an object with a type"},
     )
 
 
