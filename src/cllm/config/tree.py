@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from cllm.config.drafts import DraftsConfig
-from cllm.config.responses import ResponsesConfig
 from cllm.config.entries import ModelEntry
 from cllm.config.patterns import what_is_wrong
 from cllm.config.problems import InvalidConfigError
 from cllm.config.relations import check_relations
+from cllm.config.responses import ResponsesConfig
 from cllm.config.warm import WarmPrefix
 from cllm.kv.window import MIN_RECENT
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from cllm.server.answers import unless_gone
 from cllm.server.anthropic_render import MessageEvents, MessageStream, message_pieces
 from cllm.server.anthropic_replies import AnthropicError, MessageReply, TokenCount
 from cllm.server.anthropic_schema import CountRequest, MessagesInput, MessagesRequest
-from cllm.server.answers import unless_gone
 from cllm.server.bodies import taken
 from cllm.server.chat import ChatCall, NamedTool, ToolChoice, open_chat
 from cllm.server.openai_replies import error_responses, event_stream

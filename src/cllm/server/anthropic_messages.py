@@ -64,7 +64,9 @@ class Conversation:
         needs = {"tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}.get(block.type)
         needs = "user" if block.type == "tool_result" else needs
         if needs is not None and role != needs:
-            raise refusal(f"{where}.type", f"is {block.type!r}, which is only allowed in messages of the role {needs!r}")
+            raise refusal(
+                f"{where}.type", f"is {block.type!r}, which is only allowed in messages of the role {needs!r}"
+            )
         if block.type == "text":
             self._say(role, block.text)
         elif block.type == "thinking":
@@ -117,5 +119,9 @@ class Conversation:
         if control is None:
             return
         *before, last = self.messages or [None]
-        copied = [] if last is None else [{**last, **({"tool_calls": [*last["tool_calls"]]} if "tool_calls" in last else {})}]
+        copied = (
+            []
+            if last is None
+            else [{**last, **({"tool_calls": [*last["tool_calls"]]} if "tool_calls" in last else {})}]
+        )
         self.marks.append(([*before, *copied], control))

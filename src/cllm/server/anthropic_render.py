@@ -30,7 +30,7 @@ _DELTAS = {
 
 
 def usage_of(chat: Chat) -> dict[str, Any]:
-    """What was found in the cache, what a mark asks to keep of the rest, and what is left of the prompt add up to it."""
+    """The prompt is what was found in the cache, what a mark asks to keep of the rest, and the others."""
     created = max(0, chat.marked_tokens - chat.cached_tokens)
     return {
         "input_tokens": chat.prompt_tokens - chat.cached_tokens - created,
@@ -70,7 +70,7 @@ def message_pieces(chat: Chat, runs: Runs, max_tokens: int, *, shows_thinking: b
             yield f',"signature":"{SIGNATURE}"}}'
         else:
             yield as_json({"type": "tool_use", "id": run.call_id, "name": run.name, "input": _input_of(run)})
-    yield f"],{as_json(ending_of(runs, chat, max_tokens))[1:-1]},\"usage\":{as_json(usage_of(chat))}}}"
+    yield f'],{as_json(ending_of(runs, chat, max_tokens))[1:-1]},"usage":{as_json(usage_of(chat))}}}'
 
 
 def _start_of(chat: Chat) -> str:
@@ -131,7 +131,9 @@ class MessageEvents:
             block |= {"id": run.call_id, "name": run.name, "input": {}}
         delta = f'{{"type":"content_block_delta","index":{run.number},"delta":{_DELTAS[run.kind]}'
         self._growing = f"event: content_block_delta\ndata: {delta}"
-        return _event("content_block_start", {"type": "content_block_start", "index": run.number, "content_block": block})
+        return _event(
+            "content_block_start", {"type": "content_block_start", "index": run.number, "content_block": block}
+        )
 
     def _stop(self, run: Run) -> str:
         signed = ""

@@ -13,7 +13,7 @@ from cllm.server.chat import Tool
 from cllm.server.openai_schema import ModelName
 from cllm.server.sampling_schema import SamplingFields, StopStrings, in_range
 from cllm.server.sliced import as_json
-from cllm.server.tool_fields import MOST_TOOLS, CallId, JsonObject, ToolName, check_names, one_of_kinds
+from cllm.server.tool_fields import MOST_TOOLS, CallId, JsonObject, ToolName, by_kind, check_names, known_kinds
 from cllm.server.validation import AtMost, Int32, RequestModel, Text, Unsupported, refusal, shorten
 from cllm.structured.structure import Structure
 
@@ -31,10 +31,7 @@ class TextBlock(RequestModel):
     citations: Hint = None
 
 
-TextOnly = Annotated[
-    Annotated[TextBlock, Tag("text object")],
-    *one_of_kinds(("text",), _NO_TEXT)[:1],
-]
+TextOnly = Annotated[TextBlock, known_kinds(("text",), _NO_TEXT)]
 TextBlocks = Annotated[list[TextOnly], Field(fail_fast=True)]
 
 
@@ -78,7 +75,8 @@ Block = Annotated[
     | Annotated[ToolResultBlock, Tag("tool_result object")]
     | Annotated[ThinkingBlock, Tag("thinking object")]
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking object")],
-    *one_of_kinds(("text", "tool_use", "tool_result", "thinking", "redacted_thinking"), _NO_TEXT),
+    by_kind(),
+    known_kinds(("text", "tool_use", "tool_result", "thinking", "redacted_thinking"), _NO_TEXT),
 ]
 
 
@@ -160,7 +158,7 @@ class MessagesInput(SamplingFields):
     system: Text | TextBlocks | None = None
     tools: (
         Annotated[
-            list[Annotated[CustomTool, one_of_kinds(("custom",), _NO_SERVER_TOOL, "custom")[0]]],
+            list[Annotated[CustomTool, known_kinds(("custom",), _NO_SERVER_TOOL, "custom")]],
             Field(fail_fast=True, max_length=MOST_TOOLS),
         ]
         | None
@@ -193,7 +191,9 @@ class MessagesInput(SamplingFields):
         _check_edits(self.context_management)
         self._conversation = Conversation.of(self)
         if (count := len(self._conversation.marks)) > MOST_MARKS:
-            raise refusal("messages", f"and the rest hold {count} marks of cache_control; at most {MOST_MARKS} are allowed")
+            raise refusal(
+                "messages", f"and the rest hold {count} marks of cache_control; at most {MOST_MARKS} are allowed"
+            )
         self._tools = [tool.plain() for tool in tools]
         self._structure = self._asked_structure()
         return self

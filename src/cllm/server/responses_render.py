@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
@@ -171,14 +172,14 @@ class ResponseEvents:
         return f'{created}{self._head("response.in_progress")},"response":{response}}}\n\n'
 
     def _added(self, run: Run) -> str:
-        where = self._where(run)
-        item = "".join(self._form.item(run, "in_progress"))
+        where, empty = self._where(run), replace(run, parts=[], logprobs=[])
+        item = "".join(self._form.item(empty, "in_progress"))
         kind = f"{_GROWING[run.kind]}.delta"
         self._growing = f'event: {kind}\ndata: {{"type":"{kind}",{where},"sequence_number":'
         written = f'{self._head("response.output_item.added")},"output_index":{run.number},"item":{item}}}\n\n'
         if run.kind == "call":
             return written
-        part = "".join(self._form.part(run))
+        part = "".join(self._form.part(empty))
         return f'{written}{self._head("response.content_part.added")},{where},"part":{part}}}\n\n'
 
     def _done(self, run: Run, status: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from cllm.server.openai_schema import ModelName, UserName
 from cllm.server.responses_text import TextFields
 from cllm.server.sampling_schema import SamplingFields
 from cllm.server.sliced import as_json
-from cllm.server.tool_fields import MOST_TOOLS, CallId, JsonObject, ToolName, check_names, one_of_kinds
+from cllm.server.tool_fields import MOST_TOOLS, CallId, JsonObject, ToolName, by_kind, check_names, known_kinds
 from cllm.server.validation import WHOLE, AtMost, RequestModel, Text, Unsupported, refusal, shorten
 from cllm.structured.structure import Structure
 
@@ -46,7 +46,8 @@ Part = Annotated[
     | Annotated[TextPart, Tag("output_text object")]
     | Annotated[TextPart, Tag("text object")]
     | Annotated[RefusalPart, Tag("refusal object")],
-    *one_of_kinds(("input_text", "output_text", "text", "refusal"), _NO_CONTENT),
+    by_kind(),
+    known_kinds(("input_text", "output_text", "text", "refusal"), _NO_CONTENT),
 ]
 Parts = Annotated[list[Part], Field(fail_fast=True)]
 
@@ -118,7 +119,8 @@ Item = Annotated[
     | Annotated[FunctionCall, Tag("function_call object")]
     | Annotated[FunctionOutput, Tag("function_call_output object")]
     | Annotated[ReasoningItem, Tag("reasoning object")],
-    *one_of_kinds(("message", "function_call", "function_call_output", "reasoning"), _NO_ITEM, "message"),
+    by_kind("message"),
+    known_kinds(("message", "function_call", "function_call_output", "reasoning"), _NO_ITEM, "message"),
 ]
 
 
@@ -153,7 +155,8 @@ class AllowedTools(RequestModel):
 
 ChoiceObject = Annotated[
     Annotated[ChosenTool, Tag("function object")] | Annotated[AllowedTools, Tag("allowed_tools object")],
-    *one_of_kinds(("function", "allowed_tools"), _NO_HOSTED_TOOL),
+    by_kind(),
+    known_kinds(("function", "allowed_tools"), _NO_HOSTED_TOOL),
 ]
 
 
@@ -197,9 +200,9 @@ class ResponsesRequest(SamplingFields):
     }
 
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
-    input: (
-        Text | Annotated[list[Item], Field(fail_fast=True, min_length=1), AtMost("max_messages", "items")]
-    ) = Field(description="A text, or items: messages, function calls and their outputs, reasoning.")
+    input: Text | Annotated[list[Item], Field(fail_fast=True, min_length=1), AtMost("max_messages", "items")] = Field(
+        description="A text, or items: messages, function calls and their outputs, reasoning."
+    )
     instructions: Text | None = Field(None, description="The system message; not kept with the response.")
     previous_response_id: Annotated[Text, Field(max_length=256)] | None = Field(
         None, description="Go on from this response, which must still be stored."
@@ -207,7 +210,7 @@ class ResponsesRequest(SamplingFields):
     store: bool | None = Field(None, description="Keep the response for a while (section responses). Default true.")
     tools: (
         Annotated[
-            list[Annotated[FunctionTool, one_of_kinds(("function",), _NO_HOSTED_TOOL)[0]]],
+            list[Annotated[FunctionTool, known_kinds(("function",), _NO_HOSTED_TOOL)]],
             Field(fail_fast=True, max_length=MOST_TOOLS),
         ]
         | None
@@ -225,9 +228,12 @@ class ResponsesRequest(SamplingFields):
         None, description="Log probabilities of so many likeliest tokens."
     )
     reasoning: ReasoningFields | None = None
-    metadata: Annotated[dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]], Field(max_length=16)] | None = Field(
-        None, description="Comes back with the response."
-    )
+    metadata: (
+        Annotated[
+            dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = Field(None, description="Comes back with the response.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
     stream_options: ResponseStreamOptions | None = None
     user: UserName | None = Field(None, description="Who asks; goes into the log next to the request id.")
@@ -259,7 +265,9 @@ class ResponsesRequest(SamplingFields):
         choice = self.tool_choice
         if choice == "required" and not names:
             raise refusal("tool_choice", "is only allowed together with tools")
-        chosen = [choice] if isinstance(choice, ChosenTool) else choice.tools if isinstance(choice, AllowedTools) else []
+        chosen = (
+            [choice] if isinstance(choice, ChosenTool) else choice.tools if isinstance(choice, AllowedTools) else []
+        )
         for tool in chosen:
             if tool.name not in names:
                 raise refusal("tool_choice", f"names {shorten(repr(tool.name))}, which is none of the tools")

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, Tag
 from typing_extensions import NotRequired, TypedDict
 
 from cllm.server.sliced import as_json
-from cllm.server.tool_fields import JsonObject, one_of_kinds
+from cllm.server.tool_fields import JsonObject, by_kind, known_kinds
 from cllm.server.validation import RequestModel, Text
 from cllm.structured.structure import Structure
 
@@ -35,7 +35,8 @@ Format = Annotated[
     Annotated[PlainFormat, Tag("text object")]
     | Annotated[JsonFormat, Tag("json_object object")]
     | Annotated[SchemaFormat, Tag("json_schema object")],
-    *one_of_kinds(("text", "json_object", "json_schema"), ""),
+    by_kind(),
+    known_kinds(("text", "json_object", "json_schema")),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What the APIs with tools of their own forms have in common: names, ids, schemas, and kinds that are refused by name."""
+"""What the APIs with tools have in common: names, ids, and kinds of objects that are refused by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Discriminator, Field
 
-from cllm.server.validation import Text, refusal, shorten
+from cllm.server.validation import Text, refusal, shorten, wrong
 
 MOST_TOOLS = 512
 
@@ -16,28 +16,31 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 JsonObject = dict[str, Any]
 
 
-def one_of_kinds(kinds: Sequence[str], advice: str, default: str | None = None) -> tuple[BeforeValidator, Discriminator]:
-    """Marks a union of objects, each with the tag "KIND object", by their `type`. Of any other kind the error says its
-    name and `advice`. `default` is the kind of an object without a type."""
+def known_kinds(kinds: Sequence[str], advice: str = "", default: str | None = None) -> BeforeValidator:
+    """Marks an object whose `type` is one of these. Of any other the error says its name and `advice`. `default` is the
+    kind of an object without a type."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict):
-            kind = value.get("type", default)
-            if kind not in kinds:
-                given = "missing" if kind is None else shorten(repr(kind))
-                raise refusal("type", f"is {given}; it must be {_listed(kinds)}{advice}")
+        if not isinstance(value, dict):
+            raise wrong("must be an object")
+        kind = value.get("type", default)
+        if kind not in kinds:
+            given = "missing" if kind is None else shorten(repr(kind))
+            raise refusal("type", f"is {given}; it must be {_listed(kinds)}{advice}")
         return value
+
+    return BeforeValidator(check)
+
+
+def by_kind(default: str | None = None) -> Discriminator:
+    """Marks a union of objects, each with the tag "KIND object", by their `type`; no identifier is the tag, and so no
+    part of a parameter's path."""
 
     def tag(value: Any) -> str | None:
         kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None) or default
-        return f"{kind} object"  # no identifier: so it is no part of a parameter's path
+        return f"{kind} object"
 
-    return BeforeValidator(check), Discriminator(
-        tag,
-        custom_error_type="wrong",
-        custom_error_message="{reason}",
-        custom_error_context={"reason": "must be an object with a type"},
-    )
+    return Discriminator(tag)
 
 
 def check_names(names: Iterable[str], param: str, where: str = "name") -> None:
