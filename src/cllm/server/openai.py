@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Annotated, cast
 
 from fastapi import APIRouter, Depends, Request, Response
 
 from cllm.server.answers import BATCH, Answer, Answers, Head, unless_gone
+from cllm.server.anthropic_replies import AnthropicModel, AnthropicModels
 from cllm.server.bodies import taken
 from cllm.server.cache_control import marks_in, pins_of
 from cllm.server.chat import ChatCall, open_chat
@@ -97,8 +99,10 @@ async def chat_completions(
 
 
 @router.get("/models", responses=error_responses(ErrorReply, 401))
-async def models(request: Request, state: State) -> ServedList | ModelList:
-    """The models that requests may name."""
+async def models(request: Request, state: State) -> ServedList | ModelList | AnthropicModels:
+    """The models that requests may name, in Anthropic's form for who sends the header anthropic-version."""
+    if "anthropic-version" in request.headers:
+        return _for_anthropic(state)
     if state.several is not None:
         sees_all = is_operators(request)
         cards = [served_card(served, state.created, sees_all=sees_all) for served in state.several.models]
@@ -114,6 +118,23 @@ async def model(model_id: str, request: Request, state: State) -> ServedCard | M
     assert state.one is not None
     state.one.check_name(model_id)
     return _card(state)
+
+
+def _for_anthropic(state: ServerState) -> AnthropicModels:
+    created_at = datetime.fromtimestamp(state.created, timezone.utc).isoformat()
+    if state.several is None:
+        assert state.one is not None
+        sizes = {state.one.served_name: state.one.llm.max_context}
+    else:
+        sizes = {
+            served.name: served_card(served, state.created, sees_all=False).max_model_len
+            for served in state.several.models
+        }
+    cards = [
+        AnthropicModel(id=name, display_name=name, created_at=created_at, max_input_tokens=size, max_tokens=size)
+        for name, size in sizes.items()
+    ]
+    return AnthropicModels(data=cards, first_id=cards[0].id, last_id=cards[-1].id)
 
 
 def _card(state: ServerState) -> ModelCard:
