@@ -29,12 +29,9 @@ CALLS: list[Piece] = [
 class ScriptedChat:
     prompt_tokens, cached_tokens, completion_tokens, marked_tokens, reasoning_tokens = 20, 8, 9, 12, 3
 
-    def __init__(
-        self, model: Any, call: ChatCall, prefix: str, pieces: Sequence[Piece], failure: Exception | None
-    ) -> None:
+    def __init__(self, model: Any, prefix: str, pieces: Sequence[Piece], failure: Exception | None) -> None:
         self.head = Head(f"{prefix}-1", 1_700_000_000, "tiny")
         self.model = model
-        self.call = call
         self._pieces = pieces
         self._failure = failure
 
@@ -59,7 +56,7 @@ def script(
 
     async def open_scripted(state: Any, request: Any, call: ChatCall, prefix: str) -> ScriptedChat:
         calls.append(call)
-        return ScriptedChat(await state.model(call.model, request), call, prefix, pieces, failure)
+        return ScriptedChat(await state.model(call.model, request), prefix, pieces, failure)
 
     monkeypatch.setattr(routes, "open_chat", open_scripted)
     return calls

@@ -336,11 +336,12 @@ async def test_a_client_sees_errors_of_its_own_kinds(client: AsyncAnthropic, llm
 
 async def test_a_stream_that_fails_says_so(client: AsyncAnthropic, llm: FakeLLM) -> None:
     llm.failure, llm.fail_at = BackendError("broken"), 3
-    events = []
+    stream = await client.messages.create(model="tiny", max_tokens=9, messages=[USER], stream=True)
+    deltas = 0
     with pytest.raises(anthropic.APIStatusError, match="broken") as failed:
-        async for event in await client.messages.create(model="tiny", max_tokens=9, messages=[USER], stream=True):
-            events.append(event.type)
-    assert events.count("content_block_delta") == 3
+        async for event in stream:
+            deltas += event.type == "content_block_delta"
+    assert deltas == 3
     assert failed.value.type == "api_error"
 
 

@@ -140,10 +140,11 @@ async def test_an_answer_without_text_has_an_empty_one(llm: FakeLLM, monkeypatch
 
 async def test_a_call_that_was_cut_off(llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     script(monkeypatch, routes, [CallBegin(0, 0, "c", "f"), CallArguments(0, 0, '{"a": "b'), ChatEnd(0, "length")])
-    response = (await post(llm, {})).json()
-    assert (response["status"], response["output"][0]["status"]) == ("incomplete", "incomplete")
-    going_on = await post(llm, {"previous_response_id": response["id"], "input": [{**OUTPUT, "call_id": "c"}]})
-    assert going_on.status_code == 200
+    async with client_for(llm) as client:
+        response = (await client.post("/v1/responses", json={"input": "hi"})).json()
+        assert (response["status"], response["output"][0]["status"]) == ("incomplete", "incomplete")
+        body = {"previous_response_id": response["id"], "input": [{**OUTPUT, "call_id": "c"}]}
+        assert (await client.post("/v1/responses", json=body)).status_code == 200
 
 
 async def test_the_client_helper_reads_a_stream(client: AsyncOpenAI) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr, Tag, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, Tag, model_validator
 from typing_extensions import TypedDict
 
 from cllm.server.anthropic_messages import Conversation
@@ -14,7 +14,7 @@ from cllm.server.openai_schema import ModelName
 from cllm.server.sampling_schema import SamplingFields, StopStrings, in_range
 from cllm.server.sliced import as_json
 from cllm.server.tool_fields import MOST_TOOLS, CallId, JsonObject, ToolName, by_kind, check_names, known_kinds
-from cllm.server.validation import AtMost, Int32, RequestModel, Text, Unsupported, refusal, shorten
+from cllm.server.validation import AtMost, Int32, RequestModel, Text, Unsupported, refusal, shorten, wrong
 from cllm.structured.structure import Structure
 
 _MARK = "Keep the K/V of all up to here for a while."
@@ -150,6 +150,23 @@ class Metadata(RequestModel):
     )
 
 
+def _clears_thinking(kind: str) -> str:
+    if not kind.startswith("clear_thinking_"):
+        raise wrong(f"is {shorten(repr(kind))}; this server leaves conversations as they are sent")
+    return kind
+
+
+class ContextEdit(RequestModel):
+    type: Annotated[
+        str, AfterValidator(_clears_thinking), Field(json_schema_extra={"pattern": "^clear_thinking_"})
+    ] = Field(description="A hint: which earlier thinking the model sees is up to its chat template.")
+    keep: Hint = None
+
+
+class ContextManagement(RequestModel):
+    edits: Annotated[list[ContextEdit], Field(fail_fast=True)] | None = None
+
+
 class MessagesInput(SamplingFields):
     """What makes the prompt, in a request for an answer or for the number of its tokens."""
 
@@ -167,7 +184,7 @@ class MessagesInput(SamplingFields):
     thinking: Thinking | None = Field(None, description="Given to the chat template as enable_thinking.")
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="The old name of output_config.format.")
-    context_management: Any = Field(None, description="A hint, if all its edits are of the kind clear_thinking.")
+    context_management: ContextManagement | None = None
     speed: Hint = None
     user_profile_id: Hint = None
     workspace_id: Hint = None
@@ -188,7 +205,6 @@ class MessagesInput(SamplingFields):
             raise refusal("tool_choice", "is only allowed together with tools")
         if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
             raise refusal("output_format", "is the old name of output_config.format; send one of them")
-        _check_edits(self.context_management)
         self._conversation = Conversation.of(self)
         if (count := len(self._conversation.marks)) > MOST_MARKS:
             raise refusal(
@@ -248,16 +264,3 @@ class MessagesRequest(MessagesInput):
                 raise refusal("stop", "is another name of stop_sequences; send one of them")
             self.stop = self.stop_sequences
         return self
-
-
-def _check_edits(management: Any) -> None:
-    if management is None:
-        return
-    edits = management.get("edits") if isinstance(management, dict) else None
-    for number, edit in enumerate(edits if isinstance(edits, list) else [None]):
-        kind = edit.get("type") if isinstance(edit, dict) else None
-        if not isinstance(kind, str) or not kind.startswith("clear_thinking_"):
-            raise refusal(
-                f"context_management.edits[{number}].type",
-                f"is {shorten(repr(kind))}; this server leaves conversations as they are sent",
-            )

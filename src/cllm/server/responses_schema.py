@@ -13,7 +13,7 @@ from cllm.server.responses_text import TextFields
 from cllm.server.sampling_schema import SamplingFields
 from cllm.server.sliced import as_json
 from cllm.server.tool_fields import MOST_TOOLS, CallId, JsonObject, ToolName, by_kind, check_names, known_kinds
-from cllm.server.validation import WHOLE, AtMost, RequestModel, Text, Unsupported, refusal, shorten
+from cllm.server.validation import WHOLE, AtMost, RequestModel, Text, Unsupported, Words, refusal, shorten
 from cllm.structured.structure import Structure
 
 _NO_CONTENT = "; this server takes no images, files or other kinds of content"
@@ -24,7 +24,7 @@ Hint = Annotated[Any, Field(description="A hint, which changes nothing here.")]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class TextPart(RequestModel):
+class ItemText(RequestModel):
     type: Literal["input_text", "output_text", "text"]
     text: Text
     annotations: Hint = None
@@ -32,7 +32,7 @@ class TextPart(RequestModel):
     prompt_cache_breakpoint: Hint = None
 
 
-class RefusalPart(RequestModel):
+class ItemRefusal(RequestModel):
     type: Literal["refusal"]
     refusal: Text
 
@@ -42,10 +42,10 @@ class RefusalPart(RequestModel):
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("input_text object")]
-    | Annotated[TextPart, Tag("output_text object")]
-    | Annotated[TextPart, Tag("text object")]
-    | Annotated[RefusalPart, Tag("refusal object")],
+    Annotated[ItemText, Tag("input_text object")]
+    | Annotated[ItemText, Tag("output_text object")]
+    | Annotated[ItemText, Tag("text object")]
+    | Annotated[ItemRefusal, Tag("refusal object")],
     by_kind(),
     known_kinds(("input_text", "output_text", "text", "refusal"), _NO_CONTENT),
 ]
@@ -124,7 +124,7 @@ Item = Annotated[
 ]
 
 
-def _joined(content: str | list[TextPart | RefusalPart]) -> str:
+def _joined(content: str | list[ItemText | ItemRefusal]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
@@ -200,7 +200,7 @@ class ResponsesRequest(SamplingFields):
     }
 
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
-    input: Text | Annotated[list[Item], Field(fail_fast=True, min_length=1), AtMost("max_messages", "items")] = Field(
+    input: Words | Annotated[list[Item], Field(fail_fast=True, min_length=1), AtMost("max_messages", "items")] = Field(
         description="A text, or items: messages, function calls and their outputs, reasoning."
     )
     instructions: Text | None = Field(None, description="The system message; not kept with the response.")

@@ -17,7 +17,7 @@ class PlainFormat(RequestModel):
     type: Literal["text"]
 
 
-class JsonFormat(RequestModel):
+class JsonObjectFormat(RequestModel):
     type: Literal["json_object"]
 
 
@@ -33,7 +33,7 @@ class SchemaFormat(TypedDict):  # pydantic's models have an attribute of the nam
 
 Format = Annotated[
     Annotated[PlainFormat, Tag("text object")]
-    | Annotated[JsonFormat, Tag("json_object object")]
+    | Annotated[JsonObjectFormat, Tag("json_object object")]
     | Annotated[SchemaFormat, Tag("json_schema object")],
     by_kind(),
     known_kinds(("text", "json_object", "json_schema")),
@@ -47,4 +47,4 @@ class TextFields(RequestModel):
     def structure(self) -> Structure | None:
         if isinstance(self.format, dict):
             return Structure("json_schema", as_json(self.format["schema"]), "text.format.schema")
-        return Structure("json", "", "text.format") if isinstance(self.format, JsonFormat) else None
+        return Structure("json", "", "text.format") if isinstance(self.format, JsonObjectFormat) else None
