@@ -14,6 +14,7 @@ from cllm.config.patterns import what_is_wrong
 from cllm.config.problems import InvalidConfigError
 from cllm.config.relations import check_relations
 from cllm.config.responses import ResponsesConfig
+from cllm.config.structured import StructuredConfig
 from cllm.config.warm import WarmPrefix
 from cllm.kv.window import MIN_RECENT
 
@@ -392,6 +393,7 @@ class Config(Section):
     kv: KVConfig = KVConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     drafts: DraftsConfig = DraftsConfig()
+    structured: StructuredConfig = StructuredConfig()
     server: ServerConfig = ServerConfig()
     prompt: PromptConfig = PromptConfig()
     responses: ResponsesConfig = ResponsesConfig()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cllm.generation import Delta, Generation
     from cllm.kv.pins import PinMark
     from cllm.llm import AsyncLLM
+    from cllm.structured.matcher import Grammar
 
 T = TypeVar("T")
 
@@ -99,11 +100,13 @@ class Answers:
         batch: int = BATCH,
         tenant: Tenant = NOBODY,
         pins: Sequence[Sequence[PinMark]] = (),
+        grammar: Grammar | None = None,
     ) -> None:
-        """`pins` are those of each prompt, or none."""
+        """`pins` are those of each prompt, or none. `grammar` is what `llm.compile` made of `params.structured`."""
         self.request_id = request_id
         self._tenant = tenant
         self._pins = pins
+        self._grammar = grammar
         self.generations: list[Generation] = []
         self._llm = llm
         self._prompts = prompts
@@ -190,6 +193,7 @@ class Answers:
             timeout_s=self._timeout_s,
             tenant=self._tenant,
             pins=self._pins[number] if self._pins else (),
+            grammar=self._grammar,
         )
 
     def _on_news(self, number: int) -> None:

@@ -157,9 +157,9 @@ def _clears_thinking(kind: str) -> str:
 
 
 class ContextEdit(RequestModel):
-    type: Annotated[
-        str, AfterValidator(_clears_thinking), Field(json_schema_extra={"pattern": "^clear_thinking_"})
-    ] = Field(description="A hint: which earlier thinking the model sees is up to its chat template.")
+    type: Annotated[str, AfterValidator(_clears_thinking), Field(json_schema_extra={"pattern": "^clear_thinking_"})] = (
+        Field(description="A hint: which earlier thinking the model sees is up to its chat template.")
+    )
     keep: Hint = None
 
 

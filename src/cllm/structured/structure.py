@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-StructureKind = Literal["json", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag"]
+Kind = Literal["json", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag"]
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    kind: StructureKind
+    kind: Kind
     source: str
-    """JSON text of the schema, choices or tags, or the regular expression or grammar itself."""
+    """The JSON text of a schema, of a list of choices or of structural tags; a regular expression; a grammar. For
+    `json`, any object, it says nothing."""
     param: str = "structured"
-    """The request's field to name in errors."""
+    """The request's field that errors name."""
