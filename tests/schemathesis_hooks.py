@@ -19,11 +19,20 @@ def breaks_a_relation(body: dict[str, Any]) -> bool:
         body.get("best_of") not in (None, body.get("n"))
         or _number(body, "min_tokens", 0) > _number(body, "max_tokens", 16)
         or (None not in most and most[0] != most[1])
+        or None not in (body.get("stop"), body.get("stop_sequences"))
+        or _speaks_of_tools(body)
         or _tokens_of_window(body) > 4096
-        or _marks_in(body.get("messages")) > 4
-        or len(str(body.get("messages"))) > 100_000  # the context is 4,096 characters
+        or sum(_marks_in(body.get(name)) for name in ("messages", "system", "tools")) > 4
+        or len(str([body.get(name) for name in ("messages", "input", "system")])) > 100_000  # more than fits
         or (isinstance(body.get("prompt"), list) and len(body["prompt"]) * _number(body, "n", 1) > 128)
     )
+
+
+def _speaks_of_tools(body: dict[str, Any]) -> bool:
+    """Names, ids and schemas that must fit each other."""
+    told = [body.get(name) for name in ("messages", "input", "tools", "tool_choice", "text", "output_config")]
+    words = ("tool_use", "tool_result", "function", "'tool'", "'any'", "required", "schema")
+    return any(word in str([*told, body.get("output_format")]) for word in words)
 
 
 def takes_long(body: dict[str, Any]) -> bool:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from cllm.errors import InvalidRequestError, ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
-from cllm.text.chat import CHATML, ROLES, ChatTemplate, load_chat_template
+from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
+from cllm.text.messages import ROLES
 from cllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gguf_kit import LLAMA_KEYS, write_gguf
 from llama_vocabulary import LlamaVocabulary
@@ -78,7 +79,16 @@ def test_text_parts_are_joined_by_lines_and_an_answer_may_be_empty() -> None:
         (user([{"type": "text", "text": "x"}, "y"]), "messages[0].content[1].type is None"),
         (user([{"type": "text", "text": 1}]), "messages[0].content[0].text is a int"),
         ([{"role": "user", "content": "x", "name": 3}], "messages[0].name is a int"),
-        ([{"role": "assistant", "content": "x", "tool_calls": []}], "messages[0].tool_calls is not supported"),
+        ([{"role": "assistant", "content": "x", "audio": {}}], "messages[0].audio is not supported"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls is only allowed"),
+        ([{"role": "assistant", "tool_calls": "f"}], "messages[0].tool_calls is a str"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], "messages[0].tool_calls[0].function is missing"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages[0].tool_calls[0].function.name is a"),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "f"}}]}],
+            "messages[0].tool_calls[0].id is a int",
+        ),
+        ([{"role": "tool", "content": "x", "tool_call_id": 5}], "messages[0].tool_call_id is a int"),
     ],
 )
 def test_unusable_messages_are_refused_by_name(messages: Any, said: str) -> None:

@@ -51,6 +51,9 @@ class RowSampler:
     def argmax(self, values: NDArray[np.float32]) -> int:
         """The first of the largest values, or the first NaN."""
 
+    def masked(self, values: NDArray[np.float32], mask: NDArray[np.int32]) -> NDArray[np.float32]:
+        """A copy, with -inf for every token whose bit in `mask` is 0. Raises ValueError if the mask is shorter."""
+
     def draw(
         self,
         values: NDArray[np.float32],

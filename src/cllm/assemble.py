@@ -29,6 +29,8 @@ from cllm.on_disk import ModelFiles, OnDisk, Stores, files_of, keep_on_disk
 from cllm.on_host import keep_on_host
 from cllm.on_torch import Model, open_torch
 from cllm.resources import choose_kv_bytes, choose_threads
+from cllm.structured.compiler import Compiler
+from cllm.structured.vocabulary import Vocabulary
 from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
 from cllm.text.hf_tokenizer import load_hf_chat_template, load_hf_tokenizer
 from cllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -51,10 +53,12 @@ class Parts:
     scheduler: Scheduler
     bytes_per_token: int
     max_context: int
+    compiler: Compiler
     disk: OnDisk | None = None
 
     def close(self) -> None:
         """When the engine has ended. Calling it again does nothing."""
+        self.compiler.close()
         if self.disk is not None:
             self.disk.close()
         self.backend.close()
@@ -261,6 +265,7 @@ def _build(config: Config, opened: _Opened, place: Place | None) -> Parts:
         scheduler,
         token_bytes,
         memory.max_context,
+        Compiler(Vocabulary(opened.tokenizer, backend.shape.n_vocab), config.structured),
         disk,
     )
 

@@ -82,6 +82,10 @@ class UnsupportedOperationError(BackendError):
     """The backend, or the way its memory is laid out, cannot do this at all."""
 
 
+class StructureError(BackendError):
+    """An answer cannot go on within the limits of its structure."""
+
+
 class StepAbortedError(BackendError):
     """The step was interrupted on request; nothing is wrong with the backend."""
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import os
 import secrets
 import sys
 import time
@@ -30,6 +28,9 @@ from cllm.kv.manager import KVManager
 from cllm.kv.pins import LostPin, PinMark
 from cllm.kv.window import Window
 from cllm.models.shape import ModelShape
+from cllm.still_open import STILL_OPEN
+from cllm.structured.matcher import Grammar
+from cllm.structured.structure import Structure
 from cllm.text.bounded import TokenLimit, checked_ids
 from cllm.text.chat import ChatTemplate
 from cllm.text.tokenizer import Tokenizer
@@ -94,7 +95,7 @@ class AsyncLLM:
             parts.close()
             raise
         self._parts, self._engine = parts, engine
-        _open.add(self)
+        STILL_OPEN.add(self)
 
     def _engine_of(self, parts: Parts, turn: Turn | None) -> Engine:
         engine = Engine(
@@ -130,7 +131,7 @@ class AsyncLLM:
         if parts is not None:
             await asyncio.to_thread(parts.close)
         self._parts = None
-        _open.discard(self)
+        STILL_OPEN.discard(self)
 
     def release(self) -> None:
         """What of `shutdown(0)` needs no event loop: stop the engine and free its memory, in the calling thread.
@@ -142,7 +143,7 @@ class AsyncLLM:
             engine.stop(0)
             parts.close()
         self._parts = None
-        _open.discard(self)
+        STILL_OPEN.discard(self)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -250,6 +251,10 @@ class AsyncLLM:
         stable = self._volatile.strip(messages)
         return self.chat_template.encode(self.tokenizer, stable, self.prompt_limit(params), asks=False)
 
+    async def compile(self, structure: Structure) -> Grammar:
+        """What `submit` takes for answers of that structure. Raises `InvalidRequestError` where there is no such one."""
+        return await self._loaded.compiler.compile(structure)
+
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -260,18 +265,21 @@ class AsyncLLM:
         timeout_s: float | None = None,
         tenant: Tenant = NOBODY,
         pins: Sequence[PinMark] = (),
+        grammar: Grammar | None = None,
     ) -> Generation:
         """Queue a prompt. Raises at once what can be known at once: see `cllm.errors`.
 
         `timeout_s` may shorten scheduler.request_timeout_s, never lengthen it. Prefixes are shared with requests whose
         `tenant` has the same space. `pins` are what of the prompt is to stay in the cache; they say what came of it
-        when the generation has ended.
+        when the generation has ended. `grammar` is what `compile` made of `params.structured`.
         """
         engine = self._running
         params = params or SamplingParams()
         limit = self.prompt_limit(params)
         tokens = self._encode(prompt, limit) if isinstance(prompt, str) else prompt
         ids = checked_ids(tokens, limit, self.shape.n_vocab)
+        if grammar is None and params.structured is not None:
+            raise InvalidRequestError("give grammar=await compile(params.structured)", params.structured.param)
         longest_s = self.config.scheduler.request_timeout_s
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         if request_id in self._live:
@@ -291,6 +299,7 @@ class AsyncLLM:
             rows=self._rows,
             tenant=tenant,
             pins=pins,
+            constraint=None if grammar is None else grammar.start(),
         )
         generation = Generation(request_id, ids, params, self.tokenizer, self._cancel)
         self._live[request_id] = generation
@@ -375,21 +384,3 @@ class AsyncLLM:
             generation.take(output, now)
             if generation.done:
                 del self._live[output.request_id]
-
-
-# What is still open when the program ends. Its threads are stopped then, while Python can still run them: later they
-# would be cut off wherever they are, and the engine's memory with them.
-_open: set[AsyncLLM] = set()
-
-
-@atexit.register
-def _release_all() -> None:
-    for llm in list(_open):
-        # Whoever still waits is a daemon thread, which ends with the program: errors would only make it complain.
-        llm.deaf = True
-        llm.release()
-
-
-if hasattr(os, "register_at_fork"):
-    # A forked process has a copy of everything but the threads: there is nothing in it to stop.
-    os.register_at_fork(after_in_child=_open.clear)

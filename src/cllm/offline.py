@@ -20,6 +20,7 @@ from cllm.engine.sampling import TokenLogprob
 from cllm.errors import CLLMError, ShuttingDownError
 from cllm.generation import Delta, Timings
 from cllm.llm import AsyncLLM
+from cllm.structured.matcher import Grammar
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -160,7 +161,8 @@ class LLM:
                 task.cancel()
 
     async def _complete(self, prompt: Prompt, params: SamplingParams) -> list[Completion]:
-        async with self._llm.submit(prompt, params) as generation:
+        grammar = await self._compile(params)
+        async with self._llm.submit(prompt, params, grammar=grammar) as generation:
             pieces: list[list[Delta]] = [[] for _ in range(params.n)]
             async for delta in generation:
                 pieces[delta.index].append(delta)
@@ -179,11 +181,17 @@ class LLM:
             for deltas in pieces
         ]
 
+    async def _compile(self, params: SamplingParams | None) -> Grammar | None:
+        """Those of earlier prompts are kept: only the first one waits."""
+        structure = None if params is None else params.structured
+        return None if structure is None else await self._llm.compile(structure)
+
     async def _pump(
         self, prompt: Prompt, params: SamplingParams | None, pieces: queue.SimpleQueue[str | Exception | None]
     ) -> None:
         try:
-            async with self._llm.submit(prompt, params) as generation:
+            grammar = await self._compile(params)
+            async with self._llm.submit(prompt, params, grammar=grammar) as generation:
                 async for delta in generation:
                     if delta.text:
                         pieces.put(delta.text)

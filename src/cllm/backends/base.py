@@ -84,8 +84,8 @@ class Draw(NamedTuple):
     """How many of the most likely tokens to tell, with the chosen one; None: nothing."""
     bias: Bias | None
     penalties: Seen | None
-    mask: NDArray[np.bool_] | None
-    """Of every token whether it may be chosen; None: any."""
+    mask: NDArray[np.int32] | None
+    """A bit for every token, the lowest of a word first: may it be chosen? None: any may."""
 
 
 class Drawn(NamedTuple):

@@ -13,6 +13,8 @@ from cllm.config.entries import ModelEntry
 from cllm.config.patterns import what_is_wrong
 from cllm.config.problems import InvalidConfigError
 from cllm.config.relations import check_relations
+from cllm.config.responses import ResponsesConfig
+from cllm.config.structured import StructuredConfig
 from cllm.config.warm import WarmPrefix
 from cllm.kv.window import MIN_RECENT
 
@@ -391,8 +393,10 @@ class Config(Section):
     kv: KVConfig = KVConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     drafts: DraftsConfig = DraftsConfig()
+    structured: StructuredConfig = StructuredConfig()
     server: ServerConfig = ServerConfig()
     prompt: PromptConfig = PromptConfig()
+    responses: ResponsesConfig = ResponsesConfig()
     log: LogConfig = LogConfig()
 
     def at(self, key: str) -> Any:

@@ -47,6 +47,12 @@ def argmax(values: Row) -> int:
     return int(values.argmax())
 
 
+def masked(values: Row, mask: NDArray[np.int32]) -> Row:
+    """A copy, with -inf for every token whose bit in `mask` is 0; the lowest bit of a word is its first token."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=len(values))
+    return np.where(bits, values, np.float32(-np.inf))
+
+
 def draw(values: Row, peak: float, u: float, *, temperature: float, top_k: int, top_p: float, min_p: float) -> int:
     """The token that `u` in [0, 1) selects: temperature, then top_k, top_p and min_p, then the inverse CDF.
 

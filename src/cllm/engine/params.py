@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from cllm.errors import InvalidRequestError
 from cllm.kv.window import MIN_RECENT
+from cllm.structured.structure import Structure
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -90,6 +91,8 @@ class SamplingParams:
     context_window: ContextWindow | Literal["configured"] | None = "configured"
     """A rolling window, with which prompt and answer may be longer than the context. Default: what kv.window says;
     `None`: no window. `max_tokens` of None then means as many as the context holds, whatever the prompt."""
+    structured: Structure | None = None
+    """What the answers must look like. They end when they do, whatever `ignore_eos` and `min_tokens` say."""
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():

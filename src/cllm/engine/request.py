@@ -12,6 +12,7 @@ from collections.abc import Sequence as Tokens
 from enum import Enum
 from typing import NamedTuple
 
+from cllm.engine.constraint import Constraint
 from cllm.engine.params import SamplingParams
 from cllm.engine.rows import RowSampler
 from cllm.engine.sampling import TokenChooser, TokenLogprob
@@ -85,6 +86,7 @@ class Sequence(KVSequence):
         "chooser",
         "drafts",
         "ended",
+        "forced",
         "index",
         "max_length",
         "n_prompt",
@@ -127,6 +129,8 @@ class Sequence(KVSequence):
         """Whether it waits because there was no room for it."""
         self.turn = 0
         """When it last had one, while not all answers are computed in every step."""
+        self.forced = 0
+        """How many of its last tokens no draw chose: they are computed with its row, as one chunk."""
         self.drafts: DraftState | None = None
         self._key: bytes | None = None
         # The other answers to the same prompt; they start from this one's KV when the prompt is computed.
@@ -282,14 +286,17 @@ def build_request(
     rows: RowSampler | None = None,
     tenant: Tenant = NOBODY,
     pins: Tokens[PinMark] = (),
+    constraint: Constraint | None = None,
 ) -> Request:
     """A request with its sequences, ready for the engine. Answer i draws with seed + i; `rows` does the work of it.
+    With a `constraint` answers end where it says, and so may always choose to end.
 
     With a `window` an answer does not end with the context; one that was given no length is as long as that at most.
     """
     stops = frozenset(params.stop_token_ids)
-    end_ids = stops if params.ignore_eos else stops | eos_ids
-    forbidden = eos_ids - stops if params.ignore_eos else frozenset()
+    past_the_end = params.ignore_eos and constraint is None
+    end_ids = stops if past_the_end else stops | eos_ids
+    forbidden = eos_ids - stops if past_the_end else frozenset()
     request = Request(
         request_id,
         prompt,
@@ -305,7 +312,14 @@ def build_request(
     if window is None:
         limit = min(limit, max_context)
     chooser = TokenChooser(
-        params, prompt, end_ids=end_ids, forbidden=forbidden, seed=seed, vocab_size=vocab_size, rows=rows
+        params,
+        prompt,
+        end_ids=end_ids,
+        forbidden=forbidden,
+        seed=seed,
+        vocab_size=vocab_size,
+        rows=rows,
+        constraint=constraint,
     )
     choosers = [chooser, *(chooser.twin(seed + index) for index in range(1, params.n))]
     request.sequences = [Sequence(request, index, each, limit, window) for index, each in enumerate(choosers)]

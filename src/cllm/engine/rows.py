@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from cllm.engine import draw
+from cllm.engine.constraint import Mask
 from cllm.engine.draw import Ids, Row
 from cllm.errors import ConfigError
 
@@ -17,6 +18,8 @@ class RowSampler(Protocol):
     """
 
     def argmax(self, values: Row) -> int: ...
+
+    def masked(self, values: Row, mask: Mask) -> Row: ...
 
     def draw(
         self, values: Row, peak: float, u: float, *, temperature: float, top_k: int, top_p: float, min_p: float

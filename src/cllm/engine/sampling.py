@@ -29,16 +29,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.backends.base import Bias, Draw, Drawn
+from cllm.engine.constraint import Constraint, Mask, leaves_some
 from cllm.engine.draw import Ids, Row, mix64, uniform
 from cllm.engine.params import SamplingParams
 from cllm.engine.penalties import Penalties
 from cllm.engine.rows import ROWS, RowSampler
 from cllm.errors import InvalidRequestError
-
-Mask = NDArray[np.bool_]
-"""One truth value per token: may it be chosen?"""
-
-_MINUS_INFINITY_BITS = np.int32(np.float32(-np.inf).view(np.int32))
 
 
 class TokenLogprob:
@@ -98,6 +94,7 @@ class TokenChooser:
         "_penalties",
         "_plain",
         "_rows",
+        "constraint",
         "generated",
         "params",
     )
@@ -112,11 +109,14 @@ class TokenChooser:
         seed: int,
         vocab_size: int,
         rows: RowSampler | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
-        """`end_ids` end the answer, so they wait for `min_tokens`; `forbidden` ones are never chosen."""
+        """`end_ids` end the answer, so they wait for `min_tokens`; `forbidden` ones are never chosen. Whatever the
+        `constraint` says goes before all else."""
         check_token_ids(params, vocab_size)
         self.params = params
         self._rows = ROWS if rows is None else rows
+        self.constraint = constraint
         self.generated = 0
         self._key = mix64(seed)
         self._penalties = Penalties(params, prompt)
@@ -137,24 +137,32 @@ class TokenChooser:
         twin = copy(self)
         twin._key = mix64(seed)
         twin._penalties = self._penalties.twin()
+        if self.constraint is not None:
+            twin.constraint = self.constraint.twin()
         return twin
 
     def observe(self, token_id: int) -> None:
         """Take a token as generated."""
+        if self.constraint is not None:
+            self.constraint.accept(token_id)
         self.generated += 1
         if self._penalties.active:
             self._penalties.observe(token_id)
 
     def foresees(self, ahead: int) -> bool:
         """Whether `foresee` can tell how to choose after `ahead` tokens that are not known: of those that penalties
-        have to count, whoever chooses elsewhere knows the last one alone."""
+        have to count, whoever chooses elsewhere knows the last one alone; a constraint has to see them all."""
+        if self.constraint is not None:
+            return ahead == 0
         return ahead <= 1 or not self._penalties.active
 
-    def foresee(self, ahead: int) -> Draw:
+    def foresee(self, ahead: int, mask: Mask | None = None) -> Draw:
         """How the token will be chosen that comes after the next `ahead` ones, for who chooses it elsewhere."""
         params, generated = self.params, self.generated + ahead
-        early = generated < params.min_tokens
-        if params.greedy and not self._penalties.active:
+        if self._is_forced:
+            return Draw(0.0, 0, 1.0, 0.0, 0.0, params.logprobs, None, None, mask)
+        early = self._too_early(generated, mask)
+        if mask is None and params.greedy and not self._penalties.active:
             return self._early_best if early else self._best
         return Draw(
             temperature=params.temperature,
@@ -165,7 +173,7 @@ class TokenChooser:
             logprobs=params.logprobs,
             bias=(self._early_best if early else self._best).bias,
             penalties=self._penalties.seen() if self._penalties.active else None,
-            mask=None,
+            mask=mask,
         )
 
     def take(self, drawn: Drawn) -> Choice | None:
@@ -173,15 +181,13 @@ class TokenChooser:
         token_id = drawn.token_id
         if token_id < 0:
             return None
-        self.generated += 1
-        if self._penalties.active:
-            self._penalties.observe(token_id)
+        self.observe(token_id)
         if self.params.logprobs is None:
             return _without_logprob(token_id)
         return Choice(token_id, TokenLogprob(token_id, drawn.logprob, drawn.top))
 
     def choose(self, logits: Row, mask: Mask | None) -> Choice | None:
-        """Choose and observe the next token; None if there is no finite best."""
+        """Choose and observe the next token; None if there is no finite best. `mask` is that of the constraint."""
         best = self._rows.argmax(logits)
         peak = float(logits[best])
         if not math.isfinite(peak):
@@ -194,17 +200,29 @@ class TokenChooser:
 
     def _choose(self, logits: Row, best: int, peak: float, mask: Mask | None) -> Choice | None:
         model_peak = peak
+        if self.constraint is not None and self._is_forced:
+            return self._chosen(self.constraint.forced[0], logits, model_peak)
         values = self._adjusted(logits, best, mask)
         if values is not logits:
             best = self._rows.argmax(values)
             peak = float(values[best])
             if not math.isfinite(peak):
                 return None
-        token_id = best if self.params.greedy else self._draw(values, peak)
+        return self._chosen(best if self.params.greedy else self._draw(values, peak), logits, model_peak)
+
+    def _chosen(self, token_id: int, logits: Row, model_peak: float) -> Choice:
         self.observe(token_id)
         if self.params.logprobs is None:
             return Choice(token_id, None)
         return Choice(token_id, _logprob(self._rows, logits, model_peak, token_id, self.params.logprobs))
+
+    @property
+    def _is_forced(self) -> bool:
+        return self.constraint is not None and len(self.constraint.forced) > 0
+
+    def _too_early(self, generated: int, mask: Mask | None) -> bool:
+        """Whether the answer may not end yet: where it may do nothing else, it may."""
+        return generated < self.params.min_tokens and (mask is None or leaves_some(mask, self._end_ids))
 
     @property
     def _adjusts(self) -> bool:
@@ -217,10 +235,10 @@ class TokenChooser:
         forbids = len(self._forbidden) > 0 and (not self.params.greedy or best in self._forbidden)
         if mask is None and not (forbids or self._adjusts):
             return logits
-        values = logits.copy() if mask is None else logits + _bans(mask)
+        values = logits.copy() if mask is None else self._rows.masked(logits, mask)
         if len(self._bias):
             values[self._bias_ids] = values[self._bias_ids] + self._bias
-        if self.generated < self.params.min_tokens:
+        if self._too_early(self.generated, mask):
             values[self._end_ids] = -np.inf
         values[self._forbidden_ids] = -np.inf
         if self._penalties.active:
@@ -251,18 +269,25 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 
 
 def choose(
-    logits: NDArray[np.float32], wanted: Sequence[tuple[int, TokenChooser]], masks: Sequence[Mask | None] | None = None
+    logits: NDArray[np.float32],
+    wanted: Sequence[tuple[int, TokenChooser]],
+    masks: Sequence[Mask | Exception | None] | None = None,
 ) -> list[Choice | Exception | None]:
-    """One token for each (row, chooser) wanted, with its mask if any; several choosers may share a row.
+    """One token for each (row, chooser) wanted, with its mask if any, or why there is none; several choosers may share
+    a row.
 
     None where a row has no finite best: it holds NaN or +inf, or nothing is allowed. An exception where one was raised:
     the other choosers have chosen, so their tokens must count. `logits` is not changed.
     """
     choices: list[Choice | Exception | None] = []
     for index, (row, chooser) in enumerate(wanted):
+        mask = None if masks is None else masks[index]
+        if isinstance(mask, Exception):
+            choices.append(mask)
+            continue
         try:
-            choices.append(chooser.choose(logits[row], None if masks is None else masks[index]))
-        except Exception as error:  # noqa: PERF203 - one answer's parameters are not the others' business
+            choices.append(chooser.choose(logits[row], mask))
+        except Exception as error:
             choices.append(error)
     return choices
 
@@ -281,13 +306,6 @@ def _best(params: SamplingParams, bans: frozenset[int]) -> Draw:
 def _best_without(bans: frozenset[int], logprobs: int | None) -> Draw:
     bias = Bias(np.array(sorted(bans), np.int32), np.full(len(bans), -math.inf)) if bans else None
     return Draw(0.0, 0, 1.0, 0.0, 0.0, logprobs, bias, None, None)
-
-
-def _bans(mask: Mask) -> Row:
-    """0 where the mask allows a token, -inf where not. Made from bits: a select would be ten times slower."""
-    bits: NDArray[np.int32] = mask.astype(np.int32) - np.int32(1)
-    bits &= _MINUS_INFINITY_BITS
-    return bits.view(np.float32)
 
 
 def _logprob(rows: RowSampler, logits: Row, peak: float, token_id: int, count: int) -> TokenLogprob:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from starlette.types import Receive
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from cllm.generation import Delta, Generation
     from cllm.kv.pins import PinMark
     from cllm.llm import AsyncLLM
+    from cllm.structured.matcher import Grammar
 
 T = TypeVar("T")
 
@@ -30,6 +32,30 @@ _BATCH_LOGPROBS = 2048
 """Most log probabilities in a batch; a delta holds at most those of `Generation.MOST_TOKENS`."""
 _TURN_S = 0.004
 """How long submitting may take before others get their turn."""
+
+
+class Head(NamedTuple):
+    """What every event and answer to one request begins with."""
+
+    id: str
+    created: int
+    model: str
+
+    def start(self, kind: str) -> str:
+        """The beginning of an object of this kind, up to where its choices begin."""
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return json.dumps(head, separators=(",", ":"))[:-1] + ',"choices":['
+
+
+class Counts(Protocol):
+    """What a request has cost so far."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def completion_tokens(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -74,11 +100,13 @@ class Answers:
         batch: int = BATCH,
         tenant: Tenant = NOBODY,
         pins: Sequence[Sequence[PinMark]] = (),
+        grammar: Grammar | None = None,
     ) -> None:
-        """`pins` are those of each prompt, or none."""
+        """`pins` are those of each prompt, or none. `grammar` is what `llm.compile` made of `params.structured`."""
         self.request_id = request_id
         self._tenant = tenant
         self._pins = pins
+        self._grammar = grammar
         self.generations: list[Generation] = []
         self._llm = llm
         self._prompts = prompts
@@ -140,7 +168,7 @@ class Answers:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(generation.prompt_ids) for generation in self.generations)
+        return sum(map(len, self._prompts))
 
     @property
     def cached_tokens(self) -> int:
@@ -149,6 +177,11 @@ class Answers:
     @property
     def completion_tokens(self) -> int:
         return sum(generation.completion_tokens for generation in self.generations)
+
+    @property
+    def marked_tokens(self) -> int:
+        """How much of a prompt is asked to stay cached."""
+        return max((mark.tokens for marks in self._pins for mark in marks), default=0)
 
     def _submit(self, number: int, prompt: Sequence[int]) -> Generation:
         alone = len(self._prompts) == 1
@@ -160,6 +193,7 @@ class Answers:
             timeout_s=self._timeout_s,
             tenant=self._tenant,
             pins=self._pins[number] if self._pins else (),
+            grammar=self._grammar,
         )
 
     def _on_news(self, number: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -27,8 +28,24 @@ log = logging.getLogger("cllm.server")
 CLLM_PATHS = frozenset({"/generate", "/generate_stream", "/encode", "/benchmark", "/model/info"})
 """Endpoints whose answers carry `success`."""
 
+_ANTHROPIC_PATHS = re.compile(r"/v1/messages(/|$)")
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
 CLIENT_GONE = 499
 """Status in the log of a request whose client left; nobody receives it."""
+
+
+def is_anthropics(path: str) -> bool:
+    """Whether what is there speaks Anthropic's API, errors included."""
+    return _ANTHROPIC_PATHS.search(path) is not None
 
 
 class ClientGoneError(Exception):
@@ -64,12 +81,21 @@ class Problem(NamedTuple):
     code: str | None = None
     headers: Mapping[str, str] | None = None
 
-    def body(self, path: str) -> dict[str, Any]:
+    def body(self, path: str, request_id: str | None = None) -> dict[str, Any]:
+        if is_anthropics(path):
+            return self._anthropics(request_id)
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"success": False, "error": error} if path in CLLM_PATHS else {"error": error}
 
-    def response(self, path: str) -> Response:
-        return JSONResponse(self.body(path), self.status, headers=self.headers)
+    def response(self, path: str, request_id: str | None = None) -> Response:
+        return JSONResponse(self.body(path, request_id), self.status, headers=self.headers)
+
+    def _anthropics(self, request_id: str | None) -> dict[str, Any]:
+        kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        # Coding agents look for these words to know that they have to shorten the conversation.
+        too_long = "prompt is too long: " if self.code == "context_length_exceeded" else ""
+        error = {"type": kind, "message": too_long + self.message}
+        return {"type": "error", "error": error, "request_id": request_id}
 
 
 def problem_of(error: Exception, *, request_id: str, retry_after_s: float = 1.0) -> Problem:
@@ -116,11 +142,12 @@ def install_handlers(app: FastAPI, retry_after_s: float) -> None:
 
     async def on_cllm_error(request: Request, error: Exception) -> Response:
         problem = problem_of(error, request_id=request.state.request_id, retry_after_s=retry_after_s)
-        return problem.response(request.url.path)
+        return problem.response(request.url.path, request.state.request_id)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return problem_of_http(error, request.method, request.url.path).response(request.url.path)
+        problem = problem_of_http(error, request.method, request.url.path)
+        return problem.response(request.url.path, request.state.request_id)
 
     async def on_client_gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)

@@ -222,7 +222,7 @@ def refusal_of(exchange: Exchange | None, problem: Problem, default_headers: Hea
     """The last answer on a connection, in the form that the refused request's endpoint has; there may be no request."""
     scope = {} if exchange is None else exchange.scope
     request_id = scope.get("state", {}).get("request_id") or uuid.uuid4().hex
-    body = json.dumps(problem.body(scope.get("path", ""))).encode()
+    body = json.dumps(problem.body(scope.get("path", ""), request_id)).encode()
     lines = [f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}", "content-type: application/json"]
     lines += [f"content-length: {len(body)}", "connection: close", f"x-request-id: {request_id}"]
     lines += [f"{name}: {value}" for name, value in (problem.headers or {}).items()]

@@ -26,8 +26,11 @@ class ChatLogprobs:
 
     def pieces(self, entries: Sequence[TokenLogprob]) -> Iterator[str]:
         yield '{"content":'
-        yield from list_pieces(map(self._entry, entries))
+        yield from self.list_pieces(entries)
         yield ',"refusal":null}'
+
+    def list_pieces(self, entries: Sequence[TokenLogprob]) -> Iterator[str]:
+        return list_pieces(map(self._entry, entries))
 
     def _entry(self, entry: TokenLogprob) -> str:
         top = "},".join([self._fields(*pair) for pair in entry.top])

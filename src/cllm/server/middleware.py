@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cllm.server.errors import ApiError, problem_of, problem_of_http
+from cllm.server.errors import ApiError, is_anthropics, problem_of, problem_of_http
 from cllm.server.tenants import Caller, Tenants
 
 if TYPE_CHECKING:
@@ -43,14 +43,15 @@ class RequestContext:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         state["unique_id"] = fresh if request_id is fresh else f"{request_id}-{fresh[:12]}"
-        header = (b"x-request-id", request_id.encode())
+        names = (b"x-request-id", b"request-id") if is_anthropics(scope["path"]) else (b"x-request-id",)
+        headers = [(name, request_id.encode()) for name in names]
         started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", ()), header]
+                message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
         try:
@@ -59,7 +60,7 @@ class RequestContext:
             if started:
                 raise
             problem = problem_of(error, request_id=request_id)
-            await problem.response(scope["path"])(scope, receive, send_with_id)
+            await problem.response(scope["path"], request_id)(scope, receive, send_with_id)
 
 
 class ApiKey:
@@ -101,9 +102,13 @@ class ApiKey:
             await _refuse(_over_limit(caller), scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller | None:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        """Anthropic's clients send their key in a header of its own."""
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        keys = [key if scheme.lower() == "bearer" else None, headers.get("x-api-key")]
         # Back to the bytes that came.
-        return self._tenants.find(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
+        found = (self._tenants.find(each.strip().encode("latin-1")) for each in keys if each is not None)
+        return next((caller for caller in found if caller is not None), None)
 
 
 def _is_operators(path: str) -> bool:
@@ -129,7 +134,7 @@ class Leases:
 
 _UNKNOWN_KEY = ApiError(
     401,
-    "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.",
+    "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'.",
     kind="authentication_error",
     code="invalid_api_key",
     headers={"WWW-Authenticate": "Bearer"},
@@ -194,4 +199,4 @@ class BodyLimit:
 
 async def _refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     problem = problem_of_http(refusal, scope["method"], scope["path"])
-    await problem.response(scope["path"])(scope, receive, send)
+    await problem.response(scope["path"], scope["state"]["request_id"])(scope, receive, send)

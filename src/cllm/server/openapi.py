@@ -9,10 +9,12 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from cllm.server.anthropic_schema import CountRequest, MessagesRequest
 from cllm.server.generate_schema import BenchmarkRequest, EncodeRequest, GenerateRequest
 from cllm.server.middleware import OPEN_PATHS
 from cllm.server.models import LoadRequest, UnloadRequest
 from cllm.server.openai_schema import ChatRequest, CompletionRequest
+from cllm.server.responses_schema import ResponsesRequest
 from cllm.server.validation import AT_MOST, TOKEN_ID, TOKEN_IDS_AS_KEYS
 from cllm.server.warming import WarmRequest
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 REQUESTS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
     "/generate": GenerateRequest,
     "/generate_stream": GenerateRequest,
     "/encode": EncodeRequest,

@@ -17,6 +17,7 @@ from cllm.server.bodies import body_lanes
 from cllm.server.errors import ApiError
 from cllm.server.lanes import Lanes
 from cllm.server.page.hub import Hub
+from cllm.server.responses_store import ResponseStore
 from cllm.server.texts import Texts
 from cllm.warm import pin_again, warm_up
 
@@ -62,9 +63,12 @@ class ServerState:
     several: ServedModels | None = field(init=False)
     background: set[asyncio.Task[None]] = field(default_factory=set)
     """What is computed though no request waits for it."""
+    responses: ResponseStore = field(init=False)
+    """What later requests to /v1/responses may go on from."""
     _loaded: dict[Served, ModelState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.responses = ResponseStore(self.config.responses)
         self.several = self.serves if isinstance(self.serves, ServedModels) else None
         self.one = None if isinstance(self.serves, ServedModels) else ModelState(self.serves, self.config)
 

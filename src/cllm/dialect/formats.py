@@ -1,0 +1,64 @@
+"""The formats of tool calls: which a chat template speaks, how each is shown to a model, read, and made certain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cllm.dialect.reader import CallSyntax
+from cllm.dialect.syntax import JsonSyntax, MistralSyntax
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    name: str
+    markers: tuple[str, ...]
+    """Texts that are special tokens in some vocabularies and are to be seen all the same."""
+    syntax: CallSyntax
+    write: Callable[[Sequence[Mapping[str, Any]]], str]
+    """Calls, each with name and arguments, as the model would write them."""
+
+
+def _object(call: Mapping[str, Any], arguments: str = "arguments") -> str:
+    return json.dumps({"name": call["name"], arguments: call["arguments"]}, ensure_ascii=False)
+
+
+def _hermes(calls: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(f"<tool_call>\n{_object(call)}\n</tool_call>" for call in calls)
+
+
+def _llama3(calls: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(_object(call, "parameters") for call in calls)
+
+
+def _mistral(calls: Sequence[Mapping[str, Any]]) -> str:
+    return f"[TOOL_CALLS][{', '.join(map(_object, calls))}]"
+
+
+def _json(calls: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(map(_object, calls))
+
+
+HERMES = ToolFormat(
+    "hermes",
+    ("<tool_call>", "</tool_call>"),
+    JsonSyntax("<tool_call>", close=("</tool_call>",)),
+    _hermes,
+)
+LLAMA3 = ToolFormat("llama3", ("<|python_tag|>",), JsonSyntax("<|python_tag|>", bare=True), _llama3)
+MISTRAL = ToolFormat("mistral", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), MistralSyntax(), _mistral)
+JSON = ToolFormat("json", (), JsonSyntax(bare=True), _json)
+FORMATS = {each.name: each for each in (HERMES, LLAMA3, MISTRAL, JSON)}
+
+
+def detect_format(template: str) -> ToolFormat | None:
+    """The format that a chat template speaks; None: none of these."""
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL
+    if "<tool_call>" in template and "<function=" not in template:
+        return HERMES
+    if "<|python_tag|>" in template or '"parameters": ' in template:
+        return LLAMA3
+    return None

@@ -1,0 +1,146 @@
+"""Grammars of answers with tool calls, in llguidance's Lark dialect: what they allow is read as calls for certain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cllm.dialect.dialect import Thinking
+from cllm.dialect.reasoning import Marks
+from cllm.errors import InvalidRequestError
+from cllm.structured.structure import Structure
+
+_ANYTHING = {"type": "object"}
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What an answer may be made of."""
+
+    tools: Sequence[tuple[str, Mapping[str, Any] | None]]
+    """Names and schemas of the tools that may be called."""
+    required: bool = False
+    """Whether it must be a call."""
+    several: bool = True
+    """Whether it may be several."""
+    structure: Structure | None = None
+    """What its text must look like."""
+    marks: Marks | None = None
+    thinking: Thinking = "none"
+
+
+class AnswerGrammar:
+    def __init__(self, tool_format: str, special: Mapping[str, int], *, named_arguments: bool = False) -> None:
+        """`special` are the vocabulary's special tokens. `named_arguments`: Mistral's newer format."""
+        self._format = tool_format
+        self._special = special
+        self._named_arguments = named_arguments
+
+    def write(self, form: AnswerForm) -> str:
+        """The grammar's text."""
+        rules: list[str] = []
+        body = self._body(form, rules)
+        thought = self._thought(form, rules)
+        return "\n".join([f"start: {thought}{body}", *rules, ""])
+
+    def _body(self, form: AnswerForm, rules: list[str]) -> str:
+        answer = "answer" if form.structure is not None else None
+        if form.structure is not None:
+            rules.append(f"answer: {_text_rule(form.structure, alone=not form.tools)}")
+        if not form.tools:
+            assert answer is not None
+            return answer
+        for number, (name, schema) in enumerate(form.tools):
+            rules.append(f"call_{number}: {self._call(name, number)}")
+            rules.append(f"args_{number}: %json {json.dumps(_spaced(schema or _ANYTHING))}")
+        rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(form.tools))))
+        calls = self._calls(several=form.several)
+        rules.append(f"calls: {calls}")
+        if form.required:
+            return "calls"
+        if answer is not None:
+            return f"(calls | {answer})"
+        return self._free(form, rules)
+
+    def _call(self, name: str, number: int) -> str:
+        begin = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+        if self._format == "hermes":
+            head = json.dumps(f'\n{{"name": {json.dumps(name)}, "arguments": ')
+            return f'{head} args_{number} "}}\\n" {self._mark("</tool_call>")}'
+        if self._format == "llama3":
+            head = json.dumps(f'{{"name": {json.dumps(name)}, "parameters": ')
+            return f'{head} args_{number} "}}"'
+        if self._format == "mistral" and self._named_arguments:
+            return f"{json.dumps(name)} {self._mark('[ARGS]')} args_{number}"
+        return f'{begin} args_{number} "}}"'
+
+    def _calls(self, *, several: bool) -> str:
+        """With all markers."""
+        if self._format == "hermes":
+            opened = f"{self._mark('<tool_call>')} call"
+            return f'{opened} ("\\n" {opened})*' if several else opened
+        if self._format == "mistral":
+            mark = self._mark("[TOOL_CALLS]")
+            if self._named_arguments:
+                return f"({mark} call)+" if several else f"{mark} call"
+            return f'{mark} "[" call (", " call)* "]"' if several else f'{mark} "[" call "]"'
+        separator = '"; "' if self._format == "llama3" else '"\\n"'
+        return f"call ({separator} call)*" if several else "call"
+
+    def _free(self, form: AnswerForm, rules: list[str]) -> str:
+        """Text, in which a call may begin."""
+        opener = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>"}.get(self._format, "")
+        if self._format in ("llama3", "json"):
+            rules.append(r"TEXT: /([^{\[`\s<](.|\n)*)?/")
+            tagged = f" | {self._mark(opener)} calls" if opener in self._special else ""
+            return f"(TEXT | calls{tagged})"
+        rules.append(r"TEXT: /(.|\n)*/")
+        after = self._after_opener(form)
+        repeat = "*" if form.several else "?"
+        if opener in self._special:
+            rules.append(f"called: TEXT {self._mark(opener)} {after}")
+        else:
+            rules.append(f"head[lazy]: TEXT {json.dumps(opener)}")
+            rules.append(f"called: head {after}")
+        end = "TEXT" if form.several else ""
+        return f"(called{repeat} TEXT)" if end else "(called | TEXT)"
+
+    def _after_opener(self, form: AnswerForm) -> str:
+        if self._format == "hermes" or self._named_arguments:
+            return "call"
+        return '"[" call (", " call)* "]"' if form.several else '"[" call "]"'
+
+    def _thought(self, form: AnswerForm, rules: list[str]) -> str:
+        if form.marks is None or form.thinking == "closed":
+            return ""
+        begin, end = form.marks
+        if end in self._special:
+            rules.append(f"thought: /(.|\\n)*/ {self._mark(end)} /\\s*/")
+        else:
+            rules.append(f"thinks[lazy]: /(.|\\n)*/ {json.dumps(end)}")
+            rules.append("thought: thinks /\\s*/")
+        return "thought " if form.thinking == "opened" else f"({self._mark(begin)} thought)? "
+
+    def _mark(self, text: str) -> str:
+        token = self._special.get(text)
+        return json.dumps(text) if token is None else f"<[{token}]>"
+
+
+def _text_rule(structure: Structure, *, alone: bool) -> str:
+    if structure.kind == "json":
+        return f"%json {json.dumps(_ANYTHING)}"
+    if structure.kind == "json_schema":
+        return f"%json {structure.source}"
+    if structure.kind == "regex":
+        return "/" + structure.source.replace("/", "\\/") + "/"
+    if structure.kind == "choice":
+        return " | ".join(json.dumps(choice) for choice in json.loads(structure.source))
+    reason = "the model's reasoning, unless that is switched off" if alone else "tools"
+    raise InvalidRequestError(f"{structure.param} cannot be combined with {reason}", structure.param)
+
+
+def _spaced(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {**schema, "x-guidance": _SPACING}

@@ -1,0 +1,107 @@
+"""Reasoning at the beginning of an answer, told apart from the answer itself."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Marks(NamedTuple):
+    begin: str
+    end: str
+
+
+FORMATS = {
+    "think": Marks("<think>", "</think>"),
+    "mistral": Marks("[THINK]", "[/THINK]"),
+    "seed": Marks("<seed:think>", "</seed:think>"),
+    "cohere": Marks("<|START_THINKING|>", "<|END_THINKING|>"),
+}
+
+
+def detect_format(template: str) -> str | None:
+    """The format that a chat template speaks of."""
+    return next((name for name, marks in FORMATS.items() if marks.end in template), None)
+
+
+class ReasoningReader:
+    """Cuts text in two: what stands between the marks, if the answer begins with the first, and the rest. A mark
+    anywhere else is text. Blanks around the marks are part of neither, unless the two are not to be told apart."""
+
+    def __init__(self, marks: Marks, *, opened: bool, separate: bool = True) -> None:
+        """`opened`: the prompt ends with the first mark. `separate`: leave out the marks."""
+        self.separate = separate
+        self._marks = marks
+        self._state = "in" if opened else "before"
+        self._fresh = opened
+        """Whether no reasoning has come yet."""
+        self._held = ""
+
+    def push(self, text: str) -> list[tuple[bool, str]]:
+        """(is it reasoning?, text), as far as it is certain."""
+        if self._state == "after":
+            return [(False, text)]
+        self._held += text
+        parts: list[tuple[bool, str]] = []
+        if self._state == "before":
+            self._look_for_begin(parts)
+        if self._state == "in":
+            self._look_for_end(parts)
+        if self._state == "gap":
+            self._skip_gap(parts)
+        return parts
+
+    def flush(self) -> list[tuple[bool, str]]:
+        held, self._held = self._held, ""
+        if self._state == "in":
+            return [(True, held.rstrip() if self.separate else held)]
+        state, self._state = self._state, "after"
+        return [] if state == "gap" and self.separate else [(False, held)]
+
+    def _look_for_begin(self, parts: list[tuple[bool, str]]) -> None:
+        begin, known = self._marks.begin, self._held.lstrip()
+        if known.startswith(begin):
+            self._state, self._fresh = "in", True
+            if not self.separate:
+                parts.append((True, self._held[: len(self._held) - len(known)] + begin))
+            self._held = known[len(begin) :]
+        elif not begin.startswith(known):
+            self._state = "after"
+            parts.append((False, self._held))
+            self._held = ""
+
+    def _look_for_end(self, parts: list[tuple[bool, str]]) -> None:
+        end = self._marks.end
+        at = self._held.find(end)
+        if at >= 0:
+            cut = at if self.separate else at + len(end)
+            self._give(parts, self._held[:cut], last=True)
+            self._held = self._held[at + len(end) :]
+            self._state = "gap"
+            return
+        certain = len(self._held) - held_back(self._held, end)
+        if self.separate:
+            certain = len(self._held[:certain].rstrip())
+        self._give(parts, self._held[:certain], last=False)
+        self._held = self._held[certain:]
+
+    def _give(self, parts: list[tuple[bool, str]], text: str, *, last: bool) -> None:
+        if self.separate:
+            text = text.lstrip() if self._fresh else text
+            text = text.rstrip() if last else text
+        if text:
+            self._fresh = False
+            parts.append((True, text))
+
+    def _skip_gap(self, parts: list[tuple[bool, str]]) -> None:
+        known = self._held.lstrip() if self.separate else self._held
+        if known:
+            self._state, self._held = "after", ""
+            parts.append((False, known))
+
+
+def held_back(text: str, mark: str) -> int:
+    """How many characters at the end of the text may be the beginning of the mark."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0

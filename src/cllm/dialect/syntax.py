@@ -1,0 +1,141 @@
+"""How model families write tool calls, for reading them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+from cllm.dialect.calls import CallReader, State
+from cllm.dialect.json_scan import JsonScanner, repaired
+from cllm.dialect.reader import Attempt
+from cllm.dialect.reasoning import held_back
+
+_BARE = re.compile(r"\s*(?:```(?:json)?\s*)?(?:\[\s*)?(?=\{)")
+_MAYBE_BARE = re.compile(r"\s*(?:`{0,2}|```(?:j|js|jso|json)?\s*)(?:(?<!`)\[\s*)?")
+_MISTRAL_NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*")
+_LONGEST_NAME = 256
+
+
+class JsonSyntax:
+    """Calls as JSON objects, one by one or in a list, behind markers or, where `bare`, at the answer's beginning."""
+
+    def __init__(self, *markers: str, close: Sequence[str] = (), bare: bool = False) -> None:
+        self.markers = markers
+        self._close = (*close, "]", ",", ";", "```")
+        self._bare = bare
+
+    def begins(self, text: str, *, at_start: bool, after_call: bool) -> tuple[int, int, int]:
+        if after_call or (at_start and self._bare):
+            if found := _BARE.match(text):
+                return len(text) - len(text.lstrip()), found.end(), 0
+            if _MAYBE_BARE.fullmatch(text):
+                return -1, -1, len(text)
+        places = [(at, at + len(marker)) for marker in self.markers if (at := text.find(marker)) >= 0]
+        if places:
+            return *min(places), 0
+        return -1, -1, max((held_back(text, marker) for marker in self.markers), default=0)
+
+    def attempt(self, opening: str, names: AbstractSet[str]) -> Attempt:
+        return JsonAttempt(names, bare=not any(marker in opening for marker in self.markers))
+
+    def closing(self, text: str) -> tuple[int, bool]:
+        rest, unused = text.lstrip(), list(self._close)
+        while (mark := next((mark for mark in unused if rest.startswith(mark)), None)) is not None:
+            unused.remove(mark)
+            rest = rest[len(mark) :].lstrip()
+        return len(text) - len(rest), any(mark.startswith(rest) for mark in unused) or not rest
+
+
+class MistralSyntax(JsonSyntax):
+    """`[TOOL_CALLS][{…}, {…}]`, or `[TOOL_CALLS]name[ARGS]{…}` for each call."""
+
+    def __init__(self) -> None:
+        super().__init__("[TOOL_CALLS]")
+
+    def attempt(self, opening: str, names: AbstractSet[str]) -> Attempt:
+        return MistralAttempt(names) if self.markers[0] in opening else super().attempt(opening, names)
+
+
+class JsonAttempt:
+    def __init__(self, names: AbstractSet[str], *, bare: bool) -> None:
+        self.took_last = True
+        self._reader = CallReader(names, needs_arguments=bare)
+        self._leads = "" if bare else "["
+        self._began = False
+
+    @property
+    def name(self) -> str | None:
+        return self._reader.name
+
+    @property
+    def arguments(self) -> list[str]:
+        return self._reader.arguments
+
+    @property
+    def complete(self) -> bool:
+        return self._reader.complete
+
+    def feed(self, char: str) -> State:
+        if not self._began and char != "{":
+            if char == self._leads:
+                self._leads = ""
+                return State.OPEN
+            self.took_last = char.isspace()
+            return State.OPEN if self.took_last else State.FAILED
+        self._began = True
+        state = self._reader.feed(char)
+        self.took_last = self._reader.took_last
+        return state
+
+
+class MistralAttempt:
+    def __init__(self, names: AbstractSet[str]) -> None:
+        self.name: str | None = None
+        self.arguments: list[str] = []
+        self.took_last = True
+        self.complete = False
+        self._names = names
+        self._head = ""
+        self._json: JsonAttempt | None = None
+        self._scanner: JsonScanner | None = None
+
+    def feed(self, char: str) -> State:
+        if self._scanner is not None:
+            return self._feed_arguments(self._scanner, char)
+        if self._json is None and not self._head.strip() and char in "[{":
+            self._json = JsonAttempt(self._names, bare=False)
+        if self._json is not None:
+            return self._feed_json(self._json, char)
+        return self._feed_name(char)
+
+    def _feed_json(self, attempt: JsonAttempt, char: str) -> State:
+        state = attempt.feed(char)
+        self.name, self.took_last, self.complete = attempt.name, attempt.took_last, attempt.complete
+        self.arguments += attempt.arguments
+        attempt.arguments.clear()
+        return state
+
+    def _feed_name(self, char: str) -> State:
+        if char == "{":
+            found = _MISTRAL_NAME.fullmatch(self._head)
+            if found is None or found[1] not in self._names:
+                self.took_last = False
+                return State.FAILED
+            self.name, self._scanner = found[1], JsonScanner()
+            return self._feed_arguments(self._scanner, char)
+        self._head += char
+        fits = char.isalnum() or char in "_.-[]" or char.isspace()
+        if fits and len(self._head) <= _LONGEST_NAME:
+            return State.OPEN
+        self.took_last = False
+        return State.FAILED
+
+    def _feed_arguments(self, scanner: JsonScanner, char: str) -> State:
+        was_string = scanner.in_string
+        if not scanner.feed(char):
+            self.took_last = False
+            return State.BROKEN
+        self.arguments.append(repaired(char) if was_string else char)
+        self.complete = scanner.done
+        return State.DONE if scanner.done else State.OPEN

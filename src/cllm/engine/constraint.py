@@ -1,0 +1,58 @@
+"""What an answer must look like, as the engine sees it: which tokens may come next, and which must.
+
+A constraint is a function of the answer's tokens. It is shown each one as it is chosen, and so needs nothing saved when
+its sequence waits, is preempted or is computed again.
+
+    accepted   … {"name":            what the answer has
+    forced               ␣"          one way to go on: taken as they are, without a draw, and computed as one chunk
+    mask                    a b c …  several ways: the next token is chosen from these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Mask = NDArray[np.int32]
+"""A bit for every token, the lowest of a word first: may it be chosen? What stands behind the last one says nothing."""
+
+
+class Constraint(Protocol):
+    @property
+    def masks(self) -> Masks:
+        """What fills the masks of this constraint and of others of the same model, together."""
+
+    @property
+    def forced(self) -> Sequence[int]:
+        """The tokens that come next, whatever the model says; at the end of the answer one that ends it."""
+
+    def accept(self, token: int) -> None:
+        """The answer goes on with this token. Raises where it may not, or where that is more than the limits allow."""
+
+    def agreed(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens could follow, one after another."""
+
+    def twin(self) -> Constraint:
+        """For another answer, made of one that has accepted nothing."""
+
+
+class Masks(Protocol):
+    def fill(self, constraints: Sequence[Constraint]) -> list[Mask | Exception]:
+        """For each, which tokens it allows next, or why that cannot be said. Valid until the next call."""
+
+
+def leaves_some(mask: Mask, tokens: NDArray[np.intp]) -> bool:
+    """Whether any token may be chosen that is none of these."""
+    left = mask.view(np.uint32).copy()
+    np.bitwise_and.at(left, tokens >> 5, ~(np.uint32(1) << (tokens & 31).astype(np.uint32)))
+    return bool(left.any())
+
+
+def only(token: int, words: int) -> Mask:
+    """A mask that allows this token alone."""
+    mask = np.zeros(words, np.uint32)
+    mask[token >> 5] = np.uint32(1) << np.uint32(token & 31)
+    return mask.view(np.int32)

@@ -1,0 +1,127 @@
+"""Anthropic's messages in the form that chat templates know, which is that of OpenAI's chats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cllm.server.cache_control import CacheControl, Mark
+from cllm.server.validation import refusal, shorten
+
+if TYPE_CHECKING:
+    from cllm.server.anthropic_schema import Block, Message, MessagesInput, TextBlock, ToolResultBlock, ToolUseBlock
+
+
+class Conversation:
+    """Messages of one role in a row become one, as with Anthropic; results of tools become messages of their own."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.marks: list[Mark] = []
+        self._names: dict[str, str] = {}
+        """Of the tools that were called, by the calls' ids."""
+        self._unanswered: set[str] = set()
+
+    @classmethod
+    def of(cls, body: MessagesInput) -> Conversation:
+        made = cls()
+        made._add_system(body.system)
+        made._mark_tools([tool.cache_control for tool in body.tools or ()])
+        for number, message in enumerate(body.messages):
+            made._add(message, f"messages[{number}]")
+        if made.continues and made._unanswered:
+            raise refusal("messages", "end with a tool_use; send its tool_result")
+        return made
+
+    @property
+    def continues(self) -> bool:
+        """The last message is the beginning of the answer."""
+        return bool(self.messages) and self.messages[-1]["role"] == "assistant"
+
+    def _add_system(self, system: str | Sequence[TextBlock] | None) -> None:
+        if isinstance(system, str):
+            self._say("system", system)
+        for block in system if isinstance(system, list) else ():
+            self._say("system", block.text)
+            self._mark(block.cache_control)
+
+    def _mark_tools(self, controls: Sequence[CacheControl | None]) -> None:
+        """Templates write tools into the system message, or next to it."""
+        for control in controls:
+            self._mark(control)
+
+    def _add(self, message: Message, where: str) -> None:
+        if isinstance(message.content, str):
+            self._say(message.role, message.content)
+            return
+        if not message.content:
+            self._say(message.role, "")
+        for number, block in enumerate(message.content):
+            self._add_block(message.role, block, f"{where}.content[{number}]")
+            self._mark(getattr(block, "cache_control", None))
+
+    def _add_block(self, role: str, block: Block, where: str) -> None:
+        needs = {"tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}.get(block.type)
+        needs = "user" if block.type == "tool_result" else needs
+        if needs is not None and role != needs:
+            raise refusal(
+                f"{where}.type", f"is {block.type!r}, which is only allowed in messages of the role {needs!r}"
+            )
+        if block.type == "text":
+            self._say(role, block.text)
+        elif block.type == "thinking":
+            self._think(block.thinking)
+        elif block.type == "tool_use":
+            self._call(block, where)
+        elif block.type == "tool_result":
+            self._answer(block, where)
+
+    def _say(self, role: str, text: str) -> None:
+        message = self._last(role)
+        # None: so far there are only calls or reasoning.
+        message["content"] = text if message["content"] is None else f"{message['content']}\n{text}"
+
+    def _think(self, text: str) -> None:
+        message = self._last("assistant")
+        before = message.get("reasoning_content")
+        message["reasoning_content"] = text if before is None else f"{before}\n{text}"
+
+    def _call(self, block: ToolUseBlock, where: str) -> None:
+        if block.id in self._names:
+            raise refusal(f"{where}.id", f"is {shorten(repr(block.id))}, which another tool_use has")
+        self._names[block.id] = block.name
+        self._unanswered.add(block.id)
+        function = {"name": block.name, "arguments": block.input}
+        calls = self._last("assistant").setdefault("tool_calls", [])
+        calls.append({"id": block.id, "type": "function", "function": function})
+
+    def _answer(self, block: ToolResultBlock, where: str) -> None:
+        name = self._names.get(block.tool_use_id)
+        if name is None or block.tool_use_id not in self._unanswered:
+            problem = "is that of no tool_use before it" if name is None else "has a tool_result already"
+            raise refusal(f"{where}.tool_use_id", f"{problem}: {shorten(repr(block.tool_use_id))}")
+        self._unanswered.remove(block.tool_use_id)
+        content = block.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        if block.is_error:
+            text = f"Error: {text}"
+        self.messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": text})
+        for part in content if isinstance(content, list) else ():
+            self._mark(part.cache_control)
+
+    def _last(self, role: str) -> dict[str, Any]:
+        """The last message, if it is of this role, or a new one."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": None})
+        return self.messages[-1]
+
+    def _mark(self, control: CacheControl | None) -> None:
+        if control is None:
+            return
+        *before, last = self.messages or [None]
+        copied = (
+            []
+            if last is None
+            else [{**last, **({"tool_calls": [*last["tool_calls"]]} if "tool_calls" in last else {})}]
+        )
+        self.marks.append(([*before, *copied], control))

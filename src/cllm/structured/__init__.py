@@ -1,0 +1,8 @@
+"""Answers of a given shape: JSON by a schema, a regular expression, a choice, a grammar.
+
+structure.py   what an answer must look like, as a request says it
+compiler.py    a `Structure` becomes a `Grammar`: in threads, within limits, kept for the next who asks
+sources.py     what llguidance is given for each kind of structure
+vocabulary.py  the model's tokens as llguidance knows them
+matcher.py     one answer's way through a grammar: which tokens may come next, which must
+"""

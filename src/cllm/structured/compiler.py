@@ -1,0 +1,117 @@
+"""From a `Structure` to a `Grammar`: in threads of its own, within limits, and kept for the next who asks.
+
+llguidance releases the GIL while it compiles. What it spends is bounded by the size of the source and by its own limits
+on grammars, so a thread is never busy for long; whoever waits longer than `compile_timeout_s` is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from llguidance import LLMatcher, LLParserLimits
+
+from cllm.config.structured import StructuredConfig
+from cllm.errors import InvalidRequestError, OverloadedError, StructureError
+from cllm.structured.matcher import Grammar, MaskFiller
+from cllm.structured.sources import source_of
+from cllm.structured.structure import Kind, Structure
+from cllm.structured.vocabulary import Vocabulary
+
+THREADS = 2
+LIMITS = LLParserLimits(
+    max_items_in_row=4100,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=20_000,
+    verbose_errors=False,
+)
+"""The largest that are compiled in half a second, and whose masks take 10 ms; 1,000 properties, for example."""
+
+_Key = tuple[Kind, str]
+
+
+class Compiler:
+    """Of one model. `compile` is called on one event loop; the rest happens in threads."""
+
+    def __init__(self, vocabulary: Vocabulary, config: StructuredConfig) -> None:
+        self._vocabulary = vocabulary
+        self._config = config
+        self._masks = MaskFiller(vocabulary) if vocabulary.tokens is not None else None
+        self._kept: OrderedDict[_Key, Future[Grammar]] = OrderedDict()
+        self._waiting = 0
+        self._threads = ThreadPoolExecutor(THREADS, "cllm-grammar")  # they start with the first job
+
+    async def compile(self, structure: Structure) -> Grammar:
+        """Raises `InvalidRequestError` where there is no such grammar, and says what is wrong."""
+        future = self._future(structure)
+        if not future.done():
+            await asyncio.wait([asyncio.wrap_future(future)], timeout=self._config.compile_timeout_s)
+        if not future.done():
+            seconds = self._config.compile_timeout_s
+            raise _refusal(structure, f"takes longer than {seconds:g} s to compile (structured.compile_timeout_s)")
+        try:
+            return future.result()
+        except (ValueError, StructureError) as error:
+            raise _refusal(structure, str(error)) from None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _future(self, structure: Structure) -> Future[Grammar]:
+        key = structure.kind, structure.source
+        future = self._kept.get(key)
+        if future is None:
+            self._check(structure)
+            future = self._threads.submit(self._compile, structure)
+            self._waiting += 1
+            future.add_done_callback(self._compiled)
+            self._kept[key] = future
+            self._forget_oldest()
+        self._kept.move_to_end(key)
+        return future
+
+    def _check(self, structure: Structure) -> None:
+        if self._vocabulary.tokens is None:
+            raise _refusal(structure, "is not supported by this model: it has no token that ends an answer")
+        size, most = len(structure.source.encode(errors="replace")), self._config.max_source_kb << 10
+        if size > most:
+            raise _refusal(structure, f"has {size} bytes; at most {most} are allowed (structured.max_source_kb)")
+        if self._waiting >= self._config.max_compiling:
+            raise OverloadedError(
+                f"{self._waiting} structures are being compiled, and no more wait (structured.max_compiling)"
+            )
+
+    def _compiled(self, _: Future[Grammar]) -> None:
+        self._waiting -= 1
+
+    def _forget_oldest(self) -> None:
+        """Those that are still being compiled stay; there are few."""
+        for key in list(self._kept)[: len(self._kept) - self._config.max_cached]:
+            if self._kept[key].done():
+                del self._kept[key]
+
+    def _compile(self, structure: Structure) -> Grammar:
+        assert self._vocabulary.tokens is not None and self._masks is not None
+        beginning = LLMatcher(self._vocabulary.tokens, source_of(structure), log_level=0, limits=LIMITS)
+        if beginning.is_error():
+            raise ValueError(_readable(beginning.get_error()))
+        # Some show only now that nothing can ever follow them, or that it takes too much to tell.
+        trial = beginning.deep_copy()
+        trial.compute_bitmask()
+        if trial.is_error():
+            raise ValueError(_readable(trial.get_error()))
+        return Grammar(beginning, self._masks)
+
+
+def _readable(error: str) -> str:
+    lines = " ".join(error.replace("<non-verbose/>", "").split())
+    return re.sub(r"^NoExtensionBias$|^NoExtension$", "allows no answer at all", lines)[:500]
+
+
+def _refusal(structure: Structure, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{structure.param}: {reason}", structure.param)

@@ -1,0 +1,121 @@
+"""What llguidance is given for each kind of structure. Whatever is wrong with one is a `ValueError` that says where."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llguidance import LLMatcher, StructTag
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+from cllm.structured.structure import Structure
+
+JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+"""As `json.dumps` writes it. Where blanks are free, small models write them until the answer is full."""
+
+MOST_NESTED = 200
+"""Brackets within brackets: what reads a grammar goes as deep as they do."""
+
+_ANY_OBJECT = '{"type": "object"}'
+
+
+def source_of(structure: Structure) -> str:
+    return _READERS[structure.kind](structure.source)
+
+
+def _any_object(source: str) -> str:
+    return LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults=JSON_STYLE)  # type: ignore[arg-type]
+
+
+def _schema(source: str) -> str:
+    schema = _parsed(source)
+    if not isinstance(schema, (dict, bool)):
+        raise ValueError(f"must be an object, not {json.dumps(schema)[:40]}")
+    return LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)  # type: ignore[arg-type]
+
+
+def _regex(source: str) -> str:
+    return LLMatcher.grammar_from_regex(source)
+
+
+def _choice(source: str) -> str:
+    choices = _parsed(source)
+    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
+        raise ValueError("must be a list of strings, none of them empty, at least one")
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in choices))
+
+
+def _lark(source: str) -> str:
+    _check_nesting(source)
+    return LLMatcher.grammar_from_lark(source)
+
+
+def _gbnf(source: str) -> str:
+    _check_nesting(source)
+    if is_lark_syntax(source):
+        return LLMatcher.grammar_from_lark(source)
+    try:
+        return LLMatcher.grammar_from_lark(gbnf_to_lark(source))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except Exception as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def _structural_tag(source: str) -> str:
+    """What vLLM calls so: text in which tags may begin, and once one has, what follows is as its schema says."""
+    described = _parsed(source)
+    if not isinstance(described, dict):
+        raise ValueError("must be an object")
+    structures, triggers = described.get("structures"), described.get("triggers")
+    if not isinstance(structures, list) or not structures or not isinstance(triggers, list) or not triggers:
+        raise ValueError("must have `structures` and `triggers`, lists that are not empty")
+    if not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        raise ValueError("has a trigger that is not text")
+    return StructTag.to_grammar([_tag(number, each, triggers) for number, each in enumerate(structures)])
+
+
+def _tag(number: int, structure: Any, triggers: list[str]) -> StructTag:
+    where = f"structures[{number}]"
+    if not isinstance(structure, dict):
+        raise ValueError(f"has {where}, which is not an object")
+    begin, end, schema = structure.get("begin"), structure.get("end", ""), structure.get("schema", {})
+    if not isinstance(begin, str) or not isinstance(end, str):
+        raise ValueError(f"has {where} without `begin` and `end`, which are texts")
+    if not isinstance(schema, dict):
+        raise ValueError(f"has {where}.schema, which is not an object")
+    trigger = max((each for each in triggers if begin.startswith(each)), key=len, default=None)
+    if trigger is None:
+        raise ValueError(f"has {where}.begin, which begins with none of the triggers")
+    return StructTag(trigger=trigger, begin=begin, grammar={"x-guidance": JSON_STYLE, **schema}, end=end)
+
+
+def _parsed(source: str) -> Any:
+    try:
+        return json.loads(source)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+
+
+def _check_nesting(source: str) -> None:
+    depth = 0
+    for character in source:
+        if character in "([{":
+            depth += 1
+            if depth > MOST_NESTED:
+                raise ValueError(f"has more than {MOST_NESTED} brackets within brackets")
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+
+
+_READERS = {
+    "json": _any_object,
+    "json_schema": _schema,
+    "regex": _regex,
+    "choice": _choice,
+    "lark": _lark,
+    "gbnf": _gbnf,
+    "structural_tag": _structural_tag,
+}
