@@ -287,7 +287,7 @@ def choose(
             continue
         try:
             choices.append(chooser.choose(logits[row], mask))
-        except Exception as error:  # noqa: PERF203 - one answer's parameters are not the others' business
+        except Exception as error:
             choices.append(error)
     return choices
 
