@@ -252,7 +252,7 @@ class AsyncLLM:
         return self.chat_template.encode(self.tokenizer, stable, self.prompt_limit(params), asks=False)
 
     async def compile(self, structure: Structure) -> Grammar:
-        """What `submit` takes for answers of that structure. Raises `InvalidRequestError` where there is no such one."""
+        """What `submit` takes for answers of that structure. Raises `InvalidRequestError` where it cannot be had."""
         return await self._loaded.compiler.compile(structure)
 
     def submit(

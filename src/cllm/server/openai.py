@@ -37,10 +37,12 @@ from cllm.server.openai_schema import ChatRequest, CompletionRequest, OpenAIRequ
 from cllm.server.sliced import SlicedJson
 from cllm.server.sse import EventStream
 from cllm.server.state import ModelState, ServerState, State, is_operators, tenant_of, time_left
+from cllm.server.structure_fields import compiled
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
     from cllm.kv.pins import PinMark
+    from cllm.structured.matcher import Grammar
 
 log = logging.getLogger("cllm.server")
 
@@ -74,7 +76,8 @@ async def completions(
     head = _head(request, model, "cmpl")
     batch = 1 if max(map(len, echoes.values()), default=0) > _LONG_ECHO else BATCH
     pins = [pins_of(model, body, prompt) for prompt in prompts]
-    answers = _answers(request, model, body, prompts, params, head.id, pins, batch)
+    grammar = await compiled(model.llm, params)
+    answers = _answers(request, model, body, prompts, params, head.id, pins, grammar, batch)
     if body.stream:
         events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes)
         return EventStream(answers, events)
@@ -95,7 +98,8 @@ async def chat_completions(
     tokenizer = model.llm.tokenizer
     head = _head(request, model, "chatcmpl")
     pins = await pins_of_chat(model, body, prompt, params)
-    answers = _answers(request, model, body, [prompt], params, head.id, [pins])
+    grammar = await compiled(model.llm, params)
+    answers = _answers(request, model, body, [prompt], params, head.id, [pins], grammar)
     if body.stream:
         return EventStream(answers, ChatEvents(head, tokenizer, include_usage=body.include_usage))
     whole = await unless_gone(request.receive, _collect(answers))
@@ -184,6 +188,7 @@ def _answers(
     params: SamplingParams,
     request_id: str,
     pins: Sequence[Sequence[PinMark]],
+    grammar: Grammar | None,
     batch: int = BATCH,
 ) -> Answers:
     if body.asker:
@@ -198,6 +203,7 @@ def _answers(
         batch=batch,
         tenant=tenant_of(request),
         pins=pins,
+        grammar=grammar,
     )
 
 

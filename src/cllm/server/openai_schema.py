@@ -164,7 +164,6 @@ class ChatRequest(OpenAIRequest):
         "parallel_tool_calls": (True,),
         "functions": ([],),
         "function_call": ("none",),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
