@@ -118,10 +118,9 @@ class Conversation:
     def _mark(self, control: CacheControl | None) -> None:
         if control is None:
             return
-        *before, last = self.messages or [None]
-        copied = (
-            []
-            if last is None
-            else [{**last, **({"tool_calls": [*last["tool_calls"]]} if "tool_calls" in last else {})}]
-        )
-        self.marks.append(([*before, *copied], control))
+        before = [*self.messages]
+        if before:  # the last one may still grow
+            last = before[-1] = {**before[-1]}
+            if "tool_calls" in last:
+                last["tool_calls"] = [*last["tool_calls"]]
+        self.marks.append((before, control))
