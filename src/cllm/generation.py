@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,7 +68,9 @@ class Generation:
         params: SamplingParams,
         tokenizer: Tokenizer,
         cancel: Canceller,
+        shown: Mapping[int, bytes] | None = None,
     ) -> None:
+        """`shown`: special tokens that are part of the text."""
         self.request_id = request_id
         self.prompt_ids = prompt_ids
         self.cached_tokens = 0
@@ -76,7 +78,7 @@ class Generation:
         self.timings = Timings()
         self._params = params
         self._cancel = cancel
-        self._answers = [_Answer(TextStream(tokenizer, params.stop)) for _ in range(params.n)]
+        self._answers = [_Answer(TextStream(tokenizer, params.stop, shown=shown)) for _ in range(params.n)]
         self._unfinished = params.n
         self._ready: deque[Delta] = deque()
         self._error: Exception | None = None
@@ -119,6 +121,17 @@ class Generation:
     def error(self) -> Exception | None:
         """What it ended with, if that is no answer."""
         return self._error
+
+    def stop(self, index: int) -> None:
+        """Let one answer end here; nothing more of it comes."""
+        answer = self._answers[index]
+        if answer.done or self._error is not None:
+            return
+        answer.done = True
+        self._unfinished -= 1
+        self._cancel(self.request_id, index if self._unfinished else None, FinishReason.STOP)
+        if not self._unfinished:
+            self._wake()
 
     async def aclose(self) -> None:
         if not self.done:

@@ -8,10 +8,12 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cllm.assemble import Parts, Place, assemble
 from cllm.config import Config
+from cllm.dialect.dialect import Dialect, dialect_of
 from cllm.engine.loop import Engine
 from cllm.engine.observer import Observers
 from cllm.engine.params import SamplingParams
@@ -32,7 +34,7 @@ from cllm.still_open import STILL_OPEN
 from cllm.structured.matcher import Grammar
 from cllm.structured.structure import Structure
 from cllm.text.bounded import TokenLimit, checked_ids
-from cllm.text.chat import ChatTemplate
+from cllm.text.chat import PLAIN, ChatTemplate, PromptOptions
 from cllm.text.tokenizer import Tokenizer
 from cllm.text.volatile import VolatileHeads
 from cllm.windows import Windows
@@ -61,6 +63,7 @@ class AsyncLLM:
         self.observers = Observers()
         self._parts: Parts | None = None
         self._windows: Windows | None = None
+        self._dialect: Dialect | None = None
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._live: dict[str, Generation] = {}
@@ -95,6 +98,7 @@ class AsyncLLM:
             parts.close()
             raise
         self._parts, self._engine = parts, engine
+        self._dialect = dialect_of(parts.chat_template, parts.tokenizer, self.config.chat)
         STILL_OPEN.add(self)
 
     def _engine_of(self, parts: Parts, turn: Turn | None) -> Engine:
@@ -171,6 +175,12 @@ class AsyncLLM:
         return self._loaded.chat_template
 
     @property
+    def dialect(self) -> Dialect:
+        if self._dialect is None:
+            raise ShuttingDownError("the model is not loaded")
+        return self._dialect
+
+    @property
     def max_context(self) -> int:
         return self._loaded.max_context
 
@@ -239,17 +249,24 @@ class AsyncLLM:
 
     # -- work --------------------------------------------------------------------------------------------------
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        options: PromptOptions = PLAIN,
+    ) -> list[int]:
         """The prompt for the next message, which may be as long as requests with these parameters allow."""
-        stable = self._volatile.strip(messages)
-        return self.chat_template.encode(self.tokenizer, stable, self.prompt_limit(params))
+        prepared, options = self.dialect.prepare(self._volatile.strip(messages), options)
+        return self.chat_template.encode(self.tokenizer, prepared, self.prompt_limit(params), options)
 
     def encode_beginning(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        options: PromptOptions = PLAIN,
     ) -> list[int]:
         """What prompts begin with whose first messages are these."""
-        stable = self._volatile.strip(messages)
-        return self.chat_template.encode(self.tokenizer, stable, self.prompt_limit(params), asks=False)
+        return self.encode_chat(messages, params, replace(options, asks=False, continues=False))
 
     async def compile(self, structure: Structure) -> Grammar:
         """What `submit` takes for answers of that structure. Raises `InvalidRequestError` where there is no such one."""
@@ -266,12 +283,14 @@ class AsyncLLM:
         tenant: Tenant = NOBODY,
         pins: Sequence[PinMark] = (),
         grammar: Grammar | None = None,
+        shown: Mapping[int, bytes] | None = None,
     ) -> Generation:
         """Queue a prompt. Raises at once what can be known at once: see `cllm.errors`.
 
         `timeout_s` may shorten scheduler.request_timeout_s, never lengthen it. Prefixes are shared with requests whose
         `tenant` has the same space. `pins` are what of the prompt is to stay in the cache; they say what came of it
         when the generation has ended. `grammar` is what `compile` made of `params.structured`.
+        `shown` are special tokens that are part of the answer's text.
         """
         engine = self._running
         params = params or SamplingParams()
@@ -301,7 +320,7 @@ class AsyncLLM:
             pins=pins,
             constraint=None if grammar is None else grammar.start(),
         )
-        generation = Generation(request_id, ids, params, self.tokenizer, self._cancel)
+        generation = Generation(request_id, ids, params, self.tokenizer, self._cancel, shown)
         self._live[request_id] = generation
         try:
             engine.submit(request)

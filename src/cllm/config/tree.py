@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
+from cllm.config.chat import ChatConfig
 from cllm.config.drafts import DraftsConfig
 from cllm.config.entries import ModelEntry
 from cllm.config.patterns import what_is_wrong
@@ -396,6 +397,7 @@ class Config(Section):
     structured: StructuredConfig = StructuredConfig()
     server: ServerConfig = ServerConfig()
     prompt: PromptConfig = PromptConfig()
+    chat: ChatConfig = ChatConfig()
     responses: ResponsesConfig = ResponsesConfig()
     log: LogConfig = LogConfig()
 

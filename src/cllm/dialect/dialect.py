@@ -8,23 +8,24 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from cllm.dialect import formats, reasoning
+from cllm.dialect.grammar import AnswerForm, AnswerGrammar
 from cllm.dialect.reader import AnswerReader
-from cllm.dialect.reasoning import Marks, ReasoningReader
+from cllm.dialect.reasoning import Marks, ReasoningReader, Thinking
 from cllm.text.chat import ChatTemplate, PromptOptions
 from cllm.text.messages import Message, read_messages
 from cllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from cllm.config.chat import ChatConfig
 
 _ALPHABET = string.ascii_letters + string.digits
 _MISTRAL_ID = 9
 """Characters in the ids that Mistral's templates insist on."""
 _TAIL = 16
 """Tokens at the end of a prompt that may say whether it has begun the reasoning."""
-
-Thinking = Literal["none", "opened", "closed"]
-"""Whether what stands before the answer has begun the reasoning, or ended it."""
 
 
 class Dialect:
@@ -137,10 +138,26 @@ class Dialect:
             new_id=self.new_id,
         )
 
+    def grammar(self, form: AnswerForm) -> str:
+        """What a mask allows, so that answers of this form are read as such."""
+        named = "[ARGS]" in self._template.source
+        grammar = AnswerGrammar(self.format.name, self._tokenizer.special_tokens, named_arguments=named)
+        return grammar.write(form)
+
     def new_id(self) -> str:
         if self.format is formats.MISTRAL:
             return "".join(secrets.choice(_ALPHABET) for _ in range(_MISTRAL_ID))
         return f"call_{secrets.token_hex(12)}"
+
+
+def dialect_of(template: ChatTemplate, tokenizer: Tokenizer, settings: ChatConfig) -> Dialect:
+    return Dialect(
+        template,
+        tokenizer,
+        tool_format=settings.tool_format,
+        reasoning_format=settings.reasoning_format,
+        reasoning_mode=settings.reasoning,
+    )
 
 
 def _is_of_tools(message: Mapping[str, Any]) -> bool:

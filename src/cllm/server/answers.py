@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -101,12 +101,15 @@ class Answers:
         tenant: Tenant = NOBODY,
         pins: Sequence[Sequence[PinMark]] = (),
         grammar: Grammar | None = None,
+        shown: Mapping[int, bytes] | None = None,
     ) -> None:
-        """`pins` are those of each prompt, or none. `grammar` is what `llm.compile` made of `params.structured`."""
+        """`pins` are those of each prompt, or none. `grammar` is what `llm.compile` made of `params.structured`.
+        `shown` are special tokens that are part of the text."""
         self.request_id = request_id
         self._tenant = tenant
         self._pins = pins
         self._grammar = grammar
+        self._shown = shown
         self.generations: list[Generation] = []
         self._llm = llm
         self._prompts = prompts
@@ -166,6 +169,11 @@ class Answers:
                 answers[delta.index].add(delta)
         return answers
 
+    def stop(self, index: int) -> None:
+        """Let one answer end here; nothing more of it comes."""
+        number, answer = divmod(index, self._params.n)
+        self.generations[number].stop(answer)
+
     @property
     def prompt_tokens(self) -> int:
         return sum(map(len, self._prompts))
@@ -194,6 +202,7 @@ class Answers:
             tenant=self._tenant,
             pins=self._pins[number] if self._pins else (),
             grammar=self._grammar,
+            shown=self._shown,
         )
 
     def _on_news(self, number: int) -> None:

@@ -39,6 +39,7 @@ from cllm.server.openai_schema import ChatRequest, CompletionRequest, OpenAIRequ
 from cllm.server.sliced import SlicedJson
 from cllm.server.sse import EventStream
 from cllm.server.state import ModelState, ServerState, State, is_operators, tenant_of, time_left
+from cllm.server.tools_schema import choice_of
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
@@ -150,6 +151,14 @@ def _call_of(body: ChatRequest) -> ChatCall:
     return ChatCall(
         messages=[message.plain() for message in body.messages],
         params=_params(body, body.most_tokens, (body.top_logprobs or 0) if body.logprobs else None),
+        tools=[tool.tool() for tool in body.tools or ()],
+        tool_choice=choice_of(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        template_arguments=body.template_arguments,
+        separate_reasoning=body.tells_reasoning_apart,
+        include_reasoning=body.include_reasoning is not False,
+        continue_last=bool(body.continue_final_message),
+        asks=body.add_generation_prompt is not False,
         model=body.model,
         priority=body.priority,
         timeout=body.timeout,

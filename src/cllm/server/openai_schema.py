@@ -7,8 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from cllm.engine.params import MAX_LOGPROBS
-from cllm.server.cache_control import MOST_MARKS, CacheControl, count_marks
+from cllm.server.cache_control import MOST_MARKS, count_marks
+from cllm.server.messages_schema import ChatMessage, check_calls
 from cllm.server.sampling_schema import SamplingFields, in_range
+from cllm.server.tools_schema import Choice, Tools, check_tools
 from cllm.server.validation import (
     WHOLE,
     AtMost,
@@ -106,48 +108,6 @@ class CompletionRequest(OpenAIRequest):
         return self
 
 
-class TextPart(RequestModel):
-    type: Literal["text"]
-    text: Text
-    cache_control: CacheControl | None = Field(None, description="Keep the K/V of all up to here for a while.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        """Before the keys are looked at: those of a picture would be called unknown."""
-        if isinstance(data, dict) and isinstance(kind := data.get("type", "text"), str) and kind != "text":
-            raise refusal("type", f"must be 'text', not {kind[:40]!r}; this server takes no other parts")
-        return data
-
-
-class ChatMessage(RequestModel):
-    unsupported: ClassVar[Unsupported] = {
-        "name": (),
-        "tool_calls": ([],),
-        "tool_call_id": (),
-        "function_call": (),
-        "refusal": (),
-        "audio": (),
-        "annotations": ([],),
-        "reasoning_content": (),
-    }
-
-    role: Literal["system", "developer", "user", "assistant"] = Field(
-        description="`developer` is another word for `system`."
-    )
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] = Field(
-        description="Text, or parts of type `text`, joined by newlines."
-    )
-    cache_control: CacheControl | None = Field(None, description="Keep the K/V of all up to here for a while.")
-
-    def plain(self) -> dict[str, str]:
-        """The message in the form that chat templates know."""
-        role = "system" if self.role == "developer" else self.role
-        content = self.content
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        return {"role": role, "content": text}
-
-
 class ChatRequest(OpenAIRequest):
     model_config = ConfigDict(
         json_schema_extra={
@@ -159,9 +119,6 @@ class ChatRequest(OpenAIRequest):
         }
     )
     unsupported: ClassVar[Unsupported] = {
-        "tools": ([],),
-        "tool_choice": ("none",),
-        "parallel_tool_calls": (True,),
         "functions": ([],),
         "function_call": ("none",),
         "response_format": ({"type": "text"},),
@@ -169,7 +126,6 @@ class ChatRequest(OpenAIRequest):
         "audio": (),
         "prediction": (),
         "web_search_options": (),
-        "reasoning_effort": ("none",),
         "verbosity": ("medium",),
         "moderation": (),
         "store": (False,),
@@ -192,6 +148,50 @@ class ChatRequest(OpenAIRequest):
         None, description="And of so many likeliest ones."
     )
     safety_identifier: UserName | None = Field(None, description="The new name of user.")
+    tools: Tools | None = Field(None, description="What the model may call.")
+    tool_choice: Choice | None = Field(
+        None,
+        description="`auto` (default): the model may call tools; `none`; `required`; or the one that it must call.",
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call. Default true.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Arguments for the chat template.", examples=[{"enable_thinking": False}]
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="For the chat template; none: also enable_thinking = false."
+    )
+    separate_reasoning: bool | None = Field(
+        None, description="Put reasoning into reasoning_content. Default: as chat.reasoning of the server says."
+    )
+    include_reasoning: bool | None = Field(None, description="false: leave reasoning_content out. Default true.")
+    reasoning_format: Literal["auto", "none", "deepseek"] | None = Field(
+        None, description="llama-server's name: none is separate_reasoning = false, deepseek is true."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Go on with the last message, which is the assistant's, instead of beginning another."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="false: do not end the prompt with what makes the model answer. Default true."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_names(cls, data: Any) -> Any:
+        """Before the keys are looked at."""
+        for old, new, harmless in (("functions", "tools", []), ("function_call", "tool_choice", "none")):
+            if isinstance(data, dict) and data.get(old) not in (None, harmless):
+                raise refusal(old, f"is an old name that this server does not take; send {new} instead")
+        return data
+
+    @model_validator(mode="after")
+    def _tools_fit(self) -> ChatRequest:
+        check_tools(self.tools, self.tool_choice)
+        check_calls(self.messages)
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refusal("add_generation_prompt", "must be false where continue_final_message is true")
+        if self.separate_reasoning is not None and self.reasoning_format not in (None, "auto"):
+            raise refusal("reasoning_format", "says the same as separate_reasoning; send one of them")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
@@ -213,3 +213,18 @@ class ChatRequest(OpenAIRequest):
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        arguments = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            arguments.setdefault("reasoning_effort", self.reasoning_effort)
+        if self.reasoning_effort == "none":
+            arguments.setdefault("enable_thinking", False)
+        return arguments
+
+    @property
+    def tells_reasoning_apart(self) -> bool | None:
+        if self.reasoning_format in (None, "auto"):
+            return self.separate_reasoning
+        return self.reasoning_format == "deepseek"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cllm.errors import InvalidRequestError
 from cllm.server.lanes import Lanes
 from cllm.text.bounded import PIECE, TokenLimit
+from cllm.text.chat import PLAIN, PromptOptions
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
     from cllm.llm import AsyncLLM
+
+T = TypeVar("T")
 
 INLINE = 2_000
 """Characters that are tokenised on the event loop: at most about 3 ms (digits, each of which is a word by itself)."""
@@ -49,20 +52,30 @@ class Texts:
                 start, size = stop, 0
         return encoded
 
-    async def encode_chat(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> list[int]:
-        return await self._encode_messages(messages, params, self._llm.encode_chat)
+    async def encode_chat(
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams, options: PromptOptions = PLAIN
+    ) -> list[int]:
+        return await self._encode_messages(messages, params, options, self._llm.encode_chat)
 
     async def encode_beginning(
-        self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams | None = None,
+        options: PromptOptions = PLAIN,
     ) -> list[int]:
         """What prompts begin with whose first messages are these."""
-        return await self._encode_messages(messages, params, self._llm.encode_beginning)
+        return await self._encode_messages(messages, params, options, self._llm.encode_beginning)
+
+    async def apart(self, about: Any, work: Callable[[], T]) -> T:
+        """Work whose time grows with what it is about, such as tools, out of everybody's way."""
+        return await self._lanes.run(weight(about), work)
 
     async def _encode_messages(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[dict[str, Any]],
         params: SamplingParams | None,
-        encode: Callable[[Sequence[dict[str, str]], SamplingParams | None], list[int]],
+        options: PromptOptions,
+        encode: Callable[[Sequence[dict[str, Any]], SamplingParams | None, PromptOptions], list[int]],
     ) -> list[int]:
         most, reason, _ = self._llm.prompt_limit(params)
         # Templates trim: blanks around a message may count for nothing.
@@ -71,7 +84,9 @@ class Texts:
             raise InvalidRequestError(
                 f"the messages have {size} characters, which are more than {most} tokens; {reason}", "messages"
             )
-        return await self._lanes.run(size + _EACH * len(messages), lambda: encode(messages, params))
+        size += _EACH * len(messages) + weight((options.tools, options.arguments))
+        size += sum(weight(message["tool_calls"]) for message in messages if "tool_calls" in message)
+        return await self._lanes.run(size, lambda: encode(messages, params, options))
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of a prompt, special tokens by name."""
@@ -91,6 +106,22 @@ class Texts:
             return ids
 
         return await self._lanes.run(sum(map(_size, texts)), lambda: [encode(text) for text in texts])
+
+
+def weight(value: Any, most: int = PIECE + 1) -> int:
+    """About what nested data costs, in characters; what costs more than `most` is not looked at any further."""
+    total, waiting = 0, [value]
+    while waiting and total < most:
+        each = waiting.pop()
+        if isinstance(each, str):
+            total += len(each)
+        elif isinstance(each, dict):
+            waiting += each.keys()
+            waiting += each.values()
+        elif isinstance(each, list | tuple):
+            waiting += each
+        total += _EACH
+    return total
 
 
 def _size(prompt: str | list[int]) -> int:

@@ -14,9 +14,9 @@ from cllm.engine.tenant import Tenant
 from cllm.server.answers import unless_gone
 from cllm.server.bodies import taken
 from cllm.server.errors import ApiError
+from cllm.server.messages_schema import ChatMessage
 from cllm.server.middleware import not_the_operator
 from cllm.server.openai_replies import ErrorReply, error_responses
-from cllm.server.openai_schema import ChatMessage
 from cllm.server.state import ModelState, ServerState, State, is_operators, tenant_of
 from cllm.server.validation import AtMost, RequestModel, Words, refusal
 from cllm.warm import warm
