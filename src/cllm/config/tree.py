@@ -397,8 +397,8 @@ class Config(Section):
     structured: StructuredConfig = StructuredConfig()
     server: ServerConfig = ServerConfig()
     prompt: PromptConfig = PromptConfig()
-    responses: ResponsesConfig = ResponsesConfig()
     chat: ChatConfig = ChatConfig()
+    responses: ResponsesConfig = ResponsesConfig()
     log: LogConfig = LogConfig()
 
     def at(self, key: str) -> Any:

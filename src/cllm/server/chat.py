@@ -132,7 +132,6 @@ class Chat:
         self.model = model
         self._answers = answers
         self._n = n
-        self.reasoning_tokens = 0
         self._readers = readers
 
     async def __aenter__(self) -> Chat:
@@ -177,6 +176,10 @@ class Chat:
         return self._answers.completion_tokens
 
     @property
+    def reasoning_tokens(self) -> int:
+        return sum(reader.reasoning_tokens for reader in self._readers)
+
+    @property
     def marked_tokens(self) -> int:
         return self._answers.marked_tokens
 
@@ -189,6 +192,9 @@ class _Reader:
         self._include_reasoning = include_reasoning
         self._logprobs: list[TokenLogprob] = []
         self._ended = False
+        self.reasoning_tokens = 0
+        self._tokens = 0
+        """Tokens since the last piece."""
 
     def read(self, delta: Delta, pieces: list[Piece]) -> bool:
         """True: this answer is to end here, for what the model may still say does not count."""
@@ -201,6 +207,10 @@ class _Reader:
         if self._ended:
             new += self._reader.finish()
             new.append(ChatEnd(delta.index, self._reader.finish_reason(reason or "stop"), delta.stop_reason))
+        self._tokens += len(delta.token_ids)
+        if new:
+            self.reasoning_tokens += self._tokens if isinstance(new[0], ReasoningPiece) else 0
+            self._tokens = 0
         if not self._include_reasoning:
             new = [piece for piece in new if not isinstance(piece, ReasoningPiece)]
         if new and self._logprobs:
@@ -267,7 +277,7 @@ async def _structure(model: ModelState, call: ChatCall, tools: Sequence[Tool], t
         thinking=thinking,
     )
     grammar = await model.texts.apart([tool.parameters for tool in tools], lambda: model.llm.dialect.grammar(form))
-    return Structure("lark", grammar, "tools" if tools else "response_format")
+    return Structure("lark", grammar, given.param if given is not None and not tools else "tools")
 
 
 def _read_plain(delta: Delta, pieces: list[Piece]) -> None:

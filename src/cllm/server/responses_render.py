@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
-from cllm.dialect.pieces import Piece
+from cllm.dialect.pieces import Piece, TextPiece
 from cllm.server.errors import Problem
 from cllm.server.logprobs import ChatLogprobs
 from cllm.server.runs import Run, Runs
@@ -132,6 +132,10 @@ class ResponseEvents:
         """The item that ended with the answer."""
 
     def event(self, piece: Piece) -> str:
+        run = self.runs.open
+        if type(piece) is TextPiece and piece.logprobs is None and run is not None and run.kind == "text":
+            run.parts.append(piece.text)  # as nearly always; what follows would do the same
+            return f'{self._growing}{self._next()},"logprobs":[],"delta":{json.dumps(piece.text)}}}\n\n'
         step = self.runs.add(piece)
         written = "" if self._number else self._begin()
         if self.runs.end is not None:
