@@ -25,6 +25,7 @@ from cllm.server.app import create_app
 from cllm.server.connection import Connection
 from cllm.server.connections import Connections
 from cllm.text.bounded import TokenLimit
+from cllm.text.infill import Infill
 
 SHAPE = ModelShape("llama", 2, 8, 2, 1, 4, 4, 0x110000, 64)
 KV = KVUsage(
@@ -77,6 +78,7 @@ class CharTokenizer:
     eos_ids: frozenset[int] = frozenset()
     add_bos = False
     longest_token = 4
+    infill: Infill | None = None
 
     def encode(self, text: str, *, special: bool = False, add_bos: bool = True) -> list[int]:
         return [ord(character) for character in text]
@@ -221,7 +223,7 @@ class FakeLLM:
         return self.tokenizer.encode(rendered)
 
     def prompt_limit(self, params: SamplingParams | None = None) -> TokenLimit:
-        return TokenLimit(self.max_context, f"the context is {self.max_context} tokens")
+        return TokenLimit.of_context(self.max_context + 1)
 
     def answer_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
         room = max(self.max_context - prompt_tokens, 0)

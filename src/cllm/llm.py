@@ -178,10 +178,7 @@ class AsyncLLM:
         if self._window_of(params) is not None:
             most = self.config.server.max_encode_tokens
             return TokenLimit(most, f"with a rolling window at most {most} are taken (server.max_encode_tokens)")
-        most = self.max_context - 1
-        return TokenLimit(
-            most, f"the context is {self.max_context} tokens, of which at least one must be left for the answer"
-        )
+        return TokenLimit.of_context(self.max_context)
 
     def answer_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
         """The most tokens that each answer to such a prompt can have."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from cllm.errors import (
     CLLMError,
@@ -33,6 +35,41 @@ CLIENT_GONE = 499
 
 class ClientGoneError(Exception):
     """The client closed the connection before its answer was complete."""
+
+
+class _RefusalLog:
+    """A line for each refusal, but no more than `MOST` in a burst and a second: clients come in floods."""
+
+    MOST = 20
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._left = float(self.MOST)
+        self._at = clock()
+        self._missed = 0
+
+    def note(self, status: int, method: str, path: str, request_id: str, message: str) -> None:
+        now = self._clock()
+        self._left = min(self.MOST, self._left + (now - self._at) * self.MOST)
+        self._at = now
+        if self._left < 1:
+            self._missed += 1
+            return
+        self._left -= 1
+        if self._missed:
+            log.warning("%d more requests were refused than are listed here", self._missed)
+            self._missed = 0
+        log.warning("refused %s: %d for %s %.200s: %.400s", request_id, status, method, path, message)
+
+
+_refusals = _RefusalLog()
+
+
+def note_refusal(problem: Problem, scope: Scope) -> None:
+    """Put into the log what a client was refused; what went wrong on our side is there already, and who left knows."""
+    if 400 <= problem.status < 500 and problem.status != CLIENT_GONE:
+        request_id = scope.get("state", {}).get("request_id", "-")
+        _refusals.note(problem.status, scope["method"], scope["path"], request_id, problem.message)
 
 
 class ApiError(HTTPException):
@@ -75,7 +112,7 @@ class Problem(NamedTuple):
 def problem_of(error: Exception, *, request_id: str, retry_after_s: float = 1.0) -> Problem:
     """The public face of any exception. What is unexpected is logged, and only its request id is shown."""
     if isinstance(error, InvalidRequestError):
-        return Problem(400, "invalid_request_error", str(error), param=error.param)
+        return Problem(400, "invalid_request_error", str(error), error.param, error.code)
     if isinstance(error, OverloadedError):
         retry = _retry_after(error.retry_after_s)
         return Problem(429, "overloaded_error", str(error), code="queue_full", headers=retry)
@@ -116,11 +153,14 @@ def install_handlers(app: FastAPI, retry_after_s: float) -> None:
 
     async def on_cllm_error(request: Request, error: Exception) -> Response:
         problem = problem_of(error, request_id=request.state.request_id, retry_after_s=retry_after_s)
+        note_refusal(problem, request.scope)
         return problem.response(request.url.path)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return problem_of_http(error, request.method, request.url.path).response(request.url.path)
+        problem = problem_of_http(error, request.method, request.url.path)
+        note_refusal(problem, request.scope)
+        return problem.response(request.url.path)
 
     async def on_client_gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cllm.server.errors import ApiError, problem_of, problem_of_http
+from cllm.server.errors import ApiError, note_refusal, problem_of, problem_of_http
 from cllm.server.tenants import Caller, Tenants
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class RequestContext:
             if started:
                 raise
             problem = problem_of(error, request_id=request_id)
+            note_refusal(problem, scope)
             await problem.response(scope["path"])(scope, receive, send_with_id)
 
 
@@ -194,4 +195,5 @@ class BodyLimit:
 
 async def _refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     problem = problem_of_http(refusal, scope["method"], scope["path"])
+    note_refusal(problem, scope)
     await problem.response(scope["path"])(scope, receive, send)

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from cllm.errors import InvalidRequestError
 from cllm.server.answers import BATCH, Answer, Answers, unless_gone
+from cllm.server.best_of import keep_best
 from cllm.server.bodies import taken
 from cllm.server.cache_control import pins_of, pins_of_chat
 from cllm.server.models import served_card
@@ -64,13 +65,20 @@ async def completions(
     """Continue a prompt, or several."""
     model = await state.model(body.model, request, body.timeout)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    params = _params(body, max_tokens, body.logprobs)
+    n = body.n or 1
+    best_of = n if body.best_of is None else body.best_of
+    # Which are the best, their log probabilities say.
+    logprobs = 0 if best_of > n and body.logprobs is None else body.logprobs
+    params = body.sampling(max_tokens=max_tokens, n=best_of, logprobs=logprobs)
     texts = _split(body.prompt)
     _check_count(state, len(texts), params.n)
-    prompts = await model.texts.encode_prompts(texts, params)
+    if body.suffix:
+        prompts = await model.texts.encode_infill(texts, body.suffix, params)
+    else:
+        prompts = await model.texts.encode_prompts(texts, params)
     _check_logprobs(model, prompts, params, "logprobs")
     tokenizer = model.llm.tokenizer
-    echoes = await _echoes(model, texts, params.n) if body.echo else {}
+    echoes = await _echoes(model, texts, n) if body.echo else {}
     head = _head(request, model, "cmpl")
     batch = 1 if max(map(len, echoes.values()), default=0) > _LONG_ECHO else BATCH
     pins = [pins_of(model, body, prompt) for prompt in prompts]
@@ -79,6 +87,8 @@ async def completions(
         events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes)
         return EventStream(answers, events)
     whole = await unless_gone(request.receive, _collect(answers))
+    if best_of > n:
+        whole = keep_best(whole, best_of, n, with_logprobs=body.logprobs is not None)
     return SlicedJson(completion_pieces(head, whole, usage_of(answers), tokenizer, echoes))
 
 

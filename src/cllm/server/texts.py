@@ -49,6 +49,35 @@ class Texts:
                 start, size = stop, 0
         return encoded
 
+    async def encode_infill(
+        self, prompts: Sequence[str | list[int]], suffix: str, params: SamplingParams
+    ) -> list[Sequence[int]]:
+        """Prompts that ask for what stands between each of these and the suffix."""
+        tokenizer, limit = self._llm.tokenizer, self._llm.prompt_limit(params)
+        infill = tokenizer.infill
+        if infill is None:
+            raise InvalidRequestError(
+                "suffix is not supported by this model: its vocabulary has no tokens for filling in the middle; "
+                "leave it out",
+                "suffix",
+            )
+        limit.check_text(tokenizer, suffix, "suffix")
+        begin = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+
+        def encode() -> list[Sequence[int]]:
+            after = tokenizer.encode(suffix, add_bos=False)
+            made: list[Sequence[int]] = []
+            for prompt in prompts:
+                if isinstance(prompt, str):
+                    limit.check_text(tokenizer, prompt, "prompt")
+                    prompt = tokenizer.encode(prompt, add_bos=False)
+                ids = array("i", [*begin, *infill.prompt(prompt, after)])
+                limit.check(ids, "prompt")
+                made.append(ids)
+            return made
+
+        return await self._lanes.run(sum(map(_size, [suffix, *prompts])), encode)
+
     async def encode_chat(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> list[int]:
         return await self._encode_messages(messages, params, self._llm.encode_chat)
 
@@ -64,13 +93,12 @@ class Texts:
         params: SamplingParams | None,
         encode: Callable[[Sequence[dict[str, str]], SamplingParams | None], list[int]],
     ) -> list[int]:
-        most, reason, _ = self._llm.prompt_limit(params)
+        limit = self._llm.prompt_limit(params)
         # Templates trim: blanks around a message may count for nothing.
         size = sum(len(message["content"].strip()) for message in messages)
-        if size > most * self._llm.tokenizer.longest_token:
-            raise InvalidRequestError(
-                f"the messages have {size} characters, which are more than {most} tokens; {reason}", "messages"
-            )
+        if size > limit.most * self._llm.tokenizer.longest_token:
+            has = f"messages of {size} characters, which are more than {limit.most} tokens"
+            raise limit.refusal(has, "messages")
         return await self._lanes.run(size + _EACH * len(messages), lambda: encode(messages, params))
 
     async def decode(self, ids: Sequence[int]) -> str:
