@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from starlette.types import Receive
 
@@ -30,6 +31,30 @@ _BATCH_LOGPROBS = 2048
 """Most log probabilities in a batch; a delta holds at most those of `Generation.MOST_TOKENS`."""
 _TURN_S = 0.004
 """How long submitting may take before others get their turn."""
+
+
+class Head(NamedTuple):
+    """What every event and answer to one request begins with."""
+
+    id: str
+    created: int
+    model: str
+
+    def start(self, kind: str) -> str:
+        """The beginning of an object of this kind, up to where its choices begin."""
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return json.dumps(head, separators=(",", ":"))[:-1] + ',"choices":['
+
+
+class Counts(Protocol):
+    """What a request has cost so far."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def completion_tokens(self) -> int: ...
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import AfterValidator, Field
@@ -17,7 +17,6 @@ from cllm.server.validation import RequestModel, shorten, wrong
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
     from cllm.server.openai_schema import ChatRequest
-    from cllm.server.sampling_schema import SamplingFields
     from cllm.server.state import ModelState
 
 log = logging.getLogger("cllm.server")
@@ -51,7 +50,7 @@ class CacheControl(RequestModel):
         return float(int(ttl[:-1]) * _SECONDS[ttl[-1]])
 
 
-Mark = tuple[list[dict[str, str]], CacheControl]
+Mark = tuple[list[dict[str, Any]], CacheControl]
 """The messages up to a mark, the last one as far as it goes."""
 
 
@@ -65,10 +64,10 @@ def count_marks(body: ChatRequest) -> int:
     return count
 
 
-def _marks_in(body: ChatRequest) -> list[Mark]:
+def marks_in(body: ChatRequest) -> list[Mark]:
     """The marks on messages and on their parts, in their order."""
     marks: list[Mark] = []
-    plain: list[dict[str, str]] = []
+    plain: list[dict[str, Any]] = []
     for message in body.messages:
         whole = message.plain()
         for number, part in enumerate(message.content if isinstance(message.content, list) else (), 1):
@@ -83,25 +82,28 @@ def _marks_in(body: ChatRequest) -> list[Mark]:
 
 
 async def pins_of_chat(
-    model: ModelState, body: ChatRequest, prompt: Sequence[int], params: SamplingParams
+    model: ModelState,
+    marks: Sequence[Mark],
+    control: CacheControl | None,
+    prompt: Sequence[int],
+    params: SamplingParams,
 ) -> list[PinMark]:
-    """What of a chat's prompt its marks ask to keep."""
+    """What of a chat's prompt its marks, and the one on the request itself, ask to keep."""
     if not model.config.kv.pin_marks:
         return []
     pins: list[PinMark] = []
-    for messages, control in _marks_in(body):
+    for messages, marked in marks:
         try:
             beginning = await model.texts.encode_beginning(messages, params)
         except InvalidRequestError as error:  # a template may want more messages than a mark has before it
             log.debug("a cache_control mark is left out: %s", error)
             continue
-        pins.append(PinMark(_in_common(beginning, prompt), control.seconds))
-    return pins + pins_of(model, body, prompt)
+        pins.append(PinMark(_in_common(beginning, prompt), marked.seconds))
+    return pins + pins_of(model, control, prompt)
 
 
-def pins_of(model: ModelState, body: SamplingFields, prompt: Sequence[int]) -> list[PinMark]:
+def pins_of(model: ModelState, control: CacheControl | None, prompt: Sequence[int]) -> list[PinMark]:
     """What a mark on the request itself asks to keep: all of its prompt."""
-    control = body.cache_control
     return [PinMark(len(prompt), control.seconds)] if control is not None and model.config.kv.pin_marks else []
 
 

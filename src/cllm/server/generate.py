@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from cllm.server.answers import Answer, Answers, unless_gone
+from cllm.server.answers import Answer, Answers, Counts, unless_gone
 from cllm.server.benchmark import run_benchmark
 from cllm.server.bodies import taken
 from cllm.server.cache_control import pins_of
@@ -52,7 +52,7 @@ class _Run:
         self.max_tokens = max_tokens
         self._started = time.perf_counter()
 
-    def summary(self, answer: Answer, answers: Answers) -> GenerateData:
+    def summary(self, answer: Answer, answers: Counts) -> GenerateData:
         elapsed = time.perf_counter() - self._started
         return GenerateData(
             id=self.id,
@@ -79,7 +79,7 @@ class _GenerateEvents:
         self._answer.add(delta)
         return f'{self._start}{delta.token_ids},"text":{json.dumps(delta.text)},"done":false}}\n\n'
 
-    def end(self, answers: Answers) -> str:
+    def end(self, answers: Counts) -> str:
         summary = self._run.summary(self._answer, answers)
         return data({**summary.model_dump(), "done": True}) + DONE
 
@@ -189,6 +189,6 @@ async def _prepare(body: GenerateRequest, request: Request, state: ServerState) 
         priority=body.priority,
         timeout_s=time_left(request, model, body.timeout),
         tenant=tenant_of(request),
-        pins=[pins_of(model, body, prompt)],
+        pins=[pins_of(model, body.cache_control, prompt)],
     )
     return run, answers

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from cllm.errors import InvalidRequestError
-from cllm.server.answers import BATCH, Answer, Answers, unless_gone
+from cllm.server.answers import BATCH, Answer, Answers, Head, unless_gone
 from cllm.server.best_of import keep_best
 from cllm.server.bodies import taken
-from cllm.server.cache_control import pins_of, pins_of_chat
+from cllm.server.cache_control import marks_in, pins_of
+from cllm.server.chat import ChatCall, open_chat
+from cllm.server.limits import check_count, check_logprobs
 from cllm.server.models import served_card
 from cllm.server.openai_render import (
     ChatEvents,
     CompletionEvents,
-    Head,
     chat_pieces,
     completion_pieces,
     usage_of,
@@ -71,17 +71,17 @@ async def completions(
     logprobs = 0 if best_of > n and body.logprobs is None else body.logprobs
     params = body.sampling(max_tokens=max_tokens, n=best_of, logprobs=logprobs)
     texts = _split(body.prompt)
-    _check_count(state, len(texts), params.n)
+    check_count(state, len(texts), params.n)
     if body.suffix:
         prompts = await model.texts.encode_infill(texts, body.suffix, params)
     else:
         prompts = await model.texts.encode_prompts(texts, params)
-    _check_logprobs(model, prompts, params, "logprobs")
+    check_logprobs(model, prompts, params, "logprobs")
     tokenizer = model.llm.tokenizer
     echoes = await _echoes(model, texts, n) if body.echo else {}
     head = _head(request, model, "cmpl")
     batch = 1 if max(map(len, echoes.values()), default=0) > _LONG_ECHO else BATCH
-    pins = [pins_of(model, body, prompt) for prompt in prompts]
+    pins = [pins_of(model, body.cache_control, prompt) for prompt in prompts]
     answers = _answers(request, model, body, prompts, params, head.id, pins, batch)
     if body.stream:
         events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes)
@@ -97,19 +97,13 @@ async def chat_completions(
     body: Annotated[ChatRequest, Depends(taken(ChatRequest))], request: Request, state: State
 ) -> Response:
     """Answer the last message of a conversation."""
-    model = await state.model(body.model, request, body.timeout)
-    params = _params(body, body.most_tokens, (body.top_logprobs or 0) if body.logprobs else None)
-    _check_count(state, 1, params.n)
-    prompt = await model.texts.encode_chat([message.plain() for message in body.messages], params)
-    _check_logprobs(model, [prompt], params, "top_logprobs")
-    tokenizer = model.llm.tokenizer
-    head = _head(request, model, "chatcmpl")
-    pins = await pins_of_chat(model, body, prompt, params)
-    answers = _answers(request, model, body, [prompt], params, head.id, [pins])
+    chat = await open_chat(state, request, _call_of(body), "chatcmpl")
+    _log_asker(body, chat.head.id)
+    tokenizer = chat.model.llm.tokenizer
     if body.stream:
-        return EventStream(answers, ChatEvents(head, tokenizer, include_usage=body.include_usage))
-    whole = await unless_gone(request.receive, _collect(answers))
-    return SlicedJson(chat_pieces(head, whole, usage_of(answers), tokenizer))
+        return EventStream(chat, ChatEvents(chat.head, tokenizer, include_usage=body.include_usage))
+    whole = await unless_gone(request.receive, chat.collect())
+    return SlicedJson(chat_pieces(chat.head, whole, usage_of(chat), tokenizer))
 
 
 @router.get("/models", responses=error_responses(ErrorReply, 401))
@@ -141,36 +135,29 @@ def _params(body: OpenAIRequest, max_tokens: int | None, logprobs: int | None) -
     return body.sampling(max_tokens=max_tokens, n=body.n, logprobs=logprobs)
 
 
+def _call_of(body: ChatRequest) -> ChatCall:
+    return ChatCall(
+        messages=[message.plain() for message in body.messages],
+        params=_params(body, body.most_tokens, (body.top_logprobs or 0) if body.logprobs else None),
+        model=body.model,
+        priority=body.priority,
+        timeout=body.timeout,
+        marks=marks_in(body),
+        cache_control=body.cache_control,
+    )
+
+
+def _log_asker(body: OpenAIRequest, request_id: str) -> None:
+    if body.asker:
+        log.info("%s user=%r", request_id, body.asker)
+
+
 def _split(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
     """The prompts in `prompt`: a flat list of token ids is one, a list of strings or lists is several. All items are of
     one kind, so that a look at the first will do: there may be very many."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     return [*cast("list[str] | list[list[int]]", prompt)] or [[]]
-
-
-def _check_count(state: ServerState, prompts: int, n: int) -> None:
-    most = state.config.server.max_prompts
-    if prompts * n > most:
-        raise InvalidRequestError(
-            f"{prompts} prompts x n = {n} are {prompts * n} answers; "
-            f"at most {most} are allowed in one request (server.max_prompts)",
-            "prompt" if prompts > 1 else "n",
-        )
-
-
-def _check_logprobs(model: ModelState, prompts: Sequence[Sequence[int]], params: SamplingParams, param: str) -> None:
-    if params.logprobs is None:
-        return
-    tokens = sum(model.llm.answer_limit(len(prompt), params) for prompt in prompts)
-    each, most = 1 + params.logprobs, model.config.server.max_logprobs
-    if params.n * tokens * each > most:
-        raise InvalidRequestError(
-            f"n = {params.n} x {tokens} tokens x {each} log probabilities are {params.n * tokens * each}; "
-            f"at most {most} are allowed in one request (server.max_logprobs): ask for fewer answers, tokens or "
-            f"alternatives",
-            param,
-        )
 
 
 async def _echoes(model: ModelState, texts: list[str | list[int]], n: int) -> dict[int, str]:
@@ -196,8 +183,7 @@ def _answers(
     pins: Sequence[Sequence[PinMark]],
     batch: int = BATCH,
 ) -> Answers:
-    if body.asker:
-        log.info("%s user=%r", request_id, body.asker)
+    _log_asker(body, request_id)
     return Answers(
         model.llm,
         prompts,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from cllm.server.answers import Answer, Answers
+from cllm.dialect.pieces import CallArguments, CallBegin, ChatEnd, Piece, ReasoningPiece, TextPiece
+from cllm.server.answers import Answer, Counts, Head
+from cllm.server.chat import ChatAnswer
 from cllm.server.logprobs import ChatLogprobs, CompletionLogprobs
 from cllm.server.openai_replies import PromptTokensDetails, Usage
 from cllm.server.sliced import as_json, text_pieces
@@ -18,20 +20,7 @@ if TYPE_CHECKING:
     from cllm.text.tokenizer import Tokenizer
 
 
-class Head(NamedTuple):
-    """What every event and answer to one request begins with."""
-
-    id: str
-    created: int
-    model: str
-
-    def start(self, kind: str) -> str:
-        """The beginning of an object of this kind, up to where its choices begin."""
-        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        return json.dumps(head, separators=(",", ":"))[:-1] + ',"choices":['
-
-
-def usage_of(answers: Answers) -> Usage:
+def usage_of(answers: Counts) -> Usage:
     return Usage(
         prompt_tokens=answers.prompt_tokens,
         completion_tokens=answers.completion_tokens,
@@ -56,13 +45,15 @@ def completion_pieces(
     yield f'],"usage":{usage.model_dump_json()}}}'
 
 
-def chat_pieces(head: Head, whole: Sequence[Answer], usage: Usage, tokenizer: Tokenizer) -> Iterator[str]:
+def chat_pieces(head: Head, whole: Sequence[ChatAnswer], usage: Usage, tokenizer: Tokenizer) -> Iterator[str]:
     """A `ChatReply`."""
     logprobs = ChatLogprobs(tokenizer)
     start = head.start("chat.completion")
     for index, answer in enumerate(whole):
         yield f'{start}{{"index":{index},"message":{{"role":"assistant","content":'
-        yield from text_pieces(answer.text)
+        yield from text_pieces(answer.text) if answer.text or not answer.calls else ("null",)
+        yield from _reasoning_pieces(answer)
+        yield from _call_pieces(answer)
         yield ',"refusal":null},"logprobs":'
         yield from logprobs.pieces(answer.logprobs) if answer.logprobs else ("null",)
         yield _ending(answer)
@@ -70,7 +61,25 @@ def chat_pieces(head: Head, whole: Sequence[Answer], usage: Usage, tokenizer: To
     yield f'],"usage":{usage.model_dump_json()}}}'
 
 
-def _ending(answer: Answer) -> str:
+def _reasoning_pieces(answer: ChatAnswer) -> Iterator[str]:
+    if answer.reasoning:
+        yield ',"reasoning_content":'
+        yield from text_pieces(answer.reasoning)
+
+
+def _call_pieces(answer: ChatAnswer) -> Iterator[str]:
+    start = ',"tool_calls":['
+    for call in answer.calls:
+        yield f'{start}{{"id":{as_json(call.id)},"type":"function","function":{{"name":{as_json(call.name)}'
+        yield ',"arguments":'
+        yield from text_pieces(call.arguments)
+        yield "}}"
+        start = ","
+    if answer.calls:
+        yield "]"
+
+
+def _ending(answer: Answer | ChatAnswer) -> str:
     return f',"finish_reason":{as_json(answer.finish_reason)},"stop_reason":{as_json(answer.stop_reason)}}}'
 
 
@@ -85,16 +94,16 @@ class _OpenAIEvents:
         self._stop = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
         self._running = f',"logprobs":null,"finish_reason":null{self._stop}'
 
-    def end(self, answers: Answers) -> str:
+    def end(self, answers: Counts) -> str:
         if not self._include_usage:
             return DONE
         return f'{self._start}],"usage":{usage_of(answers).model_dump_json()}}}\n\n{DONE}'
 
-    def _rest(self, delta: Delta, logprobs: str) -> str:
+    def _rest(self, logprobs: str, finish_reason: str | None = None, stop_reason: str | int | None = None) -> str:
         """The event from the text on."""
-        if delta.finish_reason is None:
+        if finish_reason is None:
             return self._running if logprobs == "null" else f',"logprobs":{logprobs},"finish_reason":null{self._stop}'
-        finish, stop = json.dumps(delta.finish_reason), json.dumps(delta.stop_reason)
+        finish, stop = json.dumps(finish_reason), json.dumps(stop_reason)
         return f',"logprobs":{logprobs},"finish_reason":{finish},"stop_reason":{stop}{self._stop}'
 
 
@@ -114,7 +123,8 @@ class CompletionEvents(_OpenAIEvents):
         echo = self._echoes.pop(delta.index, "") if self._echoes else ""
         logprobs = "null" if delta.logprobs is None else self._written(delta.index, delta.logprobs)
         text = json.dumps(delta.text)
-        return f'{self._start}{{"index":{delta.index},"text":"{echo}{text[1:]}{self._rest(delta, logprobs)}'
+        rest = self._rest(logprobs, delta.finish_reason, delta.stop_reason)
+        return f'{self._start}{{"index":{delta.index},"text":"{echo}{text[1:]}{rest}'
 
     def _written(self, index: int, entries: Sequence[TokenLogprob]) -> str:
         offset = self._offsets.get(index, 0)
@@ -130,11 +140,28 @@ class ChatEvents(_OpenAIEvents):
         self._logprobs = ChatLogprobs(tokenizer)
         self._introduced: set[int] = set()
 
-    def event(self, delta: Delta) -> str:
+    def event(self, piece: Piece) -> str:
         role = ""
-        if delta.index not in self._introduced:
-            self._introduced.add(delta.index)
+        if piece.index not in self._introduced:
+            self._introduced.add(piece.index)
             role = '"role":"assistant",'
-        logprobs = "null" if delta.logprobs is None else "".join(self._logprobs.pieces(delta.logprobs))
-        content = f'{{{role}"content":{json.dumps(delta.text)}}}'
-        return f'{self._start}{{"index":{delta.index},"delta":{content}{self._rest(delta, logprobs)}'
+        logprobs = "null" if piece.logprobs is None else "".join(self._logprobs.pieces(piece.logprobs))
+        if isinstance(piece, TextPiece):
+            delta = f'{{{role}"content":{json.dumps(piece.text)}}}{self._rest(logprobs)}'
+        elif isinstance(piece, ChatEnd):
+            empty = f'{{{role}"content":""}}' if role else "{}"
+            delta = empty + self._rest(logprobs, piece.finish_reason, piece.stop_reason)
+        elif isinstance(piece, ReasoningPiece):
+            delta = f'{{{role}"reasoning_content":{json.dumps(piece.text)}}}{self._rest(logprobs)}'
+        else:
+            null = f'{role}"content":null,' if role else ""
+            delta = f'{{{null}"tool_calls":[{_call_delta(piece)}]}}{self._rest(logprobs)}'
+        return f'{self._start}{{"index":{piece.index},"delta":{delta}'
+
+
+def _call_delta(piece: CallBegin | CallArguments) -> str:
+    if isinstance(piece, CallArguments):
+        return f'{{"index":{piece.number},"function":{{"arguments":{json.dumps(piece.text)}}}}}'
+    name = json.dumps(piece.name)
+    function = f'{{"name":{name},"arguments":""}}'
+    return f'{{"index":{piece.number},"id":{json.dumps(piece.id)},"type":"function","function":{function}}}'

@@ -1,32 +1,42 @@
-"""Server-sent events: one per delta, all that are waiting in one write to the socket."""
+"""Server-sent events: one per delta or piece, all that are waiting in one write to the socket."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cllm.server.answers import Answers, unless_gone
+from cllm.server.answers import Counts, unless_gone
 from cllm.server.errors import ClientGoneError, problem_of
 from cllm.server.exchange import DIRECT_SEND
 
-if TYPE_CHECKING:
-    from cllm.generation import Delta
+T = TypeVar("T")
+Out = TypeVar("Out", covariant=True)
+In = TypeVar("In", contravariant=True)
 
 DONE = "data: [DONE]\n\n"
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-class Events(Protocol):
+class Source(Counts, Protocol[Out]):
+    """What is streamed, in batches: entering it submits, leaving it cleans up."""
+
+    async def __aenter__(self) -> object: ...
+    async def __aexit__(self, *_: object) -> None: ...
+    def __aiter__(self) -> AsyncIterator[Sequence[Out]]: ...
+
+
+class Events(Protocol[In]):
     """How one API writes its stream."""
 
-    def event(self, delta: Delta) -> str: ...
+    def event(self, item: In, /) -> str: ...
 
-    def end(self, answers: Answers) -> str:
-        """What follows the last delta."""
+    def end(self, counts: Counts, /) -> str:
+        """What follows the last item."""
 
 
 def data(content: Any) -> str:
@@ -42,11 +52,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answers: Answers, events: Events) -> None:
+    def __init__(self, source: Source[T], events: Events[T]) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
-        self._answers = answers
-        self._events = events
+        self._source: Source[Any] = source
+        self._events: Events[Any] = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -67,10 +77,10 @@ class EventStream(Response):
             await passes({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
         try:
-            async with self._answers as answers:
-                async for batch in answers:
-                    await write("".join([self._events.event(delta) for delta in batch]), more=True)
-            await write(self._events.end(answers), more=False)
+            async with self._source:
+                async for batch in self._source:
+                    await write("".join([self._events.event(item) for item in batch]), more=True)
+            await write(self._events.end(self._source), more=False)
         except Exception as error:
             if not started:
                 raise

@@ -1,0 +1,1 @@
+"""How models write tool calls and reasoning, and how answers are read back."""
