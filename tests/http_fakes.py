@@ -113,6 +113,7 @@ class FakeGeneration:
         self.params = params
         self.options = options
         self.cached_tokens = len(prompt_ids) // 2
+        self.computed_tokens = 0
         self.completion_tokens = 0
         self.closed = asyncio.Event()
         self.done = False

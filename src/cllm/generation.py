@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cllm.engine.params import SamplingParams
-from cllm.engine.request import FinishReason, Output
+from cllm.engine.request import FinishReason, Output, Request
 from cllm.engine.sampling import TokenLogprob
 from cllm.errors import RequestCancelledError
 from cllm.text.stream import TextStream
@@ -63,15 +62,15 @@ class Generation:
 
     def __init__(
         self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
+        request: Request,
         tokenizer: Tokenizer,
         cancel: Canceller,
     ) -> None:
-        self.request_id = request_id
-        self.prompt_ids = prompt_ids
-        self.cached_tokens = 0
+        params = request.params
+        self.request = request
+        """What the engine works on."""
+        self.request_id = request.id
+        self.prompt_ids: Sequence[int] = request.prompt
         self.completion_tokens = 0
         self.timings = Timings()
         self._params = params
@@ -120,6 +119,16 @@ class Generation:
         """What it ended with, if that is no answer."""
         return self._error
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, found in the cache."""
+        return self.request.cached_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Of the prompt, so far, those from the cache included."""
+        return self.request.computed
+
     async def aclose(self) -> None:
         if not self.done:
             self._cancel(self.request_id)
@@ -135,7 +144,6 @@ class Generation:
     # -- the engine's outputs, on the event loop ---------------------------------------------------------------
 
     def take(self, output: Output, now: float) -> None:
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self._note_time(now)
         answer = self._answers[output.answer]
         if answer.done or self._error is not None:

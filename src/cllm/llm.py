@@ -17,13 +17,13 @@ from cllm.config import Config
 from cllm.engine.loop import Engine
 from cllm.engine.observer import Observers
 from cllm.engine.params import SamplingParams
-from cllm.engine.request import FinishReason, Output, build_request
+from cllm.engine.request import FinishReason, Output, Request, build_request
 from cllm.engine.rows import RowSampler, fastest
 from cllm.engine.stats import EngineSnapshot
 from cllm.engine.tenant import NOBODY, Tenant
 from cllm.engine.turns import Turn, Turns
 from cllm.engine.watch import Picture
-from cllm.errors import InvalidRequestError, ShuttingDownError
+from cllm.errors import InvalidRequestError, RequestCancelledError, ShuttingDownError
 from cllm.generation import Generation
 from cllm.kv.events import Listener
 from cllm.kv.manager import KVManager
@@ -289,7 +289,7 @@ class AsyncLLM:
             tenant=tenant,
             pins=pins,
         )
-        generation = Generation(request_id, ids, params, self.tokenizer, self._cancel)
+        generation = Generation(request, self.tokenizer, self._cancel)
         self._live[request_id] = generation
         try:
             engine.submit(request)
@@ -297,6 +297,19 @@ class AsyncLLM:
             del self._live[request_id]
             raise
         return generation
+
+    def requests(self) -> list[Request]:
+        """Those that wait or run."""
+        return [generation.request for generation in self._live.values()]
+
+    def end(self, request_id: str, why: str) -> bool:
+        """End a request with an error that says why. False: there is none of that id."""
+        generation = self._live.get(request_id)
+        if generation is None:
+            return False
+        self._cancel(request_id)
+        generation.fail(RequestCancelledError(why))
+        return True
 
     async def unpin(self, name: str, space: bytes | None = None) -> bool:
         """End a pin. False: there is none of that name (in that space)."""

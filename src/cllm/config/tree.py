@@ -303,6 +303,11 @@ class ServerConfig(Section):
     write_timeout_s: float = Field(
         default=30.0, gt=0, description="a client that has not read its answer for this long is cut off"
     )
+    sse_keepalive_s: float = Field(
+        default=15.0,
+        ge=0,
+        description="silence after which a stream gets a comment, so that proxies keep it open; 0: none",
+    )
     max_json_values: int = Field(
         default=262_144, ge=16_384, description="most values in the JSON of a body; a long text is one"
     )

@@ -202,7 +202,8 @@ class Sequence(KVSequence):
 
 
 class Request:
-    """One prompt, `params.n` answers. Created by the caller's thread, then owned by the engine's."""
+    """One prompt, `params.n` answers. Created by the caller's thread, then owned by the engine's. Others may read its
+    numbers: each is written in one go, but two of them may be of different steps."""
 
     __slots__ = (
         "admitted_at",
@@ -260,6 +261,12 @@ class Request:
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.gaps: array[float] = array("f")
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that are in memory, those from the cache included."""
+        first = self.sequences[0]
+        return first.n_prompt if self.generated else min(first.num_computed, first.n_prompt)
 
     @property
     def generated(self) -> int:

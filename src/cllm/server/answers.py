@@ -54,6 +54,10 @@ class Counts(Protocol):
     @property
     def cached_tokens(self) -> int: ...
     @property
+    def computed_tokens(self) -> int:
+        """Of the prompt, so far, those from the cache included."""
+
+    @property
     def completion_tokens(self) -> int: ...
 
 
@@ -170,6 +174,10 @@ class Answers:
     @property
     def cached_tokens(self) -> int:
         return sum(generation.cached_tokens for generation in self.generations)
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(generation.computed_tokens for generation in self.generations)
 
     @property
     def completion_tokens(self) -> int:

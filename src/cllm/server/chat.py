@@ -152,6 +152,10 @@ class Chat:
         return self._answers.cached_tokens
 
     @property
+    def computed_tokens(self) -> int:
+        return self._answers.computed_tokens
+
+    @property
     def completion_tokens(self) -> int:
         return self._answers.completion_tokens
 

@@ -84,8 +84,9 @@ async def completions(
     pins = [pins_of(model, body.cache_control, prompt) for prompt in prompts]
     answers = _answers(request, model, body, prompts, params, head.id, pins, batch)
     if body.stream:
-        events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes)
-        return EventStream(answers, events)
+        counts = answers if body.continuous_usage else None
+        events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes, counts=counts)
+        return EventStream(answers, events, events.progress if body.return_progress else None)
     whole = await unless_gone(request.receive, _collect(answers))
     if best_of > n:
         whole = keep_best(whole, best_of, n, with_logprobs=body.logprobs is not None)
@@ -101,7 +102,9 @@ async def chat_completions(
     _log_asker(body, chat.head.id)
     tokenizer = chat.model.llm.tokenizer
     if body.stream:
-        return EventStream(chat, ChatEvents(chat.head, tokenizer, include_usage=body.include_usage))
+        counts = chat if body.continuous_usage else None
+        events = ChatEvents(chat.head, tokenizer, include_usage=body.include_usage, counts=counts)
+        return EventStream(chat, events, events.progress if body.return_progress else None)
     whole = await unless_gone(request.receive, chat.collect())
     return SlicedJson(chat_pieces(chat.head, whole, usage_of(chat), tokenizer))
 

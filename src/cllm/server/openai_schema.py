@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from cllm.engine.params import MAX_LOGPROBS
 from cllm.server.cache_control import MOST_MARKS, CacheControl, count_marks
-from cllm.server.sampling_schema import SamplingFields, in_range
+from cllm.server.sampling_schema import RETURN_PROGRESS, SamplingFields, in_range
 from cllm.server.validation import (
     WHOLE,
     AtMost,
@@ -90,9 +90,7 @@ class OpenAIRequest(SamplingFields):
     n: Annotated[Int32, in_range("n")] | None = Field(None, description="Number of answers to each prompt. Default 1.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
     stream_options: StreamOptions | None = None
-    return_progress: bool | None = Field(
-        None, description="In a stream: say how far the prompt is (`prompt_progress`) until the first token comes."
-    )
+    return_progress: bool | None = RETURN_PROGRESS
     user: UserName | None = Field(None, description="Who asks; goes into the log next to the request id.")
 
     def contradictions(self) -> Iterator[PydanticCustomError]:
@@ -106,6 +104,10 @@ class OpenAIRequest(SamplingFields):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(OpenAIRequest):

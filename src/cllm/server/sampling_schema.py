@@ -57,6 +57,11 @@ StopStrings = Annotated[list[StopString], Field(fail_fast=True), AtMost("max_sto
 StopTokens = Annotated[TokenIds, AtMost("max_stop_token_ids", "token ids")]
 
 
+RETURN_PROGRESS = Field(
+    None, description="In a stream: say how far the prompt is (`prompt_progress`) until the first token comes."
+)
+
+
 @dataclass(frozen=True)
 class _InRange:
     """Marks a number as one of `SamplingParams`, whose ranges hold."""
