@@ -16,7 +16,7 @@ from openai import APIError, APIStatusError, AsyncOpenAI
 from cllm.config import Config, load_config
 from cllm.llm import AsyncLLM
 from cllm.server.key_file import add_key
-from http_fakes import FakeLLM, TrackedApp, client_for, served
+from http_fakes import TrackedApp, served
 
 LONG = "x" * 600
 PATHS = {
@@ -99,7 +99,9 @@ async def test_silence_is_filled_with_comments_in_the_queue_the_prompt_and_the_a
     assert ": 0 of 5 prompt tokens" in comments(first.text)
     assert ": keep-alive" in comments(first.text)
     assert ": 0 of 5 prompt tokens" in comments(waiting.text)
-    assert len(events(first.text)) == len(events(waiting.text)) == 3
+    for answer in (first, waiting):
+        assert events(answer.text)[-1]["choices"][0]["finish_reason"] == "length"
+        assert answer.text.endswith("data: [DONE]\n\n")
 
 
 async def test_keepalives_can_be_switched_off() -> None:
@@ -109,19 +111,18 @@ async def test_keepalives_can_be_switched_off() -> None:
     assert not comments(answer.text)
 
 
-async def test_usage_is_in_every_event_if_asked_for() -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_usage_is_in_every_event_if_asked_for(path: str) -> None:
+    body = {"prompt": "hi"} if "chat" not in path else {"messages": [{"role": "user", "content": "hi"}]}
     options = {"include_usage": True, "continuous_usage_stats": True}
-    for path, body in (("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": USER})):
-        async with client_for(FakeLLM()) as client:
-            asked = {**body, "stream": True, "max_tokens": 4, "stream_options": options}
-            usages = [event["usage"] for event in events((await client.post(path, json=asked)).text)]
-        assert all(each["prompt_tokens"] > 0 for each in usages)
-        generated = [each["completion_tokens"] for each in usages]
-        assert generated == sorted(generated)
-        assert (generated[0] < 4, generated[-1]) == (True, 4)
-
-
-USER = [{"role": "user", "content": "hi"}]
+    asked = {**body, "stream": True, "max_tokens": 6, "ignore_eos": True, "stream_options": options}
+    slow = serving(backend__fake__latency_ms=20.0)
+    async with slow as (app, _), httpx.AsyncClient(base_url=app.url, timeout=60) as client:
+        usages = [event["usage"] for event in events((await client.post(path, json=asked)).text)]
+    assert all(each["prompt_tokens"] > 0 for each in usages)
+    generated = [each["completion_tokens"] for each in usages]
+    assert generated == sorted(generated)
+    assert (generated[0] < 6, generated[-1]) == (True, 6)
 
 
 # -- /v1/requests --------------------------------------------------------------------------------------------------

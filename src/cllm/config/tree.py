@@ -327,6 +327,11 @@ class ServerConfig(Section):
         ge=1,
         description="most tokens that POST /encode counts in a text, and in a prompt with a rolling window",
     )
+    root_path: str = Field(
+        default="",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="path that the server has behind a proxy, such as /llm; taken off where the proxy passes it on",
+    )
     page: bool = Field(default=True, description="the page at / and its stream of events at /kv/stream")
     page_shows_prompts: bool = Field(
         default=False, description="show on the page how cached prompts begin, to whoever may open it"

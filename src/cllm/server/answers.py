@@ -110,7 +110,7 @@ class Answers:
         self._pins = pins
         self.generations: list[Generation] = []
         self._llm = llm
-        self._prompts = prompts
+        self.prompts = prompts
         self._params = params
         self._priority = priority or 0
         self._timeout_s = timeout_s
@@ -126,7 +126,7 @@ class Answers:
     async def __aenter__(self) -> Answers:
         try:
             turn = time.perf_counter()
-            for number, prompt in enumerate(self._prompts):
+            for number, prompt in enumerate(self.prompts):
                 self.generations.append(self._submit(number, prompt))
                 if time.perf_counter() - turn > _TURN_S:
                     await asyncio.sleep(0)
@@ -161,7 +161,7 @@ class Answers:
 
     async def collect(self) -> list[Answer]:
         """Wait for the end of all answers."""
-        answers = [Answer() for _ in range(len(self._prompts) * self._params.n)]
+        answers = [Answer() for _ in range(len(self.prompts) * self._params.n)]
         async for batch in self:
             for delta in batch:
                 answers[delta.index].add(delta)
@@ -184,7 +184,7 @@ class Answers:
         return sum(generation.completion_tokens for generation in self.generations)
 
     def _submit(self, number: int, prompt: Sequence[int]) -> Generation:
-        alone = len(self._prompts) == 1
+        alone = len(self.prompts) == 1
         return self._llm.submit(
             prompt,
             self._params,

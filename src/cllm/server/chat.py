@@ -144,6 +144,11 @@ class Chat:
         return whole
 
     @property
+    def prompt(self) -> Sequence[int]:
+        """The conversation as tokens."""
+        return self._answers.prompts[0]
+
+    @property
     def prompt_tokens(self) -> int:
         return self._answers.prompt_tokens
 

@@ -63,6 +63,20 @@ class RequestContext:
             await problem.response(scope["path"])(scope, receive, send_with_id)
 
 
+class SubPath:
+    """For servers under a path of somebody else's: takes it off, if the proxy in front has not."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self.app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
+            scope["raw_path"] = scope.get("raw_path", b"").removeprefix(self._prefix.encode())
+        await self.app(scope, receive, send)
+
+
 class ApiKey:
     """Lets nobody in without a key, except to what monitors need and to the page, which holds no data. No key gets
     further than it may."""

@@ -98,7 +98,7 @@ async def chat_completions(
     body: Annotated[ChatRequest, Depends(taken(ChatRequest))], request: Request, state: State
 ) -> Response:
     """Answer the last message of a conversation."""
-    chat = await open_chat(state, request, _call_of(body), "chatcmpl")
+    chat = await open_chat(state, request, call_of(body), "chatcmpl")
     _log_asker(body, chat.head.id)
     tokenizer = chat.model.llm.tokenizer
     if body.stream:
@@ -138,7 +138,7 @@ def _params(body: OpenAIRequest, max_tokens: int | None, logprobs: int | None) -
     return body.sampling(max_tokens=max_tokens, n=body.n, logprobs=logprobs)
 
 
-def _call_of(body: ChatRequest) -> ChatCall:
+def call_of(body: ChatRequest) -> ChatCall:
     return ChatCall(
         messages=[message.plain() for message in body.messages],
         params=_params(body, body.most_tokens, (body.top_logprobs or 0) if body.logprobs else None),

@@ -30,8 +30,10 @@ class Texts:
     def close(self) -> None:
         self._lanes.close()
 
-    async def encode(self, text: str, limit: TokenLimit, param: str) -> Sequence[int]:
-        return (await self._encode([text], limit, param))[0]
+    async def encode(
+        self, text: str, limit: TokenLimit, param: str, *, special: bool = False, add_bos: bool = True
+    ) -> Sequence[int]:
+        return (await self._encode([text], limit, param, special=special, add_bos=add_bos))[0]
 
     async def encode_prompt(self, text: str, params: SamplingParams | None = None) -> Sequence[int]:
         return await self.encode(text, self._llm.prompt_limit(params), "prompt")
@@ -106,15 +108,23 @@ class Texts:
         decode = self._llm.tokenizer.decode
         return await self._lanes.run(len(ids), lambda: decode(ids, skip_special=False))
 
-    async def _encode(self, texts: Sequence[str | list[int]], limit: TokenLimit, param: str) -> list[Sequence[int]]:
+    async def _encode(
+        self,
+        texts: Sequence[str | list[int]],
+        limit: TokenLimit,
+        param: str,
+        *,
+        special: bool = False,
+        add_bos: bool = True,
+    ) -> list[Sequence[int]]:
         tokenizer = self._llm.tokenizer
 
         def encode(text: str | list[int]) -> Sequence[int]:
             if not isinstance(text, str):
                 limit.check(text, param)
                 return array("i", text)
-            limit.check_text(tokenizer, text, param)
-            ids = tokenizer.encode(text)
+            limit.check_text(tokenizer, text, param, special=special)
+            ids = tokenizer.encode(text, special=special, add_bos=add_bos)
             limit.check(ids, param)
             return ids
 

@@ -63,6 +63,19 @@ class ChatTemplate:
         self._bos = bos
         self._eos = eos
 
+    @property
+    def source(self) -> str:
+        return self._source
+
+    @property
+    def bos(self) -> str:
+        """The name of that token, or nothing."""
+        return self._bos
+
+    @property
+    def eos(self) -> str:
+        return self._eos
+
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         return self._render(_read_messages(messages), add_generation_prompt=add_generation_prompt)
 
