@@ -29,6 +29,9 @@ log = logging.getLogger("cllm.server")
 CLLM_PATHS = frozenset({"/generate", "/generate_stream", "/encode", "/benchmark", "/model/info"})
 """Endpoints whose answers carry `success`."""
 
+OLLAMA_PATHS = "/api/"
+"""Endpoints whose errors are a message and nothing else."""
+
 CLIENT_GONE = 499
 """Status in the log of a request whose client left; nobody receives it."""
 
@@ -102,6 +105,8 @@ class Problem(NamedTuple):
     headers: Mapping[str, str] | None = None
 
     def body(self, path: str) -> dict[str, Any]:
+        if path.startswith(OLLAMA_PATHS):
+            return {"error": self.message}
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"success": False, "error": error} if path in CLLM_PATHS else {"error": error}
 

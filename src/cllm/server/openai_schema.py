@@ -50,12 +50,13 @@ def _not_both(one: str, other: str) -> dict[str, Any]:
 
 
 HINTS = frozenset({
-    "cache_prompt", "id_slot", "metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "cache_prompt", "id_slot", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "request_id", "service_tier", "spaces_between_special_tokens", "store",
 })  # fmt: skip
 """What OpenAI's, vLLM's and llama-server's clients send to steer or label the work, not the answer."""
 
 OTHERS: Unsupported = {
+    "moderation": (),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),

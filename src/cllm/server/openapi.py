@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 from cllm.server.generate_schema import BenchmarkRequest, EncodeRequest, GenerateRequest
 from cllm.server.middleware import OPEN_PATHS
 from cllm.server.models import LoadRequest, UnloadRequest
+from cllm.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
 from cllm.server.openai_schema import ChatRequest, CompletionRequest
 from cllm.server.tokens import DetokenizeRequest, TokenizeRequest
 from cllm.server.validation import AT_MOST, TOKEN_ID, TOKEN_IDS_AS_KEYS
@@ -31,6 +32,9 @@ REQUESTS: dict[str, type[BaseModel]] = {
     "/apply-template": ChatRequest,
     "/v1/chat/completions/render": ChatRequest,
     "/benchmark": BenchmarkRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/show": ShowRequest,
     "/kv/warm": WarmRequest,
 }
 """What each endpoint takes."""

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cllm.server.answers import Counts, unless_gone
-from cllm.server.errors import ClientGoneError, note_refusal, problem_of
+from cllm.server.errors import ClientGoneError, Problem, note_refusal, problem_of
 from cllm.server.pulse import Progress, Pulse, Wire
 
 T = TypeVar("T")
@@ -51,6 +51,8 @@ class EventStream(Response):
     """
 
     media_type = "text/event-stream"
+    comments = True
+    """Whether silence may be filled with them."""
 
     def __init__(self, source: Source[T], events: Events[T], progress: Progress | None = None) -> None:
         """`progress` writes the events that say how far the prompt is, for those who ask for them."""
@@ -68,7 +70,7 @@ class EventStream(Response):
 
     async def _stream(self, scope: Scope, send: Send) -> None:
         wire = Wire(scope, send, self.raw_headers)
-        every_s: float = scope["app"].state.cllm.config.server.sse_keepalive_s
+        every_s: float = scope["app"].state.cllm.config.server.sse_keepalive_s if self.comments else 0
         try:
             async with self._source:
                 pulse = Pulse(wire, self._source, every_s, self._progress)
@@ -82,7 +84,11 @@ class EventStream(Response):
                 raise
             problem = problem_of(error, request_id=scope["state"]["request_id"])
             note_refusal(problem, scope)
-            await wire.write(data(problem.body(scope["path"])), more=False)
+            await wire.write(self.failure(problem, scope["path"]), more=False)
+
+    def failure(self, problem: Problem, path: str) -> str:
+        """The last event of a stream that broke off."""
+        return data(problem.body(path))
 
     async def _pass_on(self, wire: Wire, pulse: Pulse) -> None:
         event, before = self._events.event, None
