@@ -28,6 +28,7 @@ from cllm.server.connections import Connections
 from cllm.structured.structure import Structure
 from cllm.text.bounded import TokenLimit
 from cllm.text.chat import CHATML, PLAIN, ChatTemplate, PromptOptions
+from cllm.text.infill import Infill
 
 SHAPE = ModelShape("llama", 2, 8, 2, 1, 4, 4, 0x110000, 64)
 KV = KVUsage(
@@ -81,6 +82,7 @@ class CharTokenizer:
     add_bos = False
     longest_token = 4
     special_tokens: ClassVar[dict[str, int]] = {}
+    infill: Infill | None = None
 
     def encode(self, text: str, *, special: bool = False, add_bos: bool = True) -> list[int]:
         return [ord(character) for character in text]
@@ -115,6 +117,7 @@ class FakeGeneration:
         self.params = params
         self.options = options
         self.cached_tokens = len(prompt_ids) // 2
+        self.computed_tokens = 0
         self.completion_tokens = 0
         self.closed = asyncio.Event()
         self.done = False
@@ -262,7 +265,7 @@ class FakeLLM:
         return self.tokenizer.encode(rendered)
 
     def prompt_limit(self, params: SamplingParams | None = None) -> TokenLimit:
-        return TokenLimit(self.max_context, f"the context is {self.max_context} tokens")
+        return TokenLimit.of_context(self.max_context + 1)
 
     def answer_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
         room = max(self.max_context - prompt_tokens, 0)

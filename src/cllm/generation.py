@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cllm.engine.params import SamplingParams
-from cllm.engine.request import FinishReason, Output
+from cllm.engine.request import FinishReason, Output, Request
 from cllm.engine.sampling import TokenLogprob
 from cllm.errors import RequestCancelledError
 from cllm.text.stream import TextStream
@@ -63,17 +62,17 @@ class Generation:
 
     def __init__(
         self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
+        request: Request,
         tokenizer: Tokenizer,
         cancel: Canceller,
         shown: Mapping[int, bytes] | None = None,
     ) -> None:
         """`shown`: special tokens that are part of the text."""
-        self.request_id = request_id
-        self.prompt_ids = prompt_ids
-        self.cached_tokens = 0
+        params = request.params
+        self.request = request
+        """What the engine works on."""
+        self.request_id = request.id
+        self.prompt_ids: Sequence[int] = request.prompt
         self.completion_tokens = 0
         self.timings = Timings()
         self._params = params
@@ -133,6 +132,16 @@ class Generation:
         if not self._unfinished:
             self._wake()
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, found in the cache."""
+        return self.request.cached_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Of the prompt, so far, those from the cache included."""
+        return self.request.computed
+
     async def aclose(self) -> None:
         if not self.done:
             self._cancel(self.request_id)
@@ -148,13 +157,15 @@ class Generation:
     # -- the engine's outputs, on the event loop ---------------------------------------------------------------
 
     def take(self, output: Output, now: float) -> None:
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self._note_time(now)
         answer = self._answers[output.answer]
         if answer.done or self._error is not None:
             return
         if output.error is not None or output.reason in (FinishReason.CANCELLED, FinishReason.TIMEOUT):
             self.fail(output.error or RequestCancelledError(f"request {self.request_id} was cancelled"))
+            return
+        if self._params.max_tokens == 0:
+            self._finish(answer, output, "", FinishReason.LENGTH.value, None)
             return
         text = self._take_token(answer, output)
         if answer.stream.stopped is not None:

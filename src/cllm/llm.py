@@ -17,13 +17,13 @@ from cllm.dialect.dialect import Dialect, dialect_of
 from cllm.engine.loop import Engine
 from cllm.engine.observer import Observers
 from cllm.engine.params import SamplingParams
-from cllm.engine.request import FinishReason, Output, build_request
+from cllm.engine.request import FinishReason, Output, Request, build_request
 from cllm.engine.rows import RowSampler, fastest
 from cllm.engine.stats import EngineSnapshot
 from cllm.engine.tenant import NOBODY, Tenant
 from cllm.engine.turns import Turn, Turns
 from cllm.engine.watch import Picture
-from cllm.errors import InvalidRequestError, ShuttingDownError
+from cllm.errors import InvalidRequestError, RequestCancelledError, ShuttingDownError
 from cllm.generation import Generation
 from cllm.kv.events import Listener
 from cllm.kv.manager import KVManager
@@ -189,10 +189,7 @@ class AsyncLLM:
         if self._window_of(params) is not None:
             most = self.config.server.max_encode_tokens
             return TokenLimit(most, f"with a rolling window at most {most} are taken (server.max_encode_tokens)")
-        most = self.max_context - 1
-        return TokenLimit(
-            most, f"the context is {self.max_context} tokens, of which at least one must be left for the answer"
-        )
+        return TokenLimit.of_context(self.max_context)
 
     def answer_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
         """The most tokens that each answer to such a prompt can have."""
@@ -320,7 +317,7 @@ class AsyncLLM:
             pins=pins,
             constraint=None if grammar is None else grammar.start(),
         )
-        generation = Generation(request_id, ids, params, self.tokenizer, self._cancel, shown)
+        generation = Generation(request, self.tokenizer, self._cancel, shown)
         self._live[request_id] = generation
         try:
             engine.submit(request)
@@ -328,6 +325,19 @@ class AsyncLLM:
             del self._live[request_id]
             raise
         return generation
+
+    def requests(self) -> list[Request]:
+        """Those that wait or run."""
+        return [generation.request for generation in self._live.values()]
+
+    def end(self, request_id: str, why: str) -> bool:
+        """End a request with an error that says why. False: there is none of that id."""
+        generation = self._live.get(request_id)
+        if generation is None:
+            return False
+        self._cancel(request_id)
+        generation.fail(RequestCancelledError(why))
+        return True
 
     async def unpin(self, name: str, space: bytes | None = None) -> bool:
         """End a pin. False: there is none of that name (in that space)."""

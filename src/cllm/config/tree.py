@@ -306,6 +306,11 @@ class ServerConfig(Section):
     write_timeout_s: float = Field(
         default=30.0, gt=0, description="a client that has not read its answer for this long is cut off"
     )
+    sse_keepalive_s: float = Field(
+        default=15.0,
+        ge=0,
+        description="silence after which a stream gets a comment, so that proxies keep it open; 0: none",
+    )
     max_json_values: int = Field(
         default=262_144, ge=16_384, description="most values in the JSON of a body; a long text is one"
     )
@@ -324,6 +329,11 @@ class ServerConfig(Section):
         default=131_072,
         ge=1,
         description="most tokens that POST /encode counts in a text, and in a prompt with a rolling window",
+    )
+    root_path: str = Field(
+        default="",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="path that the server has behind a proxy, such as /llm; taken off where the proxy passes it on",
     )
     page: bool = Field(default=True, description="the page at / and its stream of events at /kv/stream")
     page_shows_prompts: bool = Field(

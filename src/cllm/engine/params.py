@@ -23,9 +23,18 @@ class Range(NamedTuple):
     high: float | None = None
     open_low: bool = False
 
+    def passed_by(self, value: float) -> str | None:
+        """What the number must be, if it is not."""
+        low, high, open_low = self
+        below = value <= low if open_low else value < low
+        if math.isfinite(value) and not below and (high is None or value <= high):
+            return None
+        above = "more than" if open_low else "at least"
+        return f"{above} {low}" + ("" if high is None else f" and at most {high}")
+
 
 RANGES = {
-    "max_tokens": Range(1),
+    "max_tokens": Range(0),
     "n": Range(1, MAX_CHOICES),
     "temperature": Range(0.0, 100.0),
     "top_p": Range(0.0, 1.0, open_low=True),
@@ -66,7 +75,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = 128
-    """Most tokens to generate; `None` means as many as the context holds."""
+    """Most tokens to generate; `None` means as many as the context holds, 0 that only the prompt is computed."""
     n: int = 1
     """Independent answers to the same prompt. The prompt is computed once."""
     temperature: float = 1.0
@@ -117,7 +126,7 @@ class SamplingParams:
 
 
 def _check_range(params: SamplingParams, name: str, allowed: Range) -> None:
-    low, high, open_low = allowed
+    low = allowed.low
     value = getattr(params, name)
     if value is None and name in _MAY_BE_NONE:
         return
@@ -125,8 +134,5 @@ def _check_range(params: SamplingParams, name: str, allowed: Range) -> None:
     if isinstance(value, bool) or not isinstance(value, kinds):
         wanted = "a number" if isinstance(low, float) else "a whole number"
         raise InvalidRequestError(f"{name} is {value!r}; it must be {wanted}", name)
-    below = value <= low if open_low else value < low
-    if not math.isfinite(value) or below or (high is not None and value > high):
-        above = "more than" if open_low else "at least"
-        limit = f"{above} {low}" + ("" if high is None else f" and at most {high}")
+    if (limit := allowed.passed_by(value)) is not None:
         raise InvalidRequestError(f"{name} is {value}; it must be {limit}", name)

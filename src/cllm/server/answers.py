@@ -55,6 +55,10 @@ class Counts(Protocol):
     @property
     def cached_tokens(self) -> int: ...
     @property
+    def computed_tokens(self) -> int:
+        """Of the prompt, so far, those from the cache included."""
+
+    @property
     def completion_tokens(self) -> int: ...
 
 
@@ -112,7 +116,7 @@ class Answers:
         self._shown = shown
         self.generations: list[Generation] = []
         self._llm = llm
-        self._prompts = prompts
+        self.prompts = prompts
         self._params = params
         self._priority = priority or 0
         self._timeout_s = timeout_s
@@ -128,7 +132,7 @@ class Answers:
     async def __aenter__(self) -> Answers:
         try:
             turn = time.perf_counter()
-            for number, prompt in enumerate(self._prompts):
+            for number, prompt in enumerate(self.prompts):
                 self.generations.append(self._submit(number, prompt))
                 if time.perf_counter() - turn > _TURN_S:
                     await asyncio.sleep(0)
@@ -163,7 +167,7 @@ class Answers:
 
     async def collect(self) -> list[Answer]:
         """Wait for the end of all answers."""
-        answers = [Answer() for _ in range(len(self._prompts) * self._params.n)]
+        answers = [Answer() for _ in range(len(self.prompts) * self._params.n)]
         async for batch in self:
             for delta in batch:
                 answers[delta.index].add(delta)
@@ -176,11 +180,15 @@ class Answers:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(map(len, self._prompts))
+        return sum(len(prompt) for prompt in self.prompts)
 
     @property
     def cached_tokens(self) -> int:
         return sum(generation.cached_tokens for generation in self.generations)
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(generation.computed_tokens for generation in self.generations)
 
     @property
     def completion_tokens(self) -> int:
@@ -192,7 +200,7 @@ class Answers:
         return max((mark.tokens for marks in self._pins for mark in marks), default=0)
 
     def _submit(self, number: int, prompt: Sequence[int]) -> Generation:
-        alone = len(self._prompts) == 1
+        alone = len(self.prompts) == 1
         return self._llm.submit(
             prompt,
             self._params,

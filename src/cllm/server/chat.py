@@ -164,12 +164,21 @@ class Chat:
         return whole
 
     @property
+    def prompt(self) -> Sequence[int]:
+        """The conversation as tokens."""
+        return self._answers.prompts[0]
+
+    @property
     def prompt_tokens(self) -> int:
         return self._answers.prompt_tokens
 
     @property
     def cached_tokens(self) -> int:
         return self._answers.cached_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        return self._answers.computed_tokens
 
     @property
     def completion_tokens(self) -> int:

@@ -28,6 +28,7 @@ from cllm.server.generate_schema import (
     ModelInfoReply,
 )
 from cllm.server.openai_replies import error_responses, event_stream
+from cllm.server.pulse import progress_json
 from cllm.server.sliced import SlicedJson, list_pieces
 from cllm.server.sse import DONE, EventStream, data
 from cllm.server.state import ServerState, State, tenant_of, time_left
@@ -80,6 +81,9 @@ class _GenerateEvents:
         self._answer.add(delta)
         return f'{self._start}{delta.token_ids},"text":{json.dumps(delta.text)},"done":false}}\n\n'
 
+    def progress(self, counts: Counts, time_ms: int) -> str:
+        return f'{self._start}[],"text":"","done":false,"prompt_progress":{progress_json(counts, time_ms)}}}\n\n'
+
     def end(self, answers: Counts) -> str:
         summary = self._run.summary(self._answer, answers)
         return data({**summary.model_dump(), "done": True}) + DONE
@@ -103,7 +107,8 @@ async def generate(body: _GenerateBody, request: Request, state: State) -> Respo
 async def generate_stream(body: _GenerateBody, request: Request, state: State) -> Response:
     """Continue a prompt as server-sent events: `token` holds the new token ids, `text` the new text."""
     run, answers = await _prepare(body, request, state)
-    return EventStream(answers, _GenerateEvents(run))
+    events = _GenerateEvents(run)
+    return EventStream(answers, events, events.progress if body.return_progress else None)
 
 
 @router.post(

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cllm.server.openai_replies import ErrorDetail
 from cllm.server.openai_schema import ModelName
-from cllm.server.sampling_schema import SamplingFields, in_range
+from cllm.server.sampling_schema import RETURN_PROGRESS, SamplingFields, in_range
 from cllm.server.validation import WHOLE, Int32, RequestModel, Text, Words
 
 DEFAULT_MAX_TOKENS = 128
@@ -25,6 +25,7 @@ class GenerateRequest(SamplingFields):
     max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
         None, description=f"Most tokens to generate. Default {DEFAULT_MAX_TOKENS}."
     )
+    return_progress: bool | None = RETURN_PROGRESS
 
 
 class GenerateData(BaseModel):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from cllm.engine.params import MAX_LOGPROBS
 from cllm.server.cache_control import MOST_MARKS, count_marks
 from cllm.server.messages_schema import ChatMessage, check_calls
-from cllm.server.sampling_schema import SamplingFields, in_range
+from cllm.server.sampling_schema import RETURN_PROGRESS, SamplingFields, in_range
 from cllm.server.tools_schema import Choice, Tools, check_tools
 from cllm.server.validation import (
     WHOLE,
@@ -32,9 +34,10 @@ _PROMPT = "A string, several strings, token ids, or several lists of token ids."
 
 
 class StreamOptions(RequestModel):
-    unsupported: ClassVar[Unsupported] = {"include_obfuscation": (False,)}
+    hints: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = Field(None, description="End the stream with an event that holds the usage.")
+    continuous_usage_stats: bool | None = Field(None, description="Every event holds the usage so far.")
 
 
 def _together(name: str, needs: str) -> dict[str, Any]:
@@ -48,18 +51,54 @@ def _not_both(one: str, other: str) -> dict[str, Any]:
     return {"anyOf": [{"properties": {name: {"enum": [None, False]}}} for name in (one, other)]}
 
 
+HINTS = frozenset({
+    "cache_prompt", "id_slot", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "request_id", "service_tier", "spaces_between_special_tokens", "store",
+})  # fmt: skip
+"""What OpenAI's, vLLM's and llama-server's clients send to steer or label the work, not the answer."""
+
+OTHERS: Unsupported = {
+    "moderation": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "timings_per_token": (False,),
+    "post_sampling_probs": (False,),
+    "lora": ([],),
+    "samplers": (),
+    "n_probs": (0,),
+    "typical_p": (1.0, 1),
+    "top_n_sigma": (-1.0, -1),
+    "dynatemp_range": (0.0, 0),
+    "mirostat": (0,),
+    "repeat_penalty": (1.0, 1),
+    "xtc_probability": (0.0, 0),
+    "dry_multiplier": (0.0, 0),
+}
+"""Parameters of vLLM and llama-server that would change an answer, and values of them that do not."""
+
+
 class OpenAIRequest(SamplingFields):
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
     n: Annotated[Int32, in_range("n")] | None = Field(None, description="Number of answers to each prompt. Default 1.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = RETURN_PROGRESS
     user: UserName | None = Field(None, description="Who asks; goes into the log next to the request id.")
 
-    @model_validator(mode="after")
-    def _options_need_a_stream(self) -> OpenAIRequest:
+    def contradictions(self) -> Iterator[PydanticCustomError]:
         if self.stream_options is not None and not self.stream:
-            raise refusal("stream_options", "is only allowed together with stream = true")
-        return self
+            yield refusal("stream_options", "is only allowed together with stream = true")
 
     @property
     def asker(self) -> str | None:
@@ -69,6 +108,10 @@ class OpenAIRequest(SamplingFields):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
 
 class CompletionRequest(OpenAIRequest):
     model_config = ConfigDict(
@@ -77,7 +120,8 @@ class CompletionRequest(OpenAIRequest):
             "allOf": [_together("stream_options", "stream"), _not_both("echo", "logprobs")],
         }
     )
-    unsupported: ClassVar[Unsupported] = {"suffix": ("",)}
+    hints: ClassVar[frozenset[str]] = HINTS
+    unsupported: ClassVar[Unsupported] = {**OTHERS, "add_special_tokens": (True,)}
 
     prompt: (
         Words
@@ -96,16 +140,24 @@ class CompletionRequest(OpenAIRequest):
     logprobs: Annotated[Int32, in_range("logprobs")] | None = Field(
         None, description="Log probabilities of so many likeliest tokens, 0 to 20."
     )
-    best_of: Int32 | None = Field(None, description="Not supported: must equal n if given.")
+    best_of: Annotated[Int32, in_range("n")] | None = Field(
+        None, description="Generate so many answers and give the n with the highest mean log probability. Default n."
+    )
+    suffix: Text | None = Field(
+        None, description="Fill in what stands between the prompt and this text, where the model has tokens for that."
+    )
 
-    @model_validator(mode="after")
-    def _supported_together(self) -> CompletionRequest:
-        if self.best_of not in (None, self.n or 1):
-            raise refusal("best_of", "is not supported by this server; leave it out")
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        yield from super().contradictions()
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            yield refusal("best_of", f"is {self.best_of}, less than n ({n})")
+        if self.best_of is not None and self.best_of > n and self.stream:
+            yield refusal("best_of", "is only allowed without stream: the best are known at the end")
+        if self.suffix and self.echo:
+            yield refusal("suffix", "is not allowed together with echo")
         if self.echo and self.logprobs is not None:
-            reason = "is not supported together with logprobs: those of the prompt are not computed"
-            raise refusal("echo", reason)
-        return self
+            yield refusal("echo", "is not supported together with logprobs: those of the prompt are not computed")
 
 
 class ChatRequest(OpenAIRequest):
@@ -118,28 +170,26 @@ class ChatRequest(OpenAIRequest):
             "allOf": [_together("stream_options", "stream"), _together("top_logprobs", "logprobs")],
         }
     )
+    hints: ClassVar[frozenset[str]] = HINTS | {"verbosity"}
     unsupported: ClassVar[Unsupported] = {
         "functions": ([],),
         "function_call": ("none",),
         "modalities": (["text"],),
         "audio": (),
-        "prediction": (),
         "web_search_options": (),
-        "verbosity": ("medium",),
-        "moderation": (),
-        "store": (False,),
-        "metadata": ({},),
-        "service_tier": ("auto", "default"),
-        "prompt_cache_key": (),
-        "prompt_cache_options": (),
-        "prompt_cache_retention": ("in_memory",),
+        **OTHERS,
+        "add_special_tokens": (False,),
+        "chat_template": (),
+        "documents": ([],),
+        "mm_processor_kwargs": (),
+        "echo": (False,),
     }
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")]
     max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
         None, description="The old name of max_completion_tokens."
     )
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = Field(
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = Field(
         None, description="Most tokens to generate. Default: as many as the context holds."
     )
     logprobs: bool | None = Field(None, description="Report the log probability of every token.")
@@ -192,18 +242,15 @@ class ChatRequest(OpenAIRequest):
             raise refusal("reasoning_format", "says the same as separate_reasoning; send one of them")
         return self
 
-    @model_validator(mode="after")
-    def _consistent(self) -> ChatRequest:
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        yield from super().contradictions()
         if self.top_logprobs is not None and not self.logprobs:
-            reason = "is only allowed together with logprobs = true"
-            raise refusal("top_logprobs", reason)
+            yield refusal("top_logprobs", "is only allowed together with logprobs = true")
         names = (self.max_tokens, self.max_completion_tokens)
         if None not in names and names[0] != names[1]:
-            reason = f"is {names[0]}, but max_completion_tokens is {names[1]}; send one of them"
-            raise refusal("max_tokens", reason)
+            yield refusal("max_tokens", f"is {names[0]}, but max_completion_tokens is {names[1]}; send one of them")
         if (count := count_marks(self)) > MOST_MARKS:
-            raise refusal("messages", f"holds {count} marks of cache_control; at most {MOST_MARKS} are allowed")
-        return self
+            yield refusal("messages", f"holds {count} marks of cache_control; at most {MOST_MARKS} are allowed")
 
     @property
     def asker(self) -> str | None:

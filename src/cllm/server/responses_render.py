@@ -14,9 +14,10 @@ from starlette.types import Scope
 from cllm.dialect.pieces import Piece, TextPiece
 from cllm.server.errors import Problem
 from cllm.server.logprobs import ChatLogprobs
+from cllm.server.pulse import Wire
 from cllm.server.runs import Run, Runs
 from cllm.server.sliced import as_json, slices, text_pieces
-from cllm.server.sse import EventStream, Write
+from cllm.server.sse import EventStream
 
 if TYPE_CHECKING:
     from cllm.engine.sampling import TokenLogprob
@@ -233,15 +234,15 @@ class ResponseStream(EventStream):
         self._response_events = events
         self._whole = whole
 
-    async def _finish(self, write: Write) -> None:
+    async def _finish(self, wire: Wire) -> None:
         events = self._response_events
         last = ""
         for piece in slices(events.ending(await self._whole(events.runs))):
             if last:
-                await write(last, more=True)
+                await wire.write(last, more=True)
                 await asyncio.sleep(0)
             last = piece
-        await write(last, more=False)
+        await wire.write(last, more=False)
 
     def _failure(self, problem: Problem, scope: Scope) -> str:
         return self._response_events.failed(problem)

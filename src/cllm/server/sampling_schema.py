@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
 from cllm.engine.params import MAX_BIAS, RANGES, ContextWindow, SamplingParams
 from cllm.kv.window import MIN_RECENT
@@ -55,11 +58,34 @@ StopStrings = Annotated[list[StopString], Field(fail_fast=True), AtMost("max_sto
 StopTokens = Annotated[TokenIds, AtMost("max_stop_token_ids", "token ids")]
 
 
+RETURN_PROGRESS = Field(
+    None, description="In a stream: say how far the prompt is (`prompt_progress`) until the first token comes."
+)
+
+
+@dataclass(frozen=True)
+class _InRange:
+    """Marks a number as one of `SamplingParams`, whose ranges hold."""
+
+    name: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        low, high, open_low = RANGES[self.name]
+        shown: dict[str, Any] = {"exclusiveMinimum" if open_low else "minimum": low}
+        return {**handler(schema), **(shown if high is None else {**shown, "maximum": high})}
+
+    def _check(self, value: float) -> float:
+        if (limit := RANGES[self.name].passed_by(value)) is not None:
+            raise wrong(f"is {value}; it must be {limit}")
+        return value
+
+
 def in_range(name: str) -> Any:
-    """Shows in the API's description what `SamplingParams` allows."""
-    low, high, open_low = RANGES[name]
-    shown: dict[str, Any] = {"exclusiveMinimum" if open_low else "minimum": low}
-    return Field(json_schema_extra=shown if high is None else {**shown, "maximum": high})
+    """What `SamplingParams` allows, which it checks again for those who use it directly."""
+    return _InRange(name)
 
 
 class ContextWindowFields(RequestModel):
@@ -72,7 +98,7 @@ class ContextWindowFields(RequestModel):
 
 
 class SamplingFields(StructureFields):
-    """`null` means the default. Ranges are checked by `SamplingParams`, once for all ways in."""
+    """`null` means the default."""
 
     temperature: Annotated[float, in_range("temperature")] | None = Field(None, description="0 is greedy. Default 1.")
     top_p: Annotated[float, in_range("top_p")] | None = Field(

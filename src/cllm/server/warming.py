@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from cllm.engine.tenant import Tenant
 from cllm.server.answers import unless_gone
@@ -58,11 +59,9 @@ class WarmRequest(RequestModel):
         description="For all keys, where each has cached prefixes of its own; the operator's key may ask for that.",
     )
 
-    @model_validator(mode="after")
-    def _is_one_thing(self) -> WarmRequest:
+    def contradictions(self) -> Iterator[PydanticCustomError]:
         if (self.prompt is None) == (self.messages is None):
-            raise refusal("prompt", "or messages must be sent, and not both")
-        return self
+            yield refusal("prompt", "or messages must be sent, and not both")
 
 
 class WarmReply(BaseModel):

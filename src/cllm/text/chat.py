@@ -115,6 +115,15 @@ class ChatTemplate:
             return True
         return False
 
+    @property
+    def bos(self) -> str:
+        """The name of that token, or nothing."""
+        return self._bos
+
+    @property
+    def eos(self) -> str:
+        return self._eos
+
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         return self._render(read_messages(messages), PromptOptions(asks=add_generation_prompt))
 
