@@ -13,6 +13,7 @@ from cllm.config.entries import ModelEntry
 from cllm.config.patterns import what_is_wrong
 from cllm.config.problems import InvalidConfigError
 from cllm.config.relations import check_relations
+from cllm.config.sampling import SamplingConfig
 from cllm.config.warm import WarmPrefix
 from cllm.kv.window import MIN_RECENT
 
@@ -39,6 +40,7 @@ class ModelConfig(Section):
         default=None, strict=False, description="Jinja file to use instead of the model's own chat template"
     )
     alias: str | None = Field(default=None, min_length=1, description="name shown to clients (null: the model's name)")
+    sampling: SamplingConfig = SamplingConfig()
 
 
 class NativeConfig(Section):

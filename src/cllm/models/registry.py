@@ -24,6 +24,9 @@ _KNOWN = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 }
+_RECOMMENDED: dict[str, dict[str, int | float]] = {
+    "smollm2": {"temperature": 0.2, "top_p": 0.9},  # on the model's card
+}
 _HUB_PREFIX = "hf:"
 _HOW_TO_NAME = (
     f"give one of {', '.join(_KNOWN)}, the path of a .gguf file or of a Hugging Face directory, hf:org/repo or "
@@ -60,6 +63,11 @@ def resolve(name: str, *, progress: Progress | None = None, refresh: bool = Fals
     if name.startswith(_HUB_PREFIX):
         return _fetch_from_hub(name, progress, refresh)
     return _check_path(name)
+
+
+def recommended_by_authors(name: str) -> dict[str, int | float]:
+    """Sampling parameters for a model of a known name whose file does not have them."""
+    return dict(_RECOMMENDED.get(name, {}))
 
 
 def local_models() -> list[tuple[str, Path | None]]:
