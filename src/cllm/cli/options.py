@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from cllm.config import LoadedConfig
 
 MODEL_HELP = (
-    "A known name, a .gguf file, a Hugging Face directory, hf:org/repo or hf:org/repo/file.gguf. [default: smollm2]"
+    "A known name, a .gguf file, a Hugging Face directory, hf:org/repo, hf:org/repo:Q4_K_M or hf:org/repo/file.gguf. "
+    "[default: smollm2]"
 )
 
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP)]

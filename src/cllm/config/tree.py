@@ -34,7 +34,8 @@ class ModelConfig(Section):
     name: str = Field(
         default="smollm2",
         min_length=1,
-        description="a known name, a .gguf file, a Hugging Face directory, hf:org/repo or hf:org/repo/file.gguf",
+        description="a known name, a .gguf file, a Hugging Face directory, hf:org/repo, hf:org/repo:Q4_K_M or "
+        "hf:org/repo/file.gguf",
     )
     chat_template: Path | None = Field(
         default=None, strict=False, description="Jinja file to use instead of the model's own chat template"
