@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-LIMIT_S = 8.0
+LIMIT_S = 20.0
 """A guard against hanging, not a demand on speed."""
 ENTER, ALT_ENTER, UP, CTRL_C, CTRL_D = "\r", "\x1b\r", "\x1b[A", "\x03", "\x04"
 
@@ -47,8 +47,9 @@ class Terminal:
         return self.output[start : self._seen]
 
     def end(self) -> int:
-        while self._read(LIMIT_S):
-            pass
+        deadline = time.monotonic() + LIMIT_S
+        while self._read(0.1):
+            assert time.monotonic() < deadline, f"it does not end: {self.output!r}"
         return self.process.wait(timeout=LIMIT_S)
 
     def _read(self, within_s: float) -> bool:

@@ -193,7 +193,7 @@ def said(tmp_path: Path) -> list[str]:
 
 READY = r"\x1b\[\?2004h[^>]*>"
 """The editor waits for keys: it has asked to be told what is pasted, and its prompt stands there."""
-ANSWERED = r"\d+ out \(\w+\)[^\]]*\]"
+ANSWERED = r"\d+ out \(\w+\)[^\]]*\][\s\S]*?" + READY
 
 
 def test_what_is_pasted_is_one_question(tmp_path: Path) -> None:
@@ -232,9 +232,11 @@ def test_ctrl_c_stops_an_answer_or_a_line(tmp_path: Path) -> None:
         terminal.wait_for(r"\[stopped\]")
         terminal.wait_for(READY)
         terminal.type("half a line" + CTRL_C)
-        terminal.wait_for("/help lists the commands")
-        terminal.type("/set max_tokens 2" + ENTER + "again" + ENTER)
-        terminal.wait_for(r"2 out \(length\)")
+        terminal.wait_for(r"/help lists the commands[\s\S]*?" + READY)
+        terminal.type("/set max_tokens 2" + ENTER)
+        terminal.wait_for("max_tokens = 2[^0-9]*" + READY)
+        terminal.type("again" + ENTER)
+        terminal.wait_for(ANSWERED)
         terminal.type(CTRL_D)
         assert terminal.end() == 0
     assert said(tmp_path) == ["tell me everything", "again"]
@@ -242,7 +244,7 @@ def test_ctrl_c_stops_an_answer_or_a_line(tmp_path: Path) -> None:
 
 def test_the_rolling_window_is_offered(tmp_path: Path) -> None:
     with talking(tmp_path, "-n", "4", "--set", "resources.max_context_length=512") as terminal:
-        for wish, then in (("n" + ENTER, "/set context_window TOKENS"), (ENTER, ANSWERED)):
+        for wish, then in (("n" + ENTER, r"/set context_window TOKENS[\s\S]*?" + READY), (ENTER, ANSWERED)):
             terminal.type(pasted("x" * 600) + ENTER)
             terminal.wait_for(r"rolling window, which forgets the oldest messages\? \[Y/n\]")
             terminal.type(wish)

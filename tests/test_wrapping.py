@@ -63,7 +63,7 @@ def show(terminal: tuple[TextIO, int], pieces: list[str], columns: int) -> list[
     written = ""
     while not written.endswith("\n"):
         written += os.read(number, 65536).decode()
-    return screen(written, columns)[:-1]
+    return [line.rstrip() for line in screen(written, columns)[:-1]]
 
 
 def test_words_are_not_broken(terminal: tuple[TextIO, int]) -> None:
