@@ -22,6 +22,7 @@ from cllm.engine.stats import EngineSnapshot
 from cllm.errors import InvalidRequestError
 from cllm.kv.usage import KVUsage
 from cllm.models.shape import ModelShape
+from cllm.sampling_defaults import SamplingDefaults
 from cllm.server.app import create_app
 from cllm.server.connection import Connection
 from cllm.server.connections import Connections
@@ -201,6 +202,7 @@ class FakeLLM:
     backend_name: str = "fake"
     max_context: int = 64
     shape: ModelShape = SHAPE
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     started: int = 0
     stopped: int = 0
     template: str = CHATML

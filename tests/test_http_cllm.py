@@ -66,6 +66,8 @@ async def test_model_info() -> None:
     assert (data["context_length"], data["vocab_size"]) == (64, 0x110000)
     assert data["kv_bytes_per_token"] == KV.bytes_per_unit // KV.unit_tokens
     assert data["kv_bytes_total"] == KV.total * KV.bytes_per_unit
+    assert data["sampling_defaults"]["temperature"] == 1.0
+    assert data["sampling_defaults_from"]["temperature"] == "default"
 
 
 # -- benchmark -----------------------------------------------------------------------------------------------------

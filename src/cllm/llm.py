@@ -30,6 +30,7 @@ from cllm.kv.manager import KVManager
 from cllm.kv.pins import LostPin, PinMark
 from cllm.kv.window import Window
 from cllm.models.shape import ModelShape
+from cllm.sampling_defaults import SamplingDefaults
 from cllm.still_open import STILL_OPEN
 from cllm.structured.matcher import Grammar
 from cllm.structured.structure import Structure
@@ -181,6 +182,11 @@ class AsyncLLM:
         return self._dialect
 
     @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """What holds for parameters that `SamplingParams.with_model_defaults` was not given."""
+        return self._loaded.sampling
+
+    @property
     def max_context(self) -> int:
         return self._loaded.max_context
 
@@ -282,7 +288,8 @@ class AsyncLLM:
         grammar: Grammar | None = None,
         shown: Mapping[int, bytes] | None = None,
     ) -> Generation:
-        """Queue a prompt. Raises at once what can be known at once: see `cllm.errors`.
+        """Queue a prompt; without `params`, with the model's defaults. Raises at once what can be known at once: see
+        `cllm.errors`.
 
         `timeout_s` may shorten scheduler.request_timeout_s, never lengthen it. Prefixes are shared with requests whose
         `tenant` has the same space. `pins` are what of the prompt is to stay in the cache; they say what came of it
@@ -290,7 +297,7 @@ class AsyncLLM:
         `shown` are special tokens that are part of the answer's text.
         """
         engine = self._running
-        params = params or SamplingParams()
+        params = (params or SamplingParams.with_model_defaults()).completed(self.sampling_defaults.values)
         limit = self.prompt_limit(params)
         tokens = self._encode(prompt, limit) if isinstance(prompt, str) else prompt
         ids = checked_ids(tokens, limit, self.shape.n_vocab)

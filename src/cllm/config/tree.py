@@ -15,6 +15,7 @@ from cllm.config.patterns import what_is_wrong
 from cllm.config.problems import InvalidConfigError
 from cllm.config.relations import check_relations
 from cllm.config.responses import ResponsesConfig
+from cllm.config.sampling import SamplingConfig
 from cllm.config.structured import StructuredConfig
 from cllm.config.warm import WarmPrefix
 from cllm.kv.window import MIN_RECENT
@@ -36,12 +37,14 @@ class ModelConfig(Section):
     name: str = Field(
         default="smollm2",
         min_length=1,
-        description="a known name, a .gguf file, a Hugging Face directory, hf:org/repo or hf:org/repo/file.gguf",
+        description="a known name, a .gguf file, a Hugging Face directory, hf:org/repo, hf:org/repo:Q4_K_M or "
+        "hf:org/repo/file.gguf",
     )
     chat_template: Path | None = Field(
         default=None, strict=False, description="Jinja file to use instead of the model's own chat template"
     )
     alias: str | None = Field(default=None, min_length=1, description="name shown to clients (null: the model's name)")
+    sampling: SamplingConfig = SamplingConfig()
 
 
 class NativeConfig(Section):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from cllm.errors import InvalidRequestError
 from cllm.kv.window import MIN_RECENT
@@ -47,6 +47,8 @@ RANGES = {
     "min_tokens": Range(0),
 }
 MAX_BIAS = 100
+RECOMMENDABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What the authors of a model may recommend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,9 @@ class ContextWindow:
 class SamplingParams:
     """How to choose tokens and when to stop.
 
-    Out-of-range values raise `InvalidRequestError`, whose `param` names the field.
+    Out-of-range values raise `InvalidRequestError`, whose `param` names the field. What is written here is what holds:
+    `SamplingParams()` samples at temperature 1 from any model. `with_model_defaults` leaves what is not given to the
+    model.
     """
 
     max_tokens: int | None = 128
@@ -102,6 +106,8 @@ class SamplingParams:
     `None`: no window. `max_tokens` of None then means as many as the context holds, whatever the prompt."""
     structured: Structure | None = None
     """What the answers must look like. They end when they do, whatever `ignore_eos` and `min_tokens` say."""
+    unset: frozenset[str] = frozenset()
+    """Names of parameters that are the model's to say (see `with_model_defaults`)."""
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -119,6 +125,18 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop holds an empty string", "stop")
+
+    @classmethod
+    def with_model_defaults(cls, **given: Any) -> SamplingParams:
+        """These; what else the authors of a model recommend, or model.sampling sets, holds where it is submitted."""
+        return cls(**given, unset=frozenset(RECOMMENDABLE) - given.keys())
+
+    def completed(self, defaults: Mapping[str, float]) -> SamplingParams:
+        """With the model's values for what was left to it."""
+        if not self.unset:
+            return self
+        chosen: dict[str, Any] = {name: value for name, value in defaults.items() if name in self.unset}
+        return replace(self, **chosen, unset=frozenset())
 
     @property
     def greedy(self) -> bool:

@@ -170,6 +170,8 @@ async def model_info(state: State, model: str | None = None) -> ModelInfoReply:
         kv_type_v=shown.config.resources.kv_type_v,
         kv_bytes_per_token=kv.bytes_per_unit // kv.unit_tokens,
         kv_bytes_total=kv.total * kv.bytes_per_unit,
+        sampling_defaults=dict(llm.sampling_defaults.values),
+        sampling_defaults_from=dict(llm.sampling_defaults.sources),
     )
     return ModelInfoReply(data=info)
 

@@ -127,6 +127,10 @@ class ModelInfo(BaseModel):
     kv_type_v: str
     kv_bytes_per_token: int
     kv_bytes_total: int
+    sampling_defaults: dict[str, int | float] = Field(description="What holds where a request sets nothing.")
+    sampling_defaults_from: dict[str, str] = Field(
+        description="Who says so: `configuration`, `registry`, `generation_config.json`, `GGUF metadata` or `default`."
+    )
 
 
 class ModelInfoReply(BaseModel):

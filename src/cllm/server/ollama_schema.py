@@ -64,7 +64,7 @@ class OllamaRequest(RequestModel):
         given: dict[str, Any] = {name: value for name in _TO_PARAMS if (value := getattr(options, name)) is not None}
         most = options.num_predict
         stop = options.stop
-        return SamplingParams(
+        return SamplingParams.with_model_defaults(
             **given,
             max_tokens=None if most is None or most < 0 else most,
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),

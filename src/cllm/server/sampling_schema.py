@@ -98,20 +98,22 @@ class ContextWindowFields(RequestModel):
 
 
 class SamplingFields(StructureFields):
-    """`null` means the default."""
+    """`null` means the default: the model's, as GET /model/info shows. `SamplingParams` checks the ranges."""
 
-    temperature: Annotated[float, in_range("temperature")] | None = Field(None, description="0 is greedy. Default 1.")
+    temperature: Annotated[float, in_range("temperature")] | None = Field(
+        None, description="0 is greedy. Default: the model's, else 1."
+    )
     top_p: Annotated[float, in_range("top_p")] | None = Field(
-        None, description="Keep the likeliest tokens up to this mass. Default 1."
+        None, description="Keep the likeliest tokens up to this mass. Default: the model's, else 1."
     )
     top_k: Annotated[Int32, in_range("top_k")] | None = Field(
-        None, description="Keep this many likeliest tokens; 0 or -1: all."
+        None, description="Keep this many likeliest tokens; 0 or -1: all. Default: the model's, else all."
     )
     min_p: Annotated[float, in_range("min_p")] | None = Field(
-        None, description="Drop tokens below this share of the likeliest one's."
+        None, description="Drop tokens below this share of the likeliest one's. Default: the model's, else 0."
     )
     repetition_penalty: Annotated[float, in_range("repetition_penalty")] | None = Field(
-        None, description="Above 1 discourages repetition. Default 1."
+        None, description="Above 1 discourages repetition. Default: the model's, else 1."
     )
     frequency_penalty: Annotated[float, in_range("frequency_penalty")] | None = Field(
         None, description="-2 to 2. Default 0."
@@ -150,7 +152,7 @@ class SamplingFields(StructureFields):
         if "context_window" in self.model_fields_set:
             asked = self.context_window
             given["context_window"] = None if asked is None else ContextWindow(asked.recent, asked.keep)
-        return SamplingParams(
+        return SamplingParams.with_model_defaults(
             **given,
             max_tokens=max_tokens,
             structured=self.structure,
