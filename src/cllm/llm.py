@@ -17,6 +17,7 @@ from cllm.config import Config
 from cllm.engine.loop import Engine
 from cllm.engine.observer import Observers
 from cllm.engine.params import SamplingParams
+from cllm.engine.reading import PromptPooling, PromptScoring, Reading
 from cllm.engine.request import FinishReason, Output, build_request
 from cllm.engine.rows import RowSampler, fastest
 from cllm.engine.stats import EngineSnapshot
@@ -38,6 +39,9 @@ from cllm.windows import Windows
 
 GIL_SWITCH_S = 5e-4
 """How long Python lets one thread hold the interpreter while another waits; the engine must not wait 5 ms a step."""
+
+EMBEDDING = SamplingParams(max_tokens=0, context_window=None)
+"""How texts are computed of which nothing but the embedding is wanted."""
 
 
 class AsyncLLM:
@@ -178,6 +182,8 @@ class AsyncLLM:
         if self._window_of(params) is not None:
             most = self.config.server.max_encode_tokens
             return TokenLimit(most, f"with a rolling window at most {most} are taken (server.max_encode_tokens)")
+        if params is not None and params.max_tokens == 0:
+            return TokenLimit(self.max_context, f"the context is {self.max_context} tokens")
         most = self.max_context - 1
         return TokenLimit(
             most, f"the context is {self.max_context} tokens, of which at least one must be left for the answer"
@@ -267,9 +273,46 @@ class AsyncLLM:
         `tenant` has the same space. `pins` are what of the prompt is to stay in the cache; they say what came of it
         when the generation has ended.
         """
-        engine = self._running
         params = params or SamplingParams()
-        limit = self.prompt_limit(params)
+        backend = self._loaded.backend
+        if backend.no_answers is not None:
+            raise InvalidRequestError(backend.no_answers, "model")
+        reading = None
+        if params.prompt_logprobs is not None:
+            if backend.no_reading is not None:
+                raise InvalidRequestError(f"prompt_logprobs: {backend.no_reading}", "prompt_logprobs")
+            reading = PromptScoring(params.prompt_logprobs, backend.score_weight)
+        return self._submit(prompt, params, reading, request_id, priority, timeout_s, tenant, pins)
+
+    def submit_embedding(
+        self,
+        text: str | Sequence[int],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        tenant: Tenant = NOBODY,
+    ) -> Generation:
+        """Queue a text to be embedded: its `embedding` is there when the generation, which generates nothing, is done.
+        Raises as `submit` does."""
+        backend = self._loaded.backend
+        if backend.pooling is None or backend.no_reading is not None:
+            raise InvalidRequestError(f"{backend.name} makes no embeddings of this model", "model")
+        reading = PromptPooling(backend.pooling, ranks=backend.ranks)
+        return self._submit(text, EMBEDDING, reading, request_id, priority, timeout_s, tenant, ())
+
+    def _submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        reading: Reading | None,
+        request_id: str | None,
+        priority: int,
+        timeout_s: float | None,
+        tenant: Tenant,
+        pins: Sequence[PinMark],
+    ) -> Generation:
+        engine, limit = self._running, self.prompt_limit(params)
         tokens = self._encode(prompt, limit) if isinstance(prompt, str) else prompt
         ids = checked_ids(tokens, limit, self.shape.n_vocab)
         longest_s = self.config.scheduler.request_timeout_s
@@ -291,6 +334,7 @@ class AsyncLLM:
             rows=self._rows,
             tenant=tenant,
             pins=pins,
+            reading=reading,
         )
         generation = Generation(request_id, ids, params, self.tokenizer, self._cancel)
         self._live[request_id] = generation
@@ -331,7 +375,8 @@ class AsyncLLM:
     def _window_of(self, params: SamplingParams | None) -> Window | None:
         if self._windows is None:
             raise ShuttingDownError("the model is not loaded")
-        return self._windows.of(params)
+        # What is read off a prompt is read off all of it.
+        return None if params is not None and params.prompt_logprobs is not None else self._windows.of(params)
 
     def _encode(self, prompt: str, limit: TokenLimit) -> list[int]:
         limit.check_text(self.tokenizer, prompt, "prompt")

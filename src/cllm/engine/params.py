@@ -12,7 +12,7 @@ from cllm.kv.window import MIN_RECENT
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
-_MAY_BE_NONE = ("max_tokens", "logprobs")
+_MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs")
 
 
 class Range(NamedTuple):
@@ -24,7 +24,7 @@ class Range(NamedTuple):
 
 
 RANGES = {
-    "max_tokens": Range(1),
+    "max_tokens": Range(0),
     "n": Range(1, MAX_CHOICES),
     "temperature": Range(0.0, 100.0),
     "top_p": Range(0.0, 1.0, open_low=True),
@@ -34,6 +34,7 @@ RANGES = {
     "frequency_penalty": Range(-2.0, 2.0),
     "presence_penalty": Range(-2.0, 2.0),
     "logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
     "min_tokens": Range(0),
 }
 MAX_BIAS = 100
@@ -65,7 +66,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = 128
-    """Most tokens to generate; `None` means as many as the context holds."""
+    """Most tokens to generate; `None` means as many as the context holds. 0: only the prompt is computed."""
     n: int = 1
     """Independent answers to the same prompt. The prompt is computed once."""
     temperature: float = 1.0
@@ -82,6 +83,9 @@ class SamplingParams:
     """Same seed, same output, whatever else is running. `None` draws one at random."""
     logprobs: int | None = None
     """Also report the chosen token's log probability and this many alternatives."""
+    prompt_logprobs: int | None = None
+    """Also report the log probability of every token of the prompt but the first, and this many alternatives. All of
+    the prompt is computed for that, whatever is cached."""
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -94,6 +98,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
             _check_range(self, name, allowed)
+        if self.prompt_logprobs is not None and isinstance(self.context_window, ContextWindow):
+            raise InvalidRequestError(
+                "prompt_logprobs cannot be told of a prompt with a rolling window (context_window), which forgets "
+                "parts of it; leave one of them out",
+                "prompt_logprobs",
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens})", "min_tokens"

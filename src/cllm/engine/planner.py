@@ -108,7 +108,7 @@ class Planner(Faults):
             start = sequence.num_computed + submitted
             missing = len(sequence.tokens) + promised - start
             if sequence.window is None:
-                if missing == 1:
+                if missing == 1 and sequence.answers:
                     # A row can follow on a token that is not known yet, unless that is the last one or says more.
                     if promised and (
                         start >= sequence.max_length - 1 or sequence.twins or not sequence.chooser.foresees(promised)
@@ -120,12 +120,12 @@ class Planner(Faults):
                         if not promised and not self._make_room(sequence):
                             return False
                     rows.append(sequence)
-                elif missing > 1:
+                elif missing > 0 and not (submitted and sequence.reading is not None and sequence.reading.in_order):
                     prompts.append(sequence)
             elif not submitted:  # a window moves only when nothing is under way
                 if not self._make_room(sequence):
                     return False
-                (rows if missing == 1 else prompts).append(sequence)
+                (rows if missing == 1 and sequence.answers else prompts).append(sequence)
         return True
 
     def _draft(self, drafting: Drafting, plan: Plan, *, prompts_wait: bool) -> None:
@@ -221,7 +221,7 @@ class Planner(Faults):
         backend computes chunks of different lengths one after the other. Their memory was taken at admission.
         """
         tokens_s = self.budget.costs.tokens_s
-        wanted_s = sum(tokens_s(sequence.remaining, sequence.position) for sequence in prompts)
+        wanted_s = sum(sequence.weight * tokens_s(sequence.remaining, sequence.position) for sequence in prompts)
         answering = len(self.running) > len(prompts)  # some may be in a step under way, and so have no row in this one
         waiting = len(prompts) + len(self.waiting)
         allowance = self.budget.allowance(plan.decode_rows, waiting, wanted_s, answering, plan.drafted)
@@ -235,7 +235,7 @@ class Planner(Faults):
             prompts.remove(oldest)
             prompts.insert(0, oldest)
         for sequence in prompts:
-            count = allowance.take(sequence.next_chunk, sequence.position)
+            count = allowance.take(sequence.next_chunk, sequence.position, sequence.weight)
             if count == 0:
                 break
             plan.add_prompt(sequence, count)

@@ -18,6 +18,8 @@ from cllm.server.openai_render import (
     ChatEvents,
     CompletionEvents,
     Head,
+    ScoredChatEvents,
+    ScoredCompletionEvents,
     chat_pieces,
     completion_pieces,
     usage_of,
@@ -34,6 +36,7 @@ from cllm.server.openai_replies import (
     event_stream,
 )
 from cllm.server.openai_schema import ChatRequest, CompletionRequest, OpenAIRequest
+from cllm.server.prompt_logprobs import PiecewiseStream, PromptReport
 from cllm.server.sliced import SlicedJson
 from cllm.server.sse import EventStream
 from cllm.server.state import ModelState, ServerState, State, is_operators, tenant_of, time_left
@@ -64,7 +67,8 @@ async def completions(
     """Continue a prompt, or several."""
     model = await state.model(body.model, request, body.timeout)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    params = _params(body, max_tokens, body.logprobs)
+    echoed = body.logprobs if body.echo else None
+    params = _params(body, max_tokens, body.logprobs, echoed)
     texts = _split(body.prompt)
     _check_count(state, len(texts), params.n)
     prompts = await model.texts.encode_prompts(texts, params)
@@ -75,11 +79,17 @@ async def completions(
     batch = 1 if max(map(len, echoes.values()), default=0) > _LONG_ECHO else BATCH
     pins = [pins_of(model, body, prompt) for prompt in prompts]
     answers = _answers(request, model, body, prompts, params, head.id, pins, batch)
+    report = PromptReport(answers, tokenizer, params.n, echoed=echoed, told=body.prompt_logprobs)
+    if body.stream and params.prompt_logprobs is not None:
+        scored = ScoredCompletionEvents(
+            head, tokenizer, report, include_usage=body.include_usage, echoes=echoes
+        )
+        return PiecewiseStream(answers, scored)
     if body.stream:
         events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes)
         return EventStream(answers, events)
     whole = await unless_gone(request.receive, _collect(answers))
-    return SlicedJson(completion_pieces(head, whole, usage_of(answers), tokenizer, echoes))
+    return SlicedJson(completion_pieces(head, whole, usage_of(answers), tokenizer, echoes, report))
 
 
 @router.post("/chat/completions", response_model=ChatReply, responses={**_ERRORS, **event_stream(_CHAT_STREAM)})
@@ -96,10 +106,13 @@ async def chat_completions(
     head = _head(request, model, "chatcmpl")
     pins = await pins_of_chat(model, body, prompt, params)
     answers = _answers(request, model, body, [prompt], params, head.id, [pins])
+    report = PromptReport(answers, tokenizer, params.n, told=body.prompt_logprobs)
+    if body.stream and params.prompt_logprobs is not None:
+        return PiecewiseStream(answers, ScoredChatEvents(head, tokenizer, report, include_usage=body.include_usage))
     if body.stream:
         return EventStream(answers, ChatEvents(head, tokenizer, include_usage=body.include_usage))
     whole = await unless_gone(request.receive, _collect(answers))
-    return SlicedJson(chat_pieces(head, whole, usage_of(answers), tokenizer))
+    return SlicedJson(chat_pieces(head, whole, usage_of(answers), tokenizer, report))
 
 
 @router.get("/models", responses=error_responses(ErrorReply, 401))
@@ -127,8 +140,12 @@ def _card(state: ServerState) -> ModelCard:
     return ModelCard(id=state.one.served_name, created=state.created, max_model_len=state.one.llm.max_context)
 
 
-def _params(body: OpenAIRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    return body.sampling(max_tokens=max_tokens, n=body.n, logprobs=logprobs)
+def _params(
+    body: OpenAIRequest, max_tokens: int | None, logprobs: int | None, echoed: int | None = None
+) -> SamplingParams:
+    """`echoed`: alternatives that go with the tokens of an echoed prompt."""
+    asked = [count for count in (body.prompt_logprobs, echoed) if count is not None]
+    return body.sampling(max_tokens=max_tokens, n=body.n, logprobs=logprobs, prompt_logprobs=max(asked, default=None))
 
 
 def _split(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -150,16 +167,31 @@ def _check_count(state: ServerState, prompts: int, n: int) -> None:
 
 
 def _check_logprobs(model: ModelState, prompts: Sequence[Sequence[int]], params: SamplingParams, param: str) -> None:
+    most = model.config.server.max_logprobs
+    if params.prompt_logprobs is not None:
+        _check_prompt_logprobs(params, sum(map(len, prompts)), most)
     if params.logprobs is None:
         return
     tokens = sum(model.llm.answer_limit(len(prompt), params) for prompt in prompts)
-    each, most = 1 + params.logprobs, model.config.server.max_logprobs
+    each = 1 + params.logprobs
     if params.n * tokens * each > most:
         raise InvalidRequestError(
             f"n = {params.n} x {tokens} tokens x {each} log probabilities are {params.n * tokens * each}; "
             f"at most {most} are allowed in one request (server.max_logprobs): ask for fewer answers, tokens or "
             f"alternatives",
             param,
+        )
+
+
+def _check_prompt_logprobs(params: SamplingParams, tokens: int, most: int) -> None:
+    assert params.prompt_logprobs is not None
+    each = 1 + params.prompt_logprobs
+    if params.n * tokens * each > most:
+        raise InvalidRequestError(
+            f"n = {params.n} x {tokens} tokens of prompts x {each} log probabilities are {params.n * tokens * each}; "
+            f"at most {most} are allowed in one request (server.max_logprobs): ask for fewer answers, prompts or "
+            f"alternatives",
+            "prompt_logprobs",
         )
 
 

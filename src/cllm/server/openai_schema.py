@@ -41,10 +41,6 @@ def _together(name: str, needs: str) -> dict[str, Any]:
     return {"anyOf": [{"properties": {name: {"type": "null"}}}, given]}
 
 
-def _not_both(one: str, other: str) -> dict[str, Any]:
-    """In the API's description: one of the two is null, false or missing."""
-    return {"anyOf": [{"properties": {name: {"enum": [None, False]}}} for name in (one, other)]}
-
 
 class OpenAIRequest(SamplingFields):
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
@@ -52,6 +48,9 @@ class OpenAIRequest(SamplingFields):
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
     stream_options: StreamOptions | None = None
     user: UserName | None = Field(None, description="Who asks; goes into the log next to the request id.")
+    prompt_logprobs: Annotated[Int32, in_range("prompt_logprobs")] | None = Field(
+        None, description="Log probabilities of the prompt's tokens, and of so many likeliest ones in their places."
+    )
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> OpenAIRequest:
@@ -72,7 +71,7 @@ class CompletionRequest(OpenAIRequest):
     model_config = ConfigDict(
         json_schema_extra={
             "example": {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0},
-            "allOf": [_together("stream_options", "stream"), _not_both("echo", "logprobs")],
+            "allOf": [_together("stream_options", "stream")],
         }
     )
     unsupported: ClassVar[Unsupported] = {"suffix": ("",)}
@@ -88,9 +87,11 @@ class CompletionRequest(OpenAIRequest):
         ]
     ) = Field(description=_PROMPT)
     max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
-        None, description="Most tokens to generate. Default 16."
+        None, description="Most tokens to generate. Default 16. With 0, only the prompt is computed."
     )
-    echo: bool | None = Field(None, description="Put the prompt in front of the answer.")
+    echo: bool | None = Field(
+        None, description="Put the prompt in front of the answer, and with logprobs those of its tokens, too."
+    )
     logprobs: Annotated[Int32, in_range("logprobs")] | None = Field(
         None, description="Log probabilities of so many likeliest tokens, 0 to 20."
     )
@@ -100,9 +101,6 @@ class CompletionRequest(OpenAIRequest):
     def _supported_together(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
             raise refusal("best_of", "is not supported by this server; leave it out")
-        if self.echo and self.logprobs is not None:
-            reason = "is not supported together with logprobs: those of the prompt are not computed"
-            raise refusal("echo", reason)
         return self
 
 

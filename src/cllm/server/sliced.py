@@ -28,7 +28,7 @@ class SlicedJson(Response):
     def __init__(self, pieces: Iterable[str]) -> None:
         super().__init__()
         del self.headers["content-length"]
-        self._slices = _slices(pieces)
+        self._slices = (part.encode() for part in slices(pieces))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = next(self._slices)
@@ -81,15 +81,15 @@ def list_pieces(items: Iterable[str], entries: int = _ENTRIES) -> Iterator[str]:
     yield "[]" if start == "[" else "]"
 
 
-def _slices(pieces: Iterable[str]) -> Iterator[bytes]:
-    """At least one."""
+def slices(pieces: Iterable[str]) -> Iterator[str]:
+    """Pieces joined to some of about `SLICE_BYTES` characters; of any piece, at least one."""
     held: list[str] = []
     size = 0
     for piece in pieces:
         held.append(piece)
         size += len(piece)
         if size >= SLICE_BYTES:
-            yield "".join(held).encode()
+            yield "".join(held)
             held, size = [], 0
     if held:
-        yield "".join(held).encode()
+        yield "".join(held)

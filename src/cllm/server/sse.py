@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.responses import Response
@@ -54,6 +56,9 @@ class EventStream(Response):
         except ClientGoneError:
             return
 
+    async def _write_batch(self, batch: list[Delta], write: Callable[[str], Awaitable[None]]) -> None:
+        await write("".join([self._events.event(delta) for delta in batch]))
+
     async def _stream(self, scope: Scope, send: Send) -> None:
         started = False
         direct: Send = scope.get("extensions", {}).get(DIRECT_SEND, send)
@@ -69,7 +74,7 @@ class EventStream(Response):
         try:
             async with self._answers as answers:
                 async for batch in answers:
-                    await write("".join([self._events.event(delta) for delta in batch]), more=True)
+                    await self._write_batch(batch, partial(write, more=True))
             await write(self._events.end(answers), more=False)
         except Exception as error:
             if not started:
