@@ -31,6 +31,7 @@ from cllm.on_torch import Model, open_torch
 from cllm.resources import choose_kv_bytes, choose_threads
 from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
 from cllm.text.hf_tokenizer import load_hf_chat_template, load_hf_tokenizer
+from cllm.text.pairs import Pairs, pairs_of
 from cllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 log = logging.getLogger("cllm")
@@ -52,6 +53,10 @@ class Parts:
     bytes_per_token: int
     max_context: int
     disk: OnDisk | None = None
+    text_end: tuple[int, ...] = ()
+    """Tokens behind a text to embed."""
+    pairs: Pairs | None = None
+    """A query and a document as tokens, where the model ranks documents."""
 
     def close(self) -> None:
         """When the engine has ended. Calling it again does nothing."""
@@ -89,6 +94,8 @@ class _Opened:
     kv_bytes: int | None
     """The K/V budget; None where memory is only imitated."""
     files: ModelFiles | None = None
+    text_end: tuple[int, ...] = ()
+    pairs: Pairs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +148,8 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None, place
         if before_mapping is not None and kind == "llama_cpp" and config.backend.llama_cpp.mmap:
             before_mapping()
         backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
-    return _Opened(name, tokenizer, template, backend, kv_bytes, files)
+    pairs = pairs_of(model, tokenizer) if isinstance(model, GGUFModel) and model.ranks else None
+    return _Opened(name, tokenizer, template, backend, kv_bytes, files, _text_end(model), pairs)
 
 
 def _read_model(config: Config, kept: Kept) -> tuple[Model, Tokenizer, ChatTemplate]:
@@ -160,7 +168,19 @@ def _read_model(config: Config, kept: Kept) -> tuple[Model, Tokenizer, ChatTempl
 
 
 def _load_tokenizer(model: Model) -> Tokenizer:
+    if isinstance(model, GGUFModel) and (model.ranks or not model.is_causal):
+        from cllm.backends.llama_cpp.tokenizer import LlamaTokenizer
+
+        return LlamaTokenizer(model)
     return load_hf_tokenizer(model) if isinstance(model, HFModel) else load_tokenizer(model)
+
+
+def _text_end(model: Model) -> tuple[int, ...]:
+    """Models that embed a text by its last token may have been taught to do so by one of their own."""
+    if isinstance(model, HFModel) or model.ranks or not model.is_causal:
+        return ()
+    end = model.get("tokenizer.ggml.eos_token_id", -1)
+    return (end,) if end >= 0 and model.get("tokenizer.ggml.add_eos_token", False) else ()
 
 
 def _check_relations(config: Config, kind: str) -> None:
@@ -196,6 +216,12 @@ def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
 
     settings = config.backend.llama_cpp
     model.check_unchanged()  # llama.cpp maps the file and would be killed by one that has become shorter
+    if model.ranks or not model.is_causal:
+        from cllm.backends.llama_cpp.encoder import LlamaCppEncoder
+
+        return LlamaCppEncoder(
+            model, threads=threads, n_batch=settings.n_batch, mmap=settings.mmap, mlock=settings.mlock
+        )
     return LlamaCppBackend(
         model.path,
         threads=threads,
@@ -207,6 +233,7 @@ def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
         mmap=settings.mmap,
         mlock=settings.mlock,
         drafts=config.drafts.enabled,
+        pooling=model.pooling,
     )
 
 
@@ -242,6 +269,7 @@ def _build(config: Config, opened: _Opened, place: Place | None) -> Parts:
         max_running=memory.max_running,
         ageing_s=config.scheduler.ageing_s,
         drafting=_drafting(config, backend),
+        whole_prompts=backend.no_answers is not None,
     )
     log.info(
         "%s: %d bytes of K/V a token, context %d, %d sequences at once",
@@ -262,6 +290,8 @@ def _build(config: Config, opened: _Opened, place: Place | None) -> Parts:
         token_bytes,
         memory.max_context,
         disk,
+        opened.text_end,
+        opened.pairs,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from cllm.assemble import Parts, Place, assemble
 from cllm.config import Config
+from cllm.embedding import EMBEDDING
 from cllm.engine.loop import Engine
 from cllm.engine.observer import Observers
 from cllm.engine.params import SamplingParams
@@ -39,9 +40,6 @@ from cllm.windows import Windows
 
 GIL_SWITCH_S = 5e-4
 """How long Python lets one thread hold the interpreter while another waits; the engine must not wait 5 ms a step."""
-
-EMBEDDING = SamplingParams(max_tokens=0, context_window=None)
-"""How texts are computed of which nothing but the embedding is wanted."""
 
 
 class AsyncLLM:
@@ -197,6 +195,21 @@ class AsyncLLM:
         return room if params.max_tokens is None else min(room, params.max_tokens)
 
     @property
+    def no_embeddings(self) -> str | None:
+        """Why texts cannot be embedded; None: they can."""
+        backend = self._loaded.backend
+        if backend.pooling is None or backend.no_reading is not None:
+            return backend.no_reading or f"{backend.name} makes no embeddings"
+        return f"{self.model_name} ranks documents and makes no embeddings: use /v1/rerank" if backend.ranks else None
+
+    @property
+    def no_ranking(self) -> str | None:
+        """Why documents cannot be ranked; None: they can."""
+        if self._loaded.backend.ranks:
+            return None
+        return f"{self.model_name} has no head that ranks documents (pooling_type rank): serve a reranker for that"
+
+    @property
     def shape(self) -> ModelShape:
         return self._loaded.backend.shape
 
@@ -256,6 +269,17 @@ class AsyncLLM:
         stable = self._volatile.strip(messages)
         return self.chat_template.encode(self.tokenizer, stable, self.prompt_limit(params), asks=False)
 
+    def encode_input(self, text: str) -> list[int]:
+        """A text to embed: the model may want a token behind it."""
+        return [*self.tokenizer.encode(text), *self._loaded.text_end] if text else []
+
+    def encode_pair(self, query: str, document: str) -> list[int]:
+        """A query and a document, as a model with a head for that reads them."""
+        pairs = self._loaded.pairs
+        if pairs is None:
+            raise InvalidRequestError(self.no_ranking or "", "model")
+        return pairs(query, document)
+
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -296,8 +320,8 @@ class AsyncLLM:
         """Queue a text to be embedded: its `embedding` is there when the generation, which generates nothing, is done.
         Raises as `submit` does."""
         backend = self._loaded.backend
-        if backend.pooling is None or backend.no_reading is not None:
-            raise InvalidRequestError(f"{backend.name} makes no embeddings of this model", "model")
+        if backend.pooling is None:
+            raise InvalidRequestError(self.no_embeddings or "", "model")
         reading = PromptPooling(backend.pooling, ranks=backend.ranks)
         return self._submit(text, EMBEDDING, reading, request_id, priority, timeout_s, tenant, ())
 

@@ -21,7 +21,7 @@ def score_rows(logits: Logits, targets: Sequence[int], top: int) -> PromptScores
         totals[~np.isfinite(peaks)] = np.nan
         chosen = values[rows, np.asarray(targets, np.intp)]
         ranks = 1 + (values > chosen[:, None]).sum(axis=1)
-        ids = np.argsort(-values, axis=1, kind="stable")[:, :top]
+        ids = _largest(values, top)
         logprobs = np.take_along_axis(values, ids, axis=1) - totals[:, None]
     missing = ~np.isfinite(logprobs)
     return PromptScores(
@@ -32,15 +32,23 @@ def score_rows(logits: Logits, targets: Sequence[int], top: int) -> PromptScores
     )
 
 
+def _largest(values: NDArray[np.float64], top: int) -> NDArray[np.intp]:
+    """Of each row the ids of its largest values, best first; of equal ones the lowest id."""
+    found = np.zeros((len(values), top), np.intp)
+    for row, to in zip(values, found, strict=True):
+        if top:
+            least = np.partition(row, -top)[-top]
+            better, equal = np.flatnonzero(row > least), np.flatnonzero(row == least)
+            ids = np.concatenate([better, equal[: top - len(better)]])
+            to[: len(ids)] = ids[np.argsort(-row[ids], kind="stable")]
+    return found
+
+
 def join_scores(parts: Sequence[PromptScores]) -> PromptScores:
     """Scores of one token after another, as one."""
     if len(parts) == 1:
         return parts[0]
     return PromptScores(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-
-
-def no_scores(top: int) -> PromptScores:
-    return PromptScores(np.zeros(0), np.zeros(0, np.int32), np.zeros((0, top), np.int32), np.zeros((0, top)))
 
 
 def pool_rows(states: NDArray[np.floating], chunk: Chunk, asked: Pooling) -> Hidden:

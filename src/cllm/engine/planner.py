@@ -62,11 +62,14 @@ class Planner(Faults):
         max_running: int,
         ageing_s: float = 10.0,
         drafting: Drafting | None = None,
+        whole_prompts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`whole_prompts`: a prompt is computed in one step, however long it is."""
         super().__init__(kv, ageing_s=ageing_s, drafting=drafting, clock=clock)
         self.budget = budget
         self._max_running = max_running
+        self._whole_prompts = whole_prompts
         self._prompt_steps = 0
         self._turns = 0
         self._draft_turns = 0
@@ -236,6 +239,10 @@ class Planner(Faults):
             prompts.insert(0, oldest)
         for sequence in prompts:
             count = allowance.take(sequence.next_chunk, sequence.position, sequence.weight)
+            if count < sequence.next_chunk and self._whole_prompts:
+                if plan.chunks:
+                    break
+                count = sequence.next_chunk
             if count == 0:
                 break
             plan.add_prompt(sequence, count)

@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from cllm import __version__
 from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollector, create_registry
 from cllm.served import ServedModels
-from cllm.server import generate, models, openai, ops, warming
+from cllm.server import embeddings, generate, models, openai, ops, warming
 from cllm.server.errors import install_handlers
 from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, Leases, RequestContext
 from cllm.server.openapi import describe
@@ -48,7 +48,7 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
     if tenants is not None:
         registry.register(tenants)
         state.warm_tenant = tenants.warm_tenant
-    for router in (openai.router, generate.router, ops.router, warming.router):
+    for router in (openai.router, embeddings.router, generate.router, ops.router, warming.router):
         app.include_router(router)
     if state.several is not None:
         app.include_router(models.router)

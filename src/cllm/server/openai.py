@@ -81,9 +81,7 @@ async def completions(
     answers = _answers(request, model, body, prompts, params, head.id, pins, batch)
     report = PromptReport(answers, tokenizer, params.n, echoed=echoed, told=body.prompt_logprobs)
     if body.stream and params.prompt_logprobs is not None:
-        scored = ScoredCompletionEvents(
-            head, tokenizer, report, include_usage=body.include_usage, echoes=echoes
-        )
+        scored = ScoredCompletionEvents(head, tokenizer, report, include_usage=body.include_usage, echoes=echoes)
         return PiecewiseStream(answers, scored)
     if body.stream:
         events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes)

@@ -41,7 +41,6 @@ def _together(name: str, needs: str) -> dict[str, Any]:
     return {"anyOf": [{"properties": {name: {"type": "null"}}}, given]}
 
 
-
 class OpenAIRequest(SamplingFields):
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
     n: Annotated[Int32, in_range("n")] | None = Field(None, description="Number of answers to each prompt. Default 1.")
