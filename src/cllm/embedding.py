@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,10 +39,9 @@ class Embeddings:
     ) -> None:
         self.prompt_tokens = sum(map(len, texts))
         self.cached_tokens = 0
-        self._llm = llm
         self._texts = texts
         self._request_id = request_id
-        self._options = {"priority": priority, "timeout_s": timeout_s, "tenant": tenant}
+        self._submit = partial(llm.submit_embedding, priority=priority, timeout_s=timeout_s, tenant=tenant)
         self._found: list[Embedding | None] = [None] * len(texts)
         self._finished = asyncio.Event()
         self._under_way = 0
@@ -68,7 +68,7 @@ class Embeddings:
         """False: the queue is full, and once another one of these is done there is room again."""
         name = None if self._request_id is None else f"{self._request_id}-{number}"
         try:
-            generation = self._llm.submit_embedding(self._texts[number], request_id=name, **self._options)
+            generation = self._submit(self._texts[number], request_id=name)
         except OverloadedError:
             if not self._under_way:
                 raise

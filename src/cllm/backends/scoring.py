@@ -54,7 +54,8 @@ def join_scores(parts: Sequence[PromptScores]) -> PromptScores:
 def pool_rows(states: NDArray[np.floating], chunk: Chunk, asked: Pooling) -> Hidden:
     """What a chunk asks for, of the hidden states of all its tokens."""
     if asked.kind == "last":
-        return states[-1].astype(np.float64)
+        last: Hidden = states[-1].astype(np.float64)
+        return last
     pooled = np.zeros(states.shape[1]) if asked.before is None else asked.before.copy()
     if asked.kind == "mean":
         for row in states:  # one after another, so that it does not matter where a text is cut

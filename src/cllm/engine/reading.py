@@ -81,8 +81,9 @@ class PromptScoring(Reading):
             last = self._parts.pop()
             self._scored -= len(last.logprobs)
             if self._scored < count:
-                kept = PromptScores(*(column[: count - self._scored] for column in last))
-                self._parts.append(kept)
+                logprobs, ranks, ids, tops = last
+                kept = slice(count - self._scored)
+                self._parts.append(PromptScores(logprobs[kept], ranks[kept], ids[kept], tops[kept]))
                 self._scored = count
 
     def result(self) -> PromptScores:

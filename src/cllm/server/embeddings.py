@@ -72,7 +72,7 @@ async def rerank(
 def _split(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
     """A flat list of token ids is one text."""
     if isinstance(given, str) or (given and isinstance(given[0], int)):
-        return [cast("str | list[int]", given)]
+        return [given]
     return [*cast("list[str] | list[list[int]]", given)]
 
 

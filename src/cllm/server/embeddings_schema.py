@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from cllm.server.openai_schema import ModelName, Tokens, UserName
 from cllm.server.validation import AtMost, Int32, RequestModel, Text, Texts, Unsupported, Words
@@ -22,7 +22,7 @@ class _Asked(RequestModel):
 
 
 class EmbeddingRequest(_Asked):
-    model_config = {"json_schema_extra": {"example": {"input": ["the cat sat", "on the mat"]}}}
+    model_config = ConfigDict(json_schema_extra={"example": {"input": ["the cat sat", "on the mat"]}})
 
     input: (
         Words
@@ -61,9 +61,9 @@ class Document(RequestModel):
 
 
 class RerankRequest(_Asked):
-    model_config = {
-        "json_schema_extra": {"example": {"query": "Who sat on the mat?", "documents": ["the cat", "the dog"]}}
-    }
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"query": "Who sat on the mat?", "documents": ["the cat", "the dog"]}}
+    )
     unsupported: ClassVar[Unsupported] = {"max_chunks_per_doc": (), "max_tokens_per_doc": (), "rank_fields": ()}
 
     query: Text

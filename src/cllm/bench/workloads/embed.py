@@ -68,7 +68,8 @@ class Embed(LocalWorkload):
             setup.view.say(f"{self.name}: prompts of {self.text_tokens} tokens")
             prefills = [await side.prefill(self.texts, self.text_tokens) for _ in range(self.rounds)]
             setup.view.say(f"{self.name}: a prompt of {self.prompt_tokens} tokens")
-            plain, scored = [], []
+            plain: list[float] = []
+            scored: list[float] = []
             for number in range(self.rounds):
                 for params, seconds in ((PLAIN, plain), (SCORED, scored))[:: 1 if number % 2 else -1]:
                     seconds.append(await side.answer(self.prompt_tokens, params))
