@@ -12,7 +12,7 @@ from gguf_kit import write_gguf
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["the", "cat", "dog", "sat", "on", "mat", "who", "what", "is", "a", ".", "?"]
-ENDS = ["s", "ing", *"abcdefghijklmnopqrstuvwxyz"]
+ENDS = ["ing", *"abcdefghijklmnopqrstuvwxyz"]
 TOKENS = [*SPECIAL, *(f"\u2581{word}" for word in WORDS), *(f"\u2581{c}" for c in "bdefghijklm"), *ENDS]
 CLS, SEP = 2, 3
 POOLING = {"mean": 1, "cls": 2, "rank": 4}

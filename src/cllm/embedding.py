@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -13,9 +13,7 @@ from cllm.engine.params import SamplingParams
 from cllm.engine.reading import Embedding, normalised
 from cllm.engine.tenant import NOBODY, Tenant
 from cllm.errors import OverloadedError
-
-if TYPE_CHECKING:
-    from cllm.llm import AsyncLLM
+from cllm.generation import Generation
 
 EMBEDDING = SamplingParams(max_tokens=0, context_window=None)
 """How texts are computed of which nothing but the embedding is wanted."""
@@ -24,12 +22,26 @@ AT_ONCE = 32
 """Texts of one request that the engine has at the same time."""
 
 
+class Submits(Protocol):
+    """A model that takes texts to embed."""
+
+    def submit_embedding(
+        self,
+        text: str | Sequence[int],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        tenant: Tenant = NOBODY,
+    ) -> Generation: ...
+
+
 class Embeddings:
     """The embeddings of texts, given as tokens; `compute` once."""
 
     def __init__(
         self,
-        llm: AsyncLLM,
+        llm: Submits,
         texts: Sequence[Sequence[int]],
         *,
         request_id: str | None = None,

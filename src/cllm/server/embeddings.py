@@ -73,7 +73,7 @@ def _split(given: str | list[str] | list[int] | list[list[int]]) -> list[str | l
     """A flat list of token ids is one text."""
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         return [given]
-    return [*cast("list[str] | list[list[int]]", given)]
+    return [*cast("list[str] | list[list[int]]", given)] or [[]]
 
 
 def _embed(

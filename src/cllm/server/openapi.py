@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from cllm.server.embeddings_schema import EmbeddingRequest, RerankRequest
 from cllm.server.generate_schema import BenchmarkRequest, EncodeRequest, GenerateRequest
 from cllm.server.middleware import OPEN_PATHS
 from cllm.server.models import LoadRequest, UnloadRequest
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 REQUESTS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/rerank": RerankRequest,
     "/generate": GenerateRequest,
     "/generate_stream": GenerateRequest,
     "/encode": EncodeRequest,
