@@ -11,7 +11,7 @@ import torch
 
 from cllm import LLM, SamplingParams
 from cllm.backends.base import Chunk, Pooling, PromptScores, Scoring
-from torch_kit import BLOCK, build, open_backend, random_tokens, save
+from torch_kit import BLOCK, build, open_backend, random_tokens, save, save_whole
 
 TOKENS = random_tokens(150)
 BLOCKS = list(range(-(-len(TOKENS) // BLOCK)))
@@ -63,7 +63,7 @@ def test_the_whole_engine_on_torch_scores_and_embeds(tmp_path: Path) -> None:
         "backend.torch.dtype": "f32", "backend.torch.device": "cpu", "resources.kv_type_k": "f32",
         "resources.kv_type_v": "f32",
     }  # fmt: skip
-    with LLM(str(save(model, tmp_path)), backend="torch", settings=settings) as llm:
+    with LLM(str(save_whole(model, tmp_path)), backend="torch", settings=settings) as llm:
         (scored,) = llm.generate([TOKENS], SamplingParams(max_tokens=0, prompt_logprobs=1))
         (again,) = llm.generate([TOKENS], SamplingParams(max_tokens=0, prompt_logprobs=1))
         vector = llm.embed([TOKENS])[0]
