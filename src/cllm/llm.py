@@ -14,11 +14,11 @@ from typing import Any
 
 from cllm.assemble import Parts, Place, assemble
 from cllm.config import Config
-from cllm.embedding import EMBEDDING
+from cllm.embedding import EMBEDDING, TextReading
 from cllm.engine.loop import Engine
 from cllm.engine.observer import Observers
 from cllm.engine.params import SamplingParams
-from cllm.engine.reading import PromptPooling, PromptScoring, Reading
+from cllm.engine.reading import Reading
 from cllm.engine.request import FinishReason, Output, build_request
 from cllm.engine.rows import RowSampler, fastest
 from cllm.engine.stats import EngineSnapshot
@@ -195,19 +195,10 @@ class AsyncLLM:
         return room if params.max_tokens is None else min(room, params.max_tokens)
 
     @property
-    def no_embeddings(self) -> str | None:
-        """Why texts cannot be embedded; None: they can."""
-        backend = self._loaded.backend
-        if backend.pooling is None or backend.no_reading is not None:
-            return backend.no_reading or f"{backend.name} makes no embeddings"
-        return f"{self.model_name} ranks documents and makes no embeddings: use /v1/rerank" if backend.ranks else None
-
-    @property
-    def no_ranking(self) -> str | None:
-        """Why documents cannot be ranked; None: they can."""
-        if self._loaded.backend.ranks:
-            return None
-        return f"{self.model_name} has no head that ranks documents (pooling_type rank): serve a reranker for that"
+    def reads(self) -> TextReading:
+        """What it makes of texts beside answers."""
+        parts = self._loaded
+        return TextReading(self.model_name, parts.backend, parts.tokenizer, parts.text_end, parts.pairs)
 
     @property
     def shape(self) -> ModelShape:
@@ -269,17 +260,6 @@ class AsyncLLM:
         stable = self._volatile.strip(messages)
         return self.chat_template.encode(self.tokenizer, stable, self.prompt_limit(params), asks=False)
 
-    def encode_input(self, text: str) -> list[int]:
-        """A text to embed: the model may want a token behind it."""
-        return [*self.tokenizer.encode(text), *self._loaded.text_end] if text else []
-
-    def encode_pair(self, query: str, document: str) -> list[int]:
-        """A query and a document, as a model with a head for that reads them."""
-        pairs = self._loaded.pairs
-        if pairs is None:
-            raise InvalidRequestError(self.no_ranking or "", "model")
-        return pairs(query, document)
-
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -298,14 +278,7 @@ class AsyncLLM:
         when the generation has ended.
         """
         params = params or SamplingParams()
-        backend = self._loaded.backend
-        if backend.no_answers is not None:
-            raise InvalidRequestError(backend.no_answers, "model")
-        reading = None
-        if params.prompt_logprobs is not None:
-            if backend.no_reading is not None:
-                raise InvalidRequestError(f"prompt_logprobs: {backend.no_reading}", "prompt_logprobs")
-            reading = PromptScoring(params.prompt_logprobs, backend.score_weight)
+        reading = self.reads.begin_answer(params)
         return self._submit(prompt, params, reading, request_id, priority, timeout_s, tenant, pins)
 
     def submit_embedding(
@@ -319,11 +292,7 @@ class AsyncLLM:
     ) -> Generation:
         """Queue a text to be embedded: its `embedding` is there when the generation, which generates nothing, is done.
         Raises as `submit` does."""
-        backend = self._loaded.backend
-        if backend.pooling is None:
-            raise InvalidRequestError(self.no_embeddings or "", "model")
-        reading = PromptPooling(backend.pooling, ranks=backend.ranks)
-        return self._submit(text, EMBEDDING, reading, request_id, priority, timeout_s, tenant, ())
+        return self._submit(text, EMBEDDING, self.reads.begin(), request_id, priority, timeout_s, tenant, ())
 
     def _submit(
         self,

@@ -191,12 +191,12 @@ class LLM:
         ]
 
     async def _embed_all(self, texts: Sequence[Prompt], dimensions: int | None) -> NDArray[np.float32]:
-        if (reason := self._llm.no_embeddings) is not None:
+        if (reason := self._llm.reads.no_embeddings) is not None:
             raise InvalidRequestError(reason, "model")
         size = self._llm.shape.n_embd
         if dimensions is not None and not 1 <= dimensions <= size:
             raise InvalidRequestError(f"dimensions is {dimensions}; it must be 1 to {size}", "dimensions")
-        encode = self._llm.encode_input
+        encode = self._llm.reads.encode_input
         ids = [encode(text) if isinstance(text, str) else text for text in texts]
         vectors = await Embeddings(self._llm, ids).compute()
         if not vectors:

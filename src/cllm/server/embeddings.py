@@ -36,7 +36,7 @@ async def embeddings(
 ) -> Response:
     """Texts as vectors of length 1."""
     model = await state.model(body.model, request, body.timeout)
-    if (reason := model.llm.no_embeddings) is not None:
+    if (reason := model.llm.reads.no_embeddings) is not None:
         raise InvalidRequestError(reason, "model")
     size = model.llm.shape.n_embd
     if body.dimensions is not None and body.dimensions > size:
@@ -56,7 +56,7 @@ async def rerank(
 ) -> Response:
     """How well each document answers a query, best first."""
     model = await state.model(body.model, request, body.timeout)
-    if (reason := model.llm.no_ranking) is not None:
+    if (reason := model.llm.reads.no_ranking) is not None:
         raise InvalidRequestError(reason, "model")
     documents = [each if isinstance(each, str) else each.text for each in body.documents]
     texts = await model.texts.encode_pairs(body.query, documents)

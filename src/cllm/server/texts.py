@@ -45,7 +45,7 @@ class Texts:
     async def encode_inputs(self, inputs: Sequence[str | list[int]], param: str) -> list[Sequence[int]]:
         """Texts to embed. One without a token is refused, and so is one with a token that does not exist."""
         limit = self._llm.prompt_limit(EMBEDDING)._replace(what="a text")
-        encoded = await self._encode_all(inputs, limit, param, self._llm.encode_input)
+        encoded = await self._encode_all(inputs, limit, param, self._llm.reads.encode_input)
         vocabulary = self._llm.shape.n_vocab
         for number, ids in enumerate(encoded):
             if not len(ids):
@@ -61,7 +61,11 @@ class Texts:
         limit = self._llm.prompt_limit(EMBEDDING)._replace(what="a document with the query")
         limit.check_text(self._llm.tokenizer, query, "query")
         return await self._encode_all(
-            documents, limit, "documents", lambda document: self._llm.encode_pair(query, document), each=len(query)
+            documents,
+            limit,
+            "documents",
+            lambda document: self._llm.reads.encode_pair(query, document),
+            each=len(query),
         )
 
     async def _encode_all(

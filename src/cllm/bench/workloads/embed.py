@@ -29,7 +29,7 @@ class Embed(LocalWorkload):
     texts: int = 512
     text_tokens: int = 128
     prompt_tokens: int = 2000
-    rounds: int = 3
+    prompts: int = 3
 
     name = "embed"
     figures = (
@@ -45,11 +45,11 @@ class Embed(LocalWorkload):
     def title(self) -> str:
         return (
             f"embed: {self.texts} texts of {self.text_tokens} tokens, beside prompts of that length one after another; "
-            f"then a prompt of {self.prompt_tokens} tokens, scored and not"
+            f"then {self.prompts} prompts of {self.prompt_tokens} tokens, scored and not"
         )
 
     def quick(self) -> Embed:
-        return replace(self, texts=16, text_tokens=32, prompt_tokens=128, rounds=1)
+        return replace(self, texts=16, text_tokens=32, prompt_tokens=128, prompts=1)
 
     async def one_repeat(self, setup: Setup, repeat: int) -> list[Run]:
         settings: dict[str, Any] = {
@@ -64,19 +64,19 @@ class Embed(LocalWorkload):
             side = _Side(llm, setup.prompts(f"{self.name} {repeat}").random)
             await side.answer(self.prompt_tokens, PLAIN)
             setup.view.say(f"{self.name}: {self.texts} texts")
-            speeds = [await side.embed(self.texts, self.text_tokens) for _ in range(self.rounds)]
+            speed = await side.embed(self.texts, self.text_tokens)
             setup.view.say(f"{self.name}: prompts of {self.text_tokens} tokens")
-            prefills = [await side.prefill(self.texts, self.text_tokens) for _ in range(self.rounds)]
+            prefill = await side.prefill(self.texts, self.text_tokens)
             setup.view.say(f"{self.name}: a prompt of {self.prompt_tokens} tokens")
             plain: list[float] = []
             scored: list[float] = []
-            for number in range(self.rounds):
+            for number in range(self.prompts):
                 for params, seconds in ((PLAIN, plain), (SCORED, scored))[:: 1 if number % 2 else -1]:
                     seconds.append(await side.answer(self.prompt_tokens, params))
         figures = {
-            "embed_tokens_per_s": fmean(speeds),
-            "prefill_tokens_per_s": fmean(prefills),
-            "embed_share": fmean(speeds) / fmean(prefills),
+            "embed_tokens_per_s": speed,
+            "prefill_tokens_per_s": prefill,
+            "embed_share": speed / prefill,
             "prompt_s": fmean(plain),
             "scored_s": fmean(scored),
             "scored_times": fmean(scored) / fmean(plain),
