@@ -146,9 +146,9 @@ async def test_the_token_that_ends_an_answer_has_its_place_behind_a_scored_promp
 
 async def test_too_many_are_refused_by_name(client: httpx.AsyncClient) -> None:
     prompts = {"prompt": ["x" * 4000] * 100, "max_tokens": 1}
-    for body in ({**prompts, "prompt_logprobs": 20}, {**prompts, "echo": True, "logprobs": 20}):
-        problem = (await post(client, "/v1/completions", body, 400))["error"]
-        assert problem["param"] == "prompt_logprobs" and "max_logprobs" in problem["message"]
+    for asks, name in (({"prompt_logprobs": 20}, "prompt_logprobs"), ({"echo": True, "logprobs": 20}, "logprobs")):
+        problem = (await post(client, "/v1/completions", {**prompts, **asks}, 400))["error"]
+        assert problem["param"] == name and "max_logprobs" in problem["message"]
     window = {"prompt": PROMPT, "prompt_logprobs": 1, "context_window": {"recent": 64}}
     assert (await post(client, "/v1/completions", window, 400))["error"]["param"] == "prompt_logprobs"
 

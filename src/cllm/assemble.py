@@ -219,9 +219,8 @@ def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
     if model.ranks or not model.is_causal:
         from cllm.backends.llama_cpp.encoder import LlamaCppEncoder
 
-        return LlamaCppEncoder(
-            model, threads=threads, n_batch=settings.n_batch, mmap=settings.mmap, mlock=settings.mlock
-        )
+        most = max(settings.n_batch, config.resources.max_context_length or 0)
+        return LlamaCppEncoder(model, threads=threads, n_batch=most, mmap=settings.mmap, mlock=settings.mlock)
     return LlamaCppBackend(
         model.path,
         threads=threads,

@@ -72,7 +72,9 @@ async def completions(
     texts = _split(body.prompt)
     _check_count(state, len(texts), params.n)
     prompts = await model.texts.encode_prompts(texts, params)
-    _check_logprobs(model, prompts, params, "logprobs")
+    _check_logprobs(
+        model, prompts, params, "logprobs", "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    )
     tokenizer = model.llm.tokenizer
     echoes = await _echoes(model, texts, params.n) if body.echo else {}
     head = _head(request, model, "cmpl")
@@ -164,10 +166,17 @@ def _check_count(state: ServerState, prompts: int, n: int) -> None:
         )
 
 
-def _check_logprobs(model: ModelState, prompts: Sequence[Sequence[int]], params: SamplingParams, param: str) -> None:
+def _check_logprobs(
+    model: ModelState,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    param: str,
+    of_prompts: str = "prompt_logprobs",
+) -> None:
+    """`param` and `of_prompts`: what asked for those of answers, and of prompts."""
     most = model.config.server.max_logprobs
     if params.prompt_logprobs is not None:
-        _check_prompt_logprobs(params, sum(map(len, prompts)), most)
+        _check_prompt_logprobs(params, sum(map(len, prompts)), most, of_prompts)
     if params.logprobs is None:
         return
     tokens = sum(model.llm.answer_limit(len(prompt), params) for prompt in prompts)
@@ -181,7 +190,7 @@ def _check_logprobs(model: ModelState, prompts: Sequence[Sequence[int]], params:
         )
 
 
-def _check_prompt_logprobs(params: SamplingParams, tokens: int, most: int) -> None:
+def _check_prompt_logprobs(params: SamplingParams, tokens: int, most: int, param: str) -> None:
     assert params.prompt_logprobs is not None
     each = 1 + params.prompt_logprobs
     if params.n * tokens * each > most:
@@ -189,7 +198,7 @@ def _check_prompt_logprobs(params: SamplingParams, tokens: int, most: int) -> No
             f"n = {params.n} x {tokens} tokens of prompts x {each} log probabilities are {params.n * tokens * each}; "
             f"at most {most} are allowed in one request (server.max_logprobs): ask for fewer answers, prompts or "
             f"alternatives",
-            "prompt_logprobs",
+            param,
         )
 
 

@@ -7,6 +7,7 @@ no K/V memory. Several texts are computed together, each as a sequence of its ow
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,12 @@ class LlamaCppEncoder(Backend):
         self._library.take_log()
         self._model = load_model(self._library, model.path, mmap, mlock)
         try:
-            self.shape = read_shape(self._library.api, self._model)
+            api = self._library.api
+            self.shape = read_shape(api, self._model)
+            if hasattr(api, "llama_model_n_embd_out"):  # some models project what they have at the end
+                self.shape = replace(self.shape, n_embd=api.llama_model_n_embd_out(self._model))
             self.context_cap = self._n_batch = self.preferred_step_tokens = min(n_batch, self.shape.context_length)
-            self._outputs = 1 if not self.ranks else self._library.api.llama_model_n_cls_out(self._model)
+            self._outputs = api.llama_model_n_cls_out(self._model) if self.ranks else self.shape.n_embd
             self._open()
         except (ModelError, BackendError):
             self.close()
@@ -129,7 +133,7 @@ class LlamaCppEncoder(Backend):
         return {index: self._pooled(context, slot) for slot, index in enumerate(batch)}
 
     def _pooled(self, context: Any, slot: int) -> Hidden:
-        size = self._outputs if self.ranks else self.shape.n_embd
+        size = self._outputs
         found = self._library.api.llama_get_embeddings_seq(context, slot)
         if not found:
             raise BackendError("llama.cpp gave no embedding for a text")
