@@ -22,8 +22,15 @@ def breaks_a_relation(body: dict[str, Any]) -> bool:
         or _tokens_of_window(body) > 4096
         or _marks_in(body.get("messages")) > 4
         or len(str(body.get("messages"))) > 100_000  # the context is 4,096 characters
+        or (body.get("context_window") is not None and _scores_its_prompt(body))
+        or _number(body, "dimensions", 1) > 8  # the fake model's
+        or "documents" in body  # which has no head to rank them
         or (isinstance(body.get("prompt"), list) and len(body["prompt"]) * _number(body, "n", 1) > 128)
     )
+
+
+def _scores_its_prompt(body: dict[str, Any]) -> bool:
+    return body.get("prompt_logprobs") is not None or bool(body.get("echo") and body.get("logprobs") is not None)
 
 
 def takes_long(body: dict[str, Any]) -> bool:

@@ -152,10 +152,14 @@ async def test_a_full_queue_is_waited_for_unless_it_is_others_who_fill_it() -> N
             await Embeddings(llm, texts).compute()
         for generation in held:
             await generation.aclose()
+        while llm.snapshot().waiting:
+            await asyncio.sleep(0.01)
         work = asyncio.ensure_future(Embeddings(llm, texts).compute())
         await asyncio.sleep(0)
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
+        while llm.snapshot().running or llm.snapshot().waiting:
+            await asyncio.sleep(0.01)
         assert [vector.tolist() for vector in await Embeddings(llm, texts[:3]).compute()] == [
             vector.tolist() for vector in vectors[:3]
         ]

@@ -10,15 +10,21 @@ import pytest
 import torch
 
 from cllm import LLM, SamplingParams
-from cllm.backends.base import Chunk, Pooling, PromptScores, Scoring
+from cllm.backends.base import Chunk, Hidden, Pooling, PromptScores, Scoring
+from cllm.backends.torch.backend import TorchBackend
 from torch_kit import BLOCK, build, open_backend, random_tokens, save, save_whole
 
 TOKENS = random_tokens(150)
 BLOCKS = list(range(-(-len(TOKENS) // BLOCK)))
 
 
+def read(backend: TorchBackend, chunk: Chunk) -> PromptScores | Hidden:
+    return backend.collect(backend.submit([chunk])).read[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("cuts", [[150], [1, 60, 149, 150]])
-def test_scores_and_states_are_those_of_transformers(cuts: list[int], tmp_path: Path) -> None:
+def test_scores_and_states_are_those_of_transformers(cuts: list[int], depth: int, tmp_path: Path) -> None:
     model = build("llama")
     with torch.no_grad():
         given = model(torch.tensor([TOKENS]), output_hidden_states=True)
@@ -27,20 +33,21 @@ def test_scores_and_states_are_those_of_transformers(cuts: list[int], tmp_path: 
     tokens, found = array("i", TOKENS), []
     before = None
     with open_backend(save(model, tmp_path)) as backend:
+        backend.depth = depth
         start = 0
         for end in cuts:
-            chunk = Chunk(tokens[start:end], start, int(end == 150), blocks=BLOCKS, row=1)
+            chunk = Chunk(tokens[start:end], start, 0, blocks=BLOCKS, row=1)
             chunk.asks = Scoring(tokens[start + 1 : end + 1], 3)
             if chunk.asks.targets:
-                scores = backend.read_prompts([chunk]).read[0]
+                scores = read(backend, chunk)
                 assert isinstance(scores, PromptScores)
                 found.append(scores)
             chunk.asks = Pooling("mean", before)
-            summed = backend.read_prompts([chunk]).read[0]
+            summed = read(backend, chunk)
             assert isinstance(summed, np.ndarray)
             before, start = summed, end
         chunk.asks = Pooling("last")
-        last = backend.read_prompts([chunk]).read[0]
+        last = read(backend, chunk)
     logprobs = np.concatenate([scores.logprobs for scores in found])
     rows = np.arange(149)
     assert np.abs(logprobs - expected[rows, TOKENS[1:]]).max() < 1e-4

@@ -226,7 +226,8 @@ class Planner(Faults):
         tokens_s = self.budget.costs.tokens_s
         wanted_s = sum(sequence.weight * tokens_s(sequence.remaining, sequence.position) for sequence in prompts)
         answering = len(self.running) > len(prompts)  # some may be in a step under way, and so have no row in this one
-        waiting = len(prompts) + len(self.waiting)
+        # Who is to be embedded waits for no token, and so is no reason to make others wait for theirs.
+        waiting = sum(sequence.answers for sequence in prompts) + len(self.waiting)
         allowance = self.budget.allowance(plan.decode_rows, waiting, wanted_s, answering, plan.drafted)
         if allowance is None:
             return
