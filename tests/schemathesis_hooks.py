@@ -24,7 +24,6 @@ def breaks_a_relation(body: dict[str, Any]) -> bool:
         or len(str(body.get("messages"))) > 100_000  # the context is 4,096 characters
         or (body.get("context_window") is not None and _scores_its_prompt(body))
         or _number(body, "dimensions", 1) > 8  # the fake model's
-        or "documents" in body  # which has no head to rank them
         or (isinstance(body.get("prompt"), list) and len(body["prompt"]) * _number(body, "n", 1) > 128)
     )
 

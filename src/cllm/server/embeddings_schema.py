@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cllm.server.openai_schema import ModelName, Tokens, UserName
-from cllm.server.validation import AtMost, Int32, RequestModel, Text, Texts, Unsupported, Words
+from cllm.server.validation import WHOLE, AtMost, Int32, RequestModel, Text, Texts, Unsupported, Words
 
 _INPUT = "A string, several strings, token ids, or several lists of token ids."
 
@@ -33,7 +33,7 @@ class EmbeddingRequest(_Asked):
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64: of little-endian float32. Default float."
     )
-    dimensions: Annotated[Int32, Field(ge=1)] | None = Field(
+    dimensions: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = Field(
         None, description="Only so many of the first dimensions, as a vector of length 1."
     )
 
@@ -70,7 +70,9 @@ class RerankRequest(_Asked):
     documents: Annotated[
         list[Text | Document], Field(fail_fast=True, min_length=1), AtMost("max_inputs", "documents")
     ] = Field(description="Texts, or objects with a `text`.")
-    top_n: Annotated[Int32, Field(ge=1)] | None = Field(None, description="Only so many of the best. Default: all.")
+    top_n: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = Field(
+        None, description="Only so many of the best. Default: all."
+    )
     return_documents: bool | None = Field(None, description="Whether documents are part of the answer. Default true.")
 
 
