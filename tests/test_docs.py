@@ -243,7 +243,7 @@ LAYERS = [
     {"backends", "text", "resources"},
     {"engine", "on_disk", "on_host", "on_torch"},
     {"observe", "choosing", "drafts", "generation", "windows"},
-    {"assemble"},
+    {"assemble", "embedding"},
     {"llm"},
     {"offline", "simulate", "served", "warm"},
     {"bench"},

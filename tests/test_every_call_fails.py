@@ -136,6 +136,18 @@ def forks(rig: Rig) -> None:
     rig.run()
 
 
+def prompts_are_read(rig: Rig) -> None:
+    """Scored and embedded, beside one that answers, some of whose beginning is cached."""
+    prefix = "all of them begin like "
+    rig.submit(prefix + "one", 3)
+    rig.turns(2)
+    rig.submit(prefix + "two", 2, reads="scores", n=2)
+    rig.submit(prefix + "three", reads="mean")
+    rig.submit(prefix + "four", reads="last")
+    rig.submit("nothing", 0)
+    rig.run()
+
+
 def windows(rig: Rig) -> None:
     """Two that share a beginning drop tokens, one of them twice; a third finds what they left."""
     window = Window.fit(4, 12, rig.scheduler.kv.unit_tokens)
@@ -329,6 +341,7 @@ def given_back(rig: Rig) -> None:
 
 
 SCENARIOS: list[Scenario] = [
+    prompts_are_read,
     mixed_prompts, shared_prefixes, forks, cancels, timeouts, preempted_prompt, preempted_answer, shutdown, rebuilds,
 ]  # fmt: skip
 

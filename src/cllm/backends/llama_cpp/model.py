@@ -11,12 +11,13 @@ from cllm.errors import ModelError
 from cllm.models.shape import ModelShape
 
 
-def load_model(library: Library, path: Path, mmap: bool, mlock: bool) -> Any:
+def load_model(library: Library, path: Path, mmap: bool, mlock: bool, *, vocab_only: bool = False) -> Any:
     if not path.is_file():
         raise ModelError(f"there is no model file {path}")
     api = library.api
     params = api.llama_model_default_params()
     params.n_gpu_layers = 0
+    params.vocab_only = vocab_only
     if hasattr(params, "load_mode"):
         params.load_mode = mmap * api.LLAMA_LOAD_MODE_MMAP | mlock * api.LLAMA_LOAD_MODE_MLOCK
     else:  # before 0.3.35

@@ -7,6 +7,7 @@ from cllm.bench.workloads.base import Workload
 from cllm.bench.workloads.batch import Batch
 from cllm.bench.workloads.chat import Chat
 from cllm.bench.workloads.drafts import Drafts
+from cllm.bench.workloads.embed import Embed
 from cllm.bench.workloads.gap import Gap
 from cllm.bench.workloads.generator import Generator
 from cllm.bench.workloads.hostile import Hostile
@@ -40,6 +41,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "aged": (Aged(),),
     "window": (Window(),),
     "drafts": (Drafts(),),
+    "embed": (Embed(),),
     "overhead": (Overhead(),),
     "memory": (Memory(),),
     "memory-waste": (MemoryWaste(),),
@@ -54,7 +56,8 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
 }
 
 LONG = (
-    "soak", "aged", "window", "drafts", "hostile", "gap", "page", "memory-placement", "memory-busy", "memory-burst",
+    "soak", "aged", "window", "drafts", "embed", "hostile", "gap", "page", "memory-placement", "memory-busy",
+    "memory-burst",
 )  # fmt: skip
 """Too long for the short set."""
 ONCE = ("soak", "aged", "window", "hostile", "gap", "memory-busy", "memory-burst")
