@@ -10,7 +10,6 @@ from cllm.backends.llama_cpp.library import load_library
 from cllm.backends.llama_cpp.model import load_model
 from cllm.errors import InvalidRequestError
 from cllm.models.gguf import GGUFModel
-from cllm.text.infill import Infill
 
 _LEAST_LONGEST = 256
 """Whole words that the vocabulary lacks become one token."""
@@ -33,7 +32,7 @@ class LlamaTokenizer:
         self.add_bos = True
         self.eos_ids: frozenset[int] = frozenset()
         self.special_tokens: Mapping[str, int] = {}
-        self.infill: Infill | None = None
+        self.infill = None
 
     def __del__(self) -> None:
         if getattr(self, "_model", None):
