@@ -122,7 +122,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 4}}, "json_schema", "minimum (5)"),
     ({"json_schema": {"allOf": [{"type": "string"}, {"type": "null"}]}}, "json_schema", "Unsatisfiable"),
     ({"json_schema": {"$ref": "#"}}, "json_schema", "no answer"),
-    ({"json_schema": {"uniqueItems": True}}, "json_schema", "uniqueItems"),
+    ({"json_schema": {"properties": {"a": {"items": {"uniqueItems": True}}}}}, "json_schema", "at /properties/a/items"),
     ({"json_schema": {"$ref": "https://example.org/x"}}, "json_schema", "example.org"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "sting"}}}},
      "response_format.json_schema.schema", "sting"),

@@ -122,13 +122,11 @@ def test_forced_tokens_are_computed_as_one_chunk(layout: str) -> None:
     scheduler = make_scheduler(backend, "slots" if layout == "slots" else "paged")
     stepper = Stepper(backend, scheduler, timer=lambda: 0.0)
     scheduler.add(request)
-    steps = 0
     while scheduler.has_work or stepper.under_way:
         stepper.advance()
-        steps += 1
     answer = tokens_of(scheduler.take_outputs(), request)
     assert answer == alone(request, RECORD) and len(answer) > 70
-    assert steps <= 14  # a name of 5, a number of 2, and what stands between them
+    assert stepper.steps <= 14  # a name of 5, a number of 2, and what stands between them
 
 
 def test_a_mask_goes_before_min_tokens_and_ignore_eos() -> None:
