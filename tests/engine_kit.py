@@ -11,6 +11,7 @@ from typing import Any
 from cllm.backends.base import Chunk, PromptScores
 from cllm.backends.fake import END_TOKEN, FakeBackend
 from cllm.engine.budget import StepBudget
+from cllm.engine.constraint import Constraint
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
 from cllm.engine.reading import Embedding, PromptPooling, PromptScoring, Reading
@@ -64,6 +65,7 @@ def make_request(
     tenant: Tenant = NOBODY,
     pins: Sequence[PinMark] = (),
     reading: Reading | None = None,
+    constraint: Constraint | None = None,
 ) -> Request:
     ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
     return build_request(
@@ -81,6 +83,7 @@ def make_request(
         tenant=tenant,
         pins=pins,
         reading=reading,
+        constraint=constraint,
     )
 
 

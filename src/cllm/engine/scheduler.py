@@ -128,11 +128,11 @@ class Scheduler(Planner):
         while not sequence.ended and (token := chooser.forced) is not None:
             try:
                 chooser.observe(token)
-            except Exception as error:
+            except Exception as error:  # noqa: PERF203 - it ends the answer, and so the loop
                 self._fail(sequence, error)
-                return
-            sequence.forced += 1
-            self._take_token(sequence, token, None, now)
+            else:
+                sequence.forced += 1
+                self._take_token(sequence, token, None, now)
 
     def _take_drafted(self, sequence: Sequence, chunk: Chunk, result: StepResult, row: int, now: float) -> None:
         """Choose token after token, as long as the one before is what was drafted, which its row was computed for."""

@@ -26,6 +26,7 @@ from cllm.bench.workloads.sequential import Sequential
 from cllm.bench.workloads.snapshots import Snapshots
 from cllm.bench.workloads.soak import Soak
 from cllm.bench.workloads.stall import Stall
+from cllm.bench.workloads.structured import Structured
 from cllm.bench.workloads.window import Window
 
 WORKLOADS: dict[str, tuple[Workload, ...]] = {
@@ -42,6 +43,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "window": (Window(),),
     "drafts": (Drafts(),),
     "embed": (Embed(),),
+    "structured": (Structured(),),
     "overhead": (Overhead(),),
     "memory": (Memory(),),
     "memory-waste": (MemoryWaste(),),
@@ -56,7 +58,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
 }
 
 LONG = (
-    "soak", "aged", "window", "drafts", "embed", "hostile", "gap", "page", "memory-placement", "memory-busy",
+    "soak", "aged", "window", "drafts", "embed", "structured", "hostile", "gap", "page", "memory-placement", "memory-busy",
     "memory-burst",
 )  # fmt: skip
 """Too long for the short set."""
