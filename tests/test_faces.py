@@ -98,7 +98,7 @@ async def test_marks_pin_what_they_mark(client: httpx.AsyncClient) -> None:
     body = {"messages": HISTORY, "system": [{"type": "text", "text": SYSTEM, **mark}], "max_tokens": 4}
     first = (await post(client, "/v1/messages", body))["usage"]
     assert first["cache_creation_input_tokens"] >= len(SYSTEM) and first["cache_read_input_tokens"] == 0
-    pins = (await client.get("/kv")).json()["pins"]["prefixes"]
+    pins = (await client.get("/kv")).json()["details"]["pins"]["prefixes"]
     assert [pin["source"] for pin in pins] == ["request"] and pins[0]["tokens"] >= len(SYSTEM)
     second = (await post(client, "/v1/messages", body))["usage"]
     assert second["cache_creation_input_tokens"] == 0

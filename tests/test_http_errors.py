@@ -112,11 +112,26 @@ COMPLETIONS = [
 ]
 
 USER = {"role": "user", "content": "hi"}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "42"}
+
+
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
 CHATS = [
     ({"n": 0}, "n"),
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{**USER, "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL, CALL]}]}, "messages[0].tool_calls[1].id"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "id": 5}]}]}, "messages[0].tool_calls[0].id"),
+    ({"messages": [RESULT, RESULT]}, "messages[1].tool_call_id"),
+    ({"messages": [{**USER, "reasoning_content": "x"}]}, "messages[0].reasoning_content"),
     ({"messages": [USER, {"role": "user"}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages[0].content"),
@@ -124,24 +139,41 @@ CHATS = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
     ),
-    ({"messages": [{**USER, "name": "Ann"}]}, "messages[0].name"),
-    ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{**USER, "name": 5}]}, "messages[0].name"),
+    ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
     ({"messages": [{**USER, "mood": "good"}]}, "messages[0].mood"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": 4, "max_tokens": 5}, "max_tokens"),
     ({"logprobs": 1}, "logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [tool("")]}, "tools[0].function.name"),
+    ({"tools": [tool("x" * 65)]}, "tools[0].function.name"),
+    ({"tools": [tool("f"), tool("odd name")]}, "tools[1].function.name"),
+    ({"tools": [tool("f"), tool("f")]}, "tools[1].function.name"),
+    ({"tools": [tool("f", parameters=[])]}, "tools[0].function.parameters"),
+    ({"tools": [tool("f", parameters={"type": "string"})]}, "tools[0].function.parameters"),
+    ({"tools": [tool("f", strict="yes")]}, "tools[0].function.strict"),
+    ({"tools": [tool("f", mood=1)]}, "tools[0].function.mood"),
+    ({"tools": [tool(f"f{number}") for number in range(513)]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "sometimes", "tools": [tool("f")]}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [tool("f")]}, "tool_choice"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ({"functions": [{}]}, "functions"),
+    ({"function_call": "auto"}, "function_call"),
+    ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+    ({"separate_reasoning": True, "reasoning_format": "none"}, "reasoning_format"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"store": True}, "store"),
     ({"metadata": {"a": "b"}}, "metadata"),
     ({"service_tier": "priority"}, "service_tier"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning_effort": "utmost"}, "reasoning_effort"),
     ({"prompt_cache_key": "k"}, "prompt_cache_key"),
 ]
 

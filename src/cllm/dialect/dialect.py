@@ -66,25 +66,17 @@ class Dialect:
         return told, replace(options, tools=())
 
     def _for_template(self, messages: list[Message]) -> list[Message]:
-        as_text = self._template.wants_arguments_as_text
+        if self.format is not formats.MISTRAL:
+            return messages
         prepared = []
         for message in messages:
-            if self.format is formats.MISTRAL and "tool_call_id" in message:
+            if "tool_call_id" in message:
                 message = {**message, "tool_call_id": _nine(message["tool_call_id"])}
             if "tool_calls" in message:
-                calls = [self._call_for_template(call, as_text=as_text) for call in message["tool_calls"]]
+                calls = [{**call, "id": _nine(call.get("id", ""))} for call in message["tool_calls"]]
                 message = {**message, "tool_calls": calls}
             prepared.append(message)
         return prepared
-
-    def _call_for_template(self, call: Message, *, as_text: bool) -> Message:
-        function = call["function"]
-        if as_text and not isinstance(function["arguments"], str):
-            function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-        call_id = call.get("id")
-        if self.format is formats.MISTRAL and call_id is not None:
-            call_id = _nine(call_id)
-        return {**call, **({} if call_id is None else {"id": call_id}), "function": function}
 
     def _tell(self, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Put the tools into the system message, for templates that know of none."""

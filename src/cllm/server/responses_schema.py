@@ -30,6 +30,7 @@ class ItemText(RequestModel):
     text: Text
     annotations: Hint = None
     logprobs: Hint = None
+    parsed: Hint = None
     prompt_cache_breakpoint: Hint = None
 
 
@@ -77,6 +78,7 @@ class FunctionCall(RequestModel):
     status: Hint = None
     caller: Hint = None
     namespace: Hint = None
+    parsed_arguments: Hint = None
 
 
 class FunctionOutput(RequestModel):
