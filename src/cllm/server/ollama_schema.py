@@ -60,7 +60,7 @@ class OllamaRequest(RequestModel):
         return self.model.removesuffix(":latest")
 
     def sampling(self) -> SamplingParams:
-        options = self.options or Options()
+        options = self.options or Options.model_validate({})
         given: dict[str, Any] = {name: value for name in _TO_PARAMS if (value := getattr(options, name)) is not None}
         most = options.num_predict
         stop = options.stop
