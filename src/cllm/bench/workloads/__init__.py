@@ -58,8 +58,8 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
 }
 
 LONG = (
-    "soak", "aged", "window", "drafts", "embed", "structured", "hostile", "gap", "page", "memory-placement", "memory-busy",
-    "memory-burst",
+    "soak", "aged", "window", "drafts", "embed", "structured", "hostile", "gap", "page", "memory-placement",
+    "memory-busy", "memory-burst",
 )  # fmt: skip
 """Too long for the short set."""
 ONCE = ("soak", "aged", "window", "hostile", "gap", "memory-busy", "memory-burst")
