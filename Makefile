@@ -49,7 +49,7 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	@touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready-dev
-	$(BIN)/python scripts/install.py browser llama-cpp
+	$(BIN)/python scripts/install.py browser
 	@touch $@
 
 $(VENV)/.ready-torch: $(VENV)/.ready-dev
@@ -57,5 +57,5 @@ $(VENV)/.ready-torch: $(VENV)/.ready-dev
 	@touch $@
 
 $(VENV)/.ready-bench: $(VENV)/.ready
-	$(BIN)/python scripts/install.py llama-cpp bench
+	$(BIN)/python scripts/install.py bench
 	@touch $@

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -312,10 +311,8 @@ def test_what_auto_falls_back_to_has_relations_too(foreign: str) -> None:
 
 def test_with_neither_backend_both_reasons_are_given(foreign: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load_library", library.load_library.__wrapped__)
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(
-        ModelError, match=r'native cannot run foreign\.gguf: .*pip install "cllm\[llama-cpp\]"'
-    ) as caught:
+    monkeypatch.setattr(library, "installed", lambda: iter(()))
+    with pytest.raises(ModelError, match=r'native cannot run foreign\.gguf: .*pip install "xllamacpp') as caught:
         assembled("auto", foreign)
     assert "\n" not in str(caught.value)
 
