@@ -318,14 +318,14 @@ Scenario = Callable[[Rig], None]
 
 
 def all_faults(calls: Sequence[str], ways: Sequence[str]) -> Iterator[Fault]:
-    """Every call in every way. As a sample: the first two calls of each name in every way, and of the others a quarter,
-    each in one of the ways."""
+    """Every call in every way. As a sample: the first call of each name in every way, and of the others a third, each in
+    one of the ways."""
     seen: Counter[str] = Counter()
     for number, name in enumerate(calls, 1):
         seen[name] += 1
-        if not EXHAUSTIVE and seen[name] > 2:
-            if seen[name] % 4 == 3:
-                yield Fault(number, ways[seen[name] // 4 % len(ways)])
+        if not EXHAUSTIVE and seen[name] > 1:
+            if seen[name] % 3 == 2:
+                yield Fault(number, ways[seen[name] // 3 % len(ways)])
             continue
         yield from (Fault(number, way) for way in ways)
         if seen[name] <= 2 and name != "deliver":  # nobody can be told anything if that fails for good

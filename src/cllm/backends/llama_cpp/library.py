@@ -180,7 +180,7 @@ class Library:
 @lru_cache(maxsize=1)
 def load_library() -> Library:
     """llama.cpp, loaded at first use: the first that is there and as we know it. Raises `ModelError` if none is."""
-    refusals = []
+    refusals: list[str] = []
     for found in installed():
         library = _open(found)
         if isinstance(library, Library):
