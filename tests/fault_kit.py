@@ -318,8 +318,8 @@ Scenario = Callable[[Rig], None]
 
 
 def all_faults(calls: Sequence[str], ways: Sequence[str]) -> Iterator[Fault]:
-    """Every call in every way. As a sample: the first call of each name in every way, and of the others a third, each in
-    one of the ways."""
+    """Every call in every way. As a sample: the first call of each name in every way, and of the others a third, each
+    in one of the ways."""
     seen: Counter[str] = Counter()
     for number, name in enumerate(calls, 1):
         seen[name] += 1
