@@ -33,9 +33,12 @@ from engine_kit import make_request, reference
 from fault_kit import BACKEND_CALLS, WAYS, Clock, Machine, Rig, Scenario, fail_every_call
 from native_kit import write_model
 from pipelined import PipelinedFake
+from thorough import exhaustive
 from window_kit import windowed_reference
 
 AHEAD_WAYS = ("error", "fatal", "aborted", "bug")
+
+pytestmark = exhaustive
 
 
 @pytest.fixture(autouse=True)

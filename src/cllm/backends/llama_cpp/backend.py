@@ -237,7 +237,7 @@ class LlamaCppBackend(Backend):
         threads = "1 thread" if self._threads == 1 else f"{self._threads} threads"
         attention = "flash attention" if self._flash_attention else "no flash attention"
         return (
-            f"llama.cpp (llama-cpp-python {library.version}, {library.cpu_feature()}, {threads}, "
+            f"llama.cpp ({library.package} {library.version}, {library.cpu_feature()}, {threads}, "
             f"K {self._kv_type_k}, V {self._kv_type_v}, {attention})"
         )
 

@@ -18,10 +18,7 @@ def load_model(library: Library, path: Path, mmap: bool, mlock: bool, *, vocab_o
     params = api.llama_model_default_params()
     params.n_gpu_layers = 0
     params.vocab_only = vocab_only
-    if hasattr(params, "load_mode"):
-        params.load_mode = mmap * api.LLAMA_LOAD_MODE_MMAP | mlock * api.LLAMA_LOAD_MODE_MLOCK
-    else:  # before 0.3.35
-        params.use_mmap, params.use_mlock = mmap, mlock
+    params.load_mode = mmap * api.LLAMA_LOAD_MODE_MMAP | mlock * api.LLAMA_LOAD_MODE_MLOCK
     library.log.clear()
     model = library.load_model(str(path).encode(), params)
     if not model:
