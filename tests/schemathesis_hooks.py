@@ -21,8 +21,47 @@ def breaks_a_relation(body: dict[str, Any]) -> bool:
         or (None not in most and most[0] != most[1])
         or _tokens_of_window(body) > 4096
         or _marks_in(body.get("messages")) > 4
+        or not _messages_fit(body.get("messages"))
+        or not _tools_fit(body)
+        or body.get("continue_final_message") is True
+        or (body.get("separate_reasoning") is not None and body.get("reasoning_format") is not None)
+        or bool(OURS & set(body.get("chat_template_kwargs") or ()))
         or len(str(body.get("messages"))) > 100_000  # the context is 4,096 characters
         or (isinstance(body.get("prompt"), list) and len(body["prompt"]) * _number(body, "n", 1) > 128)
+    )
+
+
+OURS = {"messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "continue_final_message"}
+
+
+def _messages_fit(messages: Any) -> bool:
+    """Each has what its role needs and nothing else, and no id comes twice."""
+    if not isinstance(messages, list):
+        return True
+    for message in messages:
+        role = message.get("role")
+        calls = message.get("tool_calls") or []
+        if message.get("content") is None and not (role == "assistant" and calls):
+            return False
+        if role != "assistant" and (calls or message.get("reasoning_content") or message.get("reasoning")):
+            return False
+        if (role == "tool") != (message.get("tool_call_id") is not None):
+            return False
+        if len({call["id"] for call in calls}) < len(calls):
+            return False
+    results = [message["tool_call_id"] for message in messages if message.get("role") == "tool"]
+    return len(set(results)) == len(results)
+
+
+def _tools_fit(body: dict[str, Any]) -> bool:
+    """Names differ, schemas are those of objects, and none has to be one that a grammar can be made of."""
+    tools = [tool["function"] for tool in body.get("tools") or ()]
+    choice = body.get("tool_choice")
+    return (
+        choice in (None, "auto", "none")
+        and len({tool["name"] for tool in tools}) == len(tools)
+        and all((tool.get("parameters") or {}).get("type", "object") == "object" for tool in tools)
+        and not any(tool.get("strict") for tool in tools)
     )
 
 

@@ -33,6 +33,7 @@ NAMES = [
     "docs/kv-store.md",
     "docs/warm.md",
     "docs/drafts.md",
+    "docs/tools.md",
     "docs/truth.md",
     "src/cllm/kv/README.md",
 ]
@@ -241,8 +242,9 @@ LAYERS = [
     {"kv"},
     {"models", "config"},
     {"backends", "text", "resources"},
+    {"structured"},
     {"engine", "on_disk", "on_host", "on_torch"},
-    {"observe", "choosing", "drafts", "generation", "windows"},
+    {"observe", "choosing", "drafts", "generation", "windows", "dialect", "still_open"},
     {"assemble"},
     {"llm"},
     {"offline", "simulate", "served", "warm"},
