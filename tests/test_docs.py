@@ -34,6 +34,7 @@ NAMES = [
     "docs/warm.md",
     "docs/drafts.md",
     "docs/structured.md",
+    "docs/tools.md",
     "docs/truth.md",
     "src/cllm/kv/README.md",
 ]
@@ -244,7 +245,7 @@ LAYERS = [
     {"backends", "text", "resources"},
     {"structured"},
     {"engine", "on_disk", "on_host", "on_torch"},
-    {"observe", "choosing", "drafts", "generation", "windows", "still_open"},
+    {"observe", "choosing", "drafts", "generation", "windows", "dialect", "still_open", "sampling_defaults"},
     {"assemble", "embedding"},
     {"llm"},
     {"offline", "simulate", "served", "warm"},
