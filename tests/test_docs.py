@@ -242,6 +242,7 @@ LAYERS = [
     {"models", "config"},
     {"backends", "text", "resources"},
     {"engine", "on_disk", "on_host", "on_torch"},
+    {"sampling_defaults"},
     {"observe", "choosing", "drafts", "generation", "windows"},
     {"assemble"},
     {"llm"},
