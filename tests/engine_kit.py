@@ -11,6 +11,7 @@ from typing import Any
 from cllm.backends.base import Chunk
 from cllm.backends.fake import END_TOKEN, FakeBackend
 from cllm.engine.budget import StepBudget
+from cllm.engine.constraint import Constraint
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Output, Request, build_request
@@ -62,6 +63,7 @@ def make_request(
     window: Window | None = None,
     tenant: Tenant = NOBODY,
     pins: Sequence[PinMark] = (),
+    constraint: Constraint | None = None,
 ) -> Request:
     ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
     return build_request(
@@ -78,6 +80,7 @@ def make_request(
         window=window,
         tenant=tenant,
         pins=pins,
+        constraint=constraint,
     )
 
 

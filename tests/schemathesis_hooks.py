@@ -6,10 +6,26 @@ from typing import Any
 
 import schemathesis
 
+STRUCTURES = frozenset(
+    {
+        *("response_format", "structured_outputs", "json_schema", "grammar"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    }
+)
+
 
 @schemathesis.hook
 def filter_case(_context: schemathesis.HookContext, case: schemathesis.Case) -> bool:
     return not (isinstance(case.body, dict) and (breaks_a_relation(case.body) or takes_long(case.body)))
+
+
+@schemathesis.hook
+def map_body(_context: schemathesis.HookContext, body: Any) -> Any:
+    """Without structures: JSON Schema cannot say which schemas, expressions and grammars are right, nor that there is
+    one at most."""
+    if isinstance(body, dict):
+        return {name: value for name, value in body.items() if name not in STRUCTURES}
+    return body
 
 
 def breaks_a_relation(body: dict[str, Any]) -> bool:

@@ -34,6 +34,7 @@ NAMES = [
     "docs/warm.md",
     "docs/drafts.md",
     "docs/tools.md",
+    "docs/structured.md",
     "docs/truth.md",
     "src/cllm/kv/README.md",
 ]

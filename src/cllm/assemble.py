@@ -69,6 +69,7 @@ class Kept:
     """What of a model stays in memory while it is unloaded: little, and slow to read."""
 
     parts: tuple[GGUFModel, Tokenizer, ChatTemplate] | None = None
+    vocabulary: Vocabulary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +266,15 @@ def _build(config: Config, opened: _Opened, place: Place | None) -> Parts:
         scheduler,
         token_bytes,
         memory.max_context,
-        Compiler(Vocabulary(opened.tokenizer, backend.shape.n_vocab), config.structured),
+        Compiler(_vocabulary(opened, Kept() if place is None else place.kept), config.structured),
         disk,
     )
+
+
+def _vocabulary(opened: _Opened, kept: Kept) -> Vocabulary:
+    if kept.vocabulary is None or kept.vocabulary.tokenizer is not opened.tokenizer:
+        kept.vocabulary = Vocabulary(opened.tokenizer, opened.backend.shape.n_vocab)
+    return kept.vocabulary
 
 
 def _step_budget(config: Config, backend: Backend) -> StepBudget:

@@ -269,7 +269,7 @@ class AsyncLLM:
         return self.encode_chat(messages, params, replace(options, asks=False, continues=False))
 
     async def compile(self, structure: Structure) -> Grammar:
-        """What `submit` takes for answers of that structure. Raises `InvalidRequestError` where there is none."""
+        """What `submit` takes for answers of that structure. Raises `InvalidRequestError` where it cannot be had."""
         return await self._loaded.compiler.compile(structure)
 
     def submit(

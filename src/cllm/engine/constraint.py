@@ -10,8 +10,9 @@ its sequence waits, is preempted or is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +41,22 @@ class Constraint(Protocol):
 
 
 class Masks(Protocol):
-    def fill(self, constraints: Sequence[Constraint]) -> list[Mask | Exception]:
-        """For each, which tokens it allows next, or why that cannot be said. Valid until the next call."""
+    def fill(self, constraints: Sequence[Any]) -> list[Mask | Exception]:
+        """For each of these constraints, which are of its own kind: which tokens it allows next, or why that cannot be
+        said. Valid until the next call."""
+
+
+def masks_for(constraints: Sequence[Constraint | None]) -> list[Mask | Exception | None] | None:
+    """For each that is one which tokens it allows next, or why that cannot be said; None: there is none."""
+    limited = [constraint for constraint in constraints if constraint is not None]
+    if not limited:
+        return None
+    filled: Iterator[Mask | Exception]
+    try:
+        filled = iter(limited[0].masks.fill(limited))
+    except Exception as error:
+        filled = repeat(error)
+    return [None if constraint is None else next(filled) for constraint in constraints]
 
 
 def leaves_some(mask: Mask, tokens: NDArray[np.intp]) -> bool:
@@ -49,10 +64,3 @@ def leaves_some(mask: Mask, tokens: NDArray[np.intp]) -> bool:
     left = mask.view(np.uint32).copy()
     np.bitwise_and.at(left, tokens >> 5, ~(np.uint32(1) << (tokens & 31).astype(np.uint32)))
     return bool(left.any())
-
-
-def only(token: int, words: int) -> Mask:
-    """A mask that allows this token alone."""
-    mask = np.zeros(words, np.uint32)
-    mask[token >> 5] = np.uint32(1) << np.uint32(token & 31)
-    return mask.view(np.int32)

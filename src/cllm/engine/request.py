@@ -171,7 +171,7 @@ class Sequence(KVSequence):
         """How many tokens may be drafted behind its last one, which is all that is not computed: none of them, nor the
         one that is chosen after them, may be longer than the answer, and a window has to stay where it is. The first
         token of an answer is chosen without."""
-        if self.twins or self.submitted or len(self.tokens) == self.n_prompt:
+        if self.twins or self.submitted or len(self.tokens) == self.n_prompt or self.uncomputed > 1:
             return 0
         most = self.max_length - len(self.tokens) - 1
         return most if self.window is None else min(most, self.window.until_drop(self.num_computed) - 1)

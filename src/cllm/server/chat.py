@@ -262,7 +262,7 @@ async def _structure(model: ModelState, call: ChatCall, tools: Sequence[Tool], t
         thinking=thinking,
     )
     grammar = await model.texts.apart([tool.parameters for tool in tools], lambda: model.llm.dialect.grammar(form))
-    return Structure("lark", grammar, "tools" if tools else "response_format")
+    return Structure("lark", grammar, given.param if given is not None and not tools else "tools")
 
 
 def _read_plain(delta: Delta, pieces: list[Piece]) -> None:

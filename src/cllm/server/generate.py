@@ -31,6 +31,7 @@ from cllm.server.openai_replies import error_responses, event_stream
 from cllm.server.sliced import SlicedJson, list_pieces
 from cllm.server.sse import DONE, EventStream, data
 from cllm.server.state import ServerState, State, tenant_of, time_left
+from cllm.server.structure_fields import compiled
 from cllm.text.bounded import TokenLimit
 
 if TYPE_CHECKING:
@@ -190,5 +191,6 @@ async def _prepare(body: GenerateRequest, request: Request, state: ServerState) 
         timeout_s=time_left(request, model, body.timeout),
         tenant=tenant_of(request),
         pins=[pins_of(model, body.cache_control, prompt)],
+        grammar=await compiled(model.llm, params),
     )
     return run, answers

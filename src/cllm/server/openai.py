@@ -37,11 +37,13 @@ from cllm.server.openai_schema import ChatRequest, CompletionRequest, OpenAIRequ
 from cllm.server.sliced import SlicedJson
 from cllm.server.sse import EventStream
 from cllm.server.state import ModelState, ServerState, State, is_operators, tenant_of, time_left
+from cllm.server.structure_fields import compiled
 from cllm.server.tools_schema import choice_of
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
     from cllm.kv.pins import PinMark
+    from cllm.structured.matcher import Grammar
 
 log = logging.getLogger("cllm.server")
 
@@ -75,7 +77,8 @@ async def completions(
     head = _head(request, model, "cmpl")
     batch = 1 if max(map(len, echoes.values()), default=0) > _LONG_ECHO else BATCH
     pins = [pins_of(model, body.cache_control, prompt) for prompt in prompts]
-    answers = _answers(request, model, body, prompts, params, head.id, pins, batch)
+    grammar = await compiled(model.llm, params)
+    answers = _answers(request, model, body, prompts, params, head.id, pins, grammar, batch)
     if body.stream:
         events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes)
         return EventStream(answers, events)
@@ -180,6 +183,7 @@ def _answers(
     params: SamplingParams,
     request_id: str,
     pins: Sequence[Sequence[PinMark]],
+    grammar: Grammar | None,
     batch: int = BATCH,
 ) -> Answers:
     _log_asker(body, request_id)
@@ -193,6 +197,7 @@ def _answers(
         batch=batch,
         tenant=tenant_of(request),
         pins=pins,
+        grammar=grammar,
     )
 
 

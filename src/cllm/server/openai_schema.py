@@ -121,7 +121,6 @@ class ChatRequest(OpenAIRequest):
     unsupported: ClassVar[Unsupported] = {
         "functions": ([],),
         "function_call": ("none",),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from cllm.engine.params import MAX_BIAS, RANGES, ContextWindow, SamplingParams
 from cllm.kv.window import MIN_RECENT
 from cllm.server.cache_control import CacheControl
+from cllm.server.structure_fields import StructureFields
 from cllm.server.validation import TOKEN_IDS_AS_KEYS, AtMost, Int32, Int64, RequestModel, TokenIds, Words, wrong
 from cllm.text.stream import MAX_STOP_CHARACTERS
 
@@ -70,7 +71,7 @@ class ContextWindowFields(RequestModel):
     )
 
 
-class SamplingFields(RequestModel):
+class SamplingFields(StructureFields):
     """`null` means the default. Ranges are checked by `SamplingParams`, once for all ways in."""
 
     temperature: Annotated[float, in_range("temperature")] | None = Field(None, description="0 is greedy. Default 1.")
@@ -126,6 +127,7 @@ class SamplingFields(RequestModel):
         return SamplingParams(
             **given,
             max_tokens=max_tokens,
+            structured=self.structure,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
         )

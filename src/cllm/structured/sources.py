@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-from llguidance import LLMatcher, StructTag
+from llguidance import LLMatcher, StructTag, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from cllm.structured.structure import Structure
@@ -14,13 +15,40 @@ JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexibl
 """As `json.dumps` writes it. Where blanks are free, small models write them until the answer is full."""
 
 MOST_NESTED = 200
-"""Brackets within brackets: what reads a grammar goes as deep as they do."""
+"""Brackets within brackets,"""
+MOST_RULES = 2000
+"""and rules, or references: what reads a grammar goes as deep as they do."""
 
+_RULE = re.compile(r'\$[a-zA-Z]*ref\\*"|(?:^|\\n|\n)\s*[?!]?\w+(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:', re.IGNORECASE)
+_NAMED = re.compile(r"""Unimplemented keys: \["([^"]+)"|Invalid type: (\S+)|(?:Pointer|Resource) '([^']+)'""")
 _ANY_OBJECT = '{"type": "object"}'
 
 
 def source_of(structure: Structure) -> str:
-    return _READERS[structure.kind](structure.source)
+    source = _READERS[structure.kind](structure.source)
+    if len(_RULE.findall(source)) > MOST_RULES:
+        raise ValueError(f"has more than {MOST_RULES} rules or references")
+    return source
+
+
+def located(structure: Structure, error: str) -> str:
+    """The error, and where in the schema it is, if what it names is there."""
+    if structure.kind != "json_schema":
+        return error
+    found = _NAMED.search(error)
+    if found is None:
+        return error
+    name = next(each for each in found.groups() if each is not None)
+    waiting: list[tuple[str, Any]] = [("", _parsed(structure.source))]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, dict):
+            if name in value or value.get("type") == name or value.get("$ref") in (name, f"#{name}"):
+                return f"{error} (at {path or '/'})"
+            waiting += [(f"{path}/{key}", each) for key, each in reversed(value.items())]
+        elif isinstance(value, list):
+            waiting += [(f"{path}/{index}", each) for index, each in enumerate(value)]
+    return error
 
 
 def _any_object(source: str) -> str:
@@ -31,11 +59,11 @@ def _schema(source: str) -> str:
     schema = _parsed(source)
     if not isinstance(schema, (dict, bool)):
         raise ValueError(f"must be an object, not {json.dumps(schema)[:40]}")
-    return LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)  # type: ignore[arg-type]
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_STYLE)  # type: ignore[arg-type]
 
 
 def _regex(source: str) -> str:
-    return LLMatcher.grammar_from_regex(source)
+    return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(source, use_ascii='dw')}/")  # as in JSON schemas
 
 
 def _choice(source: str) -> str:

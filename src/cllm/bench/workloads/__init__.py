@@ -25,6 +25,7 @@ from cllm.bench.workloads.sequential import Sequential
 from cllm.bench.workloads.snapshots import Snapshots
 from cllm.bench.workloads.soak import Soak
 from cllm.bench.workloads.stall import Stall
+from cllm.bench.workloads.structured import Structured
 from cllm.bench.workloads.window import Window
 
 WORKLOADS: dict[str, tuple[Workload, ...]] = {
@@ -40,6 +41,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "aged": (Aged(),),
     "window": (Window(),),
     "drafts": (Drafts(),),
+    "structured": (Structured(),),
     "overhead": (Overhead(),),
     "memory": (Memory(),),
     "memory-waste": (MemoryWaste(),),
@@ -54,7 +56,8 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
 }
 
 LONG = (
-    "soak", "aged", "window", "drafts", "hostile", "gap", "page", "memory-placement", "memory-busy", "memory-burst",
+    "soak", "aged", "window", "drafts", "structured", "hostile", "gap", "page", "memory-placement", "memory-busy",
+    "memory-burst",
 )  # fmt: skip
 """Too long for the short set."""
 ONCE = ("soak", "aged", "window", "hostile", "gap", "memory-busy", "memory-burst")
