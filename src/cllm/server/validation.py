@@ -175,7 +175,7 @@ class RequestModel(BaseModel):
         taken: dict[str, Any] = {}
         refused: list[PydanticCustomError] = []
         for name, value in data.items():
-            if name in cls.model_fields:
+            if name in cls.model_fields or any(field.alias == name for field in cls.model_fields.values()):
                 taken[name] = value
             elif name not in cls.hints and len(refused) < MOST_PROBLEMS:
                 if name not in cls.unsupported:
