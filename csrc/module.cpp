@@ -266,6 +266,19 @@ int64_t argmax(const RowSampler& sampler, const Floats& values) {
     return sampler.argmax(values.data(), checked_length(values.size()));
 }
 
+nb::ndarray<nb::numpy, float, nb::ndim<1>> masked(const RowSampler& sampler, const Floats& values, const Ints& mask) {
+    const int64_t length = checked_length(values.size());
+    const int64_t words = int64_t(mask.size());
+    if (words * 32 < length) refuse("a mask of " + number(words) + " words is too short for " + number(length) + " values");
+    auto* out = new float[size_t(length)];
+    nb::capsule owner(out, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+    {
+        nb::gil_scoped_release no_gil;
+        sampler.apply_mask(values.data(), length, mask.data(), out);
+    }
+    return {out, {size_t(length)}, owner};
+}
+
 int64_t draw(const RowSampler& sampler, const Floats& values, double peak, double u, double temperature, int64_t top_k,
              double top_p, double min_p) {
     return sampler.draw(values.data(), checked_length(values.size()), checked_peak(peak), u, {temperature, top_k, top_p, min_p});
@@ -315,6 +328,7 @@ NB_MODULE(_native, m) {
             [](RowSampler* self, const std::string& instruction_set) { new (self) RowSampler(select_kernels(instruction_set)); },
             "instruction_set"_a)
         .def("argmax", &argmax, "values"_a, no_gil)
+        .def("masked", &masked, "values"_a, "mask"_a)
         .def("draw", &draw, "values"_a, "peak"_a, "u"_a, nb::kw_only(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, no_gil)
         .def("log_total", &log_total, "values"_a, "peak"_a, no_gil)
         .def("largest", &largest, "values"_a, "count"_a);

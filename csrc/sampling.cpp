@@ -281,6 +281,21 @@ private:
 
 }  // namespace
 
+void RowSampler::apply_mask(const float* values, int64_t n, const int32_t* mask, float* out) const {
+    for (int64_t start = 0; start < n; start += 32) {
+        const uint32_t bits = uint32_t(mask[start / 32]);
+        const int64_t end = std::min<int64_t>(start + 32, n);
+        // In most words all bits are the same.
+        if (bits == 0) {
+            std::fill(out + start, out + end, -INFINITY);
+        } else if (bits == ~uint32_t(0)) {
+            std::copy(values + start, values + end, out + start);
+        } else {
+            for (int64_t i = start; i < end; ++i) out[i] = bits >> (i - start) & 1 ? values[i] : -INFINITY;
+        }
+    }
+}
+
 int64_t RowSampler::draw(const float* values, int64_t n, double peak, double u, const Truncation& truncation) const {
     return Row(kernels_, values, n, peak, truncation.temperature).draw(u, truncation);
 }

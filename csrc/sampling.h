@@ -23,6 +23,9 @@ public:
     // The first of the largest values, or the first NaN if there is one.
     int64_t argmax(const float* values, int64_t n) const { return kernels_.argmax(values, n); }
 
+    // A copy of the values, with -infinity where the bit of `mask` is 0. The lowest bit of a word is its first value.
+    void apply_mask(const float* values, int64_t n, const int32_t* mask, float* out) const;
+
     // The token that u in [0, 1) selects. `peak` is the largest of the values and finite; none of them is NaN.
     int64_t draw(const float* values, int64_t n, double peak, double u, const Truncation& truncation) const;
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import uvicorn
@@ -15,16 +15,21 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from cllm.config import Config
+from cllm.dialect.dialect import Dialect, dialect_of
 from cllm.engine.params import SamplingParams
 from cllm.engine.sampling import TokenLogprob
 from cllm.engine.stats import EngineSnapshot
 from cllm.errors import InvalidRequestError
 from cllm.kv.usage import KVUsage
 from cllm.models.shape import ModelShape
+from cllm.sampling_defaults import SamplingDefaults
 from cllm.server.app import create_app
 from cllm.server.connection import Connection
 from cllm.server.connections import Connections
+from cllm.structured.structure import Structure
 from cllm.text.bounded import TokenLimit
+from cllm.text.chat import CHATML, PLAIN, ChatTemplate, PromptOptions
+from cllm.text.infill import Infill
 
 SHAPE = ModelShape("llama", 2, 8, 2, 1, 4, 4, 0x110000, 64)
 KV = KVUsage(
@@ -77,6 +82,8 @@ class CharTokenizer:
     eos_ids: frozenset[int] = frozenset()
     add_bos = False
     longest_token = 4
+    special_tokens: ClassVar[dict[str, int]] = {}
+    infill: Infill | None = None
 
     def encode(self, text: str, *, special: bool = False, add_bos: bool = True) -> list[int]:
         return [ord(character) for character in text]
@@ -111,14 +118,18 @@ class FakeGeneration:
         self.params = params
         self.options = options
         self.cached_tokens = len(prompt_ids) // 2
+        self.computed_tokens = 0
         self.completion_tokens = 0
         self.closed = asyncio.Event()
         self.done = False
         self.error: Exception | None = None
+        self.stopped: list[int] = []
+        self._on_news: Callable[[], None] | None = None
         self._ready: list[FakeDelta] = []
         self._speaking: asyncio.Task[None] | None = None
 
     def listen(self, on_news: Callable[[], None]) -> None:
+        self._on_news = on_news
         self._speaking = asyncio.ensure_future(self._speak(on_news))
 
     async def _speak(self, on_news: Callable[[], None]) -> None:
@@ -152,6 +163,15 @@ class FakeGeneration:
                 self.completion_tokens += 1
                 yield delta
 
+    def stop(self, index: int) -> None:
+        self.stopped.append(index)
+        if len(self.stopped) == self.params.n:
+            self.done = True
+            if self._speaking is not None:
+                self._speaking.cancel()
+            assert self._on_news is not None
+            self._on_news()
+
     async def aclose(self) -> None:
         self.closed.set()
         if self._speaking is not None:
@@ -182,12 +202,16 @@ class FakeLLM:
     backend_name: str = "fake"
     max_context: int = 64
     shape: ModelShape = SHAPE
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     started: int = 0
     stopped: int = 0
+    template: str = CHATML
 
     def __post_init__(self) -> None:
         self.tokenizer = CharTokenizer()
         self.observers: list[Any] = []
+        self.asked: list[tuple[list[dict[str, Any]], PromptOptions]] = []
+        self.compiled: list[Structure] = []
         self.generations: list[FakeGeneration] = []
         self.submitted = asyncio.Event()
         self.starved = asyncio.Event()
@@ -202,7 +226,14 @@ class FakeLLM:
         self.ready = False
 
     def submit(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, request_id: str | None = None, **options: Any
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        grammar: Any = None,
+        shown: Mapping[int, bytes] | None = None,
+        **options: Any,
     ) -> FakeGeneration:
         if self.failure is not None and self.fail_at is None:
             raise self.failure
@@ -216,12 +247,27 @@ class FakeLLM:
         self.submitted.set()
         return self.generations[-1]
 
-    def encode_chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> list[int]:
+    async def compile(self, structure: Structure) -> Structure:
+        self.compiled.append(structure)
+        return structure
+
+    @property
+    def dialect(self) -> Dialect:
+        template = ChatTemplate(self.template, bos="", eos="")
+        return dialect_of(template, self.tokenizer, self.config.chat)  # type: ignore[arg-type]
+
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams | None = None,
+        options: PromptOptions = PLAIN,
+    ) -> list[int]:
+        self.asked.append((list(messages), options))
         rendered = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return self.tokenizer.encode(rendered)
 
     def prompt_limit(self, params: SamplingParams | None = None) -> TokenLimit:
-        return TokenLimit(self.max_context, f"the context is {self.max_context} tokens")
+        return TokenLimit.of_context(self.max_context + 1)
 
     def answer_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
         room = max(self.max_context - prompt_tokens, 0)

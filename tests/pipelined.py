@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from cllm.backends.base import Chunk, Draw, Drawn, Seen, StepResult
 from cllm.backends.fake import FakeBackend
 from cllm.engine import draw as host
+from cllm.engine.draw import masked
 from cllm.errors import BackendError
 
 
@@ -68,7 +69,7 @@ class PipelinedFake(FakeBackend):
 def _choose(logits: NDArray[np.float32], draw: Draw, unknown: int | None) -> Drawn:
     values = logits.copy()
     if draw.mask is not None:
-        values[~draw.mask] = -np.inf
+        values = masked(values, draw.mask)
     if draw.bias is not None:
         values[draw.bias.ids] = values[draw.bias.ids] + draw.bias.values
     if draw.penalties is not None:

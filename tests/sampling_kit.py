@@ -28,6 +28,14 @@ NUMPY: RowSampler = draw
 SAMPLERS = ["numpy", *NATIVE]
 
 
+def packed(allowed: Sequence[bool]) -> NDArray[np.int32]:
+    """A mask of these truth values, as the engine has them."""
+    words = np.zeros((len(allowed) + 31) // 32 * 4, np.uint8)
+    bits = np.packbits(np.array(allowed, np.bool_), bitorder="little")
+    words[: len(bits)] = bits
+    return words.view(np.int32)
+
+
 def sampler(name: str) -> RowSampler:
     return NUMPY if name == "numpy" else _native.RowSampler(name)
 

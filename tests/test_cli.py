@@ -119,7 +119,7 @@ def test_help_names_every_command(here: Here) -> None:
     ("command", "options"),
     [
         ("serve", ["MODEL", "--backend", "--device", "--host", "--port", "--config", "--set"]),
-        ("chat", ["--model", "--device", "--system", "--max-tokens", "--temperature", "--json", "--set"]),
+        ("chat", ["MODEL", "--model", "--device", "--system", "--max-tokens", "--temperature", "--json", "--set"]),
         (
             "generate",
             [
@@ -448,8 +448,9 @@ def test_chat_survives_a_question_that_is_too_long(here: Here) -> None:
     talk = "x" * 5000 + "\nshort\n"
     result = here("chat", *FAKE, "-n", "4", "--set", "resources.max_context_length=512", stdin=talk)
     assert result.returncode == 0, result.stderr
-    first, second = result.stderr.splitlines()
+    first, advice, second = result.stderr.splitlines()
     assert first.startswith("cllm: the prompt has ") and "512" in first
+    assert "rolling window" in advice
     assert " out (" in second
 
 
@@ -463,7 +464,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
         assert talk.stderr.readline() == "[stopped]\n"
         _, err = talk.communicate("/help\n", timeout=LIMIT_S)
     assert talk.returncode == 0
-    assert err.startswith("/reset forgets")
+    assert err.startswith("/set ")
 
 
 def test_ctrl_c_before_the_command_has_begun_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

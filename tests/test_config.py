@@ -118,7 +118,8 @@ def test_unknown_keys_name_their_line_and_the_nearest_key(yaml_file: Any) -> Non
         f"{path}:4: unknown key scheduler.kvCacheEvictionThreshold: "
         "did you mean scheduler.kv_cache_eviction_threshold?",
         f"{path}:5: unknown key bananas: "
-        "choose from model, models, backend, resources, kv, scheduler, drafts, structured, chat, server, prompt, responses, log",
+        "choose from model, models, backend, resources, kv, scheduler, drafts, structured, server, prompt, "
+        "chat, responses, log",
     )
 
 
@@ -387,7 +388,7 @@ def test_a_model_among_several_has_settings_of_its_own(yaml_file: Any) -> None:
 def test_what_is_wrong_with_a_model_among_several_is_named(yaml_file: Any) -> None:
     path = yaml_file("models:\n  - {name: a, aliass: [x]}\n  - 17\n  - {pinned: true}\n  - {name: b, load: soon}\n")
     assert problems(path) == (
-        f"unknown key models[0].aliass ({path}:1): choose from name, aliases, chat_template, load, pinned, "
+        f"unknown key models[0].aliass ({path}:1): choose from name, aliases, chat_template, sampling, load, "
         "unload_after_s, backend, resources, kv, scheduler, drafts, prompt",
         f"models[1] is 17 ({path}:1): it must be a name, or a name with settings",
         f"models[2].name is missing ({path}:1): every model has a name",

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -251,3 +252,24 @@ def test_memory_and_latency_stay_where_they_are(url: str, client: openai.OpenAI)
         client.completions.create(model="smollm2", prompt="One two three", max_tokens=1)
     after = httpx.get(f"{url}/kv").json()
     assert after["evictable"] == before["evictable"] and after["sequences_held"] == before["sequences_held"]
+
+
+def test_the_three_chat_apis_give_one_answer_and_share_its_prompt(url: str, client: openai.OpenAI) -> None:
+    """Each finds in the cache what the one before it has computed; counted and charged tokens are the same."""
+    words = "Tell me in one sentence what a prefix cache is good for, and why conversations profit from it."
+    history: Any = [{"role": "user", "content": words}]
+    chat = client.chat.completions.create(model="smollm2", messages=history, max_tokens=12, temperature=0)
+    response = client.responses.create(model="smollm2", input=words, max_output_tokens=12, temperature=0)
+    other = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120)
+    asked: Any = {"model": "smollm2", "messages": history, "max_tokens": 12, "extra_body": {"temperature": 0}}
+    message = other.messages.create(**asked)
+    with other.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    text = chat.choices[0].message.content
+    assert text and text == response.output_text == message.content[0].text == streamed.content[0].text
+    assert chat.usage is not None and response.usage is not None
+    tokens = chat.usage.prompt_tokens
+    counted = other.messages.count_tokens(model="smollm2", messages=history)
+    read = message.usage.cache_read_input_tokens or 0
+    assert tokens == response.usage.input_tokens == counted.input_tokens == message.usage.input_tokens + read
+    assert min(response.usage.input_tokens_details.cached_tokens, read) >= tokens - 1 - BLOCK_TOKENS

@@ -11,6 +11,7 @@ import pytest
 
 from cllm.errors import BackendError, InvalidRequestError, OverloadedError, ShuttingDownError
 from cllm.server.app import create_app
+from cllm.server.errors import CLLM_PATHS
 from cllm.server.generate_schema import BenchmarkRequest, EncodeRequest, GenerateRequest
 from cllm.server.openai_schema import ChatRequest, CompletionRequest
 from http_fakes import KV, FakeLLM, app_for, client_for, config_with, served
@@ -65,6 +66,8 @@ async def test_model_info() -> None:
     assert (data["context_length"], data["vocab_size"]) == (64, 0x110000)
     assert data["kv_bytes_per_token"] == KV.bytes_per_unit // KV.unit_tokens
     assert data["kv_bytes_total"] == KV.total * KV.bytes_per_unit
+    assert data["sampling_defaults"]["temperature"] == 1.0
+    assert data["sampling_defaults_from"]["temperature"] == "default"
 
 
 # -- benchmark -----------------------------------------------------------------------------------------------------
@@ -167,7 +170,8 @@ async def test_the_api_description_tells_the_truth() -> None:
             assert "422" not in operation["responses"], path
             if method == "post":
                 errors = operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"]
-                assert errors.endswith("ErrorReply" if path.startswith(("/v1", "/kv")) else "FailureReply")
+                own = "FailureReply" if path in CLLM_PATHS else "ErrorReply"
+                assert errors.endswith("OllamaError" if path.startswith("/api/") else own)
                 body = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
                 assert schema["components"]["schemas"][body]["additionalProperties"] is False
     assert "x-" not in json.dumps(schema["components"]).replace("x-request-id", "")
@@ -194,5 +198,5 @@ async def test_the_api_key_is_documented_where_it_is_needed() -> None:
 
 async def test_the_pages_are_served() -> None:
     async with served(FakeLLM()) as app, httpx.AsyncClient(base_url=app.url) as client:
-        for path in ("/docs", "/redoc"):
+        for path in ("/docs", "/docs/docs.js"):
             assert (await client.get(path)).status_code == 200

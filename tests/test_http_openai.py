@@ -207,7 +207,7 @@ async def test_whole_and_streamed_answers_are_the_models_of_the_description(llm:
     assert CompletionReply.model_validate(completion).model_dump() == completion
     assert [choice["text"] for choice in completion["choices"]] == [llm.text[:30]] * 4
     chat = await post(llm, "/v1/chat/completions", {"messages": [USER], **sampled, "logprobs": True, "top_logprobs": 1})
-    assert ChatReply.model_validate(chat).model_dump() == chat
+    assert ChatReply.model_validate(chat).model_dump(exclude_unset=True) == chat
     assert [choice["message"]["content"] for choice in chat["choices"]] == [llm.text[:30]] * 2
 
 

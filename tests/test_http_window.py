@@ -83,7 +83,9 @@ async def test_prompts_may_be_longer_than_the_context() -> None:
     long = {"prompt": "x" * 1000, "max_tokens": 4}
     async with client(server__max_encode_tokens=2000) as http:
         refused = await http.post("/v1/completions", json=long)
-        assert refused.status_code == 400 and "the context is 128 tokens" in refused.json()["error"]["message"]
+        assert (
+            refused.status_code == 400 and "maximum context length is 128 tokens" in refused.json()["error"]["message"]
+        )
         taken = await http.post("/v1/completions", json={**long, "context_window": WINDOW})
         assert taken.json()["usage"]["prompt_tokens"] == 1000
         too_long = await http.post("/v1/completions", json={**long, "prompt": "x" * 3000, "context_window": WINDOW})

@@ -14,7 +14,7 @@ from cllm.errors import InvalidRequestError
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("n", 0),
         ("n", 129),
         ("temperature", -1.0),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cllm.engine.params import SamplingParams
 from cllm.engine.sampling import Choice, TokenChooser, choose
 from cllm.errors import InvalidRequestError
-from sampling_kit import SAMPLERS, choosing_with, sampler
+from sampling_kit import SAMPLERS, choosing_with, packed, sampler
 
 NO_IDS: frozenset[int] = frozenset()
 
@@ -38,7 +38,7 @@ def row_of(*values: float) -> NDArray[np.float32]:
 def pick(logits: NDArray[np.float32], *, mask: Sequence[bool] | None = None, **fields: Any) -> int:
     """The token chosen first from the only row."""
     chooser = make_chooser(SamplingParams(**fields), logits.shape[1])
-    masks = None if mask is None else [np.array(mask)]
+    masks = None if mask is None else [packed(mask)]
     [choice] = choose(logits, [(0, chooser)], masks)
     assert choice is not None
     return choice.token_id

@@ -16,7 +16,7 @@ from cllm.engine.draw import mix64, uniform
 from cllm.engine.params import SamplingParams
 from cllm.engine.rows import RowSampler
 from cllm.engine.sampling import TokenChooser, choose
-from sampling_kit import SAMPLERS, TRUNCATIONS, long_rows, reference_answers, sampler
+from sampling_kit import SAMPLERS, TRUNCATIONS, long_rows, packed, reference_answers, sampler
 
 
 @pytest.fixture(scope="module", params=SAMPLERS)
@@ -34,11 +34,12 @@ def reference_values(
     mask: Sequence[bool] | None,
 ) -> list[float]:
     values = [float(value) for value in logits]
+    only_ends = mask is not None and not any(allowed and i not in end_ids for i, allowed in enumerate(mask))
     for token in range(len(values)):
         if mask is not None and not mask[token]:
             values[token] = -math.inf
         values[token] = float(np.float32(values[token] + params.logit_bias.get(token, 0.0)))
-        if token in end_ids and len(output) < params.min_tokens:
+        if token in end_ids and len(output) < params.min_tokens and not only_ends:
             values[token] = -math.inf
         value, count = values[token], list(output).count(token)
         if token in prompt or count:
@@ -104,7 +105,7 @@ def test_chooses_what_the_reference_chooses(
     output: list[int] = []
     for _ in range(4):
         values = reference_values(logits[0], params, prompt, output, end_ids, mask)
-        [choice] = choose(logits, [(0, chooser)], None if mask is None else [np.array(mask)])
+        [choice] = choose(logits, [(0, chooser)], None if mask is None else [packed(mask)])
         if max(values) == -math.inf:
             assert choice is None
             return

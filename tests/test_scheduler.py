@@ -341,7 +341,7 @@ def test_a_chooser_that_fails_ends_its_own_answer_only(layout: str) -> None:
         raise ArithmeticError("cannot choose")
 
     bad = requests[1].sequences[0]
-    bad.chooser = type("Chooser", (), {"choose": staticmethod(fail)})()
+    bad.chooser = type("Chooser", (), {"choose": staticmethod(fail), "constraint": None})()
     outputs += run(scheduler, backend)
     (end,) = [o for o in outputs if o.request_id == requests[1].id and o.reason is not None]
     assert end.reason is FinishReason.ERROR and "ArithmeticError: cannot choose" in str(end.error)

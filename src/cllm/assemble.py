@@ -29,6 +29,7 @@ from cllm.on_disk import ModelFiles, OnDisk, Stores, files_of, keep_on_disk
 from cllm.on_host import keep_on_host
 from cllm.on_torch import Model, open_torch
 from cllm.resources import choose_kv_bytes, choose_threads
+from cllm.sampling_defaults import SamplingDefaults, sampling_defaults
 from cllm.structured.compiler import Compiler
 from cllm.structured.vocabulary import Vocabulary
 from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
@@ -54,6 +55,7 @@ class Parts:
     bytes_per_token: int
     max_context: int
     compiler: Compiler
+    sampling: SamplingDefaults
     disk: OnDisk | None = None
 
     def close(self) -> None:
@@ -92,6 +94,7 @@ class _Opened:
     backend: Backend
     kv_bytes: int | None
     """The K/V budget; None where memory is only imitated."""
+    sampling: SamplingDefaults
     files: ModelFiles | None = None
 
 
@@ -127,7 +130,8 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None, place
             layout="slots" if fake.layout == "slots" else "blocks",
         )
         kv_bytes = None if place is None else place.kv_bytes
-        return _Opened("fake", ByteTokenizer(fake.vocab_size), _chat_template(config, None), backend, kv_bytes)
+        template, sampling = _chat_template(config, None), sampling_defaults(config, None)
+        return _Opened("fake", ByteTokenizer(fake.vocab_size), template, backend, kv_bytes, sampling)
     model, tokenizer, template = _read_model(config, Kept() if place is None else place.kept)
     files = files_of(model)
     name = name_of(config, model)
@@ -145,7 +149,7 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None, place
         if before_mapping is not None and kind == "llama_cpp" and config.backend.llama_cpp.mmap:
             before_mapping()
         backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
-    return _Opened(name, tokenizer, template, backend, kv_bytes, files)
+    return _Opened(name, tokenizer, template, backend, kv_bytes, sampling_defaults(config, model), files)
 
 
 def _read_model(config: Config, kept: Kept) -> tuple[Model, Tokenizer, ChatTemplate]:
@@ -266,6 +270,7 @@ def _build(config: Config, opened: _Opened, place: Place | None) -> Parts:
         token_bytes,
         memory.max_context,
         Compiler(Vocabulary(opened.tokenizer, backend.shape.n_vocab), config.structured),
+        opened.sampling,
         disk,
     )
 

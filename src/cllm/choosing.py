@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,7 @@ from cllm.models.shape import ModelShape
 from cllm.on_disk import ModelFiles, files_of
 from cllm.on_torch import Model, asks_for_gpu, device_of, gpu_refusal, has_gpu, torch_refusal, torch_weights
 from cllm.resources import Weights
+from cllm.sampling_defaults import SamplingDefaults, sampling_defaults
 
 log = logging.getLogger("cllm")
 
@@ -43,6 +44,9 @@ class Estimate:
     """In whose memory all of it lies."""
     files: ModelFiles | None = None
     """Of which all of this was read."""
+    weight_type: str | None = None
+    """How the weights are stored, or most of them."""
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     @property
     def context_bytes(self) -> int:
@@ -64,7 +68,8 @@ def _is_same(path: Path, found: Identity) -> bool:
 
 def estimate(config: Config) -> Estimate:
     """Raises `ModelError` for a model that nothing here can run, `ConfigError` for what it cannot do."""
-    files = None
+    files, weight_type = None, None
+    sampling = sampling_defaults(config, None)
     if config.backend.type == "fake":
         from cllm.backends.fake import FakeBackend
 
@@ -76,10 +81,12 @@ def estimate(config: Config) -> Estimate:
         kind = choose_backend(config, model)
         name, shape = name_of(config, model), model.shape
         weights = weights_of(config, model, kind).size
+        weight_type, sampling = model.weight_type, sampling_defaults(config, model)
     is_elastic = kind == "native" or (kind == "fake" and config.backend.fake.layout == "paged")
     device = device_of(config) if kind == "torch" else "cpu"
     context = context_of(config, shape, Backend.context_cap if device == "cpu" else None)
-    return Estimate(name, kind, weights, token_bytes_of(config, shape), context, is_elastic, device, files)
+    token_bytes = token_bytes_of(config, shape)
+    return Estimate(name, kind, weights, token_bytes, context, is_elastic, device, files, weight_type, sampling)
 
 
 def context_of(config: Config, shape: ModelShape, cap: int | None) -> int:
@@ -114,7 +121,7 @@ def name_of(config: Config, model: Model) -> str:
     asked = config.model.name
     if isinstance(model, HFModel):
         return asked.rpartition("/")[2] if asked.startswith("hf:") else model.name
-    return asked if not Path(asked).suffix else model.path.stem
+    return model.path.stem if Path(asked).suffix or asked.startswith("hf:") else asked
 
 
 def choose_backend(config: Config, model: Model) -> Literal["native", "llama_cpp", "torch"]:

@@ -27,11 +27,13 @@ class ModelError(CLLMError):
 
 
 class InvalidRequestError(CLLMError):
-    """A request that can never succeed as it is. `param` names the offending field."""
+    """A request that can never succeed as it is. `param` names the offending field, `code` the kind of error where
+    programs look for it."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
 
 
 class OverloadedError(CLLMError):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cllm.engine.params import SamplingParams
-from cllm.engine.request import FinishReason, Output
+from cllm.engine.request import FinishReason, Output, Request
 from cllm.engine.sampling import TokenLogprob
 from cllm.errors import RequestCancelledError
 from cllm.text.stream import TextStream
@@ -63,20 +62,22 @@ class Generation:
 
     def __init__(
         self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
+        request: Request,
         tokenizer: Tokenizer,
         cancel: Canceller,
+        shown: Mapping[int, bytes] | None = None,
     ) -> None:
-        self.request_id = request_id
-        self.prompt_ids = prompt_ids
-        self.cached_tokens = 0
+        """`shown`: special tokens that are part of the text."""
+        params = request.params
+        self.request = request
+        """What the engine works on."""
+        self.request_id = request.id
+        self.prompt_ids: Sequence[int] = request.prompt
         self.completion_tokens = 0
         self.timings = Timings()
         self._params = params
         self._cancel = cancel
-        self._answers = [_Answer(TextStream(tokenizer, params.stop)) for _ in range(params.n)]
+        self._answers = [_Answer(TextStream(tokenizer, params.stop, shown=shown)) for _ in range(params.n)]
         self._unfinished = params.n
         self._ready: deque[Delta] = deque()
         self._error: Exception | None = None
@@ -120,6 +121,27 @@ class Generation:
         """What it ended with, if that is no answer."""
         return self._error
 
+    def stop(self, index: int) -> None:
+        """Let one answer end here; nothing more of it comes."""
+        answer = self._answers[index]
+        if answer.done or self._error is not None:
+            return
+        answer.done = True
+        self._unfinished -= 1
+        self._cancel(self.request_id, index if self._unfinished else None, FinishReason.STOP)
+        if not self._unfinished:
+            self._wake()
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, found in the cache."""
+        return self.request.cached_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Of the prompt, so far, those from the cache included."""
+        return self.request.computed
+
     async def aclose(self) -> None:
         if not self.done:
             self._cancel(self.request_id)
@@ -135,13 +157,15 @@ class Generation:
     # -- the engine's outputs, on the event loop ---------------------------------------------------------------
 
     def take(self, output: Output, now: float) -> None:
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self._note_time(now)
         answer = self._answers[output.answer]
         if answer.done or self._error is not None:
             return
         if output.error is not None or output.reason in (FinishReason.CANCELLED, FinishReason.TIMEOUT):
             self.fail(output.error or RequestCancelledError(f"request {self.request_id} was cancelled"))
+            return
+        if self._params.max_tokens == 0:
+            self._finish(answer, output, "", FinishReason.LENGTH.value, None)
             return
         text = self._take_token(answer, output)
         if answer.stream.stopped is not None:

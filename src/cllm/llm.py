@@ -8,31 +8,34 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cllm.assemble import Parts, Place, assemble
 from cllm.config import Config
+from cllm.dialect.dialect import Dialect, dialect_of
 from cllm.engine.loop import Engine
 from cllm.engine.observer import Observers
 from cllm.engine.params import SamplingParams
-from cllm.engine.request import FinishReason, Output, build_request
+from cllm.engine.request import FinishReason, Output, Request, build_request
 from cllm.engine.rows import RowSampler, fastest
 from cllm.engine.stats import EngineSnapshot
 from cllm.engine.tenant import NOBODY, Tenant
 from cllm.engine.turns import Turn, Turns
 from cllm.engine.watch import Picture
-from cllm.errors import InvalidRequestError, ShuttingDownError
+from cllm.errors import InvalidRequestError, RequestCancelledError, ShuttingDownError
 from cllm.generation import Generation
 from cllm.kv.events import Listener
 from cllm.kv.manager import KVManager
 from cllm.kv.pins import LostPin, PinMark
 from cllm.kv.window import Window
 from cllm.models.shape import ModelShape
+from cllm.sampling_defaults import SamplingDefaults
 from cllm.still_open import STILL_OPEN
 from cllm.structured.matcher import Grammar
 from cllm.structured.structure import Structure
 from cllm.text.bounded import TokenLimit, checked_ids
-from cllm.text.chat import ChatTemplate
+from cllm.text.chat import PLAIN, ChatTemplate, PromptOptions
 from cllm.text.tokenizer import Tokenizer
 from cllm.text.volatile import VolatileHeads
 from cllm.windows import Windows
@@ -61,6 +64,7 @@ class AsyncLLM:
         self.observers = Observers()
         self._parts: Parts | None = None
         self._windows: Windows | None = None
+        self._dialect: Dialect | None = None
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._live: dict[str, Generation] = {}
@@ -95,6 +99,7 @@ class AsyncLLM:
             parts.close()
             raise
         self._parts, self._engine = parts, engine
+        self._dialect = dialect_of(parts.chat_template, parts.tokenizer, self.config.chat)
         STILL_OPEN.add(self)
 
     def _engine_of(self, parts: Parts, turn: Turn | None) -> Engine:
@@ -171,6 +176,17 @@ class AsyncLLM:
         return self._loaded.chat_template
 
     @property
+    def dialect(self) -> Dialect:
+        if self._dialect is None:
+            raise ShuttingDownError("the model is not loaded")
+        return self._dialect
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """What holds for parameters that `SamplingParams.with_model_defaults` was not given."""
+        return self._loaded.sampling
+
+    @property
     def max_context(self) -> int:
         return self._loaded.max_context
 
@@ -179,10 +195,7 @@ class AsyncLLM:
         if self._window_of(params) is not None:
             most = self.config.server.max_encode_tokens
             return TokenLimit(most, f"with a rolling window at most {most} are taken (server.max_encode_tokens)")
-        most = self.max_context - 1
-        return TokenLimit(
-            most, f"the context is {self.max_context} tokens, of which at least one must be left for the answer"
-        )
+        return TokenLimit.of_context(self.max_context)
 
     def answer_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
         """The most tokens that each answer to such a prompt can have."""
@@ -239,20 +252,27 @@ class AsyncLLM:
 
     # -- work --------------------------------------------------------------------------------------------------
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        options: PromptOptions = PLAIN,
+    ) -> list[int]:
         """The prompt for the next message, which may be as long as requests with these parameters allow."""
-        stable = self._volatile.strip(messages)
-        return self.chat_template.encode(self.tokenizer, stable, self.prompt_limit(params))
+        prepared, options = self.dialect.prepare(self._volatile.strip(messages), options)
+        return self.chat_template.encode(self.tokenizer, prepared, self.prompt_limit(params), options)
 
     def encode_beginning(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        options: PromptOptions = PLAIN,
     ) -> list[int]:
         """What prompts begin with whose first messages are these."""
-        stable = self._volatile.strip(messages)
-        return self.chat_template.encode(self.tokenizer, stable, self.prompt_limit(params), asks=False)
+        return self.encode_chat(messages, params, replace(options, asks=False, continues=False))
 
     async def compile(self, structure: Structure) -> Grammar:
-        """What `submit` takes for answers of that structure. Raises `InvalidRequestError` where there is no such one."""
+        """What `submit` takes for answers of that structure. Raises `InvalidRequestError` where it cannot be had."""
         return await self._loaded.compiler.compile(structure)
 
     def submit(
@@ -266,15 +286,18 @@ class AsyncLLM:
         tenant: Tenant = NOBODY,
         pins: Sequence[PinMark] = (),
         grammar: Grammar | None = None,
+        shown: Mapping[int, bytes] | None = None,
     ) -> Generation:
-        """Queue a prompt. Raises at once what can be known at once: see `cllm.errors`.
+        """Queue a prompt; without `params`, with the model's defaults. Raises at once what can be known at once: see
+        `cllm.errors`.
 
         `timeout_s` may shorten scheduler.request_timeout_s, never lengthen it. Prefixes are shared with requests whose
         `tenant` has the same space. `pins` are what of the prompt is to stay in the cache; they say what came of it
         when the generation has ended. `grammar` is what `compile` made of `params.structured`.
+        `shown` are special tokens that are part of the answer's text.
         """
         engine = self._running
-        params = params or SamplingParams()
+        params = (params or SamplingParams.with_model_defaults()).completed(self.sampling_defaults.values)
         limit = self.prompt_limit(params)
         tokens = self._encode(prompt, limit) if isinstance(prompt, str) else prompt
         ids = checked_ids(tokens, limit, self.shape.n_vocab)
@@ -301,7 +324,7 @@ class AsyncLLM:
             pins=pins,
             constraint=None if grammar is None else grammar.start(),
         )
-        generation = Generation(request_id, ids, params, self.tokenizer, self._cancel)
+        generation = Generation(request, self.tokenizer, self._cancel, shown)
         self._live[request_id] = generation
         try:
             engine.submit(request)
@@ -309,6 +332,19 @@ class AsyncLLM:
             del self._live[request_id]
             raise
         return generation
+
+    def requests(self) -> list[Request]:
+        """Those that wait or run."""
+        return [generation.request for generation in self._live.values()]
+
+    def end(self, request_id: str, why: str) -> bool:
+        """End a request with an error that says why. False: there is none of that id."""
+        generation = self._live.get(request_id)
+        if generation is None:
+            return False
+        self._cancel(request_id)
+        generation.fail(RequestCancelledError(why))
+        return True
 
     async def unpin(self, name: str, space: bytes | None = None) -> bool:
         """End a pin. False: there is none of that name (in that space)."""

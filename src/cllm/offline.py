@@ -73,9 +73,12 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Answers in the order of the prompts; with `params.n` > 1 the answers to one prompt stand together."""
+        """Answers in the order of the prompts; with `params.n` > 1 the answers to one prompt stand together.
+
+        `SamplingParams()` means what it says, whatever the model; without `params` the model's own defaults hold.
+        """
         many = _as_list(prompts)
-        params = params or SamplingParams()
+        params = params or SamplingParams.with_model_defaults()
         with _progress_bar(shown=progress and len(many) > 1) as bar:
             task = bar.add_task("generating", total=len(many))
             groups = self._wait(self._generate_all(many, params, lambda: bar.advance(task)))

@@ -26,6 +26,7 @@ from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged import PagedKVManager
 from engine_kit import make_request
+from sampling_kit import packed
 from torch_kit import BLOCK, N_VOCAB, build, chunk, open_backend, random_tokens, save, table
 
 BLOCKS = 64
@@ -250,7 +251,7 @@ def test_masks_and_draws_of_many_kinds_in_one_step(backend: TorchBackend) -> Non
     mask = np.ones(N_VOCAB, np.bool_)
     mask[order[:3]] = False
     ban = Bias(order[:2].astype(np.int32), np.array([-np.inf, -np.inf]))
-    told = BEST._replace(logprobs=2, mask=mask)
+    told = BEST._replace(logprobs=2, mask=packed(mask))
     chunks = [
         drawing(prompt, 0, 0, BEST, told, BEST._replace(bias=ban)),
         drawing(prompt[:9], 0, 1),

@@ -18,6 +18,7 @@ import typer
 from cllm.cli import standard
 from cllm.cli.cache import cache_commands
 from cllm.cli.chat import chat
+from cllm.cli.export_tokenizer import export_tokenizer
 from cllm.cli.generate import generate
 from cllm.cli.keys import app as key_commands
 from cllm.cli.memory import NO_MEMORY, is_out_of_memory
@@ -46,6 +47,7 @@ app.command()(chat)
 app.command()(generate)
 app.command()(pull)
 app.command()(models)
+app.command()(export_tokenizer)
 
 config_commands = typer.Typer(help="Show or check the configuration.", no_args_is_help=True, rich_markup_mode=None)
 config_commands.command()(show)

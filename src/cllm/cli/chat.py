@@ -1,13 +1,15 @@
-"""`cllm chat`: the options. The conversation is in `conversation.py`."""
+"""`cllm chat`: the options. The conversation is in `talking.py`."""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
 from cllm.cli.memory import check_room
 from cllm.cli.options import (
+    MODEL_HELP,
     BackendOption,
     ConfigOption,
     DeviceOption,
@@ -19,17 +21,21 @@ from cllm.cli.options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
+    is_stdout,
+    sampling_flags,
     write_json,
 )
+from cllm.errors import CLLMError
 
 
 def chat(
-    model: ModelOption = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)] = None,
+    named: ModelOption = None,
     system: Annotated[str | None, typer.Option("--system", help="System message.", show_default=False)] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens in an answer.")] = 512,
-    temperature: TemperatureOption = 0.7,
-    top_p: TopPOption = 1.0,
-    top_k: TopKOption = 0,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
     seed: SeedOption = None,
     stop: StopOption = None,
     backend: BackendOption = None,
@@ -40,14 +46,13 @@ def chat(
 ) -> None:
     """Talk with a model. Inside, /help lists the commands."""
     check_room()
-    from cllm.cli.conversation import run_chat
+    if model is not None and named not in (None, model):
+        raise CLLMError(f"which model, {model} or {named}? give one of them")
     from cllm.cli.local import prepare
-    from cllm.engine.params import SamplingParams
+    from cllm.cli.talking import run_chat
 
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
-    )
-    config = prepare(config_file, assignments, model, backend, device)
-    result = run_chat(config, params, system)
+    settings = sampling_flags(temperature, top_p, top_k, seed, stop) | {"max_tokens": max_tokens}
+    config = prepare(config_file, assignments, model or named, backend, device)
+    result = run_chat(config, settings, system, sys.stderr if is_stdout(json_file) else sys.stdout)
     if json_file:
         write_json(json_file, result)

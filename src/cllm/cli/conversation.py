@@ -1,59 +1,108 @@
-"""A conversation with a model, at the terminal or over a pipe."""
+"""A conversation with a model: what was said, with which settings, and how it goes on."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
-import sys
-from contextlib import closing, suppress
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from cllm.cli import tuning
 from cllm.cli.local import Answer, stream_answer
-from cllm.cli.memory import explain_bus_errors
-from cllm.cli.options import say
-from cllm.config import Config
-from cllm.engine.params import SamplingParams
+from cllm.engine.params import ContextWindow, SamplingParams
 from cllm.errors import CLLMError, InvalidRequestError
+from cllm.kv.window import MIN_RECENT
 from cllm.llm import AsyncLLM
 
-HELP = "/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer"
+Message = dict[str, Any]
+
+_ROLES = ("system", "user", "assistant", "tool")
+_MOST_FILE_BYTES = 64 << 20
 
 
-def run_chat(config: Config, params: SamplingParams, system: str | None) -> dict[str, Any]:
-    """Talk until the user has enough; the history and what was measured."""
-    llm = AsyncLLM(config, before_mapping=explain_bus_errors)
-    with closing(asyncio.new_event_loop()) as loop:
-        loop.run_until_complete(llm.start())
-        try:
-            conversation = Conversation(loop, llm, params, system)
-            talk(conversation)
-            return conversation.as_json()
-        finally:
-            loop.run_until_complete(llm.shutdown(0))
+class FullContextError(CLLMError):
+    """The conversation does not fit the context any more."""
 
 
 class Conversation:
-    """The history, and how it grows. The event loop runs only while an answer is being made."""
+    """The event loop runs only while an answer is being made."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, llm: AsyncLLM, params: SamplingParams, system: str | None
+        self, loop: asyncio.AbstractEventLoop, llm: AsyncLLM, settings: Mapping[str, Any], system: str | None
     ) -> None:
-        self.title = f"{llm.model_name} on {llm.backend_name}"
         self._loop = loop
         self._llm = llm
-        self._params = params
-        self._start = [{"role": "system", "content": system}] if system else []
-        self._messages = self._start
+        self.system = system
+        self.settings = dict(settings)
+        self.messages: list[Message] = []
+        """All but the system message."""
         self._answers: list[Answer] = []
 
-    def reset(self) -> None:
-        self._messages = self._start
+    @property
+    def title(self) -> str:
+        return f"{self._llm.model_name} on {self._llm.backend_name}"
 
-    def ask(self, text: str) -> Answer | None:
-        """Stream the answer to stdout. None if Ctrl-C stopped it; what was said until then is remembered."""
-        question = [*self._messages, {"role": "user", "content": text}]
+    @property
+    def max_context(self) -> int:
+        return self._llm.max_context
+
+    @property
+    def params(self) -> SamplingParams:
+        return tuning.checked(self.settings)
+
+    def effective(self) -> dict[str, Any]:
+        """Every parameter that can be set, as it holds now."""
+        params = self.params.completed(self._llm.sampling_defaults.values)
+        return {name: getattr(params, name) for name in tuning.NAMES}
+
+    def set(self, name: str, value: str) -> None:
+        """A value that cannot be changes nothing."""
+        changed = dict(self.settings)
+        if value == tuning.RESET:
+            tuning.check_name(name)
+            changed.pop(name, None)
+        else:
+            changed[name] = tuning.parse(name, value)
+        self._llm.prompt_limit(tuning.checked(changed))  # is there such a window?
+        self.settings = changed
+
+    def roll(self) -> None:
+        """From now on forget what is long ago: half of the context is for the most recent, the system message stays."""
+        keep = len(self._llm.encode_beginning(self._start)) if self.system else 4
+        recent = max(self.max_context // 2 - keep, MIN_RECENT)
+        changed = {**self.settings, "context_window": ContextWindow(recent, keep)}
+        self._llm.prompt_limit(tuning.checked(changed))
+        self.settings = changed
+
+    def reset(self) -> None:
+        self.messages = []
+
+    # -- asking ------------------------------------------------------------------------------------------------
+
+    def ask(self, text: str, write: Callable[[str], object]) -> Answer | None:
+        """Hand the answer to `write` as it comes. None if Ctrl-C stopped it; what was said until then is remembered.
+
+        A question that fails leaves the conversation as it was.
+        """
+        return self._go_on([*self.messages, {"role": "user", "content": text}], write)
+
+    def retry(self, write: Callable[[str], object]) -> Answer | None:
+        """Another answer to the last question."""
+        last = next((at for at, said in reversed([*enumerate(self.messages)]) if said["role"] == "user"), None)
+        if last is None:
+            raise InvalidRequestError("there is no question to ask again", "messages")
+        return self._go_on(self.messages[: last + 1], write)
+
+    def _go_on(self, messages: list[Message], write: Callable[[str], object]) -> Answer | None:
         said: list[str] = []
-        task = self._loop.create_task(self._answer(question, said))
+
+        def take(piece: str) -> None:
+            said.append(piece)
+            write(piece)
+
+        task = self._loop.create_task(self._answer(messages, take))
         self._loop.add_signal_handler(signal.SIGINT, task.cancel)
         try:
             answer = self._loop.run_until_complete(task)
@@ -62,63 +111,82 @@ class Conversation:
             answer = None
         finally:
             self._loop.remove_signal_handler(signal.SIGINT)
-        self._messages = [*question, {"role": "assistant", "content": "".join(said)}]
+        self.messages = [*messages, {"role": "assistant", "content": "".join(said)}]
         return answer
 
-    async def _answer(self, messages: list[dict[str, str]], said: list[str]) -> Answer:
-        def write(piece: str) -> None:
-            said.append(piece)
-            print(piece, end="", flush=True)
+    async def _answer(self, messages: list[Message], take: Callable[[str], object]) -> Answer:
+        params = self.params
+        try:
+            prompt = self._llm.encode_chat([*self._start, *messages], params)
+        except InvalidRequestError as error:
+            if self._is_too_long(messages, params):
+                raise FullContextError(str(error)) from error
+            raise
+        return await stream_answer(self._llm, prompt, params, take)
 
-        return await stream_answer(self._llm, self._llm.encode_chat(messages, self._params), self._params, write)
+    def _is_too_long(self, messages: list[Message], params: SamplingParams) -> bool:
+        try:
+            prompt = self._llm.chat_template.encode(self._llm.tokenizer, [*self._start, *messages])
+        except CLLMError:
+            return False
+        return len(prompt) > self._llm.prompt_limit(params).most
+
+    @property
+    def _start(self) -> list[Message]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    # -- files -------------------------------------------------------------------------------------------------
 
     def as_json(self) -> dict[str, Any]:
-        return {"messages": self._messages, "answers": [answer.as_json() for answer in self._answers]}
+        return {
+            "model": self._llm.model_name,
+            "messages": [*self._start, *self.messages],
+            "settings": tuning.as_json(self.settings),
+            "answers": [answer.as_json() for answer in self._answers],
+        }
+
+    def save(self, file: Path) -> None:
+        kept = {name: value for name, value in self.as_json().items() if name != "answers"}
+        try:
+            file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise CLLMError(f"cannot write {file}: {error.strerror}") from error
+
+    def load(self, file: Path) -> None:
+        """A file that is not right changes nothing."""
+        found = _read(file)
+        try:
+            messages = _messages(found.get("messages"))
+            settings = tuning.from_json(found.get("settings", {}))
+        except InvalidRequestError as error:
+            raise CLLMError(f"{file}: {error}") from error
+        system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
+        self.messages, self.settings, self.system = messages, settings, system
 
 
-def talk(conversation: Conversation) -> None:
-    """Read lines until the end of stdin or /quit."""
-    interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    if interactive:
-        with suppress(ImportError):
-            import readline  # noqa: F401 (gives input() editing and history)
-        say(f"{conversation.title}. {HELP}.")
-    while (line := _read_line("> " if interactive else "")) is not None:
-        command = line.strip()
-        if command == "/quit":
-            return
-        if command == "/reset":
-            conversation.reset()
-            say("forgotten")
-        elif command == "/help":
-            say(HELP)
-        elif command.startswith("/"):
-            say(f"there is no command {command}: {HELP}")
-        elif command:
-            _exchange(conversation, line)
-
-
-def _exchange(conversation: Conversation, text: str) -> None:
-    """A question that fails leaves the conversation as it was."""
+def _read(file: Path) -> dict[str, Any]:
     try:
-        answer = conversation.ask(text)
-    except CLLMError as error:
-        say(f"cllm: {error}")
-    else:
-        print()
-        say(answer.statistics() if answer else "[stopped]")
+        if file.stat().st_size > _MOST_FILE_BYTES:
+            raise CLLMError(f"{file} has more than {_MOST_FILE_BYTES >> 20} MiB: it is no conversation")
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CLLMError(f"cannot read {file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CLLMError(f"{file} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CLLMError(f"{file} holds no conversation: it must be an object with messages, as /save writes it")
+    return found
 
 
-def _read_line(prompt: str) -> str | None:
-    """None at the end of stdin."""
-    try:
-        return input(prompt)
-    except KeyboardInterrupt:
-        say(f"\n{HELP}")
-        return ""
-    except EOFError:
-        if prompt:
-            print()
-        return None
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"stdin is not UTF-8 text: {error}", "messages") from error
+def _messages(found: object) -> list[Message]:
+    if not isinstance(found, list):
+        raise InvalidRequestError("messages must be a list", "messages")
+    for number, message in enumerate(found):
+        place = f"messages[{number}]"
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+            raise InvalidRequestError(f"{place} must be an object whose role is one of {', '.join(_ROLES)}", place)
+        if not isinstance(message.get("content"), str):
+            raise InvalidRequestError(f"{place}.content must be text", place)
+        if message["role"] == "system" and number:
+            raise InvalidRequestError(f"{place} is a system message, which only the first may be", place)
+    return found

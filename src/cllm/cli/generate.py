@@ -22,6 +22,7 @@ from cllm.cli.options import (
     TopKOption,
     TopPOption,
     is_stdout,
+    sampling_flags,
     say,
     write_json,
 )
@@ -39,9 +40,9 @@ def generate(
     ] = None,
     model: ModelOption = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 128,
-    temperature: TemperatureOption = 0.7,
-    top_p: TopPOption = 1.0,
-    top_k: TopKOption = 0,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
     seed: SeedOption = None,
     stop: StopOption = None,
     backend: BackendOption = None,
@@ -57,9 +58,8 @@ def generate(
     from cllm.cli.local import prepare
     from cllm.engine.params import SamplingParams
 
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
-    )
+    flags = sampling_flags(temperature, top_p, top_k, seed, stop)
+    params = SamplingParams.with_model_defaults(max_tokens=max_tokens, **flags)
     text = _read_prompt(prompt)
     config = prepare(config_file, assignments, model, backend, device)
     try:

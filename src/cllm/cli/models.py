@@ -27,7 +27,8 @@ def models(
     assignments: SetOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """List the models that are here, with the memory they take: weights, and K/V for 1,000 tokens."""
+    """List the models that are here, in cLLM's cache and the Hugging Face client's, with the memory they take: weights,
+    and K/V for 1,000 tokens; and the names of models that can be fetched."""
     from cllm.models.registry import local_models
 
     config = load_settings(config_file, assignments, {"backend.type": backend}).config
@@ -67,11 +68,13 @@ def _row(config: Config, name: str, path: Path | None) -> dict[str, Any]:
     return {
         **row,
         "file_bytes": _size(path),
+        "weight_type": about.weight_type,
         "backend": about.kind,
         "weights_bytes": about.weights,
         "kv_bytes_per_1000_tokens": 1000 * about.token_bytes,
         "context": about.context,
         "context_bytes": about.context_bytes,
+        "sampling_defaults": about.sampling.recommended,
     }
 
 
@@ -87,17 +90,20 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("model", no_wrap=True)
-    for column in ("file MiB", "backend", "weights MiB", "K/V MiB / 1,000 tokens", "context", "its K/V MiB"):
+    for column in ("file MiB", "type", "backend", "weights MiB", "K/V MiB / 1,000 tokens", "context", "its K/V MiB"):
         table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("sampling")
     for row in (row for row in rows if "problem" not in row):
         table.add_row(
             row["name"],
             "" if row["file_bytes"] is None else _mib(row["file_bytes"]),
+            row["weight_type"] or "",
             row["backend"],
             _mib(row["weights_bytes"]),
             _mib(row["kv_bytes_per_1000_tokens"]),
             f"{row['context']:,}",
             _mib(row["context_bytes"]),
+            ", ".join(f"{name} {value:g}" for name, value in row["sampling_defaults"].items()),
         )
     if table.row_count:
         console = Console(markup=False, highlight=False)

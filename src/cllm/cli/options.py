@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from cllm.config import LoadedConfig
 
 MODEL_HELP = (
-    "A known name, a .gguf file, a Hugging Face directory, hf:org/repo or hf:org/repo/file.gguf. [default: smollm2]"
+    "A known name, a .gguf file, a Hugging Face directory, hf:org/repo, hf:org/repo:Q4_K_M or hf:org/repo/file.gguf. "
+    "[default: smollm2]"
 )
 
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP)]
@@ -39,9 +40,19 @@ JsonOption = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write the result as JSON (- is stdout).", show_default=False),
 ]
-TemperatureOption = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
-TopPOption = Annotated[float, typer.Option("--top-p", help="Sample from the likeliest tokens up to this share.")]
-TopKOption = Annotated[int, typer.Option("--top-k", help="Sample from this many tokens; 0 is all.")]
+TemperatureOption = Annotated[
+    float | None, typer.Option("--temperature", "-t", help="0 is greedy. [default: the model's]", show_default=False)
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p", help="Sample from the likeliest tokens up to this share. [default: the model's]", show_default=False
+    ),
+]
+TopKOption = Annotated[
+    int | None,
+    typer.Option("--top-k", help="Sample from this many tokens; 0 is all. [default: the model's]", show_default=False),
+]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Same seed, same output.", show_default=False)]
 StopOption = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at it; may be repeated.")]
 
@@ -55,6 +66,15 @@ def load_settings(
     overrides = dict(parse_assignment(text) for text in assignments or ())
     overrides.update({key: value for key, value in (flags or {}).items() if value is not None})
     return load_config(file, overrides)
+
+
+def sampling_flags(
+    temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None, stop: Sequence[str] | None
+) -> dict[str, Any]:
+    """The sampling parameters that were given; the others are the model's to say."""
+    flags = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    return given | ({"stop": tuple(stop)} if stop else {})
 
 
 def is_stdout(path: Path | None) -> bool:

@@ -22,6 +22,7 @@ class ModelEntry(BaseModel):
         default=(), strict=False, description="names for clients; the first one is shown"
     )
     chat_template: Path | None = Field(default=None, strict=False, description="as model.chat_template")
+    sampling: dict[str, Any] = Field(default={}, description="as model.sampling")
     load: Literal["start", "first_use"] | None = Field(
         default=None, description="when it is loaded (null: at the start; those of a directory on first use)"
     )
@@ -55,6 +56,8 @@ class ModelEntry(BaseModel):
         model: dict[str, Any] = {"name": self.name, "alias": self.aliases[0] if self.aliases else None}
         if self.chat_template is not None:
             model["chat_template"] = self.chat_template
+        if self.sampling:
+            model["sampling"] = self.sampling
         return {"model": model, **sections}
 
 

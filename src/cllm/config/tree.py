@@ -8,12 +8,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
+from cllm.config.chat import ChatConfig
 from cllm.config.drafts import DraftsConfig
 from cllm.config.entries import ModelEntry
 from cllm.config.patterns import what_is_wrong
 from cllm.config.problems import InvalidConfigError
 from cllm.config.relations import check_relations
 from cllm.config.responses import ResponsesConfig
+from cllm.config.sampling import SamplingConfig
 from cllm.config.structured import StructuredConfig
 from cllm.config.warm import WarmPrefix
 from cllm.kv.window import MIN_RECENT
@@ -35,12 +37,14 @@ class ModelConfig(Section):
     name: str = Field(
         default="smollm2",
         min_length=1,
-        description="a known name, a .gguf file, a Hugging Face directory, hf:org/repo or hf:org/repo/file.gguf",
+        description="a known name, a .gguf file, a Hugging Face directory, hf:org/repo, hf:org/repo:Q4_K_M or "
+        "hf:org/repo/file.gguf",
     )
     chat_template: Path | None = Field(
         default=None, strict=False, description="Jinja file to use instead of the model's own chat template"
     )
     alias: str | None = Field(default=None, min_length=1, description="name shown to clients (null: the model's name)")
+    sampling: SamplingConfig = SamplingConfig()
 
 
 class NativeConfig(Section):
@@ -305,6 +309,11 @@ class ServerConfig(Section):
     write_timeout_s: float = Field(
         default=30.0, gt=0, description="a client that has not read its answer for this long is cut off"
     )
+    sse_keepalive_s: float = Field(
+        default=15.0,
+        ge=0,
+        description="silence after which a stream gets a comment, so that proxies keep it open; 0: none",
+    )
     max_json_values: int = Field(
         default=262_144, ge=16_384, description="most values in the JSON of a body; a long text is one"
     )
@@ -323,6 +332,11 @@ class ServerConfig(Section):
         default=131_072,
         ge=1,
         description="most tokens that POST /encode counts in a text, and in a prompt with a rolling window",
+    )
+    root_path: str = Field(
+        default="",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="path that the server has behind a proxy, such as /llm; taken off where the proxy passes it on",
     )
     page: bool = Field(default=True, description="the page at / and its stream of events at /kv/stream")
     page_shows_prompts: bool = Field(
@@ -396,6 +410,7 @@ class Config(Section):
     structured: StructuredConfig = StructuredConfig()
     server: ServerConfig = ServerConfig()
     prompt: PromptConfig = PromptConfig()
+    chat: ChatConfig = ChatConfig()
     responses: ResponsesConfig = ResponsesConfig()
     log: LogConfig = LogConfig()
 

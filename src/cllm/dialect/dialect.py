@@ -8,23 +8,24 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from cllm.dialect import formats, reasoning
+from cllm.dialect.grammar import AnswerForm, AnswerGrammar
 from cllm.dialect.reader import AnswerReader
-from cllm.dialect.reasoning import Marks, ReasoningReader
+from cllm.dialect.reasoning import Marks, ReasoningReader, Thinking
 from cllm.text.chat import ChatTemplate, PromptOptions
 from cllm.text.messages import Message, read_messages
 from cllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from cllm.config.chat import ChatConfig
 
 _ALPHABET = string.ascii_letters + string.digits
 _MISTRAL_ID = 9
 """Characters in the ids that Mistral's templates insist on."""
 _TAIL = 16
 """Tokens at the end of a prompt that may say whether it has begun the reasoning."""
-
-Thinking = Literal["none", "opened", "closed"]
-"""Whether what stands before the answer has begun the reasoning, or ended it."""
 
 
 class Dialect:
@@ -65,25 +66,17 @@ class Dialect:
         return told, replace(options, tools=())
 
     def _for_template(self, messages: list[Message]) -> list[Message]:
-        as_text = self._template.wants_arguments_as_text
+        if self.format is not formats.MISTRAL:
+            return messages
         prepared = []
         for message in messages:
-            if self.format is formats.MISTRAL and "tool_call_id" in message:
+            if "tool_call_id" in message:
                 message = {**message, "tool_call_id": _nine(message["tool_call_id"])}
             if "tool_calls" in message:
-                calls = [self._call_for_template(call, as_text=as_text) for call in message["tool_calls"]]
+                calls = [{**call, "id": _nine(call.get("id", ""))} for call in message["tool_calls"]]
                 message = {**message, "tool_calls": calls}
             prepared.append(message)
         return prepared
-
-    def _call_for_template(self, call: Message, *, as_text: bool) -> Message:
-        function = call["function"]
-        if as_text and not isinstance(function["arguments"], str):
-            function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-        call_id = call.get("id")
-        if self.format is formats.MISTRAL and call_id is not None:
-            call_id = _nine(call_id)
-        return {**call, **({} if call_id is None else {"id": call_id}), "function": function}
 
     def _tell(self, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Put the tools into the system message, for templates that know of none."""
@@ -137,10 +130,26 @@ class Dialect:
             new_id=self.new_id,
         )
 
+    def grammar(self, form: AnswerForm) -> str:
+        """What a mask allows, so that answers of this form are read as such."""
+        named = "[ARGS]" in self._template.source
+        grammar = AnswerGrammar(self.format.name, self._tokenizer.special_tokens, named_arguments=named)
+        return grammar.write(form)
+
     def new_id(self) -> str:
         if self.format is formats.MISTRAL:
             return "".join(secrets.choice(_ALPHABET) for _ in range(_MISTRAL_ID))
         return f"call_{secrets.token_hex(12)}"
+
+
+def dialect_of(template: ChatTemplate, tokenizer: Tokenizer, settings: ChatConfig) -> Dialect:
+    return Dialect(
+        template,
+        tokenizer,
+        tool_format=settings.tool_format,
+        reasoning_format=settings.reasoning_format,
+        reasoning_mode=settings.reasoning,
+    )
 
 
 def _is_of_tools(message: Mapping[str, Any]) -> bool:

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cllm.dialect.dialect import Thinking
-from cllm.dialect.reasoning import Marks
+from cllm.dialect.reasoning import Marks, Thinking
 from cllm.errors import InvalidRequestError
+from cllm.structured.sources import JSON_STYLE
 from cllm.structured.structure import Structure
 
 _ANYTHING = {"type": "object"}
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+COMBINABLE = frozenset({"json", "json_schema", "regex", "choice"})
+"""Kinds of structure that can be one of several things an answer may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class AnswerGrammar:
     def _body(self, form: AnswerForm, rules: list[str]) -> str:
         answer = "answer" if form.structure is not None else None
         if form.structure is not None:
-            rules.append(f"answer: {_text_rule(form.structure, alone=not form.tools)}")
+            rules.append(f"answer: {_text_rule(form.structure)}")
         if not form.tools:
             assert answer is not None
             return answer
@@ -66,7 +67,6 @@ class AnswerGrammar:
         return self._free(form, rules)
 
     def _call(self, name: str, number: int) -> str:
-        begin = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
         if self._format == "hermes":
             head = json.dumps(f'\n{{"name": {json.dumps(name)}, "arguments": ')
             return f'{head} args_{number} "}}\\n" {self._mark("</tool_call>")}'
@@ -75,6 +75,7 @@ class AnswerGrammar:
             return f'{head} args_{number} "}}"'
         if self._format == "mistral" and self._named_arguments:
             return f"{json.dumps(name)} {self._mark('[ARGS]')} args_{number}"
+        begin = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
         return f'{begin} args_{number} "}}"'
 
     def _calls(self, *, several: bool) -> str:
@@ -99,14 +100,12 @@ class AnswerGrammar:
             return f"(TEXT | calls{tagged})"
         rules.append(r"TEXT: /(.|\n)*/")
         after = self._after_opener(form)
-        repeat = "*" if form.several else "?"
         if opener in self._special:
             rules.append(f"called: TEXT {self._mark(opener)} {after}")
         else:
             rules.append(f"head[lazy]: TEXT {json.dumps(opener)}")
             rules.append(f"called: head {after}")
-        end = "TEXT" if form.several else ""
-        return f"(called{repeat} TEXT)" if end else "(called | TEXT)"
+        return "(called* TEXT)" if form.several else "(called | TEXT)"
 
     def _after_opener(self, form: AnswerForm) -> str:
         if self._format == "hermes" or self._named_arguments:
@@ -129,18 +128,20 @@ class AnswerGrammar:
         return json.dumps(text) if token is None else f"<[{token}]>"
 
 
-def _text_rule(structure: Structure, *, alone: bool) -> str:
+def _text_rule(structure: Structure) -> str:
     if structure.kind == "json":
-        return f"%json {json.dumps(_ANYTHING)}"
+        return f"%json {json.dumps(_spaced(_ANYTHING))}"
     if structure.kind == "json_schema":
-        return f"%json {structure.source}"
+        schema = json.loads(structure.source)
+        return f"%json {json.dumps(_spaced(schema) if isinstance(schema, dict) else schema)}"
     if structure.kind == "regex":
         return "/" + structure.source.replace("/", "\\/") + "/"
     if structure.kind == "choice":
         return " | ".join(json.dumps(choice) for choice in json.loads(structure.source))
-    reason = "the model's reasoning, unless that is switched off" if alone else "tools"
-    raise InvalidRequestError(f"{structure.param} cannot be combined with {reason}", structure.param)
+    raise InvalidRequestError(
+        f"{structure.param} cannot be combined with tools; send tool_choice: none", structure.param
+    )
 
 
 def _spaced(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {**schema, "x-guidance": _SPACING}
+    return {"x-guidance": JSON_STYLE, **schema}

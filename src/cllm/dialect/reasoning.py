@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Thinking = Literal["none", "opened", "closed"]
+"""Whether what stands before an answer has begun its reasoning, or ended it."""
 
 
 class Marks(NamedTuple):

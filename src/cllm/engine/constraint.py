@@ -10,7 +10,8 @@ its sequence waits, is preempted or is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Protocol
 
 import numpy as np
@@ -42,6 +43,19 @@ class Constraint(Protocol):
 class Masks(Protocol):
     def fill(self, constraints: Sequence[Constraint]) -> list[Mask | Exception]:
         """For each, which tokens it allows next, or why that cannot be said. Valid until the next call."""
+
+
+def masks_for(constraints: Sequence[Constraint | None]) -> list[Mask | Exception | None] | None:
+    """For each that is one which tokens it allows next, or why that cannot be said; None: there is none."""
+    limited = [constraint for constraint in constraints if constraint is not None]
+    if not limited:
+        return None
+    filled: Iterator[Mask | Exception]
+    try:
+        filled = iter(limited[0].masks.fill(limited))
+    except Exception as error:
+        filled = repeat(error)
+    return [None if constraint is None else next(filled) for constraint in constraints]
 
 
 def leaves_some(mask: Mask, tokens: NDArray[np.intp]) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from cllm.errors import InvalidRequestError
 from cllm.kv.window import MIN_RECENT
@@ -23,9 +23,18 @@ class Range(NamedTuple):
     high: float | None = None
     open_low: bool = False
 
+    def passed_by(self, value: float) -> str | None:
+        """What the number must be, if it is not."""
+        low, high, open_low = self
+        below = value <= low if open_low else value < low
+        if math.isfinite(value) and not below and (high is None or value <= high):
+            return None
+        above = "more than" if open_low else "at least"
+        return f"{above} {low}" + ("" if high is None else f" and at most {high}")
+
 
 RANGES = {
-    "max_tokens": Range(1),
+    "max_tokens": Range(0),
     "n": Range(1, MAX_CHOICES),
     "temperature": Range(0.0, 100.0),
     "top_p": Range(0.0, 1.0, open_low=True),
@@ -38,6 +47,8 @@ RANGES = {
     "min_tokens": Range(0),
 }
 MAX_BIAS = 100
+RECOMMENDABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What the authors of a model may recommend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +73,13 @@ class ContextWindow:
 class SamplingParams:
     """How to choose tokens and when to stop.
 
-    Out-of-range values raise `InvalidRequestError`, whose `param` names the field.
+    Out-of-range values raise `InvalidRequestError`, whose `param` names the field. What is written here is what holds:
+    `SamplingParams()` samples at temperature 1 from any model. `with_model_defaults` leaves what is not given to the
+    model.
     """
 
     max_tokens: int | None = 128
-    """Most tokens to generate; `None` means as many as the context holds."""
+    """Most tokens to generate; `None` means as many as the context holds, 0 that only the prompt is computed."""
     n: int = 1
     """Independent answers to the same prompt. The prompt is computed once."""
     temperature: float = 1.0
@@ -93,6 +106,8 @@ class SamplingParams:
     `None`: no window. `max_tokens` of None then means as many as the context holds, whatever the prompt."""
     structured: Structure | None = None
     """What the answers must look like. They end when they do, whatever `ignore_eos` and `min_tokens` say."""
+    unset: frozenset[str] = frozenset()
+    """Names of parameters that are the model's to say (see `with_model_defaults`)."""
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -111,13 +126,25 @@ class SamplingParams:
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop holds an empty string", "stop")
 
+    @classmethod
+    def with_model_defaults(cls, **given: Any) -> SamplingParams:
+        """These; what else the authors of a model recommend, or model.sampling sets, holds where it is submitted."""
+        return cls(**given, unset=frozenset(RECOMMENDABLE) - given.keys())
+
+    def completed(self, defaults: Mapping[str, float]) -> SamplingParams:
+        """With the model's values for what was left to it."""
+        if not self.unset:
+            return self
+        chosen: dict[str, Any] = {name: value for name, value in defaults.items() if name in self.unset}
+        return replace(self, **chosen, unset=frozenset())
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
 
 def _check_range(params: SamplingParams, name: str, allowed: Range) -> None:
-    low, high, open_low = allowed
+    low = allowed.low
     value = getattr(params, name)
     if value is None and name in _MAY_BE_NONE:
         return
@@ -125,8 +152,5 @@ def _check_range(params: SamplingParams, name: str, allowed: Range) -> None:
     if isinstance(value, bool) or not isinstance(value, kinds):
         wanted = "a number" if isinstance(low, float) else "a whole number"
         raise InvalidRequestError(f"{name} is {value!r}; it must be {wanted}", name)
-    below = value <= low if open_low else value < low
-    if not math.isfinite(value) or below or (high is not None and value > high):
-        above = "more than" if open_low else "at least"
-        limit = f"{above} {low}" + ("" if high is None else f" and at most {high}")
+    if (limit := allowed.passed_by(value)) is not None:
         raise InvalidRequestError(f"{name} is {value}; it must be {limit}", name)

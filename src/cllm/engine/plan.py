@@ -24,6 +24,8 @@ class Plan:
     decode_rows: int = 0
     drafted: int = 0
     """Tokens behind those of the decode rows that are only drafts."""
+    forced: int = 0
+    """Tokens in front of theirs that no draw chose."""
     stays: list[int] | None = None
     """Of each sequence how often it had left the running ones, if the step is one of several under way: whoever left
     since then, and perhaps came back, has no use for the result."""
@@ -38,7 +40,19 @@ class Plan:
     @property
     def rows(self) -> int:
         """All that is computed of answers."""
-        return self.decode_rows + self.drafted
+        return self.decode_rows + self.beside_rows
+
+    @property
+    def beside_rows(self) -> int:
+        """All that is computed together with the rows' own tokens."""
+        return self.drafted + self.forced
+
+    def cut_forced(self, index: int, count: int) -> None:
+        """Compute so many of the tokens that a row has to catch up with; with the last of them it is a row."""
+        chunk = self.chunks[index]
+        chunk.wanted_logits = int(count == len(chunk.tokens))
+        chunk.tokens = chunk.tokens[:count]
+        self.forced += count - 1
 
     def add_draft(self, index: int, tokens: array[int]) -> None:
         """Compute what may follow the token of a row together with it."""
@@ -88,7 +102,7 @@ def _chunk(sequence: Sequence, end: int, wants_logits: bool) -> Chunk:
 
 
 def row_of(sequence: Sequence) -> Chunk:
-    """The one token that is missing, or the one that the step under way will give."""
+    """The one token that is missing, with those that no draw chose, or the one that the step under way will give."""
     start, dropped = sequence.num_computed + sequence.submitted, sequence.dropped
     follows = sequence.promised > 0
     return Chunk(

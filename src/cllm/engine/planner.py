@@ -23,6 +23,7 @@ from enum import Enum
 from operator import attrgetter, itemgetter
 
 from cllm.engine.budget import MANY_ROWS, StepBudget
+from cllm.engine.constraint import Mask, masks_for
 from cllm.engine.drafting import Drafting
 from cllm.engine.faults import MAX_RECOVERIES, Faults
 from cllm.engine.plan import Plan, row_of
@@ -37,6 +38,9 @@ ADMIT_SCAN = 64
 
 WAIT_FOR_PREFIX_TOKENS = 8
 """A sequence waits for another one's prompt to be computed if it can share at least this much more of it."""
+
+MOST_FORCED = 128
+"""Tokens that no draw chose, of all answers in a step."""
 
 OLDEST_EVERY = 4
 """Every so many steps with prompts the oldest one goes first, however long it is."""
@@ -70,6 +74,7 @@ class Planner(Faults):
         self._prompt_steps = 0
         self._turns = 0
         self._draft_turns = 0
+        self._forced_turns = 0
 
     def schedule(self) -> Plan:
         plan = Plan()
@@ -88,6 +93,8 @@ class Planner(Faults):
                 rows[:] = self._whose_turn(rows, most)
         plan.chunks = [row_of(sequence) for sequence in rows]
         plan.decode_rows = len(rows)
+        if any(sequence.forced for sequence in rows):
+            self._cut_forced(plan)
         if self.drafting is not None and 0 < len(rows) == all_rows:  # a draft never makes a row wait
             self._draft(self.drafting, plan, prompts_wait=bool(prompts) or len(self.waiting) > 0)
         if prompts:
@@ -120,20 +127,38 @@ class Planner(Faults):
                         if not promised and not self._make_room(sequence):
                             return False
                     rows.append(sequence)
-                elif missing > 1:
+                elif missing > sequence.forced + 1:
                     prompts.append(sequence)
+                elif missing:
+                    if start + missing > sequence.room and not self._make_room(sequence, missing):
+                        return False
+                    rows.append(sequence)
             elif not submitted:  # a window moves only when nothing is under way
                 if not self._make_room(sequence):
                     return False
-                (rows if missing == 1 else prompts).append(sequence)
+                (rows if missing <= sequence.forced + 1 else prompts).append(sequence)
         return True
+
+    def _cut_forced(self, plan: Plan) -> None:
+        """Tokens that no draw chose are computed with their rows, as far as the promise leaves time for them. Their
+        answers wait for the rest, each in its turn; nobody else does."""
+        most = self.budget.most_drafts(plan.decode_rows)
+        left = MOST_FORCED if most is None else min(most, MOST_FORCED)
+        self._forced_turns += 1
+        for place in range(plan.decode_rows):
+            index = (self._forced_turns + place) % plan.decode_rows
+            missing = len(plan.chunks[index].tokens)
+            if missing > 1:
+                count = min(missing, 1 + left, plan.sequences[index].next_chunk)
+                plan.cut_forced(index, count)
+                left -= count - 1
 
     def _draft(self, drafting: Drafting, plan: Plan, *, prompts_wait: bool) -> None:
         """Have rows compute what may follow, where that takes memory from nobody and no step beyond the promise."""
         left = drafting.begin_step(plan.decode_rows, prompts_wait)
         if left and (most := self.budget.most_drafts(plan.decode_rows)) is not None:
-            left = min(left, most)
-        if left == 0:
+            left = min(left, most - plan.forced)
+        if left <= 0:
             return
         self._draft_turns += 1  # so that not always the same ones come first
         for place in range(plan.decode_rows):
@@ -143,6 +168,8 @@ class Planner(Faults):
             if most < 1:
                 continue
             tokens = drafting.propose(sequence, most)
+            if sequence.chooser.constraint is not None:
+                tokens = tokens[: sequence.chooser.agreed(tokens)]
             count = self._room_to_draft(sequence, len(tokens)) if tokens else 0
             if count > 0:
                 plan.add_draft(index, tokens[:count])
@@ -162,11 +189,12 @@ class Planner(Faults):
     def launch(self, plan: Plan) -> None:
         """The step is about to be submitted, and others will be before its result is here."""
         plan.stays = [sequence.stay for sequence in plan.sequences]
+        masks = _masks_of(plan)
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
             if chunk.wanted_logits:
-                chunk.draws = (sequence.chooser.foresee(sequence.promised),)
+                chunk.draws = (sequence.chooser.foresee(sequence.promised, masks.get(id(sequence))),)
                 if sequence.twins:
-                    chunk.draws += tuple(twin.chooser.foresee(0) for twin in sequence.twins)
+                    chunk.draws += tuple(twin.chooser.foresee(0, masks.get(id(twin))) for twin in sequence.twins)
                 sequence.promised += chunk.wanted_logits
             sequence.submitted += len(chunk.tokens)
 
@@ -194,12 +222,12 @@ class Planner(Faults):
                 raise
             return False  # it is tried again once the row is behind nothing
 
-    def _make_room(self, sequence: Sequence) -> bool:
-        """Have memory for a sequence's next token, or move its window on. False: somebody had to go for it."""
+    def _make_room(self, sequence: Sequence, count: int = 1) -> bool:
+        """Have memory for a sequence's next tokens, or move its window on. False: somebody had to go for it."""
         kv = self.kv
         try:
             if sequence.window is None:
-                if kv.grow(sequence, sequence.submitted + 1):
+                if kv.grow(sequence, sequence.submitted + count):
                     return True
             elif kv.roll(sequence) and kv.grow(sequence, sequence.next_chunk):
                 return True
@@ -224,7 +252,7 @@ class Planner(Faults):
         wanted_s = sum(tokens_s(sequence.remaining, sequence.position) for sequence in prompts)
         answering = len(self.running) > len(prompts)  # some may be in a step under way, and so have no row in this one
         waiting = len(prompts) + len(self.waiting)
-        allowance = self.budget.allowance(plan.decode_rows, waiting, wanted_s, answering, plan.drafted)
+        allowance = self.budget.allowance(plan.decode_rows, waiting, wanted_s, answering, plan.beside_rows)
         if allowance is None:
             return
         rank = self.waiting.rank
@@ -315,3 +343,16 @@ class Planner(Faults):
         """How much two prompts must have in common, of which so much is computed, for one to wait for the other."""
         unit = self.kv.unit_tokens
         return -(-(computed + WAIT_FOR_PREFIX_TOKENS) // unit) * unit
+
+
+def _masks_of(plan: Plan) -> dict[int, Mask | Exception | None]:
+    """What those may choose from who choose in this step, by the sequence's id, where that is not all tokens."""
+    choosing = [
+        each
+        for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True)
+        if chunk.wanted_logits
+        for each in (sequence, *sequence.twins)
+        if each.chooser.constraint is not None
+    ]
+    masks = masks_for([each.chooser.constraint for each in choosing])
+    return {} if masks is None else dict(zip(map(id, choosing), masks, strict=True))

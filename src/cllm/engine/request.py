@@ -171,7 +171,7 @@ class Sequence(KVSequence):
         """How many tokens may be drafted behind its last one, which is all that is not computed: none of them, nor the
         one that is chosen after them, may be longer than the answer, and a window has to stay where it is. The first
         token of an answer is chosen without."""
-        if self.twins or self.submitted or len(self.tokens) == self.n_prompt:
+        if self.twins or self.submitted or len(self.tokens) == self.n_prompt or self.uncomputed > 1:
             return 0
         most = self.max_length - len(self.tokens) - 1
         return most if self.window is None else min(most, self.window.until_drop(self.num_computed) - 1)
@@ -206,7 +206,8 @@ class Sequence(KVSequence):
 
 
 class Request:
-    """One prompt, `params.n` answers. Created by the caller's thread, then owned by the engine's."""
+    """One prompt, `params.n` answers. Created by the caller's thread, then owned by the engine's. Others may read its
+    numbers: each is written in one go, but two of them may be of different steps."""
 
     __slots__ = (
         "admitted_at",
@@ -266,6 +267,12 @@ class Request:
         self.gaps: array[float] = array("f")
 
     @property
+    def computed(self) -> int:
+        """Prompt tokens that are in memory, those from the cache included."""
+        first = self.sequences[0]
+        return first.n_prompt if self.generated else min(first.num_computed, first.n_prompt)
+
+    @property
     def generated(self) -> int:
         return sum(len(sequence.tokens) - sequence.n_prompt for sequence in self.sequences)
 
@@ -308,7 +315,8 @@ def build_request(
         tenant=tenant,
         pins=pins,
     )
-    limit = len(prompt) + (max_context if params.max_tokens is None else params.max_tokens)
+    # Who wants no token gets none, but the engine's work on a prompt ends with one.
+    limit = len(prompt) + (max_context if params.max_tokens is None else max(1, params.max_tokens))
     if window is None:
         limit = min(limit, max_context)
     chooser = TokenChooser(

@@ -88,12 +88,14 @@ class TokenChooser:
         "_bias_ids",
         "_early_best",
         "_end_ids",
+        "_failure",
         "_forbidden",
         "_forbidden_ids",
         "_key",
         "_penalties",
         "_plain",
         "_rows",
+        "_vocab_size",
         "constraint",
         "generated",
         "params",
@@ -117,6 +119,8 @@ class TokenChooser:
         self.params = params
         self._rows = ROWS if rows is None else rows
         self.constraint = constraint
+        self._failure: Exception | None = None
+        self._vocab_size = vocab_size
         self.generated = 0
         self._key = mix64(seed)
         self._penalties = Penalties(params, prompt)
@@ -149,6 +153,15 @@ class TokenChooser:
         if self._penalties.active:
             self._penalties.observe(token_id)
 
+    def agreed(self, tokens: Sequence[int]) -> int:
+        """How many of these could be the next ones. A constraint that fails here will say so when it matters."""
+        if self.constraint is None:
+            return len(tokens)
+        try:
+            return self.constraint.agreed(tokens)
+        except Exception:
+            return 0
+
     def foresees(self, ahead: int) -> bool:
         """Whether `foresee` can tell how to choose after `ahead` tokens that are not known: of those that penalties
         have to count, whoever chooses elsewhere knows the last one alone; a constraint has to see them all."""
@@ -156,10 +169,14 @@ class TokenChooser:
             return ahead == 0
         return ahead <= 1 or not self._penalties.active
 
-    def foresee(self, ahead: int, mask: Mask | None = None) -> Draw:
-        """How the token will be chosen that comes after the next `ahead` ones, for who chooses it elsewhere."""
+    def foresee(self, ahead: int, mask: Mask | Exception | None = None) -> Draw:
+        """How the token will be chosen that comes after the next `ahead` ones, for who chooses it elsewhere. With an
+        exception for a mask none can be: `take` raises it."""
+        if isinstance(mask, Exception):
+            self._failure = mask
+            mask = np.zeros((self._vocab_size + 31) // 32, np.int32)
         params, generated = self.params, self.generated + ahead
-        if self._is_forced:
+        if self.forced is not None:
             return Draw(0.0, 0, 1.0, 0.0, 0.0, params.logprobs, None, None, mask)
         early = self._too_early(generated, mask)
         if mask is None and params.greedy and not self._penalties.active:
@@ -179,6 +196,8 @@ class TokenChooser:
     def take(self, drawn: Drawn) -> Choice | None:
         """Observe a token that was chosen as `foresee` said; None if there was no finite best."""
         token_id = drawn.token_id
+        if self._failure is not None:
+            raise self._failure
         if token_id < 0:
             return None
         self.observe(token_id)
@@ -200,8 +219,8 @@ class TokenChooser:
 
     def _choose(self, logits: Row, best: int, peak: float, mask: Mask | None) -> Choice | None:
         model_peak = peak
-        if self.constraint is not None and self._is_forced:
-            return self._chosen(self.constraint.forced[0], logits, model_peak)
+        if (forced := self.forced) is not None:
+            return self._chosen(forced, logits, model_peak)
         values = self._adjusted(logits, best, mask)
         if values is not logits:
             best = self._rows.argmax(values)
@@ -217,8 +236,11 @@ class TokenChooser:
         return Choice(token_id, _logprob(self._rows, logits, model_peak, token_id, self.params.logprobs))
 
     @property
-    def _is_forced(self) -> bool:
-        return self.constraint is not None and len(self.constraint.forced) > 0
+    def forced(self) -> int | None:
+        """The token that must come next, if there is only one."""
+        if self.constraint is None or not self.constraint.forced:
+            return None
+        return self.constraint.forced[0]
 
     def _too_early(self, generated: int, mask: Mask | None) -> bool:
         """Whether the answer may not end yet: where it may do nothing else, it may."""

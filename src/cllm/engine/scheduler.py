@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import logging
 
-from cllm.backends.base import Chunk, StepResult
+from cllm.backends.base import Chunk, Drawn, Logits, StepResult
+from cllm.engine.constraint import masks_for
 from cllm.engine.plan import Plan, drafted_in
 from cllm.engine.planner import Planner
 from cllm.engine.request import FinishReason, Sequence, token_output
-from cllm.engine.sampling import Choice, TokenLogprob, choose
-from cllm.errors import BackendError, describe
+from cllm.engine.sampling import Choice, TokenChooser, TokenLogprob, choose
+from cllm.errors import BackendError, StructureError, describe
 
 log = logging.getLogger("cllm.engine")
 
@@ -76,10 +77,36 @@ class Scheduler(Planner):
             error = BackendError("the model gave no usable probabilities for the next token")
             self._end(sequence, FinishReason.ERROR, error=error)
         elif isinstance(choice, Exception):
-            log.error("request %s: no token can be chosen", sequence.request.id, exc_info=choice)
-            self._end(sequence, FinishReason.ERROR, error=BackendError(describe(choice)))
+            self._fail(sequence, choice)
         else:
             self._take_token(sequence, choice.token_id, choice.logprob, now)
+            if sequence.chooser.constraint is not None:
+                self._take_forced(sequence, now)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        """No token can be chosen, and that is nobody else's business."""
+        if isinstance(error, StructureError):
+            log.warning("request %s: %s", sequence.request.id, error)
+            self._end(sequence, FinishReason.ERROR, error=error)
+        else:
+            log.error("request %s: no token can be chosen", sequence.request.id, exc_info=error)
+            self._end(sequence, FinishReason.ERROR, error=BackendError(describe(error)))
+
+    def _take_forced(self, sequence: Sequence, now: float) -> None:
+        """The tokens that must follow are the answer's at once, and computed with the next step. Where log
+        probabilities are asked for, each waits for its own row, and is chosen from that."""
+        chooser = sequence.chooser
+        sequence.forced = 0
+        if chooser.params.logprobs is not None:
+            return
+        while not sequence.ended and (token := chooser.forced) is not None:
+            try:
+                chooser.observe(token)
+            except Exception as error:
+                self._fail(sequence, error)
+                return
+            sequence.forced += 1
+            self._take_token(sequence, token, None, now)
 
     def _take_drafted(self, sequence: Sequence, chunk: Chunk, result: StepResult, row: int, now: float) -> None:
         """Choose token after token, as long as the one before is what was drafted, which its row was computed for."""
@@ -87,7 +114,7 @@ class Scheduler(Planner):
         drafted, accepted = drafted_in(chunk), 0
         draft, ends = chunk.tokens[-drafted:], sequence.request.end_ids
         while True:
-            choice = choose(result.logits, [(row + accepted, sequence.chooser)])[0]
+            choice = _choose(result.logits, [(row + accepted, sequence.chooser)])[0]
             if accepted == drafted or not isinstance(choice, Choice):
                 break
             token = choice.token_id
@@ -158,5 +185,16 @@ def _choices(result: StepResult, wanted: list[Wanted]) -> list[Choice | Exceptio
     """The tokens that the backend chose, or those that the host chooses now."""
     if result.drawn is None:
         assert result.logits is not None
-        return choose(result.logits, [(row, sequence.chooser) for row, _, sequence in wanted])
-    return [sequence.chooser.take(result.drawn[row][place]) for row, place, sequence in wanted]
+        return _choose(result.logits, [(row, sequence.chooser) for row, _, sequence in wanted])
+    return [_taken(sequence.chooser, result.drawn[row][place]) for row, place, sequence in wanted]
+
+
+def _choose(logits: Logits, wanted: list[tuple[int, TokenChooser]]) -> list[Choice | Exception | None]:
+    return choose(logits, wanted, masks_for([chooser.constraint for _, chooser in wanted]))
+
+
+def _taken(chooser: TokenChooser, drawn: Drawn) -> Choice | Exception | None:
+    try:
+        return chooser.take(drawn)
+    except Exception as error:
+        return error

@@ -81,7 +81,7 @@ class Watch:
         self._made += 1
         self._next_at = now + INTERVAL_S
         requests = _in_order(roster)
-        shown = tuple(_view_of(request, now) for request in islice(requests, MOST_REQUESTS))
+        shown = tuple(view_of(request, now) for request in islice(requests, MOST_REQUESTS))
         self.picture = Picture(self._made, roster.kv.view(), shown, len(roster.requests))
         took_s = self._clock() - now
         self._next_at = now + max(INTERVAL_S, min(took_s / MOST_SHARE, LONGEST_S))
@@ -92,10 +92,10 @@ def _in_order(roster: Roster) -> Iterable[Request]:
     return *running, *(request for request in roster.requests.values() if request not in running)
 
 
-def _view_of(request: Request, now: float) -> RequestView:
+def view_of(request: Request, now: float) -> RequestView:
     first = request.sequences[0]
     generated = request.generated
-    computed = first.n_prompt if generated else min(first.num_computed, first.n_prompt)
+    computed = request.computed
     if request.first_token_at is not None and request.last_token_at is not None:
         tokens, seconds = generated - request.params.n, request.last_token_at - request.first_token_at
     elif request.admitted_at is not None:

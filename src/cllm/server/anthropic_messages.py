@@ -21,6 +21,8 @@ class Conversation:
         self._names: dict[str, str] = {}
         """Of the tools that were called, by the calls' ids."""
         self._unanswered: set[str] = set()
+        self._has_text = False
+        """Whether the last message has, and not only calls or reasoning."""
 
     @classmethod
     def of(cls, body: MessagesInput) -> Conversation:
@@ -78,8 +80,8 @@ class Conversation:
 
     def _say(self, role: str, text: str) -> None:
         message = self._last(role)
-        # None: so far there are only calls or reasoning.
-        message["content"] = text if message["content"] is None else f"{message['content']}\n{text}"
+        message["content"] = f"{message['content']}\n{text}" if self._has_text else text
+        self._has_text = True
 
     def _think(self, text: str) -> None:
         message = self._last("assistant")
@@ -112,16 +114,16 @@ class Conversation:
     def _last(self, role: str) -> dict[str, Any]:
         """The last message, if it is of this role, or a new one."""
         if not self.messages or self.messages[-1]["role"] != role:
-            self.messages.append({"role": role, "content": None})
+            self.messages.append({"role": role, "content": ""})
+            self._has_text = False
         return self.messages[-1]
 
     def _mark(self, control: CacheControl | None) -> None:
         if control is None:
             return
-        *before, last = self.messages or [None]
-        copied = (
-            []
-            if last is None
-            else [{**last, **({"tool_calls": [*last["tool_calls"]]} if "tool_calls" in last else {})}]
-        )
-        self.marks.append(([*before, *copied], control))
+        before = [*self.messages]
+        if before:  # the last one may still grow
+            last = before[-1] = {**before[-1]}
+            if "tool_calls" in last:
+                last["tool_calls"] = [*last["tool_calls"]]
+        self.marks.append((before, control))

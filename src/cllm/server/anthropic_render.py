@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
-from cllm.dialect.pieces import Piece
+from cllm.dialect.pieces import Piece, TextPiece
 from cllm.server.errors import Problem
 from cllm.server.runs import Run, Runs
 from cllm.server.sliced import as_json, text_pieces
@@ -99,6 +99,10 @@ class MessageEvents:
         """An event of the open block up to the text that is new."""
 
     def event(self, piece: Piece) -> str:
+        run = self._runs.open
+        if type(piece) is TextPiece and run is not None and run.kind == "text":
+            run.parts.append(piece.text)  # as nearly always; what follows would do the same
+            return f"{self._growing}{json.dumps(piece.text)}}}}}\n\n"
         step = self._runs.add(piece)
         written = "" if self._begun else self._begin()
         if step.ended is not None:

@@ -14,12 +14,23 @@ from starlette.middleware.cors import CORSMiddleware
 from cllm import __version__
 from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollector, create_registry
 from cllm.served import ServedModels
-from cllm.server import anthropic, generate, models, openai, ops, responses, warming
+from cllm.server import (
+    anthropic,
+    generate,
+    models,
+    ollama,
+    openai,
+    ops,
+    requests,
+    responses,
+    tokens,
+    warming,
+)
 from cllm.server.errors import install_handlers
-from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, Leases, RequestContext
+from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, Leases, RequestContext, SubPath
 from cllm.server.openapi import describe
-from cllm.server.page.files import page_files
-from cllm.server.page.routes import add_page
+from cllm.server.page.files import docs_files, page_files
+from cllm.server.page.routes import add_docs, add_page
 from cllm.server.state import ServerState
 from cllm.server.tenants import Tenants
 
@@ -30,7 +41,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """OpenAI's API and cLLM's own on one engine. Point any OpenAI client at `/v1`.
 
-Every parameter is honoured or refused with status 400 and its name; none is silently ignored."""
+Every parameter is honoured, a documented hint, or refused with status 400 and its name; none is silently ignored."""
 
 
 def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
@@ -39,6 +50,8 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
         title="cLLM",
         version=__version__,
         description=_DESCRIPTION,
+        docs_url=None,  # its page would come from elsewhere; ours is part of the package
+        redoc_url=None,
         redirect_slashes=False,  # where to would be the client's to say, in its Host header
         lifespan=lambda app: _lifespan(serves, app.state.cllm),
     )
@@ -48,12 +61,23 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
     if tenants is not None:
         registry.register(tenants)
         state.warm_tenant = tenants.warm_tenant
-    for router in (openai.router, responses.router, anthropic.router, generate.router, ops.router, warming.router):
+    for router in (
+        openai.router,
+        responses.router,
+        anthropic.router,
+        requests.router,
+        generate.router,
+        tokens.router,
+        ollama.router,
+        ops.router,
+        warming.router,
+    ):
         app.include_router(router)
     if state.several is not None:
         app.include_router(models.router)
         state.several.on_loaded = partial(warming.when_loaded, state)
         state.several.on_unloaded = state.forget
+    add_docs(app)
     if config.server.page:
         add_page(app, lambda name: state.loaded(name).hub)
     install_handlers(app, retry_after_s=config.server.shutdown_grace_s)
@@ -108,7 +132,7 @@ def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None, *, se
         app.add_middleware(Leases)
     app.add_middleware(BodyLimit, max_bytes=config.server.max_body_bytes)
     if tenants is not None:
-        open_paths = OPEN_PATHS.union(page_files() if config.server.page else ())
+        open_paths = OPEN_PATHS.union(docs_files(), page_files() if config.server.page else ())
         app.add_middleware(ApiKey, tenants=tenants, open_paths=open_paths)
     if config.server.cors_origins:
         app.add_middleware(
@@ -119,6 +143,8 @@ def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None, *, se
             expose_headers=["x-request-id", "retry-after"],
         )
     app.add_middleware(RequestContext)
+    if config.server.root_path:
+        app.add_middleware(SubPath, prefix=config.server.root_path)
 
 
 def _openapi(app: FastAPI, state: ServerState) -> dict[str, Any]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
     from cllm.server.openai_schema import ChatRequest
     from cllm.server.state import ModelState
+    from cllm.text.chat import PromptOptions
 
 log = logging.getLogger("cllm.server")
 
@@ -87,6 +88,7 @@ async def pins_of_chat(
     control: CacheControl | None,
     prompt: Sequence[int],
     params: SamplingParams,
+    options: PromptOptions,
 ) -> list[PinMark]:
     """What of a chat's prompt its marks, and the one on the request itself, ask to keep."""
     if not model.config.kv.pin_marks:
@@ -94,7 +96,7 @@ async def pins_of_chat(
     pins: list[PinMark] = []
     for messages, marked in marks:
         try:
-            beginning = await model.texts.encode_beginning(messages, params)
+            beginning = await model.texts.encode_beginning(messages, params, options)
         except InvalidRequestError as error:  # a template may want more messages than a mark has before it
             log.debug("a cache_control mark is left out: %s", error)
             continue

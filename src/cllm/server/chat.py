@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from cllm.dialect.grammar import COMBINABLE, AnswerForm
 from cllm.dialect.pieces import CallArguments, CallBegin, ChatEnd, Piece, ReasoningPiece, TextPiece
 from cllm.server.answers import Answers, Head
 from cllm.server.cache_control import CacheControl, Mark, pins_of_chat
 from cllm.server.limits import check_count, check_logprobs
 from cllm.server.state import tenant_of, time_left
+from cllm.structured.structure import Structure
+from cllm.text.chat import PromptOptions
 
 if TYPE_CHECKING:
     from fastapi import Request
 
+    from cllm.dialect.reader import AnswerReader
+    from cllm.dialect.reasoning import Thinking
     from cllm.engine.params import SamplingParams
     from cllm.engine.sampling import TokenLogprob
     from cllm.generation import Delta
     from cllm.server.state import ModelState, ServerState
-    from cllm.structured.structure import Structure
+
+
+_NOTHING = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,10 @@ class Tool:
     """A JSON schema of an object; None: it takes none."""
     strict: bool = False
     """Whether the arguments are guaranteed to fit the schema."""
+
+    def for_template(self) -> dict[str, Any]:
+        described = {"name": self.name, "description": self.description, "parameters": self.parameters or _NOTHING}
+        return {"type": "function", "function": {key: value for key, value in described.items() if value is not None}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +68,12 @@ class ChatCall:
     """Those of chat_template_kwargs, reasoning_effort and the like."""
     separate_reasoning: bool | None = None
     """Whether reasoning is told apart from the text. None: as chat.reasoning says."""
+    include_reasoning: bool = True
+    """Whether the client gets the reasoning, where it is told apart."""
     continue_last: bool = False
     """Go on with the last message, which is the assistant's, instead of beginning another."""
+    asks: bool = True
+    """Whether the prompt ends with what makes the model answer."""
     model: str | None = None
     priority: int | None = None
     timeout: float | None = None
@@ -111,12 +126,13 @@ class ChatAnswer:
 class Chat:
     """The answers to one conversation: `async with` submits and cleans up, `async for` yields batches of pieces."""
 
-    def __init__(self, head: Head, model: ModelState, answers: Answers, n: int) -> None:
+    def __init__(self, head: Head, model: ModelState, answers: Answers, n: int, readers: Sequence[_Reader]) -> None:
+        """`readers`: one for each answer, or none where there is nothing to be read but text."""
         self.head = head
         self.model = model
         self._answers = answers
         self._n = n
-        self.reasoning_tokens = 0
+        self._readers = readers
 
     async def __aenter__(self) -> Chat:
         await self._answers.__aenter__()
@@ -132,7 +148,10 @@ class Chat:
         pieces: list[Piece] = []
         while not pieces:
             for delta in await self._answers.__anext__():
-                _read_plain(delta, pieces)
+                if not self._readers:
+                    _read_plain(delta, pieces)
+                elif self._readers[delta.index].read(delta, pieces):
+                    self._answers.stop(delta.index)
         return pieces
 
     async def collect(self) -> list[ChatAnswer]:
@@ -145,6 +164,11 @@ class Chat:
         return whole
 
     @property
+    def prompt(self) -> Sequence[int]:
+        """The conversation as tokens."""
+        return self._answers.prompts[0]
+
+    @property
     def prompt_tokens(self) -> int:
         return self._answers.prompt_tokens
 
@@ -153,12 +177,55 @@ class Chat:
         return self._answers.cached_tokens
 
     @property
+    def computed_tokens(self) -> int:
+        return self._answers.computed_tokens
+
+    @property
     def completion_tokens(self) -> int:
         return self._answers.completion_tokens
 
     @property
+    def reasoning_tokens(self) -> int:
+        return sum(reader.reasoning_tokens for reader in self._readers)
+
+    @property
     def marked_tokens(self) -> int:
         return self._answers.marked_tokens
+
+
+class _Reader:
+    """One answer's deltas to pieces, each log probability with the next piece that comes."""
+
+    def __init__(self, reader: AnswerReader, *, include_reasoning: bool) -> None:
+        self._reader = reader
+        self._include_reasoning = include_reasoning
+        self._logprobs: list[TokenLogprob] = []
+        self._ended = False
+        self.reasoning_tokens = 0
+        self._tokens = 0
+        """Tokens since the last piece."""
+
+    def read(self, delta: Delta, pieces: list[Piece]) -> bool:
+        """True: this answer is to end here, for what the model may still say does not count."""
+        if self._ended:
+            return False
+        self._logprobs += delta.logprobs or ()
+        new = self._reader.push(delta.text)
+        reason = delta.finish_reason
+        self._ended = reason is not None or self._reader.ended
+        if self._ended:
+            new += self._reader.finish()
+            new.append(ChatEnd(delta.index, self._reader.finish_reason(reason or "stop"), delta.stop_reason))
+        self._tokens += len(delta.token_ids)
+        if new:
+            self.reasoning_tokens += self._tokens if isinstance(new[0], ReasoningPiece) else 0
+            self._tokens = 0
+        if not self._include_reasoning:
+            new = [piece for piece in new if not isinstance(piece, ReasoningPiece)]
+        if new and self._logprobs:
+            new[0].logprobs, self._logprobs = self._logprobs, []
+        pieces += new
+        return self._ended and reason is None
 
 
 async def open_chat(state: ServerState, request: Request, call: ChatCall, prefix: str) -> Chat:
@@ -166,21 +233,60 @@ async def open_chat(state: ServerState, request: Request, call: ChatCall, prefix
     `prefix`."""
     model = await state.model(call.model, request, call.timeout)
     check_count(state, 1, call.params.n)
-    prompt = await model.texts.encode_chat(call.messages, call.params)
+    tools = () if call.tool_choice == "none" else call.tools
+    options = PromptOptions(
+        [tool.for_template() for tool in tools], call.template_arguments, call.asks, call.continue_last
+    )
+    prompt = await model.texts.encode_chat(call.messages, call.params, options)
     check_logprobs(model, [prompt], call.params, "top_logprobs")
-    pins = await pins_of_chat(model, call.marks, call.cache_control, prompt, call.params)
+    pins = await pins_of_chat(model, call.marks, call.cache_control, prompt, call.params, options)
+    dialect = model.llm.dialect
+    thinking = dialect.thinking_after(prompt, call.messages[-1]["content"] if call.continue_last else None)
+    structure = await _structure(model, call, tools, thinking)
+    separate = dialect.separates if call.separate_reasoning is None else call.separate_reasoning
+    reads = bool(tools) or (separate and dialect.marks is not None and thinking != "closed")
     head = Head(f"{prefix}-{request.state.unique_id}", int(time.time()), model.served_name)
     answers = Answers(
         model.llm,
         [prompt],
-        call.params,
+        call.params if structure is None else replace(call.params, structured=structure),
         request_id=head.id,
         priority=call.priority,
         timeout_s=time_left(request, model, call.timeout),
         tenant=tenant_of(request),
         pins=[pins],
+        grammar=None if structure is None else await model.llm.compile(structure),
+        shown=dialect.shown(tools=bool(tools), reasoning=True) if reads else None,
     )
-    return Chat(head, model, answers, call.params.n)
+    names = [tool.name for tool in tools]
+    most_calls = None if call.parallel_tool_calls else 1
+    readers = [
+        dialect.reader(index, names=names, thinking=thinking, separate=separate, most_calls=most_calls)
+        for index in range(call.params.n if reads else 0)
+    ]
+    wrapped = [_Reader(reader, include_reasoning=call.include_reasoning) for reader in readers]
+    return Chat(head, model, answers, call.params.n, wrapped)
+
+
+async def _structure(model: ModelState, call: ChatCall, tools: Sequence[Tool], thinking: Thinking) -> Structure | None:
+    """What the answers must look like, with the calls that must be certain and the reasoning that may go before."""
+    given = call.structure or call.params.structured
+    choice = call.tool_choice
+    named = choice.name if isinstance(choice, NamedTool) else None
+    marks = model.llm.dialect.marks
+    masked = bool(tools) and (choice != "auto" or given is not None or any(tool.strict for tool in tools))
+    if not masked and (given is None or marks is None or thinking == "closed" or given.kind not in COMBINABLE):
+        return given
+    form = AnswerForm(
+        tools=[(tool.name, tool.parameters) for tool in tools if named in (None, tool.name)],
+        required=choice not in ("auto", "none"),
+        several=call.parallel_tool_calls and named is None,
+        structure=given,
+        marks=marks,
+        thinking=thinking,
+    )
+    grammar = await model.texts.apart([tool.parameters for tool in tools], lambda: model.llm.dialect.grammar(form))
+    return Structure("lark", grammar, given.param if given is not None and not tools else "tools")
 
 
 def _read_plain(delta: Delta, pieces: list[Piece]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from cllm.errors import (
     CLLMError,
@@ -38,6 +40,8 @@ _ANTHROPIC_KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+OLLAMA_PATHS = "/api/"
+"""Endpoints whose errors are a message and nothing else."""
 
 CLIENT_GONE = 499
 """Status in the log of a request whose client left; nobody receives it."""
@@ -50,6 +54,41 @@ def is_anthropics(path: str) -> bool:
 
 class ClientGoneError(Exception):
     """The client closed the connection before its answer was complete."""
+
+
+class _RefusalLog:
+    """A line for each refusal, but no more than `MOST` in a burst and a second: clients come in floods."""
+
+    MOST = 20
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._left = float(self.MOST)
+        self._at = clock()
+        self._missed = 0
+
+    def note(self, status: int, method: str, path: str, request_id: str, message: str) -> None:
+        now = self._clock()
+        self._left = min(self.MOST, self._left + (now - self._at) * self.MOST)
+        self._at = now
+        if self._left < 1:
+            self._missed += 1
+            return
+        self._left -= 1
+        if self._missed:
+            log.warning("%d more requests were refused than are listed here", self._missed)
+            self._missed = 0
+        log.warning("refused %s: %d for %s %.200s: %.400s", request_id, status, method, path, message)
+
+
+_refusals = _RefusalLog()
+
+
+def note_refusal(problem: Problem, scope: Scope) -> None:
+    """Put into the log what a client was refused; what went wrong on our side is there already, and who left knows."""
+    if 400 <= problem.status < 500 and problem.status != CLIENT_GONE:
+        request_id = scope.get("state", {}).get("request_id", "-")
+        _refusals.note(problem.status, scope["method"], scope["path"], request_id, problem.message)
 
 
 class ApiError(HTTPException):
@@ -84,6 +123,8 @@ class Problem(NamedTuple):
     def body(self, path: str, request_id: str | None = None) -> dict[str, Any]:
         if is_anthropics(path):
             return self._anthropics(request_id)
+        if path.startswith(OLLAMA_PATHS):
+            return {"error": self.message}
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"success": False, "error": error} if path in CLLM_PATHS else {"error": error}
 
@@ -101,7 +142,7 @@ class Problem(NamedTuple):
 def problem_of(error: Exception, *, request_id: str, retry_after_s: float = 1.0) -> Problem:
     """The public face of any exception. What is unexpected is logged, and only its request id is shown."""
     if isinstance(error, InvalidRequestError):
-        return Problem(400, "invalid_request_error", str(error), param=error.param)
+        return Problem(400, "invalid_request_error", str(error), error.param, error.code)
     if isinstance(error, OverloadedError):
         retry = _retry_after(error.retry_after_s)
         return Problem(429, "overloaded_error", str(error), code="queue_full", headers=retry)
@@ -142,11 +183,13 @@ def install_handlers(app: FastAPI, retry_after_s: float) -> None:
 
     async def on_cllm_error(request: Request, error: Exception) -> Response:
         problem = problem_of(error, request_id=request.state.request_id, retry_after_s=retry_after_s)
+        note_refusal(problem, request.scope)
         return problem.response(request.url.path, request.state.request_id)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         problem = problem_of_http(error, request.method, request.url.path)
+        note_refusal(problem, request.scope)
         return problem.response(request.url.path, request.state.request_id)
 
     async def on_client_gone(_request: Request, _error: Exception) -> Response:

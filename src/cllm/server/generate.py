@@ -28,9 +28,11 @@ from cllm.server.generate_schema import (
     ModelInfoReply,
 )
 from cllm.server.openai_replies import error_responses, event_stream
+from cllm.server.pulse import progress_json
 from cllm.server.sliced import SlicedJson, list_pieces
 from cllm.server.sse import DONE, EventStream, data
 from cllm.server.state import ServerState, State, tenant_of, time_left
+from cllm.server.structure_fields import compiled
 from cllm.text.bounded import TokenLimit
 
 if TYPE_CHECKING:
@@ -79,6 +81,9 @@ class _GenerateEvents:
         self._answer.add(delta)
         return f'{self._start}{delta.token_ids},"text":{json.dumps(delta.text)},"done":false}}\n\n'
 
+    def progress(self, counts: Counts, time_ms: int) -> str:
+        return f'{self._start}[],"text":"","done":false,"prompt_progress":{progress_json(counts, time_ms)}}}\n\n'
+
     def end(self, answers: Counts) -> str:
         summary = self._run.summary(self._answer, answers)
         return data({**summary.model_dump(), "done": True}) + DONE
@@ -102,7 +107,8 @@ async def generate(body: _GenerateBody, request: Request, state: State) -> Respo
 async def generate_stream(body: _GenerateBody, request: Request, state: State) -> Response:
     """Continue a prompt as server-sent events: `token` holds the new token ids, `text` the new text."""
     run, answers = await _prepare(body, request, state)
-    return EventStream(answers, _GenerateEvents(run))
+    events = _GenerateEvents(run)
+    return EventStream(answers, events, events.progress if body.return_progress else None)
 
 
 @router.post(
@@ -164,6 +170,8 @@ async def model_info(state: State, model: str | None = None) -> ModelInfoReply:
         kv_type_v=shown.config.resources.kv_type_v,
         kv_bytes_per_token=kv.bytes_per_unit // kv.unit_tokens,
         kv_bytes_total=kv.total * kv.bytes_per_unit,
+        sampling_defaults=dict(llm.sampling_defaults.values),
+        sampling_defaults_from=dict(llm.sampling_defaults.sources),
     )
     return ModelInfoReply(data=info)
 
@@ -190,5 +198,6 @@ async def _prepare(body: GenerateRequest, request: Request, state: ServerState) 
         timeout_s=time_left(request, model, body.timeout),
         tenant=tenant_of(request),
         pins=[pins_of(model, body.cache_control, prompt)],
+        grammar=await compiled(model.llm, params),
     )
     return run, answers

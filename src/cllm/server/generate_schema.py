@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cllm.server.openai_replies import ErrorDetail
 from cllm.server.openai_schema import ModelName
-from cllm.server.sampling_schema import SamplingFields, in_range
+from cllm.server.sampling_schema import RETURN_PROGRESS, SamplingFields, in_range
 from cllm.server.validation import WHOLE, Int32, RequestModel, Text, Words
 
 DEFAULT_MAX_TOKENS = 128
@@ -25,6 +25,7 @@ class GenerateRequest(SamplingFields):
     max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
         None, description=f"Most tokens to generate. Default {DEFAULT_MAX_TOKENS}."
     )
+    return_progress: bool | None = RETURN_PROGRESS
 
 
 class GenerateData(BaseModel):
@@ -126,6 +127,10 @@ class ModelInfo(BaseModel):
     kv_type_v: str
     kv_bytes_per_token: int
     kv_bytes_total: int
+    sampling_defaults: dict[str, int | float] = Field(description="What holds where a request sets nothing.")
+    sampling_defaults_from: dict[str, str] = Field(
+        description="Who says so: `configuration`, `registry`, `generation_config.json`, `GGUF metadata` or `default`."
+    )
 
 
 class ModelInfoReply(BaseModel):

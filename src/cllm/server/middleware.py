@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cllm.server.errors import ApiError, is_anthropics, problem_of, problem_of_http
+from cllm.server.errors import ApiError, is_anthropics, note_refusal, problem_of, problem_of_http
 from cllm.server.tenants import Caller, Tenants
 
 if TYPE_CHECKING:
@@ -60,7 +60,22 @@ class RequestContext:
             if started:
                 raise
             problem = problem_of(error, request_id=request_id)
+            note_refusal(problem, scope)
             await problem.response(scope["path"], request_id)(scope, receive, send_with_id)
+
+
+class SubPath:
+    """For servers under a path of somebody else's: takes it off, if the proxy in front has not."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self.app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
+            scope["raw_path"] = scope.get("raw_path", b"").removeprefix(self._prefix.encode())
+        await self.app(scope, receive, send)
 
 
 class ApiKey:
@@ -199,4 +214,5 @@ class BodyLimit:
 
 async def _refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     problem = problem_of_http(refusal, scope["method"], scope["path"])
+    note_refusal(problem, scope)
     await problem.response(scope["path"], scope["state"]["request_id"])(scope, receive, send)

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from cllm.server.answers import BATCH, Answer, Answers, Head, unless_gone
 from cllm.server.anthropic_replies import AnthropicModel, AnthropicModels
+from cllm.server.best_of import keep_best
 from cllm.server.bodies import taken
 from cllm.server.cache_control import marks_in, pins_of
 from cllm.server.chat import ChatCall, open_chat
@@ -39,10 +40,13 @@ from cllm.server.openai_schema import ChatRequest, CompletionRequest, OpenAIRequ
 from cllm.server.sliced import SlicedJson
 from cllm.server.sse import EventStream
 from cllm.server.state import ModelState, ServerState, State, is_operators, tenant_of, time_left
+from cllm.server.structure_fields import compiled
+from cllm.server.tools_schema import choice_of
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
     from cllm.kv.pins import PinMark
+    from cllm.structured.matcher import Grammar
 
 log = logging.getLogger("cllm.server")
 
@@ -66,21 +70,32 @@ async def completions(
     """Continue a prompt, or several."""
     model = await state.model(body.model, request, body.timeout)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    params = _params(body, max_tokens, body.logprobs)
+    n = body.n or 1
+    best_of = n if body.best_of is None else body.best_of
+    # Which are the best, their log probabilities say.
+    logprobs = 0 if best_of > n and body.logprobs is None else body.logprobs
+    params = body.sampling(max_tokens=max_tokens, n=best_of, logprobs=logprobs)
     texts = _split(body.prompt)
     check_count(state, len(texts), params.n)
-    prompts = await model.texts.encode_prompts(texts, params)
+    if body.suffix:
+        prompts = await model.texts.encode_infill(texts, body.suffix, params)
+    else:
+        prompts = await model.texts.encode_prompts(texts, params)
     check_logprobs(model, prompts, params, "logprobs")
     tokenizer = model.llm.tokenizer
-    echoes = await _echoes(model, texts, params.n) if body.echo else {}
+    echoes = await _echoes(model, texts, n) if body.echo else {}
     head = _head(request, model, "cmpl")
     batch = 1 if max(map(len, echoes.values()), default=0) > _LONG_ECHO else BATCH
     pins = [pins_of(model, body.cache_control, prompt) for prompt in prompts]
-    answers = _answers(request, model, body, prompts, params, head.id, pins, batch)
+    grammar = await compiled(model.llm, params)
+    answers = _answers(request, model, body, prompts, params, head.id, pins, grammar, batch)
     if body.stream:
-        events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes)
-        return EventStream(answers, events)
+        counts = answers if body.continuous_usage else None
+        events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes, counts=counts)
+        return EventStream(answers, events, events.progress if body.return_progress else None)
     whole = await unless_gone(request.receive, _collect(answers))
+    if best_of > n:
+        whole = keep_best(whole, best_of, n, with_logprobs=body.logprobs is not None)
     return SlicedJson(completion_pieces(head, whole, usage_of(answers), tokenizer, echoes))
 
 
@@ -89,11 +104,13 @@ async def chat_completions(
     body: Annotated[ChatRequest, Depends(taken(ChatRequest))], request: Request, state: State
 ) -> Response:
     """Answer the last message of a conversation."""
-    chat = await open_chat(state, request, _call_of(body), "chatcmpl")
+    chat = await open_chat(state, request, call_of(body), "chatcmpl")
     _log_asker(body, chat.head.id)
     tokenizer = chat.model.llm.tokenizer
     if body.stream:
-        return EventStream(chat, ChatEvents(chat.head, tokenizer, include_usage=body.include_usage))
+        counts = chat if body.continuous_usage else None
+        events = ChatEvents(chat.head, tokenizer, include_usage=body.include_usage, counts=counts)
+        return EventStream(chat, events, events.progress if body.return_progress else None)
     whole = await unless_gone(request.receive, chat.collect())
     return SlicedJson(chat_pieces(chat.head, whole, usage_of(chat), tokenizer))
 
@@ -146,10 +163,18 @@ def _params(body: OpenAIRequest, max_tokens: int | None, logprobs: int | None) -
     return body.sampling(max_tokens=max_tokens, n=body.n, logprobs=logprobs)
 
 
-def _call_of(body: ChatRequest) -> ChatCall:
+def call_of(body: ChatRequest) -> ChatCall:
     return ChatCall(
         messages=[message.plain() for message in body.messages],
         params=_params(body, body.most_tokens, (body.top_logprobs or 0) if body.logprobs else None),
+        tools=[tool.tool() for tool in body.tools or ()],
+        tool_choice=choice_of(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        template_arguments=body.template_arguments,
+        separate_reasoning=body.tells_reasoning_apart,
+        include_reasoning=body.include_reasoning is not False,
+        continue_last=bool(body.continue_final_message),
+        asks=body.add_generation_prompt is not False,
         model=body.model,
         priority=body.priority,
         timeout=body.timeout,
@@ -192,6 +217,7 @@ def _answers(
     params: SamplingParams,
     request_id: str,
     pins: Sequence[Sequence[PinMark]],
+    grammar: Grammar | None,
     batch: int = BATCH,
 ) -> Answers:
     _log_asker(body, request_id)
@@ -205,6 +231,7 @@ def _answers(
         batch=batch,
         tenant=tenant_of(request),
         pins=pins,
+        grammar=grammar,
     )
 
 

@@ -11,6 +11,7 @@ from cllm.server.answers import Answer, Counts, Head
 from cllm.server.chat import ChatAnswer
 from cllm.server.logprobs import ChatLogprobs, CompletionLogprobs
 from cllm.server.openai_replies import PromptTokensDetails, Usage
+from cllm.server.pulse import progress_json
 from cllm.server.sliced import as_json, text_pieces
 from cllm.server.sse import DONE
 
@@ -88,11 +89,24 @@ class _OpenAIEvents:
 
     _object: str
 
-    def __init__(self, head: Head, *, include_usage: bool) -> None:
+    _nothing: str
+    """Of an answer, before it has begun."""
+
+    def __init__(self, head: Head, *, include_usage: bool, counts: Counts | None = None) -> None:
+        """`counts`: for the usage in every event, if that is asked for."""
         self._include_usage = include_usage
+        self._counts = counts
         self._start = f"data: {head.start(self._object)}"
-        self._stop = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
-        self._running = f',"logprobs":null,"finish_reason":null{self._stop}'
+        self._end_events('}],"usage":null}\n\n' if include_usage else "}]}\n\n")
+
+    def _end_events(self, stop: str) -> None:
+        self._stop = stop
+        self._running = f',"logprobs":null,"finish_reason":null{stop}'
+
+    def progress(self, counts: Counts, time_ms: int) -> str:
+        """How far the prompt is: an event as llama-server sends it."""
+        choice = f'{{"index":0,{self._nothing},"logprobs":null,"finish_reason":null}}'
+        return f'{self._start}{choice}],"prompt_progress":{progress_json(counts, time_ms)}}}\n\n'
 
     def end(self, answers: Counts) -> str:
         if not self._include_usage:
@@ -101,6 +115,8 @@ class _OpenAIEvents:
 
     def _rest(self, logprobs: str, finish_reason: str | None = None, stop_reason: str | int | None = None) -> str:
         """The event from the text on."""
+        if self._counts is not None:
+            self._end_events(f'}}],"usage":{usage_of(self._counts).model_dump_json()}}}\n\n')
         if finish_reason is None:
             return self._running if logprobs == "null" else f',"logprobs":{logprobs},"finish_reason":null{self._stop}'
         finish, stop = json.dumps(finish_reason), json.dumps(stop_reason)
@@ -109,10 +125,19 @@ class _OpenAIEvents:
 
 class CompletionEvents(_OpenAIEvents):
     _object = "text_completion"
+    _nothing = '"text":""'
 
-    def __init__(self, head: Head, tokenizer: Tokenizer, *, include_usage: bool, echoes: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        head: Head,
+        tokenizer: Tokenizer,
+        *,
+        include_usage: bool,
+        echoes: Mapping[int, str],
+        counts: Counts | None = None,
+    ) -> None:
         """`echoes` is what goes in front of each answer."""
-        super().__init__(head, include_usage=include_usage)
+        super().__init__(head, include_usage=include_usage, counts=counts)
         self._logprobs = CompletionLogprobs(tokenizer)
         # As JSON without its quotes, once for all answers to a prompt.
         written = {text: "".join(text_pieces(text))[1:-1] for text in set(echoes.values())}
@@ -134,9 +159,10 @@ class CompletionEvents(_OpenAIEvents):
 
 class ChatEvents(_OpenAIEvents):
     _object = "chat.completion.chunk"
+    _nothing = '"delta":{}'
 
-    def __init__(self, head: Head, tokenizer: Tokenizer, *, include_usage: bool) -> None:
-        super().__init__(head, include_usage=include_usage)
+    def __init__(self, head: Head, tokenizer: Tokenizer, *, include_usage: bool, counts: Counts | None = None) -> None:
+        super().__init__(head, include_usage=include_usage, counts=counts)
         self._logprobs = ChatLogprobs(tokenizer)
         self._introduced: set[int] = set()
 

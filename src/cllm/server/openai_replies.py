@@ -57,9 +57,22 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = Field(description="The text of a JSON object; cut off where finish_reason is `length`.")
+
+
+class ReplyToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ReplyMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None = Field(description="null where there are tool calls and no text.")
+    reasoning_content: str | None = Field(None, description="The model's reasoning; left out where there is none.")
+    tool_calls: list[ReplyToolCall] | None = Field(None, description="Left out where there are none.")
     refusal: None = None
 
 
@@ -67,7 +80,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ReplyMessage
     logprobs: ChatLogprobs | None
-    finish_reason: str | None = Field(description="`stop` or `length`.")
+    finish_reason: str | None = Field(description="`stop`, `length` or `tool_calls`.")
     stop_reason: str | int | None = Field(description="The stop string or token id that ended the answer.")
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from cllm.engine.params import MAX_LOGPROBS
-from cllm.server.cache_control import MOST_MARKS, CacheControl, count_marks
-from cllm.server.sampling_schema import SamplingFields, in_range
+from cllm.server.cache_control import MOST_MARKS, count_marks
+from cllm.server.messages_schema import ChatMessage, check_calls
+from cllm.server.sampling_schema import RETURN_PROGRESS, SamplingFields, in_range
+from cllm.server.tools_schema import Choice, Tools, check_tools
 from cllm.server.validation import (
     WHOLE,
     AtMost,
@@ -30,9 +34,10 @@ _PROMPT = "A string, several strings, token ids, or several lists of token ids."
 
 
 class StreamOptions(RequestModel):
-    unsupported: ClassVar[Unsupported] = {"include_obfuscation": (False,)}
+    hints: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = Field(None, description="End the stream with an event that holds the usage.")
+    continuous_usage_stats: bool | None = Field(None, description="Every event holds the usage so far.")
 
 
 def _together(name: str, needs: str) -> dict[str, Any]:
@@ -46,18 +51,54 @@ def _not_both(one: str, other: str) -> dict[str, Any]:
     return {"anyOf": [{"properties": {name: {"enum": [None, False]}}} for name in (one, other)]}
 
 
+HINTS = frozenset({
+    "cache_prompt", "id_slot", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "request_id", "service_tier", "spaces_between_special_tokens", "store",
+})  # fmt: skip
+"""What OpenAI's, vLLM's and llama-server's clients send to steer or label the work, not the answer."""
+
+OTHERS: Unsupported = {
+    "moderation": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "timings_per_token": (False,),
+    "post_sampling_probs": (False,),
+    "lora": ([],),
+    "samplers": (),
+    "n_probs": (0,),
+    "typical_p": (1.0, 1),
+    "top_n_sigma": (-1.0, -1),
+    "dynatemp_range": (0.0, 0),
+    "mirostat": (0,),
+    "repeat_penalty": (1.0, 1),
+    "xtc_probability": (0.0, 0),
+    "dry_multiplier": (0.0, 0),
+}
+"""Parameters of vLLM and llama-server that would change an answer, and values of them that do not."""
+
+
 class OpenAIRequest(SamplingFields):
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
     n: Annotated[Int32, in_range("n")] | None = Field(None, description="Number of answers to each prompt. Default 1.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = RETURN_PROGRESS
     user: UserName | None = Field(None, description="Who asks; goes into the log next to the request id.")
 
-    @model_validator(mode="after")
-    def _options_need_a_stream(self) -> OpenAIRequest:
+    def contradictions(self) -> Iterator[PydanticCustomError]:
         if self.stream_options is not None and not self.stream:
-            raise refusal("stream_options", "is only allowed together with stream = true")
-        return self
+            yield refusal("stream_options", "is only allowed together with stream = true")
 
     @property
     def asker(self) -> str | None:
@@ -67,6 +108,10 @@ class OpenAIRequest(SamplingFields):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
 
 class CompletionRequest(OpenAIRequest):
     model_config = ConfigDict(
@@ -75,7 +120,8 @@ class CompletionRequest(OpenAIRequest):
             "allOf": [_together("stream_options", "stream"), _not_both("echo", "logprobs")],
         }
     )
-    unsupported: ClassVar[Unsupported] = {"suffix": ("",)}
+    hints: ClassVar[frozenset[str]] = HINTS
+    unsupported: ClassVar[Unsupported] = {**OTHERS, "add_special_tokens": (True,)}
 
     prompt: (
         Words
@@ -94,58 +140,24 @@ class CompletionRequest(OpenAIRequest):
     logprobs: Annotated[Int32, in_range("logprobs")] | None = Field(
         None, description="Log probabilities of so many likeliest tokens, 0 to 20."
     )
-    best_of: Int32 | None = Field(None, description="Not supported: must equal n if given.")
+    best_of: Annotated[Int32, in_range("n")] | None = Field(
+        None, description="Generate so many answers and give the n with the highest mean log probability. Default n."
+    )
+    suffix: Text | None = Field(
+        None, description="Fill in what stands between the prompt and this text, where the model has tokens for that."
+    )
 
-    @model_validator(mode="after")
-    def _supported_together(self) -> CompletionRequest:
-        if self.best_of not in (None, self.n or 1):
-            raise refusal("best_of", "is not supported by this server; leave it out")
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        yield from super().contradictions()
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            yield refusal("best_of", f"is {self.best_of}, less than n ({n})")
+        if self.best_of is not None and self.best_of > n and self.stream:
+            yield refusal("best_of", "is only allowed without stream: the best are known at the end")
+        if self.suffix and self.echo:
+            yield refusal("suffix", "is not allowed together with echo")
         if self.echo and self.logprobs is not None:
-            reason = "is not supported together with logprobs: those of the prompt are not computed"
-            raise refusal("echo", reason)
-        return self
-
-
-class TextPart(RequestModel):
-    type: Literal["text"]
-    text: Text
-    cache_control: CacheControl | None = Field(None, description="Keep the K/V of all up to here for a while.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        """Before the keys are looked at: those of a picture would be called unknown."""
-        if isinstance(data, dict) and isinstance(kind := data.get("type", "text"), str) and kind != "text":
-            raise refusal("type", f"must be 'text', not {kind[:40]!r}; this server takes no other parts")
-        return data
-
-
-class ChatMessage(RequestModel):
-    unsupported: ClassVar[Unsupported] = {
-        "name": (),
-        "tool_calls": ([],),
-        "tool_call_id": (),
-        "function_call": (),
-        "refusal": (),
-        "audio": (),
-        "annotations": ([],),
-        "reasoning_content": (),
-    }
-
-    role: Literal["system", "developer", "user", "assistant"] = Field(
-        description="`developer` is another word for `system`."
-    )
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] = Field(
-        description="Text, or parts of type `text`, joined by newlines."
-    )
-    cache_control: CacheControl | None = Field(None, description="Keep the K/V of all up to here for a while.")
-
-    def plain(self) -> dict[str, str]:
-        """The message in the form that chat templates know."""
-        role = "system" if self.role == "developer" else self.role
-        content = self.content
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        return {"role": role, "content": text}
+            yield refusal("echo", "is not supported together with logprobs: those of the prompt are not computed")
 
 
 class ChatRequest(OpenAIRequest):
@@ -158,33 +170,26 @@ class ChatRequest(OpenAIRequest):
             "allOf": [_together("stream_options", "stream"), _together("top_logprobs", "logprobs")],
         }
     )
+    hints: ClassVar[frozenset[str]] = HINTS | {"verbosity"}
     unsupported: ClassVar[Unsupported] = {
-        "tools": ([],),
-        "tool_choice": ("none",),
-        "parallel_tool_calls": (True,),
         "functions": ([],),
         "function_call": ("none",),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "audio": (),
-        "prediction": (),
         "web_search_options": (),
-        "reasoning_effort": ("none",),
-        "verbosity": ("medium",),
-        "moderation": (),
-        "store": (False,),
-        "metadata": ({},),
-        "service_tier": ("auto", "default"),
-        "prompt_cache_key": (),
-        "prompt_cache_options": (),
-        "prompt_cache_retention": ("in_memory",),
+        **OTHERS,
+        "add_special_tokens": (False,),
+        "chat_template": (),
+        "documents": ([],),
+        "mm_processor_kwargs": (),
+        "echo": (False,),
     }
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")]
     max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
         None, description="The old name of max_completion_tokens."
     )
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = Field(
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = Field(
         None, description="Most tokens to generate. Default: as many as the context holds."
     )
     logprobs: bool | None = Field(None, description="Report the log probability of every token.")
@@ -192,19 +197,60 @@ class ChatRequest(OpenAIRequest):
         None, description="And of so many likeliest ones."
     )
     safety_identifier: UserName | None = Field(None, description="The new name of user.")
+    tools: Tools | None = Field(None, description="What the model may call.")
+    tool_choice: Choice | None = Field(
+        None,
+        description="`auto` (default): the model may call tools; `none`; `required`; or the one that it must call.",
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call. Default true.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Arguments for the chat template.", examples=[{"enable_thinking": False}]
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="For the chat template; none: also enable_thinking = false."
+    )
+    separate_reasoning: bool | None = Field(
+        None, description="Put reasoning into reasoning_content. Default: as chat.reasoning of the server says."
+    )
+    include_reasoning: bool | None = Field(None, description="false: leave reasoning_content out. Default true.")
+    reasoning_format: Literal["auto", "none", "deepseek"] | None = Field(
+        None, description="llama-server's name: none is separate_reasoning = false, deepseek is true."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Go on with the last message, which is the assistant's, instead of beginning another."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="false: do not end the prompt with what makes the model answer. Default true."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_names(cls, data: Any) -> Any:
+        """Before the keys are looked at."""
+        for old, new, harmless in (("functions", "tools", []), ("function_call", "tool_choice", "none")):
+            if isinstance(data, dict) and data.get(old) not in (None, harmless):
+                raise refusal(old, f"is an old name that this server does not take; send {new} instead")
+        return data
 
     @model_validator(mode="after")
-    def _consistent(self) -> ChatRequest:
+    def _tools_fit(self) -> ChatRequest:
+        check_tools(self.tools, self.tool_choice)
+        check_calls(self.messages)
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refusal("add_generation_prompt", "must be false where continue_final_message is true")
+        if self.separate_reasoning is not None and self.reasoning_format not in (None, "auto"):
+            raise refusal("reasoning_format", "says the same as separate_reasoning; send one of them")
+        return self
+
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        yield from super().contradictions()
         if self.top_logprobs is not None and not self.logprobs:
-            reason = "is only allowed together with logprobs = true"
-            raise refusal("top_logprobs", reason)
+            yield refusal("top_logprobs", "is only allowed together with logprobs = true")
         names = (self.max_tokens, self.max_completion_tokens)
         if None not in names and names[0] != names[1]:
-            reason = f"is {names[0]}, but max_completion_tokens is {names[1]}; send one of them"
-            raise refusal("max_tokens", reason)
+            yield refusal("max_tokens", f"is {names[0]}, but max_completion_tokens is {names[1]}; send one of them")
         if (count := count_marks(self)) > MOST_MARKS:
-            raise refusal("messages", f"holds {count} marks of cache_control; at most {MOST_MARKS} are allowed")
-        return self
+            yield refusal("messages", f"holds {count} marks of cache_control; at most {MOST_MARKS} are allowed")
 
     @property
     def asker(self) -> str | None:
@@ -213,3 +259,18 @@ class ChatRequest(OpenAIRequest):
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        arguments = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            arguments.setdefault("reasoning_effort", self.reasoning_effort)
+        if self.reasoning_effort == "none":
+            arguments.setdefault("enable_thinking", False)
+        return arguments
+
+    @property
+    def tells_reasoning_apart(self) -> bool | None:
+        if self.reasoning_format in (None, "auto"):
+            return self.separate_reasoning
+        return self.reasoning_format == "deepseek"

@@ -13,8 +13,10 @@ from cllm.server.anthropic_schema import CountRequest, MessagesRequest
 from cllm.server.generate_schema import BenchmarkRequest, EncodeRequest, GenerateRequest
 from cllm.server.middleware import OPEN_PATHS
 from cllm.server.models import LoadRequest, UnloadRequest
+from cllm.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
 from cllm.server.openai_schema import ChatRequest, CompletionRequest
 from cllm.server.responses_schema import ResponsesRequest
+from cllm.server.tokens import DetokenizeRequest, TokenizeRequest
 from cllm.server.validation import AT_MOST, TOKEN_ID, TOKEN_IDS_AS_KEYS
 from cllm.server.warming import WarmRequest
 
@@ -30,7 +32,14 @@ REQUESTS: dict[str, type[BaseModel]] = {
     "/generate": GenerateRequest,
     "/generate_stream": GenerateRequest,
     "/encode": EncodeRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/apply-template": ChatRequest,
+    "/v1/chat/completions/render": ChatRequest,
     "/benchmark": BenchmarkRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/show": ShowRequest,
     "/kv/warm": WarmRequest,
 }
 """What each endpoint takes."""
@@ -45,6 +54,8 @@ def describe(
     """FastAPI's description, less the 422 that this server never answers, plus the requests, which FastAPI does not
     read for us, and the API key."""
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    if limits.root_path:
+        schema["servers"] = [{"url": limits.root_path}]
     bodies = REQUESTS | OF_SEVERAL if several else REQUESTS
     _, requests = models_json_schema(
         [(model, "validation") for model in dict.fromkeys(bodies.values())], ref_template=_REFERENCE

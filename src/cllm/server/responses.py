@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
@@ -116,13 +116,18 @@ def _call_of(body: ResponsesRequest, turns: Turns) -> ChatCall:
         tool_choice=_choice(body),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         structure=body.structure,
-        template_arguments={} if effort is None else {"reasoning_effort": effort},
+        template_arguments=_template_arguments(effort),
         separate_reasoning=True,
         model=body.model,
         priority=body.priority,
         timeout=body.timeout,
         cache_control=body.cache_control,
     )
+
+
+def _template_arguments(effort: str | None) -> dict[str, Any]:
+    given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    return {**given, "enable_thinking": False} if effort == "none" else given
 
 
 def _choice(body: ResponsesRequest) -> ToolChoice:

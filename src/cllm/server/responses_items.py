@@ -96,7 +96,7 @@ class Turns:
         """The message that takes `field`: the last one, unless it has got as far. It may have several calls."""
         step = _ORDER.index(field)
         if self._open is None or step < self._reached or (step == self._reached and field != "tool_calls"):
-            self._open = {"role": "assistant", "content": None}
+            self._open = {"role": "assistant", "content": ""}
             self.messages.append(self._open)
         if field == "tool_calls":
             self._open.setdefault("tool_calls", [])

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
-from cllm.dialect.pieces import Piece
+from cllm.dialect.pieces import Piece, TextPiece
 from cllm.server.errors import Problem
 from cllm.server.logprobs import ChatLogprobs
+from cllm.server.pulse import Wire
 from cllm.server.runs import Run, Runs
 from cllm.server.sliced import as_json, slices, text_pieces
-from cllm.server.sse import EventStream, Write
+from cllm.server.sse import EventStream
 
 if TYPE_CHECKING:
     from cllm.engine.sampling import TokenLogprob
@@ -132,6 +133,10 @@ class ResponseEvents:
         """The item that ended with the answer."""
 
     def event(self, piece: Piece) -> str:
+        run = self.runs.open
+        if type(piece) is TextPiece and piece.logprobs is None and run is not None and run.kind == "text":
+            run.parts.append(piece.text)  # as nearly always; what follows would do the same
+            return f'{self._growing}{self._next()},"logprobs":[],"delta":{json.dumps(piece.text)}}}\n\n'
         step = self.runs.add(piece)
         written = "" if self._number else self._begin()
         if self.runs.end is not None:
@@ -229,15 +234,15 @@ class ResponseStream(EventStream):
         self._response_events = events
         self._whole = whole
 
-    async def _finish(self, write: Write) -> None:
+    async def _finish(self, wire: Wire) -> None:
         events = self._response_events
         last = ""
         for piece in slices(events.ending(await self._whole(events.runs))):
             if last:
-                await write(last, more=True)
+                await wire.write(last, more=True)
                 await asyncio.sleep(0)
             last = piece
-        await write(last, more=False)
+        await wire.write(last, more=False)
 
     def _failure(self, problem: Problem, scope: Scope) -> str:
         return self._response_events.failed(problem)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
 from cllm.engine.params import MAX_BIAS, RANGES, ContextWindow, SamplingParams
 from cllm.kv.window import MIN_RECENT
 from cllm.server.cache_control import CacheControl
+from cllm.server.structure_fields import StructureFields
 from cllm.server.validation import TOKEN_IDS_AS_KEYS, AtMost, Int32, Int64, RequestModel, TokenIds, Words, wrong
 from cllm.text.stream import MAX_STOP_CHARACTERS
 
@@ -54,11 +58,34 @@ StopStrings = Annotated[list[StopString], Field(fail_fast=True), AtMost("max_sto
 StopTokens = Annotated[TokenIds, AtMost("max_stop_token_ids", "token ids")]
 
 
+RETURN_PROGRESS = Field(
+    None, description="In a stream: say how far the prompt is (`prompt_progress`) until the first token comes."
+)
+
+
+@dataclass(frozen=True)
+class _InRange:
+    """Marks a number as one of `SamplingParams`, whose ranges hold."""
+
+    name: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        low, high, open_low = RANGES[self.name]
+        shown: dict[str, Any] = {"exclusiveMinimum" if open_low else "minimum": low}
+        return {**handler(schema), **(shown if high is None else {**shown, "maximum": high})}
+
+    def _check(self, value: float) -> float:
+        if (limit := RANGES[self.name].passed_by(value)) is not None:
+            raise wrong(f"is {value}; it must be {limit}")
+        return value
+
+
 def in_range(name: str) -> Any:
-    """Shows in the API's description what `SamplingParams` allows."""
-    low, high, open_low = RANGES[name]
-    shown: dict[str, Any] = {"exclusiveMinimum" if open_low else "minimum": low}
-    return Field(json_schema_extra=shown if high is None else {**shown, "maximum": high})
+    """What `SamplingParams` allows, which it checks again for those who use it directly."""
+    return _InRange(name)
 
 
 class ContextWindowFields(RequestModel):
@@ -70,21 +97,23 @@ class ContextWindowFields(RequestModel):
     )
 
 
-class SamplingFields(RequestModel):
-    """`null` means the default. Ranges are checked by `SamplingParams`, once for all ways in."""
+class SamplingFields(StructureFields):
+    """`null` means the default: the model's, as GET /model/info shows. `SamplingParams` checks the ranges."""
 
-    temperature: Annotated[float, in_range("temperature")] | None = Field(None, description="0 is greedy. Default 1.")
+    temperature: Annotated[float, in_range("temperature")] | None = Field(
+        None, description="0 is greedy. Default: the model's, else 1."
+    )
     top_p: Annotated[float, in_range("top_p")] | None = Field(
-        None, description="Keep the likeliest tokens up to this mass. Default 1."
+        None, description="Keep the likeliest tokens up to this mass. Default: the model's, else 1."
     )
     top_k: Annotated[Int32, in_range("top_k")] | None = Field(
-        None, description="Keep this many likeliest tokens; 0 or -1: all."
+        None, description="Keep this many likeliest tokens; 0 or -1: all. Default: the model's, else all."
     )
     min_p: Annotated[float, in_range("min_p")] | None = Field(
-        None, description="Drop tokens below this share of the likeliest one's."
+        None, description="Drop tokens below this share of the likeliest one's. Default: the model's, else 0."
     )
     repetition_penalty: Annotated[float, in_range("repetition_penalty")] | None = Field(
-        None, description="Above 1 discourages repetition. Default 1."
+        None, description="Above 1 discourages repetition. Default: the model's, else 1."
     )
     frequency_penalty: Annotated[float, in_range("frequency_penalty")] | None = Field(
         None, description="-2 to 2. Default 0."
@@ -123,9 +152,10 @@ class SamplingFields(RequestModel):
         if "context_window" in self.model_fields_set:
             asked = self.context_window
             given["context_window"] = None if asked is None else ContextWindow(asked.recent, asked.keep)
-        return SamplingParams(
+        return SamplingParams.with_model_defaults(
             **given,
             max_tokens=max_tokens,
+            structured=self.structure,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
         )

@@ -10,8 +10,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cllm.server.answers import Counts, unless_gone
-from cllm.server.errors import ClientGoneError, Problem, problem_of
-from cllm.server.exchange import DIRECT_SEND
+from cllm.server.errors import ClientGoneError, Problem, note_refusal, problem_of
+from cllm.server.pulse import Progress, Pulse, Wire
 
 T = TypeVar("T")
 Out = TypeVar("Out", covariant=True)
@@ -43,26 +43,24 @@ def data(content: Any) -> str:
     return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
 
 
-class Write(Protocol):
-    """Sends text; `more` says whether there is more to come."""
-
-    async def __call__(self, text: str, *, more: bool) -> None: ...
-
-
 class EventStream(Response):
     """Submits, streams and cleans up, all within the call that answers the request.
 
-    Nothing is sent before the first delta is there: a request that fails while it waits or in its
-    prompt is answered with a status code like any other.
+    Nothing is sent before the first delta is there, or what a `Pulse` says meanwhile: a request that fails before that
+    is answered with a status code like any other.
     """
 
     media_type = "text/event-stream"
+    comments = True
+    """Whether silence may be filled with them."""
 
-    def __init__(self, source: Source[T], events: Events[T]) -> None:
+    def __init__(self, source: Source[T], events: Events[T], progress: Progress | None = None) -> None:
+        """`progress` writes the events that say how far the prompt is, for those who ask for them."""
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._source: Source[Any] = source
         self._events: Events[Any] = events
+        self._progress = progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -71,31 +69,37 @@ class EventStream(Response):
             return
 
     async def _stream(self, scope: Scope, send: Send) -> None:
-        started = False
-        direct: Send = scope.get("extensions", {}).get(DIRECT_SEND, send)
-
-        async def write(text: str, *, more: bool) -> None:
-            nonlocal started
-            if not started:
-                started = True
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            passes = direct if more else send
-            await passes({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
+        wire = Wire(scope, send, self.raw_headers)
+        every_s: float = scope["app"].state.cllm.config.server.sse_keepalive_s if self.comments else 0
         try:
             async with self._source:
-                async for batch in self._source:
-                    await write("".join([self._events.event(item) for item in batch]), more=True)
-            await self._finish(write)
+                pulse = Pulse(wire, self._source, every_s, self._progress)
+                try:
+                    await self._pass_on(wire, pulse)
+                finally:
+                    await pulse.stop()
+            await self._finish(wire)
         except Exception as error:
-            if not started:
+            if not wire.started:
                 raise
             problem = problem_of(error, request_id=scope["state"]["request_id"])
-            await write(self._failure(problem, scope), more=False)
+            note_refusal(problem, scope)
+            await wire.write(self._failure(problem, scope), more=False)
 
-    async def _finish(self, write: Write) -> None:
-        await write(self._events.end(self._source), more=False)
+    async def _finish(self, wire: Wire) -> None:
+        await wire.write(self._events.end(self._source), more=False)
 
     def _failure(self, problem: Problem, scope: Scope) -> str:
         """What ends a stream that has begun and cannot go on."""
         return data(problem.body(scope["path"], scope["state"]["request_id"]))
+
+    async def _pass_on(self, wire: Wire, pulse: Pulse) -> None:
+        event, before = self._events.event, None
+        async for batch in self._source:
+            if before is None:
+                before = pulse.begin_answer()
+            if pulse.writing is not None:
+                await pulse.writing
+                pulse.writing = None
+            await wire.write(before + "".join([event(item) for item in batch]), more=True)
+            before = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -111,6 +111,17 @@ class ServerState:
                 code="model_not_loaded",
             )
         return self.state_of(served, served.llm)
+
+    def running(self) -> Iterator[tuple[str, AsyncLLM]]:
+        """Those that are loaded, by name."""
+        if self.one is not None:
+            if self.one.llm.ready:
+                yield self.one.served_name, self.one.llm
+            return
+        assert self.several is not None
+        for served in self.several.models:
+            if served.llm is not None and served.ready:
+                yield served.name, served.llm
 
     def state_of(self, served: Served, llm: AsyncLLM) -> ModelState:
         state = self._loaded.get(served)

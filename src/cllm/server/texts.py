@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cllm.errors import InvalidRequestError
 from cllm.server.lanes import Lanes
 from cllm.text.bounded import PIECE, TokenLimit
+from cllm.text.chat import PLAIN, PromptOptions
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
     from cllm.llm import AsyncLLM
+
+T = TypeVar("T")
 
 INLINE = 2_000
 """Characters that are tokenised on the event loop: at most about 3 ms (digits, each of which is a word by itself)."""
@@ -30,8 +33,10 @@ class Texts:
     def close(self) -> None:
         self._lanes.close()
 
-    async def encode(self, text: str, limit: TokenLimit, param: str) -> Sequence[int]:
-        return (await self._encode([text], limit, param))[0]
+    async def encode(
+        self, text: str, limit: TokenLimit, param: str, *, special: bool = False, add_bos: bool = True
+    ) -> Sequence[int]:
+        return (await self._encode([text], limit, param, special=special, add_bos=add_bos))[0]
 
     async def encode_prompt(self, text: str, params: SamplingParams | None = None) -> Sequence[int]:
         return await self.encode(text, self._llm.prompt_limit(params), "prompt")
@@ -49,48 +54,112 @@ class Texts:
                 start, size = stop, 0
         return encoded
 
-    async def encode_chat(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> list[int]:
-        return await self._encode_messages(messages, params, self._llm.encode_chat)
+    async def encode_infill(
+        self, prompts: Sequence[str | list[int]], suffix: str, params: SamplingParams
+    ) -> list[Sequence[int]]:
+        """Prompts that ask for what stands between each of these and the suffix."""
+        tokenizer, limit = self._llm.tokenizer, self._llm.prompt_limit(params)
+        infill = tokenizer.infill
+        if infill is None:
+            raise InvalidRequestError(
+                "suffix is not supported by this model: its vocabulary has no tokens for filling in the middle; "
+                "leave it out",
+                "suffix",
+            )
+        limit.check_text(tokenizer, suffix, "suffix")
+        begin = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+
+        def encode() -> list[Sequence[int]]:
+            after = tokenizer.encode(suffix, add_bos=False)
+            made: list[Sequence[int]] = []
+            for prompt in prompts:
+                if isinstance(prompt, str):
+                    limit.check_text(tokenizer, prompt, "prompt")
+                    prompt = tokenizer.encode(prompt, add_bos=False)
+                ids = array("i", [*begin, *infill.prompt(prompt, after)])
+                limit.check(ids, "prompt")
+                made.append(ids)
+            return made
+
+        return await self._lanes.run(sum(map(_size, [suffix, *prompts])), encode)
+
+    async def encode_chat(
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams, options: PromptOptions = PLAIN
+    ) -> list[int]:
+        return await self._encode_messages(messages, params, options, self._llm.encode_chat)
 
     async def encode_beginning(
-        self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams | None = None,
+        options: PromptOptions = PLAIN,
     ) -> list[int]:
         """What prompts begin with whose first messages are these."""
-        return await self._encode_messages(messages, params, self._llm.encode_beginning)
+        return await self._encode_messages(messages, params, options, self._llm.encode_beginning)
+
+    async def apart(self, about: Any, work: Callable[[], T]) -> T:
+        """Work whose time grows with what it is about, such as tools, out of everybody's way."""
+        return await self._lanes.run(weight(about), work)
 
     async def _encode_messages(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[dict[str, Any]],
         params: SamplingParams | None,
-        encode: Callable[[Sequence[dict[str, str]], SamplingParams | None], list[int]],
+        options: PromptOptions,
+        encode: Callable[[Sequence[dict[str, Any]], SamplingParams | None, PromptOptions], list[int]],
     ) -> list[int]:
-        most, reason, _ = self._llm.prompt_limit(params)
+        limit = self._llm.prompt_limit(params)
         # Templates trim: blanks around a message may count for nothing.
         size = sum(len(message["content"].strip()) for message in messages)
-        if size > most * self._llm.tokenizer.longest_token:
-            raise InvalidRequestError(
-                f"the messages have {size} characters, which are more than {most} tokens; {reason}", "messages"
-            )
-        return await self._lanes.run(size + _EACH * len(messages), lambda: encode(messages, params))
+        if size > limit.most * self._llm.tokenizer.longest_token:
+            has = f"messages of {size} characters, which are more than {limit.most} tokens"
+            raise limit.refusal(has, "messages")
+        size += _EACH * len(messages) + weight((options.tools, options.arguments))
+        size += sum(weight(message["tool_calls"]) for message in messages if "tool_calls" in message)
+        return await self._lanes.run(size, lambda: encode(messages, params, options))
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of a prompt, special tokens by name."""
         decode = self._llm.tokenizer.decode
         return await self._lanes.run(len(ids), lambda: decode(ids, skip_special=False))
 
-    async def _encode(self, texts: Sequence[str | list[int]], limit: TokenLimit, param: str) -> list[Sequence[int]]:
+    async def _encode(
+        self,
+        texts: Sequence[str | list[int]],
+        limit: TokenLimit,
+        param: str,
+        *,
+        special: bool = False,
+        add_bos: bool = True,
+    ) -> list[Sequence[int]]:
         tokenizer = self._llm.tokenizer
 
         def encode(text: str | list[int]) -> Sequence[int]:
             if not isinstance(text, str):
                 limit.check(text, param)
                 return array("i", text)
-            limit.check_text(tokenizer, text, param)
-            ids = tokenizer.encode(text)
+            limit.check_text(tokenizer, text, param, special=special)
+            ids = tokenizer.encode(text, special=special, add_bos=add_bos)
             limit.check(ids, param)
             return ids
 
         return await self._lanes.run(sum(map(_size, texts)), lambda: [encode(text) for text in texts])
+
+
+def weight(value: Any, most: int = PIECE + 1) -> int:
+    """About what nested data costs, in characters; what costs more than `most` is not looked at any further."""
+    total, waiting = 0, [value]
+    while waiting and total < most:
+        each = waiting.pop()
+        if isinstance(each, str):
+            total += len(each)
+        elif isinstance(each, dict):
+            waiting += each.keys()
+            waiting += each.values()
+        elif isinstance(each, list | tuple):
+            waiting += each
+        total += _EACH
+    return total
 
 
 def _size(prompt: str | list[int]) -> int:

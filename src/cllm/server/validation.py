@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import Repr
 from typing import Annotated, Any, ClassVar
@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
@@ -23,9 +24,13 @@ from pydantic import (
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError, core_schema
 
 _SHOWN = 60
+MOST_PROBLEMS = 8
+"""Of one object, in an answer."""
+A_HINT = "A hint: accepted, and changes nothing."
+NOT_SUPPORTED = "Not supported: these values change nothing."
 _SHOULD = re.compile("^(Input|String) should")
 _SHORT = Repr()  # looks at the beginning of a value only
 _SHORT.maxstring = _SHORT.maxother = _SHOWN
@@ -123,32 +128,67 @@ class RequestModel(BaseModel):
 
     unsupported: ClassVar[Unsupported] = {}
     """Parameters that the API knows and this server does not have, each with the values that change nothing."""
+    hints: ClassVar[frozenset[str]] = frozenset()
+    """Parameters that cannot change an answer: taken, whatever their value is, and left aside."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         found = handler(schema)
-        described = handler.resolve_ref_schema(found)
-        described.setdefault("properties", {}).update(
-            (name, {"enum": [None, *harmless], "description": "Not supported: these values change nothing."})
+        properties = handler.resolve_ref_schema(found).setdefault("properties", {})
+        properties.update((name, {"description": A_HINT}) for name in sorted(cls.hints))
+        properties.update(
+            (name, {"enum": [None, *harmless], "description": NOT_SUPPORTED})
             for name, harmless in cls.unsupported.items()
         )
         return found
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _refuse_keys(cls, data: Any) -> Any:
+    def _find_all_problems(cls, data: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
+        """Keys that are refused, values that are wrong and what contradicts itself, in one error."""
         if not isinstance(data, dict):
-            return data
-        taken = {}
+            return handler(data)
+        taken, refused = cls._sort_keys(data)
+        try:
+            checked = handler(taken)
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_input=True)
+            if any(each.get("ctx", {}).get("whole") for each in found):
+                raise
+            lines = [_as_line(each) for each in found]
+        else:
+            lines = [InitErrorDetails(type=each, input=None) for each in checked.contradictions()]
+            if not lines and not refused:
+                return checked
+        lines += [InitErrorDetails(type=each, input=None) for each in refused]
+        raise ValidationError.from_exception_data(cls.__name__, lines)
+
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        """Values that are right by themselves and not together, as `refusal`s."""
+        yield from ()
+
+    @classmethod
+    def _sort_keys(cls, data: dict[str, Any]) -> tuple[dict[str, Any], list[PydanticCustomError]]:
+        """What of the object is looked at, and the keys that are refused, or the first of very many."""
+        taken: dict[str, Any] = {}
+        refused: list[PydanticCustomError] = []
         for name, value in data.items():
             if name in cls.model_fields:
                 taken[name] = value
-            elif name not in cls.unsupported:
-                raise refusal(name, "is not a parameter of this request")
-            elif value is not None and not any(_same(value, harmless) for harmless in cls.unsupported[name]):
-                choices = ["leave it out", *(f"send {json.dumps(harmless)}" for harmless in cls.unsupported[name])]
-                raise refusal(name, f"is not supported by this server; {' or '.join(choices)}")
-        return taken
+            elif name not in cls.hints and len(refused) < MOST_PROBLEMS:
+                if name not in cls.unsupported:
+                    refused.append(refusal(name, "is not a parameter of this request"))
+                elif value is not None and not any(_same(value, harmless) for harmless in cls.unsupported[name]):
+                    choices = ["leave it out", *(f"send {json.dumps(harmless)}" for harmless in cls.unsupported[name])]
+                    refused.append(refusal(name, f"is not supported by this server; {' or '.join(choices)}"))
+        return taken, refused
+
+
+def _as_line(error: ErrorDetails) -> InitErrorDetails:
+    """An error that was found, to be raised again."""
+    kind, context = error["type"], error.get("ctx", {})
+    again: Any = PydanticCustomError(kind, "{reason}", context) if kind in _OWN_KINDS else kind
+    return {"type": again, "loc": error["loc"], "input": error["input"], "ctx": context}
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -161,26 +201,46 @@ def wrong(reason: str) -> PydanticCustomError:
     return PydanticCustomError("wrong", "{reason}", {"reason": reason})
 
 
-def refusal(param: str, reason: str) -> PydanticCustomError:
-    """For validators of a whole object, which have to say which parameter they mean."""
-    return PydanticCustomError("refused", "{reason}", {"param": shorten(param), "reason": reason})
+def refusal(param: str, reason: str, *, whole: bool = False) -> PydanticCustomError:
+    """For validators of an object, which have to say which parameter they mean. `whole`: it is another kind of object,
+    and nothing else need be said of it."""
+    return PydanticCustomError("refused", "{reason}", {"param": shorten(param), "reason": reason, "whole": whole})
 
 
 def describe_invalid(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
-    """(parameter, message) for the error that says most."""
-    error = max(errors, key=_clarity)
+    """(first parameter, message) for all that is wrong, a sentence each."""
+    sentences: dict[str | None, str] = {}
+    for group in _by_parameter(errors):
+        for error in [each for each in group if each["type"] in _OWN_KINDS] or [max(group, key=_clarity)]:
+            param, sentence = _describe(error, group)
+            sentences.setdefault(param, sentence)
+    shown = list(sentences.values())[:MOST_PROBLEMS]
+    if len(sentences) > len(shown):
+        shown.append("There is more.")
+    return next(iter(sentences)), " ".join(shown)
+
+
+def _by_parameter(errors: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """A value that fits no branch of a union yields an error per branch: those of one parameter belong together."""
+    groups: dict[str | int | None, list[Mapping[str, Any]]] = {}
+    for error in errors:
+        groups.setdefault(next(iter(_path_of(error)), None), []).append(error)
+    return list(groups.values())
+
+
+def _describe(error: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
     path = _path_of(error)
     if not path and error["type"] == "string_unicode":
         return None, f"The body has the key {_show(error['input'])}, which is not valid text."
     if not path:
         return None, "The body must be a JSON object, sent with content-type: application/json."
     param = shorten("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:])
-    return param, f"{param} {_reason(error, path[-1], errors)}."
+    return param, f"{param} {_reason(error, path[-1], group)}."
 
 
 def _clarity(error: Mapping[str, Any]) -> tuple[bool, int]:
-    """A value that fits no branch of a union yields an error per branch. Our own are the clearest, then the one
-    that got furthest into the value; but of alternatives that look alike, only the whole can be named."""
+    """Of the errors of a union's branches, our own are the clearest, then the one that got furthest into the value; but
+    of alternatives that look alike, only the whole can be named."""
     loc = error["loc"]
     alike = bool(loc) and loc[0] in ("prompt", "stop")
     return error["type"] in _OWN_KINDS, -len(loc) if alike else len(loc)

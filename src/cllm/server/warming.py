@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from cllm.engine.tenant import Tenant
 from cllm.server.answers import unless_gone
 from cllm.server.bodies import taken
 from cllm.server.errors import ApiError
+from cllm.server.messages_schema import ChatMessage
 from cllm.server.middleware import not_the_operator
 from cllm.server.openai_replies import ErrorReply, error_responses
-from cllm.server.openai_schema import ChatMessage
 from cllm.server.state import ModelState, ServerState, State, is_operators, tenant_of
 from cllm.server.validation import AtMost, RequestModel, Words, refusal
 from cllm.warm import warm
@@ -58,11 +59,9 @@ class WarmRequest(RequestModel):
         description="For all keys, where each has cached prefixes of its own; the operator's key may ask for that.",
     )
 
-    @model_validator(mode="after")
-    def _is_one_thing(self) -> WarmRequest:
+    def contradictions(self) -> Iterator[PydanticCustomError]:
         if (self.prompt is None) == (self.messages is None):
-            raise refusal("prompt", "or messages must be sent, and not both")
-        return self
+            yield refusal("prompt", "or messages must be sent, and not both")
 
 
 class WarmReply(BaseModel):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-from llguidance import LLMatcher, StructTag
+from llguidance import LLMatcher, StructTag, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from cllm.structured.structure import Structure
@@ -14,13 +15,19 @@ JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexibl
 """As `json.dumps` writes it. Where blanks are free, small models write them until the answer is full."""
 
 MOST_NESTED = 200
-"""Brackets within brackets: what reads a grammar goes as deep as they do."""
+"""Brackets within brackets,"""
+MOST_RULES = 2000
+"""and rules, or references: what reads a grammar goes as deep as they do."""
 
+_RULE = re.compile(r'\$[a-zA-Z]*ref\\*"|(?:^|\\n|\n)\s*[?!]?\w+(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:', re.IGNORECASE)
 _ANY_OBJECT = '{"type": "object"}'
 
 
 def source_of(structure: Structure) -> str:
-    return _READERS[structure.kind](structure.source)
+    source = _READERS[structure.kind](structure.source)
+    if len(_RULE.findall(source)) > MOST_RULES:
+        raise ValueError(f"has more than {MOST_RULES} rules or references")
+    return source
 
 
 def _any_object(source: str) -> str:
@@ -31,11 +38,11 @@ def _schema(source: str) -> str:
     schema = _parsed(source)
     if not isinstance(schema, (dict, bool)):
         raise ValueError(f"must be an object, not {json.dumps(schema)[:40]}")
-    return LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)  # type: ignore[arg-type]
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_STYLE)  # type: ignore[arg-type]
 
 
 def _regex(source: str) -> str:
-    return LLMatcher.grammar_from_regex(source)
+    return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(source, use_ascii='dw')}/")  # as in JSON schemas
 
 
 def _choice(source: str) -> str:

@@ -1,4 +1,4 @@
-"""The model's tokens as llguidance knows them: their exact bytes, which of them are special, and which end an answer."""
+"""The model's tokens as llguidance knows them: their exact bytes, which are special, and which end an answer."""
 
 from __future__ import annotations
 

@@ -18,15 +18,33 @@ SLACK = 16
 has bytes: merges near a cut come out differently, those a few words away do not. More than 7 were never found."""
 
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+
+
 class TokenLimit(NamedTuple):
     most: int
     reason: str
     """What allows no more, for the error."""
     what: str = "the prompt"
+    code: str | None = None
+    """Of that error."""
+
+    @classmethod
+    def of_context(cls, context: int) -> TokenLimit:
+        """Clients look for these words, and for the code, to shorten a conversation by themselves."""
+        reason = f"this model's maximum context length is {context} tokens, of which at least one is for the answer"
+        return cls(context - 1, reason, code=CONTEXT_LENGTH_EXCEEDED)
+
+    def refusal(self, has: str, param: str) -> InvalidRequestError:
+        """`has` is how long the text is."""
+        if self.code is None:
+            return InvalidRequestError(f"{self.what} has {has}; {self.reason}", param)
+        reason = self.reason[0].upper() + self.reason[1:]
+        return InvalidRequestError(f"{reason}. However, {self.what} has {has}. Shorten it.", param, self.code)
 
     def check(self, ids: Sequence[int], param: str) -> None:
         if len(ids) > self.most:
-            raise InvalidRequestError(f"{self.what} has {len(ids)} tokens; {self.reason}", param)
+            raise self.refusal(f"{len(ids)} tokens", param)
 
     def check_text(self, tokenizer: Tokenizer, text: str, param: str, *, special: bool = False) -> None:
         """Refuse a text that is too long for certain: from its size, since no token stands for more bytes than the
@@ -37,9 +55,9 @@ class TokenLimit(NamedTuple):
             return
         size = len(text.encode(errors="replace"))
         if size > self.most * tokenizer.longest_token:
-            raise InvalidRequestError(
-                f"{self.what} has {size} bytes of text, which are more than {self.most} tokens "
-                f"(the longest has {tokenizer.longest_token} bytes); {self.reason}",
+            raise self.refusal(
+                f"{size} bytes of text, which are more than {self.most} tokens (the longest has "
+                f"{tokenizer.longest_token} bytes)",
                 param,
             )
         if size > self.most and len(text) > PIECE:
@@ -51,9 +69,8 @@ class TokenLimit(NamedTuple):
             piece = text[start : start + PIECE]
             count += max(len(tokenizer.encode(piece, special=special, add_bos=False)) - slack, 0)
             if count > self.most:
-                raise InvalidRequestError(
-                    f"{self.what} has more than {self.most} tokens in the first {start + len(piece)} of its "
-                    f"{len(text)} characters; {self.reason}",
+                raise self.refusal(
+                    f"more than {self.most} tokens in the first {start + len(piece)} of its {len(text)} characters",
                     param,
                 )
 

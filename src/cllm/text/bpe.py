@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
@@ -86,7 +87,24 @@ def token_bytes(text: str, kind: TokenKind) -> bytes:
         return text.encode()
 
 
-def build_encoder(model: GGUFModel, vocab: Vocabulary) -> Encoder:
+class Rules(NamedTuple):
+    """How a byte-level vocabulary splits text."""
+
+    ids: dict[str, int]
+    """Of the tokens that text may become."""
+    merges: list[tuple[str, str]]
+    missing: list[str]
+    """Bytes without a token, in their spelling."""
+    patterns: tuple[str, ...]
+    whole_words_first: bool
+
+    def splits(self) -> list[pre_tokenizers.PreTokenizer]:
+        """Text to words, and words to the spelling of bytes."""
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        return [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+
+
+def read_rules(model: GGUFModel, vocab: Vocabulary) -> Rules:
     pre = model.get("tokenizer.ggml.pre", "") or "default"
     if pre not in _PATTERNS:
         known = ", ".join(sorted(_PATTERNS))
@@ -95,20 +113,23 @@ def build_encoder(model: GGUFModel, vocab: Vocabulary) -> Encoder:
         )
     ids = {text: i for i, text in enumerate(vocab.tokens) if vocab.kinds[i] not in SPECIAL_KINDS}
     missing = [char for char in _BYTE_TO_CHAR.values() if char not in ids]
+    return Rules(ids, _read_merges(model, ids), missing, _PATTERNS[pre], pre in _WHOLE_WORDS_FIRST)
+
+
+def build_encoder(model: GGUFModel, vocab: Vocabulary) -> Encoder:
+    rules = read_rules(model, vocab)
     size = len(vocab.tokens)
     bpe = models.BPE(
-        vocab=ids | {char: size + n for n, char in enumerate(missing)},
-        merges=_read_merges(model, ids),
-        ignore_merges=pre in _WHOLE_WORDS_FIRST,
+        vocab=rules.ids | {char: size + n for n, char in enumerate(rules.missing)},
+        merges=rules.merges,
+        ignore_merges=rules.whole_words_first,
     )
     tokenizer = Tokenizer(bpe)
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PATTERNS[pre]]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(rules.splits())
 
     def encode(texts: list[str]) -> list[list[int]]:
         found = (each.ids for each in tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-        return [[i for i in each if i < size] for each in found] if missing else list(found)
+        return [[i for i in each if i < size] for each in found] if rules.missing else list(found)
 
     return encode
 

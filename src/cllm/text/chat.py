@@ -9,6 +9,7 @@ tools and the arguments of calls.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -114,6 +115,15 @@ class ChatTemplate:
             return True
         return False
 
+    @property
+    def bos(self) -> str:
+        """The name of that token, or nothing."""
+        return self._bos
+
+    @property
+    def eos(self) -> str:
+        return self._eos
+
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         return self._render(read_messages(messages), PromptOptions(asks=add_generation_prompt))
 
@@ -125,7 +135,7 @@ class ChatTemplate:
         options: PromptOptions = PLAIN,
     ) -> list[int]:
         """The prompt that asks for the next answer, as tokens; one that passes `limit` is refused."""
-        text, literal = self._compose(tokenizer, read_messages(messages), options)
+        text, literal = self._compose(tokenizer, self._with_arguments(read_messages(messages)), options)
         has_bos = bool(self._bos) and text.startswith(self._bos) and literal[:1] != [0]
         if limit is not None:
             limit.check_text(tokenizer, text, "messages", special=True)
@@ -133,6 +143,17 @@ class ChatTemplate:
         if limit is not None:
             limit.check(ids, "messages")
         return ids
+
+    def _with_arguments(self, messages: list[Message]) -> list[Message]:
+        """The arguments of calls in the form that the template can write."""
+        if not any("tool_calls" in message for message in messages) or not self.wants_arguments_as_text:
+            return messages
+        return [
+            {**message, "tool_calls": [_as_text(call) for call in message["tool_calls"]]}
+            if "tool_calls" in message
+            else message
+            for message in messages
+        ]
 
     def _compose(self, tokenizer: Tokenizer, messages: list[Message], options: PromptOptions) -> tuple[str, list[int]]:
         """The prompt, and the positions in it that are part of no special token."""
@@ -188,6 +209,13 @@ def load_chat_template(model: GGUFModel, source: str | None = None) -> ChatTempl
     """The template `source`, or else the file's own, or else ChatML."""
     template = source or model.get("tokenizer.chat_template", "") or CHATML
     return ChatTemplate(template, bos=special_name(model, "bos"), eos=special_name(model, "eos"))
+
+
+def _as_text(call: Message) -> Message:
+    function = call["function"]
+    if isinstance(function["arguments"], str):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _check_options(messages: list[Message], options: PromptOptions) -> None:

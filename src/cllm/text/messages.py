@@ -57,12 +57,14 @@ def _read_call(call: Any, where: str) -> Message:
     name, call_id = function.get("name"), call.get("id")
     if not isinstance(name, str):
         raise _refusal(f"{where}.function.name is a {type(name).__name__}; it must be a string")
-    read: Message = {"type": "function", "function": {"name": name, "arguments": _arguments(function.get("arguments"))}}
-    if call_id is not None:
-        if not isinstance(call_id, str):
-            raise _refusal(f"{where}.id is a {type(call_id).__name__}; it must be a string")
-        read["id"] = call_id
-    return read
+    if call_id is not None and not isinstance(call_id, str):
+        raise _refusal(f"{where}.id is a {type(call_id).__name__}; it must be a string")
+    named = {} if call_id is None else {"id": call_id}
+    return {
+        **named,
+        "type": "function",
+        "function": {"name": name, "arguments": _arguments(function.get("arguments"))},
+    }
 
 
 def _arguments(arguments: Any) -> Any:

@@ -6,6 +6,8 @@ first among equals. The library wants ranked merges, so they are made from the v
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tokenizers import Tokenizer, models
 
 from cllm.errors import ModelError
@@ -30,21 +32,42 @@ def token_bytes(text: str, kind: TokenKind) -> bytes:
     return text.encode() if kind == TokenKind.USER_DEFINED else text.replace(SPACE, " ").encode()
 
 
-def build_encoder(model: GGUFModel, vocab: Vocabulary) -> Encoder:
+class Rules(NamedTuple):
+    """How a sentencepiece vocabulary splits text."""
+
+    size: int
+    ids: dict[str, int]
+    """Of the tokens that text may become, and of `parts`."""
+    parts: list[str]
+    """Characters that are no token by themselves, but part of one. Each has an id behind the vocabulary, and is spelt
+    out in bytes if it is left alone."""
+    byte_ids: list[int]
+    merges: list[tuple[str, str]]
+    prefix: str
+    """What goes before every text."""
+
+    def whole_merges(self) -> list[tuple[str, str]]:
+        """Those that need no parts."""
+        return [pair for pair in self.merges if all(self.ids[each] < self.size for each in pair)]
+
+
+def read_rules(model: GGUFModel, vocab: Vocabulary) -> Rules:
     if any(name not in vocab.ids for name in _BYTE_NAMES):
         raise ModelError(f"{model.path}: its tokenizer lacks the byte tokens <0x00> to <0xFF>; give another model")
-    byte_ids = [vocab.ids[name] for name in _BYTE_NAMES]
     ids = {text: i for i, text in enumerate(vocab.tokens) if vocab.kinds[i] in _MERGEABLE}
-    # A character that is no token by itself may still be part of one. It gets an id behind the vocabulary, which
-    # is spelt out in bytes if it is left alone.
     size = len(vocab.tokens)
     parts = sorted({char for text in ids for char in text} - ids.keys())
     ids |= {char: size + n for n, char in enumerate(parts)}
+    prefix = SPACE if model.get("tokenizer.ggml.add_space_prefix", True) else ""
+    byte_ids = [vocab.ids[name] for name in _BYTE_NAMES]
+    return Rules(size, ids, parts, byte_ids, _rank_merges(model, vocab, ids), prefix)
+
+
+def build_encoder(model: GGUFModel, vocab: Vocabulary) -> Encoder:
+    size, ids, parts, byte_ids, merges, prefix = read_rules(model, vocab)
     spelt = {size + n: [byte_ids[byte] for byte in char.encode()] for n, char in enumerate(parts)}
-    merges = _rank_merges(model, vocab, ids)
     known = ids | dict(zip(_BYTE_NAMES, byte_ids, strict=True))
     tokenizer = Tokenizer(models.BPE(vocab=known, merges=merges, byte_fallback=True))
-    prefix = SPACE if model.get("tokenizer.ggml.add_space_prefix", True) else ""
 
     def encode(texts: list[str]) -> list[list[int]]:
         escaped = [prefix + text.replace(" ", SPACE) for text in texts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from cllm.errors import InvalidRequestError
@@ -20,8 +20,16 @@ class TextStream:
     and of those complete at the same character the longest, so the result does not depend on token borders.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        skip_special: bool = True,
+        shown: Mapping[int, bytes] | None = None,
+    ) -> None:
+        """`shown`: special tokens that are text here, though others are not."""
         self._tokenizer = tokenizer
+        self._shown = shown
         self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = _matcher(tuple(stop)) if stop else None
@@ -33,8 +41,11 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """The text that is certain now."""
         raw = self._tokenizer.token_bytes(token_id)
-        if not raw and not self._skip_special:
-            raw = self._tokenizer.token_text(token_id).encode()
+        if not raw:
+            if not self._skip_special:
+                raw = self._tokenizer.token_text(token_id).encode()
+            elif self._shown is not None:
+                raw = self._shown.get(token_id, b"")
         return self._release(self._decoder.decode(raw))
 
     def flush(self) -> str:

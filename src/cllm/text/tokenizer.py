@@ -18,7 +18,8 @@ from cllm.models.gguf_header import short
 from cllm.models.room import has_room
 from cllm.text import bpe, spm
 from cllm.text.bpe import Encoder
-from cllm.text.vocab import TokenKind, read_vocabulary
+from cllm.text.infill import Infill, named_infill
+from cllm.text.vocab import TokenKind, read_infill, read_vocabulary
 
 # What building a tokenizer may take at most, with a thread's share of the allocator; the library ends the process if it
 # finds none.
@@ -43,6 +44,10 @@ class Tokenizer(Protocol):
     @property
     def special_tokens(self) -> Mapping[str, int]:
         """The tokens that `special=True` recognises by name."""
+
+    @property
+    def infill(self) -> Infill | None:
+        """The tokens around a gap that is to be filled in; None where the model has none."""
 
     @property
     def longest_token(self) -> int:
@@ -79,8 +84,10 @@ class TableTokenizer:
         bos_id: int | None,
         eos_ids: frozenset[int],
         add_bos: bool,
+        infill: Infill | None = None,
     ) -> None:
-        """`always_whole`: tokens that are recognised in all text, like the special ones, but are mere text."""
+        """`always_whole`: tokens that are recognised in all text, like the special ones, but are mere text. `infill`:
+        where those tokens are not found by their names."""
         self._pieces = pieces
         self._encode = encoder
         self._names = {token_id: name for name, token_id in special_tokens.items()}
@@ -92,6 +99,7 @@ class TableTokenizer:
         self.bos_id = bos_id
         self.eos_ids = eos_ids
         self.add_bos = add_bos
+        self.infill = infill or named_infill(special_tokens)
 
     def encode(
         self, text: str, *, special: bool = False, add_bos: bool = True, literal: Sequence[int] = ()
@@ -166,6 +174,7 @@ def load_tokenizer(model: GGUFModel) -> Tokenizer:
         bos_id=vocab.bos_id,
         eos_ids=vocab.eos_ids,
         add_bos=model.get("tokenizer.ggml.add_bos_token", add_bos),
+        infill=read_infill(model, len(vocab.tokens)),
     )
 
 

@@ -7,6 +7,7 @@ from enum import IntEnum
 
 from cllm.errors import ModelError
 from cllm.models.gguf import GGUFModel
+from cllm.text.infill import Infill
 
 
 class TokenKind(IntEnum):
@@ -90,6 +91,12 @@ def read_vocabulary(model: GGUFModel) -> Vocabulary:
         bos_id=_read_id(model, "bos", len(tokens)),
         eos_ids=frozenset(ends),
     )
+
+
+def read_infill(model: GGUFModel, size: int) -> Infill | None:
+    """The tokens around a gap, if the file says which they are."""
+    found = [_read_id(model, key, size) for key in ("fim_pre", "fim_suf", "fim_mid")]
+    return None if None in found else Infill(*(each for each in found if each is not None))
 
 
 def special_name(model: GGUFModel, key: str) -> str:

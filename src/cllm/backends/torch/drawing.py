@@ -21,7 +21,7 @@ from cllm.backends.torch.staging import Numbers, download
 from cllm.errors import BackendError
 
 Floats = NDArray[np.float64]
-Mask = NDArray[np.bool_]
+Mask = NDArray[np.int32]
 
 LOGPROB_ROWS = 16
 """Rows whose most likely tokens are looked for at once: that takes eight bytes and more for each token of each."""
@@ -167,7 +167,7 @@ def _biases_alike(bias: Bias | None, count: int, vocab_size: int) -> tuple[Ints,
 
 
 def _checked(mask: Mask, vocab_size: int) -> Mask:
-    if mask.shape != (vocab_size,):
+    if mask.shape != ((vocab_size + 31) // 32,):
         raise BackendError(f"a mask has the shape {mask.shape}, of {vocab_size} tokens there are")
     return np.array(mask)
 
@@ -258,8 +258,8 @@ def choose(
         kept = logits[told]  # a copy, so it stays as the model gave it
     if draws.masked:
         places = next(part).long()
-        allowed = torch.from_numpy(np.stack(draws.masks)).to(logits.device, non_blocking=True)
-        logits[places] = logits[places] + torch.where(allowed, 0.0, -torch.inf)
+        bits = torch.from_numpy(np.stack(draws.masks)).to(logits.device, non_blocking=True)
+        logits[places] = logits[places].masked_fill(~_unpacked(bits, logits.shape[1]), -torch.inf)
     if draws.bias is not None:
         chooser.bias(logits, Listed(*(next(part) for _ in range(3))))
     if draws.penalties is not None:
@@ -268,6 +268,12 @@ def choose(
     tokens = chooser.choose(logits, params, owners, last)
     logprobs = None if told is None else download(_logprobs(kept, tokens[told], max(draws.tops)))
     return Chosen(draws.counts, download(tokens), draws.told, draws.tops, logprobs)
+
+
+def _unpacked(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """Of each row the first so many bits, the lowest of a word first."""
+    shifts = torch.arange(32, device=bits.device, dtype=torch.int32)
+    return (bits[:, :, None] >> shifts & 1).bool().flatten(1)[:, :count]
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:

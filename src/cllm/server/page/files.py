@@ -1,4 +1,4 @@
-"""The files of the page: part of the package, read once, sent with headers that keep everything foreign out."""
+"""The files of the pages: part of the package, read once, sent with headers that keep everything foreign out."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 FOLDER = "/page/"
+DOCS = "/docs"
 _INDEX = "index.html"
 _TYPES = {
     "html": "text/html; charset=utf-8",
@@ -44,12 +45,22 @@ class PageFile:
 
 @cache
 def page_files() -> dict[str, PageFile]:
-    """By the path they are served at."""
+    """Of the page, by the path they are served at."""
+    return _read("static", "/", FOLDER)
+
+
+@cache
+def docs_files() -> dict[str, PageFile]:
+    """Of the page that shows the API's description."""
+    return _read("docs", DOCS, f"{DOCS}/")
+
+
+def _read(folder: str, index: str, others: str) -> dict[str, PageFile]:
     found = {}
-    for file in files("cllm.server.page").joinpath("static").iterdir():
+    for file in files("cllm.server.page").joinpath(folder).iterdir():
         kind = file.name.rpartition(".")[2]
         if kind in _TYPES:
             content = file.read_bytes()
-            path = "/" if file.name == _INDEX else FOLDER + file.name
+            path = index if file.name == _INDEX else others + file.name
             found[path] = PageFile(content, _TYPES[kind], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
     return found

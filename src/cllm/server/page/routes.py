@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from fastapi import APIRouter, FastAPI, Request
@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from cllm.server.answers import unless_gone
 from cllm.server.errors import ClientGoneError
-from cllm.server.page.files import PageFile, page_files
+from cllm.server.page.files import PageFile, docs_files, page_files
 from cllm.server.page.hub import Hub
 from cllm.server.state import may_still
 
@@ -25,15 +25,25 @@ _HEADERS = {
 
 def add_page(app: FastAPI, hub_of: Callable[[str | None], Hub]) -> None:
     """`hub_of` finds the source of events for the name of a model, or for none."""
-    router = APIRouter(include_in_schema=False)
-    for path, file in page_files().items():
-        router.add_api_route(path, partial(_file, file), methods=["GET"])
+    router = _router_of(page_files())
 
     async def stream(request: Request, model: str | None = None) -> Response:
         return WatchStream(hub_of(model), partial(may_still, request))
 
     router.add_api_route("/kv/stream", stream, methods=["GET"])
     app.include_router(router)
+
+
+def add_docs(app: FastAPI) -> None:
+    """The API's description for people, at /docs."""
+    app.include_router(_router_of(docs_files()))
+
+
+def _router_of(found: Mapping[str, PageFile]) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+    for path, file in found.items():
+        router.add_api_route(path, partial(_file, file), methods=["GET"])
+    return router
 
 
 async def _file(file: PageFile, request: Request) -> Response:

@@ -1,0 +1,144 @@
+"""How questions are read: edited at a terminal, or line by line from a pipe. In both, three quotes begin and end a
+question of several lines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from cllm.cli.options import say
+from cllm.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import History
+    from prompt_toolkit.key_binding import KeyBindings
+
+QUOTES = '"""'
+SYSTEM = "/system"
+"""The command that takes a text, which may be in quotes, too."""
+PROMPT = "> "
+MORE = "… "
+_MOST_HISTORY_BYTES = 1 << 20
+
+
+class Reader(Protocol):
+    def read(self) -> str | None:
+        """The next question or command; None at the end. Raises `KeyboardInterrupt` on Ctrl-C."""
+
+    def read_line(self, prompt: str) -> str | None:
+        """An answer to something that was asked; None where nobody is there to ask."""
+
+
+def is_open(text: str) -> bool:
+    """Whether a text in quotes goes on."""
+    said = text.strip().removeprefix(SYSTEM).lstrip()
+    return said.startswith(QUOTES) and (len(said) < 2 * len(QUOTES) or not said.endswith(QUOTES))
+
+
+def without_quotes(text: str) -> str:
+    said = text.strip()
+    return said.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n") if said.startswith(QUOTES) else text
+
+
+class PipeReader:
+    """Nobody is there: every line is a question."""
+
+    def read(self) -> str | None:
+        lines: list[str] = []
+        while True:
+            try:
+                line = input()
+            except EOFError:
+                return "\n".join(lines) if lines else None
+            except UnicodeDecodeError as error:
+                raise InvalidRequestError(f"stdin is not UTF-8 text: {error}", "messages") from error
+            lines.append(line)
+            if not is_open("\n".join(lines)):
+                return "\n".join(lines)
+
+    def read_line(self, prompt: str) -> str | None:
+        return None
+
+
+class TerminalReader:
+    """A line editor: what is pasted stays one question however many lines it has, and what was said in earlier
+    conversations comes back with the arrow keys."""
+
+    def __init__(self, out: TextIO, history_file: Path) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.history import InMemoryHistory
+        from prompt_toolkit.output.defaults import create_output
+
+        output = create_output(stdout=out)
+        self._questions: PromptSession[str] = PromptSession(
+            history=_history(history_file), output=output, multiline=True, key_bindings=_bindings()
+        )
+        self._answers: PromptSession[str] = PromptSession(history=InMemoryHistory(), output=output)
+
+    def read(self) -> str | None:
+        try:
+            return self._questions.prompt(PROMPT, prompt_continuation=MORE)
+        except EOFError:
+            return None
+
+    def read_line(self, prompt: str) -> str | None:
+        try:
+            return self._answers.prompt(prompt)
+        except (EOFError, KeyboardInterrupt):
+            return None
+
+
+def _bindings() -> KeyBindings:
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if is_open(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings
+
+
+def _history(file: Path) -> History:
+    """In a file that only its owner reads; in memory where there can be none."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class LenientHistory(FileHistory):
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):  # a full disk ends no conversation
+                super().store_string(string)
+
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+        _shorten(file)
+    except OSError as error:
+        say(f"what you type is not kept for later: {file}: {error.strerror}")
+        return InMemoryHistory()
+    return LenientHistory(str(file))
+
+
+def _shorten(file: Path) -> None:
+    """Keep the newer half of a history that has become long."""
+    if file.stat().st_size <= _MOST_HISTORY_BYTES:
+        return
+    kept = file.read_bytes()[-_MOST_HISTORY_BYTES // 2 :]
+    file.write_bytes(kept[kept.find(b"\n# ") + 1 :])  # an entry begins with the line of its time
+
+
+def open_reader(out: TextIO, history_file: Path) -> Reader:
+    """The editor where stdin and `out` are a terminal."""
+    return TerminalReader(out, history_file) if sys.stdin.isatty() and out.isatty() else PipeReader()

@@ -1,0 +1,187 @@
+"""Ollama's API, as far as chats and completions go: `/api/chat`, `/api/generate`, and what its clients ask before."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.types import Scope
+
+from cllm import __version__
+from cllm.dialect.pieces import ChatEnd, Piece, ReasoningPiece, TextPiece
+from cllm.server.answers import Answers, Counts, Head, unless_gone
+from cllm.server.bodies import taken
+from cllm.server.chat import Chat, ChatCall, open_chat
+from cllm.server.errors import Problem
+from cllm.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest, OllamaRequest, ShowRequest
+from cllm.server.openai_replies import error_responses
+from cllm.server.sse import EventStream
+from cllm.server.state import ModelState, ServerState, State, tenant_of
+
+if TYPE_CHECKING:
+    from cllm.engine.params import SamplingParams
+
+router = APIRouter(prefix="/api", tags=["Ollama"])
+
+
+class OllamaError(BaseModel):
+    error: str
+
+
+_ERRORS = error_responses(OllamaError, 400, 401, 404, 408, 409, 413, 429, 500, 503)
+_ANSWER: dict[int | str, dict[str, Any]] = {
+    **_ERRORS,
+    200: {"content": {"application/json": {}, "application/x-ndjson": {"schema": {"type": "string"}}}},
+}
+
+
+class _Lines:
+    """An answer as lines of JSON: what is new in each, and the numbers in the last."""
+
+    def __init__(self, head: Head, *, as_chat: bool) -> None:
+        self._model = head.model
+        self._as_chat = as_chat
+        self._started = time.monotonic()
+        self._first_s: float | None = None
+        self._reason = "stop"
+
+    def event(self, piece: Piece) -> str:
+        if self._first_s is None:
+            self._first_s = time.monotonic() - self._started
+        if isinstance(piece, ChatEnd):
+            self._reason = piece.finish_reason
+            return ""
+        text = piece.text if isinstance(piece, TextPiece) else ""
+        thinking = piece.text if isinstance(piece, ReasoningPiece) else ""
+        return json.dumps({**self._content(text, thinking), "done": False}) + "\n"
+
+    def end(self, counts: Counts) -> str:
+        return json.dumps(self.whole("", "", counts)) + "\n"
+
+    def whole(self, text: str, thinking: str, counts: Counts) -> dict[str, Any]:
+        total_s = time.monotonic() - self._started
+        first_s = total_s if self._first_s is None else self._first_s
+        return {
+            **self._content(text, thinking),
+            "done": True,
+            "done_reason": self._reason,
+            "total_duration": round(total_s * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": counts.prompt_tokens,
+            "prompt_eval_duration": round(first_s * 1e9),
+            "eval_count": counts.completion_tokens,
+            "eval_duration": round((total_s - first_s) * 1e9),
+        }
+
+    def _content(self, text: str, thinking: str) -> dict[str, Any]:
+        extra = {"thinking": thinking} if thinking else {}
+        answer: dict[str, Any] = {"message": {"role": "assistant", "content": text, **extra}}
+        if not self._as_chat:
+            answer = {"response": text, **extra}
+        return {"model": self._model, "created_at": _now(), **answer}
+
+
+class LineStream(EventStream):
+    media_type = "application/x-ndjson"
+    comments = False
+
+    def _failure(self, problem: Problem, scope: Scope) -> str:
+        return json.dumps(problem.body(scope["path"])) + "\n"
+
+
+@router.post("/chat", response_class=Response, responses=_ANSWER)
+async def chat(
+    body: Annotated[OllamaChatRequest, Depends(taken(OllamaChatRequest))], request: Request, state: State
+) -> Response:
+    """Answer the last message of a conversation."""
+    messages = [{"role": each.role, "content": each.content} for each in body.messages]
+    call = ChatCall(messages, body.sampling(), model=body.name)
+    return await _answer(body, request, await open_chat(state, request, call, "ollama"), as_chat=True)
+
+
+@router.post("/generate", response_class=Response, responses=_ANSWER)
+async def generate(
+    body: Annotated[OllamaGenerateRequest, Depends(taken(OllamaGenerateRequest))], request: Request, state: State
+) -> Response:
+    """Answer a prompt."""
+    params = body.sampling()
+    if not body.prompt:
+        model = await state.model(body.name, request)
+        loaded = {"model": model.served_name, "created_at": _now(), "response": "", "done": True}
+        return JSONResponse({**loaded, "done_reason": "load"})
+    if body.raw:
+        opened = await _open_raw(body.prompt, body.name, params, request, state)
+    else:
+        messages = [{"role": "system", "content": body.system}] if body.system else []
+        call = ChatCall([*messages, {"role": "user", "content": body.prompt}], params, model=body.name)
+        opened = await open_chat(state, request, call, "ollama")
+    return await _answer(body, request, opened, as_chat=False)
+
+
+@router.get("/tags", responses=error_responses(OllamaError, 401))
+async def tags(state: State) -> dict[str, Any]:
+    """The models there are."""
+    if state.several is not None:
+        names = [served.name for served in state.several.models]
+    else:
+        assert state.one is not None
+        names = [state.one.served_name]
+    modified = datetime.fromtimestamp(state.created, timezone.utc).isoformat()
+    shown = {"modified_at": modified, "size": 0, "digest": "", "details": _details(None)}
+    return {"models": [{"name": name, "model": name, **shown} for name in names]}
+
+
+@router.post("/show", responses=_ERRORS)
+async def show(body: Annotated[ShowRequest, Depends(taken(ShowRequest))], state: State) -> dict[str, Any]:
+    """What a model is."""
+    model = state.loaded(body.name)
+    shape = model.llm.shape
+    info = {
+        "general.architecture": shape.architecture,
+        f"{shape.architecture}.context_length": model.llm.max_context,
+        f"{shape.architecture}.embedding_length": shape.n_embd,
+        f"{shape.architecture}.block_count": shape.n_layers,
+    }
+    return {
+        "template": model.llm.chat_template.source,
+        "details": _details(model),
+        "model_info": info,
+        "capabilities": ["completion"],
+    }
+
+
+@router.get("/version", responses=error_responses(OllamaError, 401))
+async def version() -> dict[str, str]:
+    """Of this server."""
+    return {"version": __version__}
+
+
+async def _answer(body: OllamaRequest, request: Request, opened: Chat, *, as_chat: bool) -> Response:
+    lines = _Lines(opened.head, as_chat=as_chat)
+    if body.stream is not False:
+        return LineStream(opened, lines)
+    (whole,) = await unless_gone(request.receive, opened.collect())
+    lines.event(ChatEnd(0, whole.finish_reason or "stop", whole.stop_reason))
+    return JSONResponse(lines.whole(whole.text, whole.reasoning, opened))
+
+
+async def _open_raw(prompt: str, name: str, params: SamplingParams, request: Request, state: ServerState) -> Chat:
+    model = await state.model(name, request)
+    tokens = await model.texts.encode_prompt(prompt, params)
+    head = Head(f"ollama-{request.state.unique_id}", int(time.time()), model.served_name)
+    answers = Answers(model.llm, [tokens], params, request_id=head.id, tenant=tenant_of(request))
+    return Chat(head, model, answers, 1, ())
+
+
+def _details(model: ModelState | None) -> dict[str, Any]:
+    family = model.llm.shape.architecture if model is not None else ""
+    return {"format": "gguf", "family": family, "families": [family] if family else [], "parameter_size": ""}
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat()

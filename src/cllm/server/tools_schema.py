@@ -1,0 +1,98 @@
+"""Tools and their calls as OpenAI's clients send them."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from cllm.server.chat import NamedTool, Tool, ToolChoice
+from cllm.server.validation import RequestModel, Text, refusal, shorten, wrong
+
+_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+MOST_TOOLS = 512
+_Id = Annotated[Text, Field(max_length=256)]
+
+
+def _is_name(name: str) -> str:
+    if re.fullmatch(_NAME, name) is None:
+        raise wrong(f"must be 1 to 64 letters, digits, _, - or ., not {shorten(repr(name))}")
+    return name
+
+
+ToolName = Annotated[str, AfterValidator(_is_name), Field(json_schema_extra={"pattern": _NAME})]
+
+
+class FunctionTool(RequestModel):
+    name: ToolName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = Field(None, description="The JSON schema of an object. Default: no arguments.")
+    strict: bool | None = Field(None, description="Guarantee that the arguments fit the schema.")
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> FunctionTool:
+        kind = (self.parameters or {}).get("type", "object")
+        if kind != "object":
+            raise refusal("parameters", f"must be the schema of an object, not of {shorten(repr(kind))}")
+        return self
+
+
+class ToolDefinition(RequestModel):
+    type: Literal["function"]
+    function: FunctionTool
+
+    def tool(self) -> Tool:
+        function = self.function
+        return Tool(function.name, function.description, function.parameters or None, bool(function.strict))
+
+
+class _ChosenFunction(RequestModel):
+    name: ToolName
+
+
+class ChosenTool(RequestModel):
+    type: Literal["function"]
+    function: _ChosenFunction
+
+
+Tools = Annotated[list[ToolDefinition], Field(fail_fast=True, max_length=MOST_TOOLS)]
+Choice = Literal["auto", "none", "required"] | ChosenTool
+
+
+class CalledFunction(RequestModel):
+    name: Annotated[Text, Field(max_length=256)]
+    arguments: Text | dict[str, Any] = Field("", description="The text of a JSON object.")
+
+
+class CalledTool(RequestModel):
+    """A call in a message of the assistant."""
+
+    id: _Id
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = Field(None, description="As in a stream; says nothing here.")
+
+    def plain(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+Calls = Annotated[list[CalledTool], Field(fail_fast=True)]
+
+
+def check_tools(tools: list[ToolDefinition] | None, choice: Choice | None) -> None:
+    """What is wrong with them together."""
+    names: set[str] = set()
+    for number, tool in enumerate(tools or ()):
+        if tool.function.name in names:
+            raise refusal(f"tools[{number}].function.name", f"is {tool.function.name!r} once more; names must differ")
+        names.add(tool.function.name)
+    if choice is not None and choice not in ("none", "auto") and not names:
+        raise refusal("tool_choice", "is only allowed together with tools")
+    if isinstance(choice, ChosenTool) and choice.function.name not in names:
+        raise refusal("tool_choice", f"names {choice.function.name!r}, which is not among the tools")
+
+
+def choice_of(choice: Choice | None) -> ToolChoice:
+    return NamedTool(choice.function.name) if isinstance(choice, ChosenTool) else choice or "auto"

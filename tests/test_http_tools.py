@@ -1,0 +1,195 @@
+"""Tools and reasoning over HTTP, as OpenAI's client sees them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from cllm.config import Config
+from cllm.server.openai_replies import ChatReply
+from http_fakes import FakeLLM, client_for
+
+USER = {"role": "user", "content": "hi"}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "f", "description": "Does it.", "parameters": SCHEMA}}
+STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+HERMES = "{% if tools %}<tool_call>{% endif %}"
+THINKS = "{{ '<think></think>' if enable_thinking is false }}"
+
+
+async def ask(llm: FakeLLM, **body: Any) -> httpx.Response:
+    async with client_for(llm) as client:
+        return await client.post("/v1/chat/completions", json={"messages": [USER], **body})
+
+
+async def choice(llm: FakeLLM, **body: Any) -> dict[str, Any]:
+    response = await ask(llm, **body)
+    assert response.status_code == 200, response.text
+    reply = response.json()
+    assert ChatReply.model_validate(reply).model_dump(exclude_unset=True) == reply
+    (only,) = reply["choices"]
+    return dict(only)
+
+
+async def deltas(llm: FakeLLM, **body: Any) -> list[dict[str, Any]]:
+    response = await ask(llm, stream=True, **body)
+    assert response.status_code == 200, response.text
+    lines = [line for line in response.text.splitlines() if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+
+
+def fake(text: str, template: str = HERMES, **settings: Any) -> FakeLLM:
+    return FakeLLM(Config.model_validate({"chat": settings}), text=text, template=template, max_context=4096)
+
+
+async def test_a_call() -> None:
+    answer = await choice(fake(f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>"), tools=[TOOL])
+    (call,) = answer["message"].pop("tool_calls")
+    assert answer["message"] == {"role": "assistant", "content": "Let me see.", "refusal": None}
+    assert call.pop("id").startswith("call_")
+    assert call == {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert answer["finish_reason"] == "tool_calls"
+
+
+async def test_calls_without_text_have_no_content_and_ids_differ() -> None:
+    answer = await choice(fake(f"<tool_call>{CALL}</tool_call>" * 2), tools=[TOOL])
+    assert answer["message"]["content"] is None
+    first, second = answer["message"]["tool_calls"]
+    assert first["id"] != second["id"]
+
+
+async def test_a_streamed_call() -> None:
+    events = await deltas(fake(f"So: <tool_call>{CALL}</tool_call><tool_call>{CALL}"), tools=[TOOL])
+    said = [event["delta"] for event in events]
+    assert said[0] == {"role": "assistant", "content": "S"}
+    assert "".join(delta.get("content") or "" for delta in said) == "So:"
+    calls = [delta["tool_calls"][0] for delta in said if "tool_calls" in delta]
+    begun = [call for call in calls if "id" in call]
+    assert [(call["index"], call["type"], call["function"]) for call in begun] == [
+        (number, "function", {"name": "f", "arguments": ""}) for number in range(2)
+    ]
+    for number in range(2):
+        own = [call["function"]["arguments"] for call in calls if call["index"] == number]
+        assert "".join(own) == '{"a": 1}'
+        assert len(own) > 2, "arguments come as they grow"
+    assert said[-1] == {}
+    assert [event["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
+    assert events[-1]["finish_reason"] == "tool_calls"
+
+
+async def test_an_answer_that_is_a_call_alone_begins_with_its_role() -> None:
+    first = (await deltas(fake(f"<tool_call>{CALL}"), tools=[TOOL]))[0]["delta"]
+    assert (first["role"], first["content"], first["tool_calls"][0]["function"]["name"]) == ("assistant", None, "f")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_every_tokens_log_probability_comes_once(streamed: bool) -> None:
+    llm = fake(f"<think>x</think>Well. <tool_call>{CALL}</tool_call> ", template=HERMES + THINKS)
+    body: dict[str, Any] = {"tools": [TOOL], "logprobs": True, "include_reasoning": False}
+    choices = await deltas(llm, **body) if streamed else [await choice(llm, **body)]
+    tokens = [entry["token"] for each in choices for entry in (each["logprobs"] or {"content": []})["content"]]
+    assert "".join(tokens) == llm.text
+
+
+async def test_cut_off_arguments_end_with_length() -> None:
+    answer = await choice(fake(f"<tool_call>{CALL}"), tools=[TOOL], max_tokens=45)
+    assert answer["finish_reason"] == "length"
+    assert answer["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": '
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_at_most_one_call(streamed: bool) -> None:
+    llm = fake(f"<tool_call>{CALL}</tool_call>" * 3)
+    body: dict[str, Any] = {"tools": [TOOL], "parallel_tool_calls": False}
+    answer = (await deltas(llm, **body))[-1] if streamed else await choice(llm, **body)
+    assert answer["finish_reason"] == "tool_calls"
+    assert llm.generations[0].stopped == [0]
+    assert streamed or len(answer["message"]["tool_calls"]) == 1
+
+
+async def test_without_tools_or_with_none_nothing_is_read() -> None:
+    text = f"<tool_call>{CALL}"
+    for body in ({}, {"tools": [TOOL], "tool_choice": "none"}, {"tools": []}):
+        llm = fake(text)
+        answer = await choice(llm, **body)
+        assert (answer["message"]["content"], answer["finish_reason"]) == (text, "stop")
+        assert not llm.asked[0][1].tools
+
+
+async def test_the_conversation_reaches_the_template() -> None:
+    llm = fake("Done.")
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "42"}]},
+    ]
+    arguments = {"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "low"}
+    await choice(llm, messages=messages, tools=[TOOL], **arguments)
+    plain, options = llm.asked[0]
+    assert plain == [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "tool", "content": "42", "tool_call_id": "call_1"},
+    ]
+    assert options.tools == [TOOL]
+    assert options.arguments == {"enable_thinking": True, "reasoning_effort": "low"}
+    await choice(llm, reasoning_effort="none", add_generation_prompt=False)
+    assert llm.asked[1][1].arguments == {"reasoning_effort": "none", "enable_thinking": False}
+    assert not llm.asked[1][1].asks
+
+
+@pytest.mark.parametrize(
+    ("body", "masked"),
+    [
+        ({"tools": [TOOL]}, False),
+        ({"tools": [STRICT]}, True),
+        ({"tools": [TOOL], "tool_choice": "required"}, True),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, True),
+        ({"tools": [STRICT], "tool_choice": "none"}, False),
+    ],
+)
+async def test_calls_that_must_be_certain_are_masked(body: dict[str, Any], masked: bool) -> None:
+    llm = fake(f"<tool_call>{CALL}")
+    await choice(llm, **body)
+    assert bool(llm.compiled) == masked
+    assert (llm.generations[0].params.structured is not None) == masked
+    if masked:
+        assert (llm.compiled[0].kind, llm.compiled[0].param) == ("lark", "tools")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "body", "reasoning", "content"),
+    [
+        ({}, {}, "Hm.", "Yes."),
+        ({}, {"separate_reasoning": False}, None, "<think>\nHm.\n</think>\nYes."),
+        ({}, {"reasoning_format": "none"}, None, "<think>\nHm.\n</think>\nYes."),
+        ({}, {"include_reasoning": False}, None, "Yes."),
+        ({"reasoning": "off"}, {}, None, "<think>\nHm.\n</think>\nYes."),
+        ({"reasoning": "off"}, {"reasoning_format": "deepseek"}, "Hm.", "Yes."),
+    ],
+)
+async def test_reasoning(
+    settings: dict[str, Any], body: dict[str, Any], reasoning: str | None, content: str, streamed: bool
+) -> None:
+    llm = fake("<think>\nHm.\n</think>\nYes.", template=THINKS, **settings)
+    if streamed:
+        said = [event["delta"] for event in await deltas(llm, **body)]
+        assert said[0]["role"] == "assistant"
+        found = "".join(delta.get("reasoning_content") or "" for delta in said)
+        assert (found or None, "".join(delta.get("content") or "" for delta in said)) == (reasoning, content)
+    else:
+        message = (await choice(llm, **body))["message"]
+        assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+
+
+async def test_plain_chats_pass_by_all_this() -> None:
+    llm = FakeLLM(text="<think>x</think><tool_call>")
+    assert (await choice(llm))["message"]["content"] == llm.text
+    assert not llm.compiled
