@@ -5,11 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help install serve test test-torch lint bench clean
+.PHONY: help install serve test test-clients test-torch lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.ready ## prepare .venv with everything that serving needs
 
@@ -19,6 +19,10 @@ serve: install ## fetch the default model at first use and serve it on port 8000
 test: $(VENV)/.ready-test ## run the whole test suite (ARGS="-k radix" for a part)
 	$(BIN)/cllm pull smollm2
 	$(BIN)/python -m pytest $(ARGS)
+
+test-clients: $(VENV)/.ready-clients ## install clients (openai, anthropic, litellm ...), and try them with the default model
+	$(BIN)/cllm pull smollm2
+	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 test-torch: $(VENV)/.ready-torch ## install torch, and run the tests that need it (ARGS="-k gguf" for a part)
 	$(BIN)/cllm pull smollm2
@@ -50,6 +54,10 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 
 $(VENV)/.ready-test: $(VENV)/.ready-dev
 	$(BIN)/python scripts/install.py browser llama-cpp
+	@touch $@
+
+$(VENV)/.ready-clients: $(VENV)/.ready-dev
+	$(BIN)/python scripts/install.py test-clients
 	@touch $@
 
 $(VENV)/.ready-torch: $(VENV)/.ready-dev

@@ -7,6 +7,7 @@ from typing import Any
 
 import anthropic
 import pytest
+
 from clients_kit import (
     CITY_SCHEMA,
     FUNCTION,
@@ -61,9 +62,7 @@ def test_system_and_cache_control(client: anthropic.Anthropic) -> None:
 )
 def test_tool(client: anthropic.Anthropic, choice: Any) -> None:
     """tools: any and named"""
-    answer = client.messages.create(
-        model=MODEL, max_tokens=60, messages=MESSAGES, tools=[TOOL], tool_choice=choice
-    )
+    answer = client.messages.create(model=MODEL, max_tokens=60, messages=MESSAGES, tools=[TOOL], tool_choice=choice)
     calls = [block for block in answer.content if block.type == "tool_use"]
     assert answer.stop_reason == "tool_use" and len(calls) == 1 and calls[0].name == "weather"
     Weather.model_validate(calls[0].input)
@@ -71,9 +70,7 @@ def test_tool(client: anthropic.Anthropic, choice: Any) -> None:
 
 def test_tool_streamed(client: anthropic.Anthropic) -> None:
     """tools, streamed"""
-    with client.messages.stream(
-        model=MODEL, max_tokens=60, messages=MESSAGES, tools=[TOOL], tool_choice=ANY
-    ) as stream:
+    with client.messages.stream(model=MODEL, max_tokens=60, messages=MESSAGES, tools=[TOOL], tool_choice=ANY) as stream:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
         final = stream.get_final_message()
     assert "".join(pieces)

@@ -9,6 +9,8 @@ import anthropic
 import instructor
 import openai
 import pytest
+from instructor import Mode
+
 from clients_kit import (
     CITY_SCHEMA,
     JSON_MESSAGES,
@@ -21,7 +23,6 @@ from clients_kit import (
     ServedModel,
     Weather,
 )
-from instructor import Mode
 
 CLIENT = "instructor"
 GUIDED: Any = {"structured_outputs": {"json": CITY_SCHEMA}}

@@ -6,6 +6,10 @@ from typing import Any
 
 import openai
 import pytest
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
+
 from clients_kit import (
     JSON_MESSAGES,
     LIMIT_S,
@@ -19,9 +23,6 @@ from clients_kit import (
     ServedModel,
     Weather,
 )
-from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
 CLIENT = "langchain-openai"
 

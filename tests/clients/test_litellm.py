@@ -7,6 +7,7 @@ from typing import Any
 
 import litellm
 import pytest
+
 from clients_kit import (
     CITY_FORMAT,
     JSON_MESSAGES,

@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+
 from clients_kit import (
     CITY_FORMAT,
     JSON_MESSAGES,
@@ -139,9 +140,7 @@ def test_tool_result(client: openai.OpenAI) -> None:
 
 def test_json_schema(client: openai.OpenAI) -> None:
     """structured output: json_schema"""
-    answer = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, response_format=CITY_FORMAT, max_tokens=60
-    )
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=CITY_FORMAT, max_tokens=60)
     City.model_validate_json(answer.choices[0].message.content or "")
 
 
@@ -163,9 +162,7 @@ def test_parse_tool(client: openai.OpenAI) -> None:
 
 def test_stream_helper(client: openai.OpenAI) -> None:
     """structured output, streamed with the client's helper"""
-    with client.chat.completions.stream(
-        model=MODEL, messages=MESSAGES, response_format=City, max_tokens=60
-    ) as stream:
+    with client.chat.completions.stream(model=MODEL, messages=MESSAGES, response_format=City, max_tokens=60) as stream:
         kinds = {event.type for event in stream}
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, City)
     assert {"content.delta", "content.done"} <= kinds

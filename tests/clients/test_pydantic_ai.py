@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
-from clients_kit import MODEL, QUESTION, REASONED, TOO_LONG, City, ServedModel
 from pydantic_ai import (
     Agent,
     Embedder,
@@ -22,6 +21,8 @@ from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
+
+from clients_kit import MODEL, QUESTION, REASONED, TOO_LONG, City, ServedModel
 
 CLIENT = "pydantic-ai"
 SETTINGS: Any = {"temperature": 0, "max_tokens": 60, "parallel_tool_calls": False}
