@@ -86,7 +86,7 @@ def test_tool(client: openai.OpenAI, choice: Any) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, max_tokens=60
     )
-    assert answer.choices[0].finish_reason == ("stop" if choice is NAMED else "tool_calls")
+    assert answer.choices[0].finish_reason == "tool_calls"
     assert len(calls_of(answer)) == 1
 
 
