@@ -5,11 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help install serve test test-clients test-torch lint bench clean
+.PHONY: help install serve test test-clients test-exhaustive test-torch lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.ready ## prepare .venv with everything that serving needs
 
@@ -18,7 +18,12 @@ serve: install ## fetch the default model at first use and serve it on port 8000
 
 test: $(VENV)/.ready-test ## run the whole test suite (ARGS="-k radix" for a part)
 	$(BIN)/cllm pull smollm2
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not alone" -n auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? -eq 5 ]  # 5: the part that was asked for has none of them
+
+test-exhaustive: $(VENV)/.ready-test ## what `make test` takes samples of: every call fails in turn, and sanitizers (ten minutes)
+	$(BIN)/cllm pull smollm2
+	CLLM_TESTS=exhaustive $(BIN)/python -m pytest -m exhaustive -n auto --dist worksteal $(ARGS)
 
 test-clients: $(VENV)/.ready-clients ## install clients (openai, anthropic, litellm ...), and try them with the default model
 	$(BIN)/cllm pull smollm2
@@ -53,7 +58,7 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	@touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready-dev
-	$(BIN)/python scripts/install.py browser llama-cpp
+	$(BIN)/python scripts/install.py browser
 	@touch $@
 
 $(VENV)/.ready-clients: $(VENV)/.ready-dev
@@ -65,5 +70,5 @@ $(VENV)/.ready-torch: $(VENV)/.ready-dev
 	@touch $@
 
 $(VENV)/.ready-bench: $(VENV)/.ready
-	$(BIN)/python scripts/install.py llama-cpp bench
+	$(BIN)/python scripts/install.py bench
 	@touch $@

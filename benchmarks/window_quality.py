@@ -29,7 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.backends.base import Chunk
+from cllm.backends.llama_cpp.library import load_library
 from cllm.backends.native.backend import NativeBackend
+from cllm.errors import ModelError
 from cllm.kv.ops import BlockGeometry
 from cllm.kv.window import Window
 from cllm.machine import default_threads, read_cpus
@@ -210,9 +212,9 @@ def rotation(options: argparse.Namespace) -> None:
             f"  {kind:5} error of scores, of their spread: {100 * once:.2f} % stored once, {100 * often:.2f} % rotated"
         )
     try:
-        import llama_cpp  # noqa: F401
-    except ImportError:
-        print("llama.cpp is not installed: what rotating costs there is not measured")
+        load_library()
+    except ModelError as error:
+        print(f"what rotating costs in llama.cpp is not measured: {error}")
         return
     llama_cost(options)
 

@@ -42,7 +42,7 @@ std::array<double, size_t(Phase::count)> Forward::take_profile() {
 }
 
 bool Forward::step(const int32_t* tokens, const std::vector<Chunk>& chunks, const KVLayout& layout, uint8_t* arena,
-                   float* logits) {
+                   const StepOutputs& outputs) {
     tokens_ = tokens;
     layout_ = &layout;
     arena_ = arena;
@@ -59,8 +59,9 @@ bool Forward::step(const int32_t* tokens, const std::vector<Chunk>& chunks, cons
         if (abort_.load(std::memory_order_relaxed)) return false;
         if (!run_layer(layer)) return true;
     }
-    multiply({{&model_.output, logits}}, normalised(model_.output_norm), false, Phase::norm, Phase::head);
-    return true;
+    if (!logit_rows_.empty()) multiply_head(logit_rows_.data(), int64_t(logit_rows_.size()), outputs.logits);
+    if (!pooled_.empty()) pool_rows(outputs.hidden);
+    return scored_rows_.empty() || score_rows(outputs);
 }
 
 void Forward::plan_rows(const std::vector<Chunk>& chunks) {
@@ -69,14 +70,23 @@ void Forward::plan_rows(const std::vector<Chunk>& chunks) {
     dropped_.clear();
     tables_.clear();
     wanted_.clear();
+    logit_rows_.clear();
+    scored_rows_.clear();
+    pooled_.clear();
     for (const Chunk& chunk : chunks) {
         for (int i = 0; i < chunk.tokens; ++i) {
             positions_.push_back(chunk.first_position + i);
             dropped_.push_back(chunk.dropped);
             tables_.push_back(chunk.blocks);
         }
-        const int end = int(positions_.size());
-        for (int row = end - chunk.wanted_logits; row < end; ++row) wanted_.push_back(row);
+        const int end = int(positions_.size()), needed = chunk.needed_rows(), first = int(wanted_.size());
+        for (int row = end - needed; row < end; ++row) wanted_.push_back(row);
+        for (int i = needed - chunk.wanted_logits; i < needed; ++i) logit_rows_.push_back(first + i);
+        for (int i = 0; i < chunk.scored; ++i) scored_rows_.push_back(first + i);
+        if (chunk.pooling == Pooling::sum) pooled_.push_back({first, first + needed});
+        if (chunk.pooling == Pooling::last) pooled_.push_back({first + needed - 1, first + needed});
+        // Of a chunk further on there is nothing to add.
+        if (chunk.pooling == Pooling::first) pooled_.push_back({first, first + (chunk.first_position == 0)});
     }
     rows_ = int64_t(positions_.size());
 }
@@ -193,11 +203,12 @@ void Forward::keep_wanted_rows() {
 
 // --- products and their inputs ---
 
-Forward::Inputs Forward::normalised(const Vector& weight) {
+// Of all rows, or of those that are listed.
+Forward::Inputs Forward::normalised(const Vector& weight, const int* rows) {
     const float* factors = weight.data();
-    const auto make = [this, factors](int64_t row, ThreadSpace& own, InputBuffer& to) {
-        const int64_t embd = model_.shape.n_embd;
-        kernels_.rms_norm(work_.x.data() + row * embd, factors, embd, model_.shape.rms_eps, own.row.data());
+    const auto make = [this, factors, rows](int64_t row, ThreadSpace& own, InputBuffer& to) {
+        const int64_t embd = model_.shape.n_embd, from = rows ? rows[row] : row;
+        kernels_.rms_norm(work_.x.data() + from * embd, factors, embd, model_.shape.rms_eps, own.row.data());
         quantise(own.row.data(), embd, row, to);
     };
     return {make, &Workspace::embd, &ThreadSpace::embd};

@@ -13,6 +13,10 @@
 
 namespace cllm {
 
+// What of a chunk's hidden states, after the last norm, is wanted: that of its last token, the sum of all, that of the text's
+// first token.
+enum class Pooling : int { none, last, sum, first };
+
 // Consecutive tokens of one sequence. Positions are places in its block table. Of a sequence with a rolling window, `dropped`
 // tokens have been taken out behind the first `kept` ones, so the token at a position is that many further on in the text.
 struct Chunk {
@@ -21,7 +25,27 @@ struct Chunk {
     int wanted_logits;  // of so many of its last tokens
     const int32_t* blocks;
     int dropped = 0;
-    int kept = 0;  // a whole number of tiles, all before first_position
+    int kept = 0;    // a whole number of tiles, all before first_position
+    int scored = 0;  // of so many of its first tokens, how likely the model finds what follows them
+    Pooling pooling = Pooling::none;
+
+    // So many of its last tokens go through the whole last layer.
+    int needed_rows() const {
+        if (scored > 0 || pooling == Pooling::sum || (pooling == Pooling::first && first_position == 0)) return tokens;
+        return pooling == Pooling::last && wanted_logits == 0 ? 1 : wanted_logits;
+    }
+};
+
+// Where a step puts what its chunks want.
+struct StepOutputs {
+    float* logits = nullptr;
+    const int32_t* targets = nullptr;  // what follows each scored token
+    int top = 0;
+    double* logprobs = nullptr;      // of the targets; NaN where the model has no usable numbers
+    int32_t* ranks = nullptr;        // of the targets, from 1 on
+    int32_t* top_ids = nullptr;      // [scored][top], best first; -1: there are no more
+    double* top_logprobs = nullptr;
+    double* hidden = nullptr;        // [pooled chunks][n_embd]; sums are added to what is there
 };
 
 enum class Phase : int { norm, qkv, rope, attention, quantise, output, gate_up, down, head, count };
@@ -31,8 +55,9 @@ class Forward {
 public:
     Forward(const Model& model, Team& team) : model_(model), team_(team), kernels_(model.kernels) {}
 
-    // The rows of logits that the chunks want, in order. False if `abort` ended the step; then part of the K/V was written.
-    bool step(const int32_t* tokens, const std::vector<Chunk>& chunks, const KVLayout& layout, uint8_t* arena, float* logits);
+    // What the chunks want, in their order. False if `abort` ended the step; then part of the K/V was written.
+    bool step(const int32_t* tokens, const std::vector<Chunk>& chunks, const KVLayout& layout, uint8_t* arena,
+              const StepOutputs& outputs);
 
     void abort() { abort_.store(true); }
 
@@ -79,9 +104,12 @@ private:
     void feed_forward(const Layer& layer);
     void activate(const Layer& layer, const InputBuffer& inputs, int64_t first_group, int64_t groups, Rows rows, int thread);
     void keep_wanted_rows();
+    void multiply_head(const int* rows, int64_t count, float* logits);
+    bool score_rows(const StepOutputs& outputs);
+    void pool_rows(double* hidden);
 
     bool few() const { return rows_ <= kFewRows; }
-    Inputs normalised(const Vector& weight);
+    Inputs normalised(const Vector& weight, const int* rows = nullptr);
     Inputs attended();
     void make_shared(const Inputs& inputs, Phase which);
     void make_own(const Inputs& inputs, int thread);
@@ -130,13 +158,15 @@ private:
     const int32_t* tokens_ = nullptr;
     const KVLayout* layout_ = nullptr;
     uint8_t* arena_ = nullptr;
-    float* logits_ = nullptr;
     int64_t rows_ = 0;                   // rows that are computed now; fewer in the last layer
     std::vector<Chunk> chunks_;
     std::vector<int> positions_;         // of each row, in its block table
     std::vector<int> dropped_;           // of each row's sequence
     std::vector<const int32_t*> tables_;  // block table of each row
-    std::vector<int> wanted_;            // rows whose logits are wanted
+    std::vector<int> wanted_;            // rows that go through the whole last layer
+    std::vector<int> logit_rows_;        // of those, the ones whose logits are wanted
+    std::vector<int> scored_rows_;       // and the ones that are scored
+    std::vector<Rows> pooled_;           // and those of each chunk whose hidden states are wanted
     std::vector<Tile> tiles_;
     std::vector<std::atomic<int>> open_splits_;  // of each tile and kv head, while splits are computed apart
     std::vector<int32_t> written_;       // blocks

@@ -17,14 +17,14 @@ int64_t rows_to_store(int64_t rows) { return rows < 4 * kTileTokens ? 4 : kTileT
 
 }  // namespace
 
-// Tiles of the rows that attend: all of them, or those whose logits are wanted, which then lie one after another.
+// Tiles of the rows that attend: all of them, or those that are wanted, which then lie one after another.
 void Forward::plan_attention(bool wanted_rows_only) {
     const int group = model_.shape.group(), most = attention_tile_tokens(group);
     tiles_.clear();
     size_t states = 0;
     int row = 0, longest = 1;
     for (const Chunk& chunk : chunks_) {
-        const int skipped = wanted_rows_only ? chunk.tokens - chunk.wanted_logits : 0;
+        const int skipped = wanted_rows_only ? chunk.tokens - chunk.needed_rows() : 0;
         for (int done = skipped; done < chunk.tokens;) {
             const int tokens = std::min(most, chunk.tokens - done), first = chunk.first_position + done;
             const int sinks = chunk.dropped > 0 ? chunk.kept : 0, splits = count_splits(first + tokens, sinks);

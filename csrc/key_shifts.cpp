@@ -28,7 +28,7 @@ void learn_key_shifts(Model& model, Forward& forward) {
     std::vector<int32_t> tokens(kSample);
     for (int i = 0; i < kSample; ++i) tokens[size_t(i)] = int32_t(int64_t(i) * s.n_vocab / kSample);
     const int32_t block = 0;
-    forward.step(tokens.data(), {{kSample, 0, false, &block}}, layout, arena.data(), nullptr);
+    forward.step(tokens.data(), {{kSample, 0, false, &block}}, layout, arena.data(), {});
     for (int index = 0; index < s.n_layers; ++index) {
         Vector& shift = model.layers[size_t(index)].key_shift;
         shift.resize(size_t(s.kv_size()));

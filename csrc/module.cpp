@@ -31,6 +31,10 @@ using IntTable = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::devic
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatTable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using NewInts = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using NewIntTable = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Doubles = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using DoubleTable = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
 
@@ -83,7 +87,22 @@ public:
     bool step(const Ints& tokens, const IntTable& chunks, const Ints& blocks, const FloatTable& logits) {
         require_ready();
         read_chunks(tokens, chunks, blocks, logits);
-        return forward_.step(tokens.data(), chunks_, layout_, arena_->data(), logits.data());
+        return forward_.step(tokens.data(), chunks_, layout_, arena_->data(), {logits.data()});
+    }
+
+    bool read_prompts(const Ints& tokens, const IntTable& chunks, const Ints& blocks, const FloatTable& logits,
+                      const IntTable& wants, const Ints& targets, const Doubles& logprobs, const NewInts& ranks,
+                      const NewIntTable& top_ids, const DoubleTable& top_logprobs, const DoubleTable& hidden) {
+        require_ready();
+        read_chunks(tokens, chunks, blocks, logits);
+        read_wants(wants, targets, hidden);
+        const size_t scored = targets.size(), top = top_ids.shape(1);
+        if (logprobs.size() != scored || ranks.size() != scored || top_ids.shape(0) != scored ||
+            top_logprobs.shape(0) != scored || top_logprobs.shape(1) != top)
+            refuse("there are " + number(scored) + " targets, and room for another number of scores");
+        const StepOutputs outputs{logits.data(), targets.data(), int(top),          logprobs.data(),
+                                  ranks.data(),  top_ids.data(), top_logprobs.data(), hidden.data()};
+        return forward_.step(tokens.data(), chunks_, layout_, arena_->data(), outputs);
     }
     void abort() { forward_.abort(); }
 
@@ -188,6 +207,33 @@ private:
             refuse("logits is " + number(logits.shape(0)) + " x " + number(logits.shape(1)) + ", needed are " + number(n_logits) +
                    " x " + number(model_.shape.n_vocab));
         for (size_t i = 0; i < blocks.size(); ++i) check_block(blocks.data()[i]);
+        check_tokens(tokens);
+    }
+
+    // A row of `wants` for each chunk: of how many of its first tokens it wants scores, and which hidden states.
+    void read_wants(const IntTable& wants, const Ints& targets, const DoubleTable& hidden) {
+        if (wants.shape(0) != chunks_.size() || wants.shape(1) != 2)
+            refuse("wants is " + number(wants.shape(0)) + " x " + number(wants.shape(1)) + ", needed are " +
+                   number(chunks_.size()) + " x 2");
+        int64_t scored = 0, pooled = 0;
+        for (size_t i = 0; i < chunks_.size(); ++i) {
+            const int32_t* row = wants.data() + i * 2;
+            if (row[0] < 0 || row[0] > chunks_[i].tokens)
+                refuse("chunk " + number(i) + " of " + number(chunks_[i].tokens) + " tokens wants " + number(row[0]) + " scores");
+            if (row[1] < int(Pooling::none) || row[1] > int(Pooling::first)) refuse("there is no pooling " + number(row[1]));
+            chunks_[i].scored = row[0];
+            chunks_[i].pooling = Pooling(row[1]);
+            scored += row[0];
+            pooled += row[1] != int(Pooling::none);
+        }
+        if (scored != int64_t(targets.size())) refuse(number(scored) + " scores are wanted, of " + number(targets.size()) + " targets");
+        if (int64_t(hidden.shape(0)) != pooled || int64_t(hidden.shape(1)) != model_.shape.n_embd)
+            refuse("hidden is " + number(hidden.shape(0)) + " x " + number(hidden.shape(1)) + ", needed are " + number(pooled) +
+                   " x " + number(model_.shape.n_embd));
+        check_tokens(targets);
+    }
+
+    void check_tokens(const Ints& tokens) const {
         for (size_t i = 0; i < tokens.size(); ++i)
             if (tokens.data()[i] < 0 || tokens.data()[i] >= model_.shape.n_vocab)
                 refuse("token " + number(tokens.data()[i]) + " is not one of " + number(model_.shape.n_vocab));
@@ -355,6 +401,9 @@ NB_MODULE(_native, m) {
         .def("allocate", &Engine::allocate, nb::kw_only(), "blocks"_a, "block_size"_a, "type_k"_a, "type_v"_a,
              "large_pages"_a = true, no_gil)
         .def("step", &Engine::step, "tokens"_a, "chunks"_a, "blocks"_a, "logits"_a.noconvert(), no_gil)
+        .def("read_prompts", &Engine::read_prompts, "tokens"_a, "chunks"_a, "blocks"_a, "logits"_a.noconvert(), "wants"_a,
+             "targets"_a, "logprobs"_a.noconvert(), "ranks"_a.noconvert(), "top_ids"_a.noconvert(),
+             "top_logprobs"_a.noconvert(), "hidden"_a.noconvert(), no_gil)
         .def("abort", &Engine::abort)
         .def("copy_blocks", &Engine::copy_blocks, "pairs"_a, no_gil)
         .def("move_blocks", &Engine::move_blocks, "moves"_a, no_gil)

@@ -71,6 +71,7 @@ struct Workspace {
     Rotations rotations;           // by positions in the text
     Rotations sink_rotations;      // by places in the block table, of rows whose sequences have dropped tokens
     Buffer<float> states;          // of attention tiles whose splits are computed apart
+    Buffer<float> scored;          // logits of some rows at a time, of steps that score any
     InputBuffer embd, heads, ff;
     std::vector<ThreadSpace> threads;
 

@@ -1,11 +1,12 @@
 """Install into the environment of the Python that runs this.
 
     python scripts/install.py                    cLLM itself, with its native engine
-    python scripts/install.py test llama-cpp     what these extras of it need; cLLM is there already
+    python scripts/install.py test               what these extras of it need; cLLM is there already
+    python scripts/install.py llama-cpp          llama.cpp compiled for this processor, instead of the wheel's
     python scripts/install.py browser            Chromium for the tests of the page, if apt may install it
 
-The first two can compile for a while. This says so before it starts and shows a line of progress while it runs, from
-the compiler's own "[12/193]" counts. Only the standard library is used: nothing is installed yet when this runs.
+The first and the third compile for a while. This says so before it starts and shows a line of progress while it runs,
+from the compiler's own "[12/193]" counts. Only the standard library is used: nothing is installed yet when this runs.
 """
 
 from __future__ import annotations
@@ -56,8 +57,7 @@ def install_extras(extras: list[str]) -> int:
             if importlib.util.find_spec("llama_cpp") is not None:
                 continue
             print(
-                "cLLM: compiling llama.cpp for this processor, to compare with. "
-                "It takes about ten minutes on two cores, once.",
+                "cLLM: compiling llama.cpp for this processor. It takes about ten minutes on two cores, once.",
                 flush=True,
             )
             arguments, what = ["install", "--verbose"], "compiling llama.cpp"

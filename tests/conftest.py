@@ -10,6 +10,10 @@ import pytest
 
 os.environ["CLLM_KV__DISK__ENABLED"] = "false"
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Tests run beside tests. A thread of llama.cpp that spins while it waits takes the core that the others wait for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 @pytest.fixture(autouse=True)
 def _level_of_the_log() -> Iterator[None]:

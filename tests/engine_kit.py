@@ -8,11 +8,13 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from cllm.backends.base import Chunk
+from cllm.backends.base import Chunk, PromptScores
 from cllm.backends.fake import END_TOKEN, FakeBackend
 from cllm.engine.budget import StepBudget
+from cllm.engine.constraint import Constraint
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
+from cllm.engine.reading import Embedding, PromptPooling, PromptScoring, Reading
 from cllm.engine.request import FinishReason, Output, Request, build_request
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.tenant import NOBODY, Tenant
@@ -62,6 +64,8 @@ def make_request(
     window: Window | None = None,
     tenant: Tenant = NOBODY,
     pins: Sequence[PinMark] = (),
+    reading: Reading | None = None,
+    constraint: Constraint | None = None,
 ) -> Request:
     ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
     return build_request(
@@ -78,7 +82,28 @@ def make_request(
         window=window,
         tenant=tenant,
         pins=pins,
+        reading=reading,
+        constraint=constraint,
     )
+
+
+def make_reading(kind: str) -> Reading:
+    """Of "scores", or of embeddings "last", "mean" or "cls"."""
+    return PromptScoring(2) if kind == "scores" else PromptPooling(kind)  # type: ignore[arg-type]
+
+
+def read_alone(prompt: Sequence[int], kind: str) -> list[Any]:
+    """What is read off a prompt that is computed by itself, in one chunk, as plain lists."""
+    backend, tokens, reading = FakeBackend(), array("i", prompt), make_reading(kind)
+    backend.allocate(SlotGeometry(1, 4096))
+    asks = reading.ask(tokens, 0, len(tokens))
+    if asks is not None:
+        reading.take(0, backend.read_prompts([Chunk(tokens, 0, 0, asks=asks)]).read[0])
+    return as_lists(reading.result())
+
+
+def as_lists(read: PromptScores | Embedding) -> list[Any]:
+    return [column.tolist() for column in read] if isinstance(read, PromptScores) else read.tolist()
 
 
 def reference(request: Request, answer: int = 0) -> list[int]:
@@ -94,6 +119,8 @@ def reference(request: Request, answer: int = 0) -> list[int]:
     )
     tokens: array[int] = array("i", request.prompt)
     limit = request.sequences[answer].max_length
+    if limit == len(tokens):
+        return []
     done = 0
     while True:
         logits = backend.step([Chunk(tokens[done:], done, True)])
@@ -110,6 +137,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.reads: dict[str, list[Any]] = {}
         self.ends: dict[tuple[str, int], Output] = {}
         self._changed = threading.Condition()
 
@@ -117,6 +145,9 @@ class Collector:
         with self._changed:
             for output in outputs:
                 key = (output.request_id, output.answer)
+                if output.read is not None:
+                    assert output.request_id not in self.reads and key not in self.tokens
+                    self.reads[output.request_id] = as_lists(output.read)
                 if output.token_id is not None:
                     self.tokens.setdefault(key, []).append(output.token_id)
                 if output.reason is not None:
@@ -164,9 +195,12 @@ __all__ = [
     "GREEDY",
     "Collector",
     "FinishReason",
+    "as_lists",
     "assert_nothing_left",
     "make_engine",
+    "make_reading",
     "make_request",
     "make_scheduler",
+    "read_alone",
     "reference",
 ]

@@ -23,7 +23,8 @@ from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockBytes
 from cllm.kv.paged import PagedKVManager
-from engine_kit import Collector, make_request
+from engine_kit import Collector, make_reading, make_request, read_alone
+from thorough import EXHAUSTIVE
 
 CAUSE = "the n-th call failed"
 """In the message of every injected fault, so that a request's error can be traced to it."""
@@ -49,7 +50,7 @@ OPS_CALLS = (
     "copy_blocks", "move_blocks", "release_pages", "prepare_pages", "resident_bytes",
     "length", "remove", "copy", "save", "load", "resize", "shift", "no_room", "read_blocks", "landing", "land",
 )  # fmt: skip
-BACKEND_CALLS = ("step", "rebuild", "abort")
+BACKEND_CALLS = ("step", "read_prompts", "rebuild", "abort")
 AHEAD_CALLS = ("submit", "collect", "rebuild", "abort")
 """Of a backend that computes ahead: a step is two calls there, and either may fail."""
 OBSERVER_CALLS = ("on_step", "on_finished", "on_eviction")
@@ -172,6 +173,8 @@ class Rig:
         self.calls = Calls(self.fault)
         self.collector = Collector()
         self.requests: list[Request] = []
+        self.reads: dict[str, list[Any]] = {}
+        """What is to be read off prompts, by request."""
         self.ended_early: set[str] = set()
         """Requests that the scenario itself cancels, lets time out or shuts down."""
         self.own_faults: list[str] = []
@@ -220,11 +223,19 @@ class Rig:
 
     def submit(self, prompt: str, max_tokens: int = 4, **options: Any) -> Request:
         timeout_s, priority = options.pop("timeout_s", 1e9), options.pop("priority", 0)
+        reads = options.pop("reads", None)
+        reading = None if reads is None else make_reading(reads)
+        if reads is not None and reads != "scores":
+            max_tokens = 0
         window, pins, tenant = options.pop("window", None), options.pop("pins", ()), options.pop("tenant", NOBODY)
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **options})
         name = f"r{len(self.requests)}"
         limits = {"timeout_s": timeout_s, "priority": priority, "max_context": 96, "window": window, "pins": pins}
-        request = make_request(prompt, params, arrival=self.now, request_id=name, tenant=tenant, **limits)
+        request = make_request(
+            prompt, params, arrival=self.now, request_id=name, tenant=tenant, reading=reading, **limits
+        )
+        if reads is not None:
+            self.reads[name] = read_alone(request.prompt, reads)
         self.requests.append(request)
         self.engine.submit(request)
         if timeout_s < 1e9:
@@ -304,8 +315,11 @@ class Rig:
         end = self.collector.ends[key]
         tokens, expected = self.collector.tokens.get(key, []), self.machine.expected(request, index)
         assert tokens == expected[: len(tokens)], f"{key} got other tokens than alone"
+        read = self.collector.reads.get(request.id)
         if end.reason in (FinishReason.LENGTH, FinishReason.STOP):
             assert tokens == expected
+            # Off the prompt is read with the first answer; another one may go on alone.
+            assert index or read == self.reads.get(request.id), f"{key}: its prompt was read otherwise than alone"
         elif end.reason is FinishReason.ERROR:
             causes = [*self.own_faults, *([] if self.calls.failed.startswith(HARMLESS) else [CAUSE])]
             assert any(cause in str(end.error) for cause in causes), f"{key}: {end.error!r} does not name the cause"
@@ -317,10 +331,16 @@ Scenario = Callable[[Rig], None]
 
 
 def all_faults(calls: Sequence[str], ways: Sequence[str]) -> Iterator[Fault]:
+    """Every call in every way. As a sample: the first call of each name in every way, and of the others a third, each
+    in one of the ways."""
     seen: Counter[str] = Counter()
     for number, name in enumerate(calls, 1):
-        yield from (Fault(number, way) for way in ways)
         seen[name] += 1
+        if not EXHAUSTIVE and seen[name] > 1:
+            if seen[name] % 3 == 2:
+                yield Fault(number, ways[seen[name] // 3 % len(ways)])
+            continue
+        yield from (Fault(number, way) for way in ways)
         if seen[name] <= 2 and name != "deliver":  # nobody can be told anything if that fails for good
             yield from (Fault(number, way, lasting=True) for way in LASTING_WAYS if way in ways)
         # What only looks has no effect.

@@ -94,6 +94,36 @@ def steps(rig: Rig, scale: int) -> None:
     assert rig.engine.step(*pack([]), np.empty((0, rig.n_vocab), np.float32))
 
 
+def reads(rig: Rig) -> None:
+    """Scores of all and of some rows, with more alternatives than there are tokens, and hidden states of all kinds."""
+    tokens = random_tokens(rig.n_vocab, 60)
+    parts = [
+        Part(tokens[:40], 0, rig.table(40)), Part(tokens[:1], 0, [10], wants=0), Part(tokens[:9], 0, [11], wants=2),
+        Part(tokens[:20], 16, [12, 13, 14], wants=0), Part(tokens[:1], 5, [15]), Part(tokens[:7], 0, [16], wants=0),
+    ]  # fmt: skip
+    wants = np.array([(39, 0), (0, 1), (3, 0), (0, 2), (0, 0), (0, 3)], np.int32)
+    targets, top = np.array(tokens[:42], np.int32), rig.n_vocab + 3
+    scores = np.full(42, np.nan), np.zeros(42, np.int32), np.zeros((42, top), np.int32), np.full((42, top), np.nan)
+    logits, hidden = np.full((4, rig.n_vocab), np.nan, np.float32), np.zeros((3, rig.n_embd))
+    assert rig.engine.read_prompts(*pack(parts), logits, wants, targets, *scores, hidden)
+    assert all(np.isfinite(each).all() for each in (logits, hidden, *scores))
+    assert (scores[2][:, rig.n_vocab :] == -1).all() and scores[1].min() >= 1 and scores[1].max() <= rig.n_vocab
+    bad = wants.copy()
+    bad[1] = 2, 0
+    none = np.zeros((0, top), np.int32), np.zeros((0, top))
+    for attempt in (
+        (bad, targets, *scores, hidden), (-wants, targets, *scores, hidden), (wants + 1, targets, *scores, hidden),
+        (wants[:, :1], targets, *scores, hidden), (wants, targets[:-1], *scores, hidden),
+        (wants, targets + rig.n_vocab, *scores, hidden), (wants, targets, *scores, hidden[:2]),
+        (wants, targets, *scores, hidden[:, 1:]), (wants, targets, scores[0], scores[1], *none, hidden),
+    ):  # fmt: skip
+        try:
+            rig.engine.read_prompts(*pack(parts), logits, *attempt)
+        except (ValueError, TypeError):
+            continue
+        raise AssertionError(f"a step was not refused: {attempt[:2]}")
+
+
 def moves(rig: Rig) -> None:
     """Blocks moved over each other in every direction, pages given back and taken again."""
     rng = np.random.default_rng(7)
@@ -261,6 +291,7 @@ def main() -> None:
                     kv_types = kv_types[index % len(kv_types) :][:1]
                 for kv_type in kv_types:
                     rig = Rig(path, instruction_set=instruction_set, threads=1 + index % 4, blocks=72, kv_type=kv_type)
+                    reads(rig)
                     steps(rig, 1 if instruction_set != "generic" and not quick else 2)
                 moves(rig)
                 refusals(rig)

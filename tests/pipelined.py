@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.backends.base import Chunk, Draw, Drawn, Seen, StepResult
+from cllm.backends.base import Chunk, Draw, Drawn, Seen, StepResult, asks_more
 from cllm.backends.fake import FakeBackend
 from cllm.engine import draw as host
 from cllm.engine.draw import masked
@@ -55,15 +55,17 @@ class PipelinedFake(FakeBackend):
 
     def _result_of(self, chunks: list[Chunk]) -> StepResult | BackendError:
         try:
-            logits = self.step(chunks)
+            result = self.read_prompts(chunks) if asks_more(chunks) else StepResult(self.step(chunks))
         except BackendError as error:
             return error
+        assert result.logits is not None
+        logits = result.logits
         drawn: list[list[Drawn]] = []
         for row, chunk in zip(logits, (chunk for chunk in chunks if chunk.wanted_logits), strict=True):
             unknown = chunk.tokens[0] if chunk.follows else None
             drawn.append([_choose(row, draw, unknown) for draw in chunk.draws])
             self._last[chunk.row] = drawn[-1][0].token_id
-        return StepResult(None, drawn)
+        return StepResult(None, drawn, result.read)
 
 
 def _choose(logits: NDArray[np.float32], draw: Draw, unknown: int | None) -> Drawn:

@@ -11,6 +11,7 @@ import pytest
 from cllm.dialect.pieces import CallArguments, CallBegin, ChatEnd, Piece, ReasoningPiece, TextPiece
 from cllm.server.answers import Head
 from cllm.server.chat import ChatCall
+from cllm.text.chat import CHATML
 
 CALLS: list[Piece] = [
     ReasoningPiece(0, "Let me "),
@@ -24,6 +25,12 @@ CALLS: list[Piece] = [
     CallArguments(0, 1, "{}"),
     ChatEnd(0, "tool_calls"),
 ]
+
+TEMPLATE = f"{{# <think> </think> <tool_call> #}}{CHATML}"
+"""Of a model that reasons and calls tools, and says:"""
+SPOKEN = (
+    '<think>\nHm.\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+)
 
 
 class ScriptedChat:

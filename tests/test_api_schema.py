@@ -51,7 +51,8 @@ def url() -> Iterator[str]:
 def test_the_description_is_true(url: str, tmp_path: Path) -> None:
     (tmp_path / "schemathesis.toml").write_text(SETTINGS)
     command = f"run {url}/openapi.json --phases examples,coverage,fuzzing --max-examples 30 --seed 1"
-    quiet = "--generation-deterministic --no-color --continue-on-failure --request-timeout 60"
+    quiet = "--exclude-path /v1/rerank "  # for which a model needs a head
+    quiet += "--generation-deterministic --no-color --continue-on-failure --request-timeout 60"
     hooks = Path(__file__).parent / "schemathesis_hooks.py"
     done = subprocess.run(
         [sys.executable, "-m", "schemathesis.cli", *command.split(), *quiet.split()],

@@ -527,7 +527,7 @@ async def test_ctrl_c_writes_what_was_measured_and_exits_with_130(tmp_path: Path
 @pytest.mark.parametrize(
     ("peer", "how"),
     [
-        ("llama-server", "pip install 'cllm[bench]'"),
+        ("llama-server", 'pip install "xllamacpp>='),
         ("openvino", "pip install openvino-genai"),
         ("llama-cpp-python", "pip install 'llama-cpp-python[server]'"),
     ],

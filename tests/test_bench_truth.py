@@ -55,7 +55,6 @@ def test_the_truth_is_what_native_computes_with_exact_weights(options: dict[str,
 
 def test_the_command_holds_every_side_against_the_truth(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    pytest.importorskip("llama_cpp")
     model = write_model(tmp_path / "tiny.gguf", weight_type="q8_0", n_embd=128, tied=True)
     text, file = tmp_path / "text.txt", tmp_path / "t.json"
     text.write_text(WORDS)

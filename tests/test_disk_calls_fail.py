@@ -22,6 +22,7 @@ from cllm.kv.tiered import Tiered
 from disk_kit import make_store
 from engine_kit import make_request, reference
 from fault_kit import Clock, Machine, Rig, fail_every_call
+from thorough import exhaustive
 
 KEPT = "a prompt that is on disk from the beginning"
 SIZES = {"block_tokens": 4, "block_bytes": 32}
@@ -95,6 +96,7 @@ def stopped(rig: Rig) -> None:
     rig.turns(20)
 
 
+@exhaustive
 @pytest.mark.parametrize("layout", ["paged", "slots"])
 @pytest.mark.parametrize("script", [scenario, stopped])
 def test_every_call_fails_in_turn(tmp_path: Path, layout: str, script: Callable[[Rig], None]) -> None:

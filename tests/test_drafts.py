@@ -37,6 +37,7 @@ from test_every_call_fails import (
     wrong_positions,
 )
 from test_same_answers import CONTEXT, SameAnswers, in_blocks, in_slots
+from thorough import exhaustive
 from window_kit import windowed_reference
 
 LAYOUTS = ["paged", "slots"]
@@ -173,6 +174,7 @@ def with_drafts(machine: Machine, seed: int = 0) -> Machine:
     return replace(machine, drafter=drafter)
 
 
+@exhaustive
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
@@ -189,6 +191,7 @@ def test_every_call_may_fail(layout: str, scenario: Scenario) -> None:
     print(f"{layout} {scenario.__name__} with drafts: {runs}")
 
 
+@exhaustive
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_call_may_fail_with_windows(layout: str) -> None:
@@ -203,11 +206,13 @@ def test_every_call_may_fail_with_windows(layout: str) -> None:
     fail_every_call(lambda: with_drafts(replace(make_fake(layout, windows), expected=expected)), windows)
 
 
+@exhaustive
 @pytest.mark.usefixtures("quiet")
 def test_every_call_may_fail_while_blocks_move() -> None:
     fail_every_call(lambda: with_drafts(elastic("always")), moved_all_the_time, ("error", "bug"))
 
 
+@exhaustive
 @pytest.mark.usefixtures("quiet")
 def test_a_slot_with_something_else_in_it_is_computed_anew() -> None:
     fail_every_call(lambda: with_drafts(make_fake("slots", wrong_positions)), wrong_positions, ("error",))

@@ -22,6 +22,7 @@ from cllm.kv.window import Window
 from engine_kit import GREEDY, make_engine, make_request, reference
 from fault_kit import Machine, Rig, fail_every_call
 from pipelined import PipelinedFake
+from thorough import exhaustive
 
 LAYOUTS = ("paged", "ahead", "slots")
 PROMPT = list(range(40, 80))
@@ -208,6 +209,7 @@ def pins_come_and_go(rig: Rig) -> None:
     rig.run()
 
 
+@exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_whatever_call_fails_while_pins_come_and_go(layout: str) -> None:
     logging.disable(logging.CRITICAL)

@@ -33,9 +33,12 @@ from engine_kit import make_request, reference
 from fault_kit import BACKEND_CALLS, WAYS, Clock, Machine, Rig, Scenario, fail_every_call
 from native_kit import write_model
 from pipelined import PipelinedFake
+from thorough import exhaustive
 from window_kit import windowed_reference
 
 AHEAD_WAYS = ("error", "fatal", "aborted", "bug")
+
+pytestmark = exhaustive
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +136,18 @@ def forks(rig: Rig) -> None:
     rig.submit("several", 3, n=4, temperature=1.0, seed=5)
     rig.turns(2)
     rig.submit("one more", 2)
+    rig.run()
+
+
+def prompts_are_read(rig: Rig) -> None:
+    """Scored and embedded, beside one that answers, some of whose beginning is cached."""
+    prefix = "all of them begin like "
+    rig.submit(prefix + "one", 3)
+    rig.turns(2)
+    rig.submit(prefix + "two", 2, reads="scores", n=2)
+    rig.submit(prefix + "three", reads="mean")
+    rig.submit(prefix + "four", reads="last")
+    rig.submit("nothing", 0)
     rig.run()
 
 
@@ -329,6 +344,7 @@ def given_back(rig: Rig) -> None:
 
 
 SCENARIOS: list[Scenario] = [
+    prompts_are_read,
     mixed_prompts, shared_prefixes, forks, cancels, timeouts, preempted_prompt, preempted_answer, shutdown, rebuilds,
 ]  # fmt: skip
 

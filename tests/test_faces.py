@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
 
 from cllm.config import Config
 from cllm.llm import AsyncLLM
 from cllm.server.app import create_app
+from http_fakes import FakeLLM, served
+from scripted_chat import SPOKEN, TEMPLATE
 
 SYSTEM = "You are a careful assistant who answers in short sentences and never guesses."
 HISTORY = [
@@ -18,6 +23,7 @@ HISTORY = [
     {"role": "assistant", "content": "Mont Blanc. It is 4,806 metres high."},
     {"role": "user", "content": "And the second?"},
 ]
+HI = {"role": "user", "content": "hi"}
 BLOCK_TOKENS = 16
 
 
@@ -92,7 +98,7 @@ async def test_marks_pin_what_they_mark(client: httpx.AsyncClient) -> None:
     body = {"messages": HISTORY, "system": [{"type": "text", "text": SYSTEM, **mark}], "max_tokens": 4}
     first = (await post(client, "/v1/messages", body))["usage"]
     assert first["cache_creation_input_tokens"] >= len(SYSTEM) and first["cache_read_input_tokens"] == 0
-    pins = (await client.get("/kv")).json()["pins"]["prefixes"]
+    pins = (await client.get("/kv")).json()["details"]["pins"]["prefixes"]
     assert [pin["source"] for pin in pins] == ["request"] and pins[0]["tokens"] >= len(SYSTEM)
     second = (await post(client, "/v1/messages", body))["usage"]
     assert second["cache_creation_input_tokens"] == 0
@@ -103,3 +109,60 @@ async def test_a_conversation_that_is_stored_is_found_in_the_cache(client: httpx
     first = await post(client, "/v1/responses", {"input": SYSTEM * 4, "max_output_tokens": 4})
     second = await post(client, "/v1/responses", {"input": "Go on.", "previous_response_id": first["id"]})
     assert second["usage"]["input_tokens_details"]["cached_tokens"] >= len(SYSTEM) * 4
+
+
+# -- what a model says, to each API and back -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_what_a_model_says_becomes_blocks(streams: bool) -> None:
+    llm = FakeLLM(max_context=4096, template=TEMPLATE, text=SPOKEN)
+    asked: Any = {
+        "model": "tiny",
+        "max_tokens": 500,
+        "messages": [HI],
+        "tools": [{"name": "weather", "input_schema": {"type": "object"}}],
+    }
+    async with served(llm) as app, AsyncAnthropic(base_url=app.url, api_key="unused", max_retries=0) as client:
+        if streams:
+            async with client.messages.stream(**asked) as stream:
+                message = await stream.get_final_message()
+        else:
+            message = await client.messages.create(**asked)
+        assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
+        thinking, text, call = message.content
+        assert (thinking.thinking.strip(), text.text.strip()) == ("Hm.", "I look.")
+        assert (call.name, call.input, message.stop_reason) == ("weather", {"city": "Paris"}, "tool_use")
+        result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "Rain"}
+        messages = [HI, message.to_param(), {"role": "user", "content": [result]}]
+        await client.messages.create(**{**asked, "messages": messages})
+    sent = llm.asked[-1][0]
+    assert [each["role"] for each in sent] == ["user", "assistant", "tool"]
+    assert sent[1]["reasoning_content"].strip() == "Hm." and sent[1]["tool_calls"][0]["id"] == call.id
+    assert sent[2]["content"] == "Rain"
+    assert [tool["function"]["name"] for tool in llm.asked[-1][1].tools] == ["weather"]
+
+
+@pytest.mark.parametrize("goes_on", ["with all items", "from the response"])
+async def test_what_a_model_says_becomes_items(goes_on: str) -> None:
+    llm = FakeLLM(max_context=4096, template=TEMPLATE, text=SPOKEN)
+    asked: Any = {"model": "tiny", "tools": [{"type": "function", "name": "weather"}]}
+    async with served(llm) as app, AsyncOpenAI(base_url=f"{app.url}/v1", api_key="unused", max_retries=0) as client:
+        async with client.responses.stream(**asked, input="hi") as stream:
+            response: Any = await stream.get_final_response()
+        assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+        reasoning, message, call = response.output
+        assert (reasoning.content[0].text.strip(), message.content[0].text.strip()) == ("Hm.", "I look.")
+        assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Paris"})
+        usage = response.usage
+        assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
+        if goes_on == "from the response":
+            await client.responses.create(**asked, input=[output], previous_response_id=response.id)
+        else:
+            items = [item.to_dict() for item in response.output]
+            await client.responses.create(**asked, input=[{"role": "user", "content": "hi"}, *items, output])
+    sent = llm.asked[-1][0]
+    assert [each["role"] for each in sent] == ["user", "assistant", "tool"]
+    assert sent[1]["reasoning_content"].strip() == "Hm." and sent[1]["tool_calls"][0]["id"] == call.call_id
+    assert sent[2]["content"] == "Rain"

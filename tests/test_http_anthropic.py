@@ -17,7 +17,6 @@ from cllm.server import anthropic as routes
 from cllm.server.chat import NamedTool, Tool
 from cllm.server.errors import Problem
 from cllm.server.key_file import add_key
-from cllm.text.chat import CHATML
 from http_fakes import FakeLLM, client_for, config_with, served
 from scripted_chat import CALLS, script
 
@@ -294,6 +293,10 @@ BAD = [
     ({"tools": [TOOL, TOOL]}, "tools[1].name is 'weather', which another tool has"),
     ({"tools": [{**TOOL, "name": "no good"}]}, "tools[0].name"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
+    (
+        {"tools": [{"name": "f", "input_schema": {"type": "array"}}]},
+        "tools[0].input_schema must be the schema of an obj",
+    ),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name is 'f'"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
     ({"tool_choice": {"type": "any"}}, "tool_choice is only allowed together with tools"),
@@ -378,35 +381,3 @@ async def test_the_key_may_come_in_a_header_of_its_own(tmp_path: Path) -> None:
                 await client.messages.create(model="tiny", max_tokens=1, messages=[USER])
         async with AsyncAnthropic(base_url=app.url, auth_token=key, max_retries=0) as client:
             await client.messages.count_tokens(model="tiny", messages=[USER])
-
-
-# -- the model's own words ---------------------------------------------------------------------------------------------
-
-TEMPLATE = f"{{# <think> </think> <tool_call> #}}{CHATML}"
-SPOKEN = (
-    '<think>\nHm.\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-)
-
-
-@pytest.mark.parametrize("streams", [True, False])
-async def test_what_a_model_says_becomes_blocks(streams: bool) -> None:
-    llm = FakeLLM(max_context=4096, template=TEMPLATE, text=SPOKEN)
-    asked: Any = {"model": "tiny", "max_tokens": 500, "messages": [USER], "tools": [TOOL]}
-    async with served(llm) as app, AsyncAnthropic(base_url=app.url, api_key="unused", max_retries=0) as client:
-        if streams:
-            async with client.messages.stream(**asked) as stream:
-                message = await stream.get_final_message()
-        else:
-            message = await client.messages.create(**asked)
-        assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
-        thinking, text, call = message.content
-        assert (thinking.thinking.strip(), text.text.strip()) == ("Hm.", "I look.")
-        assert (call.name, call.input, message.stop_reason) == ("weather", {"city": "Paris"}, "tool_use")
-        result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "Rain"}
-        messages = [USER, message.to_param(), {"role": "user", "content": [result]}]
-        await client.messages.create(**{**asked, "messages": messages})
-    sent = llm.asked[-1][0]
-    assert [each["role"] for each in sent] == ["user", "assistant", "tool"]
-    assert sent[1]["reasoning_content"].strip() == "Hm." and sent[1]["tool_calls"][0]["id"] == call.id
-    assert sent[2]["content"] == "Rain"
-    assert [tool["function"]["name"] for tool in llm.asked[-1][1].tools] == ["weather"]

@@ -106,7 +106,7 @@ async def test_benchmark_keeps_to_its_concurrency() -> None:
         ({"requests": 1001}, "requests"),
         ({"requests": 0}, "requests"),
         ({"concurrency": 65}, "concurrency"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": "x" * 65}, "prompt"),
         ({"temperature": 1}, "temperature"),

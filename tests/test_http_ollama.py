@@ -17,7 +17,7 @@ from cllm.server.app import create_app
 from http_fakes import FakeLLM, client_for
 
 CHAT = {"model": "fake:latest", "messages": [{"role": "user", "content": "hi"}]}
-SHORT = {"options": {"num_predict": 5, "temperature": 0, "num_ctx": 2048}}
+SHORT = {"options": {"num_predict": 5, "seed": 3, "num_ctx": 2048}}
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def test_a_prompt_is_answered_as_a_chat_or_raw(client: httpx.AsyncClient) 
     with_system = (await client.post("/api/generate", json={**body, "system": "Be kind."})).json()
     raw = (await client.post("/api/generate", json={**body, "raw": True})).json()
     assert raw["prompt_eval_count"] == 2 < plain["prompt_eval_count"] < with_system["prompt_eval_count"]
-    openai = await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 5, "temperature": 0})
+    openai = await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 5, "seed": 3})
     assert raw["response"] == openai.json()["choices"][0]["text"]
     loads = (await client.post("/api/generate", json={"model": "fake"})).json()
     assert (loads["done"], loads["done_reason"], loads["response"]) == (True, "load", "")

@@ -19,7 +19,6 @@ from cllm.errors import BackendError
 from cllm.server import responses as routes
 from cllm.server.chat import NamedTool, Tool
 from cllm.server.key_file import add_key
-from cllm.text.chat import CHATML
 from http_fakes import FakeLLM, client_for, config_with, served
 from scripted_chat import CALLS, script
 
@@ -361,36 +360,3 @@ BAD = [
 async def test_bad_input_is_refused_by_name(llm: FakeLLM, body: dict[str, Any], param: str) -> None:
     refused = await post(llm, body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
-
-
-# -- the model's own words ---------------------------------------------------------------------------------------------
-
-TEMPLATE = f"{{# <think> </think> <tool_call> #}}{CHATML}"
-SPOKEN = (
-    '<think>\nHm.\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-)
-
-
-@pytest.mark.parametrize("goes_on", ["with all items", "from the response"])
-async def test_what_a_model_says_becomes_items(goes_on: str) -> None:
-    llm = FakeLLM(max_context=4096, template=TEMPLATE, text=SPOKEN)
-    asked: Any = {"model": "tiny", "tools": [TOOL]}
-    async with served(llm) as app, AsyncOpenAI(base_url=f"{app.url}/v1", api_key="unused", max_retries=0) as client:
-        async with client.responses.stream(**asked, input="hi") as stream:
-            response: Any = await stream.get_final_response()
-        assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
-        reasoning, message, call = response.output
-        assert (reasoning.content[0].text.strip(), message.content[0].text.strip()) == ("Hm.", "I look.")
-        assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Paris"})
-        usage = response.usage
-        assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
-        output = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
-        if goes_on == "from the response":
-            await client.responses.create(**asked, input=[output], previous_response_id=response.id)
-        else:
-            items = [item.to_dict() for item in response.output]
-            await client.responses.create(**asked, input=[{"role": "user", "content": "hi"}, *items, output])
-    sent = llm.asked[-1][0]
-    assert [each["role"] for each in sent] == ["user", "assistant", "tool"]
-    assert sent[1]["reasoning_content"].strip() == "Hm." and sent[1]["tool_calls"][0]["id"] == call.call_id
-    assert sent[2]["content"] == "Rain"

@@ -37,6 +37,7 @@ from disk_kit import (
     segments,
     total_bytes,
 )
+from thorough import EXHAUSTIVE, exhaustive
 
 LIMIT = 55_000
 OTHER = fingerprint(b"another model's files", {})
@@ -189,6 +190,7 @@ def test_the_scenario_needs_every_call(tmp_path: Path) -> None:
     all_is_well(tmp_path)
 
 
+@exhaustive
 @pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize("lasts", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.ENOENT], ids=["EIO", "ENOSPC", "ENOENT"])
@@ -196,6 +198,7 @@ def test_every_call_fails_in_turn(tmp_path: Path, error: int, lasts: bool) -> No
     counting = FaultyFiles()
     Scenario(tmp_path / "counted", counting).run()
     step = 7 if lasts else 1 if error == errno.EIO else 3
+    step *= 1 if EXHAUSTIVE else 5
     before = open_files()
     for number in range(1, counting.calls + 1, step):
         directory = tmp_path / str(number)

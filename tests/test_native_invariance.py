@@ -22,6 +22,7 @@ from cllm._native import instruction_sets
 from cllm.models.registry import resolve
 from native_kit import build_model, float_tensor
 from step_kit import Floats, Part, Rig, pack, random_tokens, spans
+from thorough import only_exhaustive
 
 KV_TYPES = ("f16", "q8_0", "q4_0")
 BLOCKS = 192
@@ -80,8 +81,10 @@ def cases() -> list[Any]:
     # The generic kernels need a tenth of a second for a token of the real model: they get one test of their own.
     real = [("smollm2", best, kind) for kind in KV_TYPES if best != "generic"]
     real += [("smollm2", name, "q8_0") for name in others if name != "generic"]
+    # Types of K/V are the tiny model's matter: of the real one, one type stands for all in a sample.
+    marks = {kind: [pytest.mark.model, *([] if kind == "q8_0" else only_exhaustive)] for kind in KV_TYPES}
     return [pytest.param(case, id=", ".join(case)) for case in found] + [
-        pytest.param(case, id=", ".join(case), marks=pytest.mark.model) for case in real
+        pytest.param(case, id=", ".join(case), marks=marks[case[2]]) for case in real
     ]
 
 

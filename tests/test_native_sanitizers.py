@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from thorough import only_exhaustive
+
 ROOT = Path(__file__).parent.parent
 EXERCISE = Path(__file__).parent / "native_exercise.py"
 
@@ -24,6 +26,7 @@ OPTIONS = {
 """Leaks are not looked for: Python itself ends without giving all memory back."""
 
 pytestmark = [
+    *only_exhaustive,
     pytest.mark.skipif(sys.platform != "linux", reason="the sanitizers' runtime is preloaded, as Linux does it"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
     pytest.mark.timeout(1800),

@@ -87,6 +87,7 @@ def elastic() -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.alone
 def test_memory_of_a_burst_goes_back_to_the_os(elastic: LLM) -> None:
     prompts = [[number + 300] * 200 for number in range(8)]
     burst = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

@@ -71,7 +71,7 @@ class SameAnswers(RuleBasedStateMachine):
 
     @rule(
         letters=st.text("ab", min_size=1, max_size=60),
-        max_tokens=st.integers(1, 36),
+        max_tokens=st.integers(0, 36),
         n=st.integers(1, 3),
         temperature=st.sampled_from([0.0, 1.0]),
         ends=st.booleans(),
@@ -80,10 +80,11 @@ class SameAnswers(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         timeout_s=st.sampled_from([1e9, 1e9, 0.1]),
         kept=st.sampled_from([(0, 1), (1, 8), (4, 12), (9, 33), None, None, None]),
+        reads=st.sampled_from([None, None, None, "scores", "last", "mean", "cls"]),
     )
     def submit(self, letters: str, max_tokens: int, kept: Any, ends: bool, penalties: Any, **options: Any) -> None:
         for rig in self.rigs:
-            window = Window.fit(*kept, rig.scheduler.kv.unit_tokens) if kept else None
+            window = Window.fit(*kept, rig.scheduler.kv.unit_tokens) if kept and not options["reads"] else None
             rig.submit(letters, max_tokens, seed=3, window=window, ignore_eos=not ends, **penalties, **options)
 
     @rule(count=st.integers(1, 4))

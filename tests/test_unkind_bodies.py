@@ -25,6 +25,8 @@ from cllm.text.bounded import PIECE
 from cllm.text.stream import MAX_STOP_CHARACTERS
 from loop_kit import LoopTimes, Reply, post
 
+pytestmark = pytest.mark.alone  # it measures how long the event loop is held up
+
 T = TypeVar("T")
 
 MOST_CPU_S = 0.020

@@ -82,7 +82,6 @@ def _log_probabilities(rig: Rig, tokens: list[int], type_k: str) -> NDArray[np.f
 
 @pytest.fixture(scope="module")
 def llama() -> Iterator[LLM]:
-    pytest.importorskip("llama_cpp")
     settings = SETTINGS | {"backend.llama_cpp.n_seq_max": 2, "resources.kv_cache_max_memory_mb": 40}
     with LLM("smollm2", backend="llama_cpp", settings=settings) as opened:
         yield opened

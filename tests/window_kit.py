@@ -81,6 +81,8 @@ def windowed_reference(request: Request, layout: str, answer: int = 0) -> list[i
     )
     memory, tokens = LoneMemory(layout), list(request.prompt)
     limit = request.sequences[answer].max_length
+    if limit == len(tokens):
+        return []
     position = 0
     while True:
         roll(memory, window, position)

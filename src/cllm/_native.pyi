@@ -152,6 +152,29 @@ class Engine:
         fit.
         """
 
+    def read_prompts(
+        self,
+        tokens: Ints,
+        chunks: Ints,
+        blocks: Ints,
+        logits: NDArray[np.float32],
+        wants: Ints,
+        targets: Ints,
+        logprobs: NDArray[np.float64],
+        ranks: Ints,
+        top_ids: Ints,
+        top_logprobs: NDArray[np.float64],
+        hidden: NDArray[np.float64],
+    ) -> bool:
+        """A `step` whose chunks want more than logits.
+
+        `wants` has a row per chunk: how many of its first tokens are scored, and which of its hidden states are wanted,
+        after the last norm (0: none, 1: that of its last token, 2: the sum of all, 3: that of the text's first token).
+        `targets` are the tokens that follow those which are scored, of all chunks one after another; for each of them
+        there is its log probability, its rank, and the ids and log probabilities of the likeliest tokens, as many as
+        `top_ids` has columns. `hidden` has a row per chunk that wants any, to which they are added.
+        """
+
     def abort(self) -> None:
         """End the step in progress at its next layer, from any thread; without one, nothing happens."""
 

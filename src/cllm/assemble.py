@@ -34,6 +34,7 @@ from cllm.structured.compiler import Compiler
 from cllm.structured.vocabulary import Vocabulary
 from cllm.text.chat import CHATML, ChatTemplate, load_chat_template
 from cllm.text.hf_tokenizer import load_hf_chat_template, load_hf_tokenizer
+from cllm.text.pairs import Pairs, pairs_of
 from cllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 log = logging.getLogger("cllm")
@@ -57,6 +58,10 @@ class Parts:
     compiler: Compiler
     sampling: SamplingDefaults
     disk: OnDisk | None = None
+    text_end: tuple[int, ...] = ()
+    """Tokens behind a text to embed."""
+    pairs: Pairs | None = None
+    """A query and a document as tokens, where the model ranks documents."""
 
     def close(self) -> None:
         """When the engine has ended. Calling it again does nothing."""
@@ -71,6 +76,7 @@ class Kept:
     """What of a model stays in memory while it is unloaded: little, and slow to read."""
 
     parts: tuple[GGUFModel, Tokenizer, ChatTemplate] | None = None
+    vocabulary: Vocabulary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,8 @@ class _Opened:
     """The K/V budget; None where memory is only imitated."""
     sampling: SamplingDefaults
     files: ModelFiles | None = None
+    text_end: tuple[int, ...] = ()
+    pairs: Pairs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +157,9 @@ def _open_model(config: Config, before_mapping: Callable[[], None] | None, place
         if before_mapping is not None and kind == "llama_cpp" and config.backend.llama_cpp.mmap:
             before_mapping()
         backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
-    return _Opened(name, tokenizer, template, backend, kv_bytes, sampling_defaults(config, model), files)
+    pairs = pairs_of(model, tokenizer) if isinstance(model, GGUFModel) and model.ranks else None
+    defaults = sampling_defaults(config, model)
+    return _Opened(name, tokenizer, template, backend, kv_bytes, defaults, files, _text_end(model), pairs)
 
 
 def _read_model(config: Config, kept: Kept) -> tuple[Model, Tokenizer, ChatTemplate]:
@@ -168,7 +178,19 @@ def _read_model(config: Config, kept: Kept) -> tuple[Model, Tokenizer, ChatTempl
 
 
 def _load_tokenizer(model: Model) -> Tokenizer:
+    if isinstance(model, GGUFModel) and (model.ranks or not model.is_causal):
+        from cllm.backends.llama_cpp.tokenizer import LlamaTokenizer
+
+        return LlamaTokenizer(model)
     return load_hf_tokenizer(model) if isinstance(model, HFModel) else load_tokenizer(model)
+
+
+def _text_end(model: Model) -> tuple[int, ...]:
+    """Models that embed a text by its last token may have been taught to do so by one of their own."""
+    if isinstance(model, HFModel) or model.ranks or not model.is_causal:
+        return ()
+    end = model.get("tokenizer.ggml.eos_token_id", -1)
+    return (end,) if end >= 0 and model.get("tokenizer.ggml.add_eos_token", False) else ()
 
 
 def _check_relations(config: Config, kind: str) -> None:
@@ -204,6 +226,11 @@ def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
 
     settings = config.backend.llama_cpp
     model.check_unchanged()  # llama.cpp maps the file and would be killed by one that has become shorter
+    if model.ranks or not model.is_causal:
+        from cllm.backends.llama_cpp.encoder import LlamaCppEncoder
+
+        most = max(settings.n_batch, config.resources.max_context_length or 0)
+        return LlamaCppEncoder(model, threads=threads, n_batch=most, mmap=settings.mmap, mlock=settings.mlock)
     return LlamaCppBackend(
         model.path,
         threads=threads,
@@ -215,6 +242,7 @@ def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
         mmap=settings.mmap,
         mlock=settings.mlock,
         drafts=config.drafts.enabled,
+        pooling=model.pooling,
     )
 
 
@@ -250,6 +278,7 @@ def _build(config: Config, opened: _Opened, place: Place | None) -> Parts:
         max_running=memory.max_running,
         ageing_s=config.scheduler.ageing_s,
         drafting=_drafting(config, backend),
+        whole_prompts=backend.no_answers is not None,
     )
     log.info(
         "%s: %d bytes of K/V a token, context %d, %d sequences at once",
@@ -269,10 +298,18 @@ def _build(config: Config, opened: _Opened, place: Place | None) -> Parts:
         scheduler,
         token_bytes,
         memory.max_context,
-        Compiler(Vocabulary(opened.tokenizer, backend.shape.n_vocab), config.structured),
+        Compiler(_vocabulary(opened, Kept() if place is None else place.kept), config.structured),
         opened.sampling,
         disk,
+        opened.text_end,
+        opened.pairs,
     )
+
+
+def _vocabulary(opened: _Opened, kept: Kept) -> Vocabulary:
+    if kept.vocabulary is None or kept.vocabulary.tokenizer is not opened.tokenizer:
+        kept.vocabulary = Vocabulary(opened.tokenizer, opened.backend.shape.n_vocab)
+    return kept.vocabulary
 
 
 def _step_budget(config: Config, backend: Backend) -> StepBudget:

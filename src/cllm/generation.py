@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cllm.backends.base import PromptScores
+from cllm.engine.reading import Embedding
 from cllm.engine.request import FinishReason, Output, Request
 from cllm.engine.sampling import TokenLogprob
 from cllm.errors import RequestCancelledError
@@ -75,6 +77,9 @@ class Generation:
         self.prompt_ids: Sequence[int] = request.prompt
         self.completion_tokens = 0
         self.timings = Timings()
+        self.prompt_scores: PromptScores | None = None
+        """Of all tokens of the prompt but the first, if asked for; there before the first delta."""
+        self.embedding: Embedding | None = None
         self._params = params
         self._cancel = cancel
         self._answers = [_Answer(TextStream(tokenizer, params.stop, shown=shown)) for _ in range(params.n)]
@@ -161,6 +166,12 @@ class Generation:
         answer = self._answers[output.answer]
         if answer.done or self._error is not None:
             return
+        if output.read is not None:
+            if isinstance(output.read, PromptScores):
+                self.prompt_scores = output.read
+            else:
+                self.embedding = output.read
+            return
         if output.error is not None or output.reason in (FinishReason.CANCELLED, FinishReason.TIMEOUT):
             self.fail(output.error or RequestCancelledError(f"request {self.request_id} was cancelled"))
             return
@@ -189,6 +200,9 @@ class Generation:
             return ""
         self.completion_tokens += 1
         if output.stop_token is not None:
+            # Who scores a prompt together with the token behind it counts on that one being there, whatever it is.
+            if output.logprob is not None and self._params.prompt_logprobs is not None:
+                answer.logprobs.append(output.logprob)
             return ""
         answer.token_ids.append(output.token_id)
         if output.logprob is not None:

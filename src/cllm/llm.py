@@ -14,9 +14,11 @@ from typing import Any
 from cllm.assemble import Parts, Place, assemble
 from cllm.config import Config
 from cllm.dialect.dialect import Dialect, dialect_of
+from cllm.embedding import EMBEDDING, TextReading
 from cllm.engine.loop import Engine
 from cllm.engine.observer import Observers
 from cllm.engine.params import SamplingParams
+from cllm.engine.reading import Reading
 from cllm.engine.request import FinishReason, Output, Request, build_request
 from cllm.engine.rows import RowSampler, fastest
 from cllm.engine.stats import EngineSnapshot
@@ -195,7 +197,7 @@ class AsyncLLM:
         if self._window_of(params) is not None:
             most = self.config.server.max_encode_tokens
             return TokenLimit(most, f"with a rolling window at most {most} are taken (server.max_encode_tokens)")
-        return TokenLimit.of_context(self.max_context)
+        return TokenLimit.of_context(self.max_context, answers=params is None or params.max_tokens != 0)
 
     def answer_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
         """The most tokens that each answer to such a prompt can have."""
@@ -203,6 +205,12 @@ class AsyncLLM:
             return self.max_context if params.max_tokens is None else params.max_tokens
         room = max(self.max_context - prompt_tokens, 0)
         return room if params.max_tokens is None else min(room, params.max_tokens)
+
+    @property
+    def reads(self) -> TextReading:
+        """What it makes of texts beside answers."""
+        parts = self._loaded
+        return TextReading(self.model_name, parts.backend, parts.tokenizer, parts.text_end, parts.pairs)
 
     @property
     def shape(self) -> ModelShape:
@@ -296,9 +304,37 @@ class AsyncLLM:
         when the generation has ended. `grammar` is what `compile` made of `params.structured`.
         `shown` are special tokens that are part of the answer's text.
         """
-        engine = self._running
         params = (params or SamplingParams.with_model_defaults()).completed(self.sampling_defaults.values)
-        limit = self.prompt_limit(params)
+        reading = self.reads.begin_answer(params)
+        return self._submit(prompt, params, reading, request_id, priority, timeout_s, tenant, pins, grammar, shown)
+
+    def submit_embedding(
+        self,
+        text: str | Sequence[int],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        tenant: Tenant = NOBODY,
+    ) -> Generation:
+        """Queue a text to be embedded: its `embedding` is there when the generation, which generates nothing, is done.
+        Raises as `submit` does."""
+        return self._submit(text, EMBEDDING, self.reads.begin(), request_id, priority, timeout_s, tenant)
+
+    def _submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        reading: Reading | None,
+        request_id: str | None,
+        priority: int,
+        timeout_s: float | None,
+        tenant: Tenant,
+        pins: Sequence[PinMark] = (),
+        grammar: Grammar | None = None,
+        shown: Mapping[int, bytes] | None = None,
+    ) -> Generation:
+        engine, limit = self._running, self.prompt_limit(params)
         tokens = self._encode(prompt, limit) if isinstance(prompt, str) else prompt
         ids = checked_ids(tokens, limit, self.shape.n_vocab)
         if grammar is None and params.structured is not None:
@@ -323,6 +359,7 @@ class AsyncLLM:
             tenant=tenant,
             pins=pins,
             constraint=None if grammar is None else grammar.start(),
+            reading=reading,
         )
         generation = Generation(request, self.tokenizer, self._cancel, shown)
         self._live[request_id] = generation
@@ -376,7 +413,8 @@ class AsyncLLM:
     def _window_of(self, params: SamplingParams | None) -> Window | None:
         if self._windows is None:
             raise ShuttingDownError("the model is not loaded")
-        return self._windows.of(params)
+        # What is read off a prompt is read off all of it.
+        return None if params is not None and params.prompt_logprobs is not None else self._windows.of(params)
 
     def _encode(self, prompt: str, limit: TokenLimit) -> list[int]:
         limit.check_text(self.tokenizer, prompt, "prompt")

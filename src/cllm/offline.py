@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cllm.backends.base import PromptScores
 from cllm.config import load_config
+from cllm.embedding import Embeddings, shortened
 from cllm.engine.params import SamplingParams
 from cllm.engine.sampling import TokenLogprob
-from cllm.errors import CLLMError, ShuttingDownError
+from cllm.errors import CLLMError, InvalidRequestError, ShuttingDownError
 from cllm.generation import Delta, Timings
 from cllm.llm import AsyncLLM
 from cllm.structured.matcher import Grammar
@@ -37,6 +41,8 @@ class Completion:
     cached_tokens: int
     logprobs: list[TokenLogprob] | None
     timings: Timings
+    prompt_logprobs: PromptScores | None = None
+    """Of the prompt's tokens, from the second one on, with `SamplingParams.prompt_logprobs`."""
 
 
 class LLM:
@@ -99,6 +105,10 @@ class LLM:
                 yield piece
         finally:
             task.cancel()
+
+    def embed(self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> NDArray[np.float32]:
+        """Each text as a row of length 1; `dimensions`: only so many of the first ones."""
+        return self._wait(self._embed_all(_as_list(texts), dimensions))
 
     def kv(self) -> dict[str, Any]:
         """The cache as it is, as `GET /kv` shows it."""
@@ -180,6 +190,7 @@ class LLM:
                 if params.logprobs is None
                 else [logprob for delta in deltas for logprob in delta.logprobs or []],
                 timings=generation.timings,
+                prompt_logprobs=generation.prompt_scores,
             )
             for deltas in pieces
         ]
@@ -188,6 +199,19 @@ class LLM:
         """Those of earlier prompts are kept: only the first one waits."""
         structure = None if params is None else params.structured
         return None if structure is None else await self._llm.compile(structure)
+
+    async def _embed_all(self, texts: Sequence[Prompt], dimensions: int | None) -> NDArray[np.float32]:
+        if (reason := self._llm.reads.no_embeddings) is not None:
+            raise InvalidRequestError(reason, "model")
+        size = self._llm.shape.n_embd
+        if dimensions is not None and not 1 <= dimensions <= size:
+            raise InvalidRequestError(f"dimensions is {dimensions}; it must be 1 to {size}", "dimensions")
+        encode = self._llm.reads.encode_input
+        ids = [encode(text) if isinstance(text, str) else text for text in texts]
+        vectors = await Embeddings(self._llm, ids).compute()
+        if not vectors:
+            return np.empty((0, dimensions or size), np.float32)
+        return np.stack([shortened(vector, dimensions) for vector in vectors])
 
     async def _pump(
         self, prompt: Prompt, params: SamplingParams | None, pieces: queue.SimpleQueue[str | Exception | None]

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.errors import BackendError
 from cllm.kv.ops import BlockOps, Geometry, HostRows, SlotOps
 from cllm.models.shape import ModelShape
 
@@ -45,6 +46,39 @@ class Chunk:
     """Its one token is what the step before chose for its row, and not known yet; the number in `tokens` is none."""
     draws: tuple[Draw, ...] = ()
     """How to choose from its logits, where the backend does that: one token for each."""
+    asks: Scoring | Pooling | None = None
+    """What is wanted of it beside logits. Steps with such chunks are `read_prompts`."""
+
+
+class Scoring(NamedTuple):
+    """How likely the model finds tokens that are there already."""
+
+    targets: array[int]
+    """What follows each of the chunk's first tokens."""
+    top: int
+    """Of how many of the most likely tokens to tell the log probabilities, too."""
+
+
+class Pooling(NamedTuple):
+    """The hidden state after the last norm: of the chunk's `last` token, of the text's first one (`cls`), or the sum of
+    all (`mean`), added to that of the chunks `before`."""
+
+    kind: PoolingKind
+    before: Hidden | None = None
+
+
+class PromptScores(NamedTuple):
+    """Of each token that was scored its log probability and its rank among all (from 1 on), and the most likely tokens
+    with theirs, best first; an id of -1: there are no more."""
+
+    logprobs: NDArray[np.float64]
+    ranks: NDArray[np.int32]
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float64]
+
+
+PoolingKind = Literal["last", "mean", "cls"]
+Hidden = NDArray[np.float64]
 
 
 class Bias(NamedTuple):
@@ -97,6 +131,9 @@ class Drawn(NamedTuple):
     """The most likely tokens and their log probabilities, best first."""
 
 
+NOTHING_READ: Mapping[int, PromptScores | Hidden] = {}
+
+
 class StepResult(NamedTuple):
     """What a step gave."""
 
@@ -104,6 +141,8 @@ class StepResult(NamedTuple):
     """The rows that the chunks want, in order, for the host to choose from; valid until the next step."""
     drawn: Sequence[Sequence[Drawn]] | None = None
     """Instead: for each chunk that wants any what its draws chose."""
+    read: Mapping[int, PromptScores | Hidden] = NOTHING_READ
+    """By the number of the chunk: what it `asks`."""
 
 
 Layout = Literal["blocks", "slots"]
@@ -135,6 +174,16 @@ class Backend(ABC):
     """Whether free memory can go back to the system; otherwise there is no use in making any free for that."""
     batch_splits: int = 0
     """How often a step had to be computed in more parts than one."""
+    score_weight: float = 1.5
+    """What a token of a prompt costs that is scored, if others cost 1."""
+    pooling: PoolingKind | None = "last"
+    """Which hidden states make an embedding; None: there are no embeddings."""
+    no_answers: str | None = None
+    """Why it generates nothing; None: it does. One that does not computes prompts whole, each in one step."""
+    ranks: bool = False
+    """Whether its embeddings are a single number: how well a document answers a query."""
+    no_reading: str | None = None
+    """Why it neither scores prompts nor makes embeddings; None: it can."""
 
     @property
     def no_window(self) -> str | None:
@@ -192,7 +241,13 @@ class Backend(ABC):
 
     def collect(self, ticket: Any) -> StepResult:
         """The result of the oldest step that was not collected yet. Raises as `step` does; either way it is over."""
+        if asks_more(ticket):
+            return self.read_prompts(ticket)
         return StepResult(self.step(ticket))
+
+    def read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
+        """A `step` whose chunks ask for more than logits."""
+        raise BackendError(self.no_reading or f"{self.name} neither scores prompts nor makes embeddings")
 
     @abstractmethod
     def abort(self) -> None:
@@ -217,6 +272,11 @@ class Backend(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def asks_more(chunks: Sequence[Chunk]) -> bool:
+    """Whether any of them asks for more than logits."""
+    return any(chunk.asks is not None for chunk in chunks)
 
 
 @runtime_checkable

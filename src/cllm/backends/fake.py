@@ -14,7 +14,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.backends.base import Backend, Chunk, Layout, Logits
+from cllm.backends.base import Backend, Chunk, Hidden, Layout, Logits, Pooling, PromptScores, Scoring, StepResult
+from cllm.backends.scoring import pool_rows, score_rows
 from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, BlockOps, Geometry, Move, SavedKV, SlotGeometry, SlotOps
 from cllm.models.shape import ModelShape
@@ -98,6 +99,18 @@ class FakeBackend(Backend):
             raise StepAbortedError("the step was aborted")
         wanted = [row for chunk in chunks for row in self._compute(chunk)]
         return np.stack(wanted) if wanted else np.empty((0, self.shape.n_vocab), dtype=np.float32)
+
+    def read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
+        logits = self.step(chunks)
+        return StepResult(logits, None, {i: self._read(chunk) for i, chunk in enumerate(chunks) if chunk.asks})
+
+    def _read(self, chunk: Chunk) -> PromptScores | Hidden:
+        rows = [self._row(chunk, chunk.start + count) for count in range(1, len(chunk.tokens) + 1)]
+        if isinstance(chunk.asks, Scoring):
+            scored = np.stack(rows)[: len(chunk.asks.targets)]
+            return score_rows(scored, chunk.asks.targets, chunk.asks.top)
+        assert isinstance(chunk.asks, Pooling)
+        return pool_rows(np.stack(rows)[:, : self.shape.n_embd], chunk, chunk.asks)
 
     def _compute(self, chunk: Chunk) -> list[Logits]:
         tokens = np.asarray(chunk.tokens, dtype=np.int32)

@@ -14,8 +14,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
+from cllm.backends.llama_cpp.library import load_library
 from cllm.bench.http import Address, BenchError, HttpError
 from cllm.bench.watch import pid_behind
+from cllm.errors import ModelError
 
 _START_LIMIT_S = 180.0
 _STOP_LIMIT_S = 15.0
@@ -143,10 +145,9 @@ async def running(
 def llama_cpp_built_for() -> str | None:
     """The CPU features that our llama.cpp was built for; None where it is not installed."""
     try:
-        import llama_cpp
-    except ImportError:
+        features: bytes = load_library().api.llama_print_system_info()
+    except ModelError:
         return None
-    features: bytes = llama_cpp.llama_print_system_info()
     return features.decode()
 
 

@@ -320,6 +320,7 @@ class ServerConfig(Section):
     max_json_keys: int = Field(default=32_768, ge=16_384, description="most keys in the JSON of a body")
     max_messages: int = Field(default=4096, ge=1, description="most messages in a chat")
     max_prompts: int = Field(default=128, ge=1, description="most answers to a request: its prompts times n")
+    max_inputs: int = Field(default=2048, ge=1, description="most texts to embed, or documents to rank, in a request")
     max_stop_strings: int = Field(default=16, ge=0, description="most stop strings in a request")
     max_stop_token_ids: int = Field(default=1024, ge=0, description="most stop tokens in a request")
     max_logit_bias: int = Field(default=1024, ge=0, description="most tokens in a request's logit_bias")

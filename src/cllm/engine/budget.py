@@ -61,15 +61,16 @@ class Allowance:
         self._tokens = tokens
         self._least = SMALLEST_CHUNK
 
-    def take(self, wanted: int, position: int) -> int:
-        """How many tokens a prompt may compute of those it wants, if so many are computed; 0: none are left."""
+    def take(self, wanted: int, position: int, weight: float = 1.0) -> int:
+        """How many tokens a prompt may compute of those it wants, if so many are computed; 0: none are left. `weight`:
+        what each of them costs, if others cost 1."""
         most = min(wanted, self._tokens)
         # Clamped before the conversion: a fast backend makes it huge. A cost that is not known does not limit.
         if self._costs.token_s:
-            most = int(min(max(self._costs.tokens_within(self._seconds, position), self._least), most))
+            most = int(min(max(self._costs.tokens_within(self._seconds / weight, position), self._least), most))
         if most < min(SMALLEST_CHUNK, wanted, self._tokens):
             most = 0
-        self._seconds -= self._costs.tokens_s(most, position)
+        self._seconds -= weight * self._costs.tokens_s(most, position)
         self._tokens -= most
         self._least = 0
         return most
@@ -152,7 +153,7 @@ class StepBudget:
         return self._allowance(decode_rows, True, costs.drafts_s(drafted, decode_rows))
 
     def observe(
-        self, prompt_tokens: int, decode_rows: int, seconds: float, pairs: float = 0.0, drafted: int = 0
+        self, prompt_tokens: float, decode_rows: int, seconds: float, pairs: float = 0.0, drafted: int = 0
     ) -> None:
         """Learn from a step, and keep the account. `pairs`: see `costs.pairs`. `drafted`: tokens that were computed
         behind those of the rows."""
@@ -224,7 +225,7 @@ class StepBudget:
         """What prompts get of a step on average, while few of them wait."""
         return max(self._share * self._inter_token_s - rows_s, PROMPT_SHARE * rows_s)
 
-    def _check_promise(self, rows: int, prompt_tokens: int) -> None:
+    def _check_promise(self, rows: int, prompt_tokens: float) -> None:
         if self._told:
             return
         costs = self.costs

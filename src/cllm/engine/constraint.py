@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +41,9 @@ class Constraint(Protocol):
 
 
 class Masks(Protocol):
-    def fill(self, constraints: Sequence[Constraint]) -> list[Mask | Exception]:
-        """For each, which tokens it allows next, or why that cannot be said. Valid until the next call."""
+    def fill(self, constraints: Sequence[Any]) -> list[Mask | Exception]:
+        """For each of these constraints, which are of its own kind: which tokens it allows next, or why that cannot be
+        said. Valid until the next call."""
 
 
 def masks_for(constraints: Sequence[Constraint | None]) -> list[Mask | Exception | None] | None:
@@ -63,10 +64,3 @@ def leaves_some(mask: Mask, tokens: NDArray[np.intp]) -> bool:
     left = mask.view(np.uint32).copy()
     np.bitwise_and.at(left, tokens >> 5, ~(np.uint32(1) << (tokens & 31).astype(np.uint32)))
     return bool(left.any())
-
-
-def only(token: int, words: int) -> Mask:
-    """A mask that allows this token alone."""
-    mask = np.zeros(words, np.uint32)
-    mask[token >> 5] = np.uint32(1) << np.uint32(token & 31)
-    return mask.view(np.int32)

@@ -122,7 +122,7 @@ class StepCosts:
         each = max(seconds - rows_s, 0.0) / drafted
         self._draft_s = known + (SLOWER_WEIGHT if each > known else FASTER_WEIGHT) * (each - known)
 
-    def observe_prompts(self, tokens: int, pair_count: float, rows: int, seconds: float) -> None:
+    def observe_prompts(self, tokens: float, pair_count: float, rows: int, seconds: float) -> None:
         """A step with prompts, and with so many rows beside them."""
         looked_back = pair_count / PAIRS
         foreseen = PASS * self._pass_s + tokens * self.token_s + looked_back * self._pairs_s

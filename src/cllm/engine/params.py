@@ -13,7 +13,7 @@ from cllm.structured.structure import Structure
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
-_MAY_BE_NONE = ("max_tokens", "logprobs")
+_MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs")
 
 
 class Range(NamedTuple):
@@ -44,6 +44,7 @@ RANGES = {
     "frequency_penalty": Range(-2.0, 2.0),
     "presence_penalty": Range(-2.0, 2.0),
     "logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
     "min_tokens": Range(0),
 }
 MAX_BIAS = 100
@@ -96,6 +97,9 @@ class SamplingParams:
     """Same seed, same output, whatever else is running. `None` draws one at random."""
     logprobs: int | None = None
     """Also report the chosen token's log probability and this many alternatives."""
+    prompt_logprobs: int | None = None
+    """Also report the log probability of every token of the prompt but the first, and this many alternatives. All of
+    the prompt is computed for that, whatever is cached."""
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -112,6 +116,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
             _check_range(self, name, allowed)
+        if self.prompt_logprobs is not None and isinstance(self.context_window, ContextWindow):
+            raise InvalidRequestError(
+                "prompt_logprobs cannot be told of a prompt with a rolling window (context_window), which forgets "
+                "parts of it; leave one of them out",
+                "prompt_logprobs",
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens})", "min_tokens"

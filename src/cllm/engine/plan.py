@@ -19,6 +19,8 @@ class Plan:
     sequences: list[Sequence] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     prompt_tokens: int = 0
+    prompt_cost: float = 0.0
+    """The same, in tokens that cost as much as those of which nothing is read."""
     pairs: float = 0.0
     """What these look back at: `costs.pairs`."""
     decode_rows: int = 0
@@ -33,8 +35,9 @@ class Plan:
     def add_prompt(self, sequence: Sequence, count: int) -> None:
         end = sequence.num_computed + sequence.submitted + count
         self.sequences.append(sequence)
-        self.chunks.append(_chunk(sequence, end, end == len(sequence.tokens)))
+        self.chunks.append(_chunk(sequence, end, sequence.answers and end == len(sequence.tokens)))
         self.prompt_tokens += count
+        self.prompt_cost += count * sequence.weight
         self.pairs += pairs(count, sequence.position)
 
     @property
@@ -89,6 +92,7 @@ def drafted_in(chunk: Chunk) -> int:
 
 def _chunk(sequence: Sequence, end: int, wants_logits: bool) -> Chunk:
     start, dropped = sequence.num_computed + sequence.submitted, sequence.dropped
+    reading = sequence.reading
     return Chunk(
         sequence.tokens[start:end],
         start - dropped,
@@ -98,6 +102,7 @@ def _chunk(sequence: Sequence, end: int, wants_logits: bool) -> Chunk:
         dropped=dropped,
         kept=sequence.kept,
         row=sequence.row,
+        asks=None if reading is None else reading.ask(sequence.tokens, start, end),
     )
 
 

@@ -66,11 +66,14 @@ class Planner(Faults):
         max_running: int,
         ageing_s: float = 10.0,
         drafting: Drafting | None = None,
+        whole_prompts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`whole_prompts`: a prompt is computed in one step, however long it is."""
         super().__init__(kv, ageing_s=ageing_s, drafting=drafting, clock=clock)
         self.budget = budget
         self._max_running = max_running
+        self._whole_prompts = whole_prompts
         self._prompt_steps = 0
         self._turns = 0
         self._draft_turns = 0
@@ -115,7 +118,7 @@ class Planner(Faults):
             start = sequence.num_computed + submitted
             missing = len(sequence.tokens) + promised - start
             if sequence.window is None:
-                if missing == 1:
+                if missing == 1 and sequence.answers:
                     # A row can follow on a token that is not known yet, unless that is the last one or says more.
                     if promised and (
                         start >= sequence.max_length - 1 or sequence.twins or not sequence.chooser.foresees(promised)
@@ -127,7 +130,9 @@ class Planner(Faults):
                         if not promised and not self._make_room(sequence):
                             return False
                     rows.append(sequence)
-                elif missing > sequence.forced + 1:
+                elif missing > sequence.forced + 1 or (missing and not sequence.answers):
+                    if submitted and sequence.reading is not None and sequence.reading.in_order:
+                        continue
                     prompts.append(sequence)
                 elif missing:
                     if start + missing > sequence.room and not self._make_room(sequence, missing):
@@ -136,7 +141,7 @@ class Planner(Faults):
             elif not submitted:  # a window moves only when nothing is under way
                 if not self._make_room(sequence):
                     return False
-                (rows if missing <= sequence.forced + 1 else prompts).append(sequence)
+                (rows if missing <= sequence.forced + 1 and sequence.answers else prompts).append(sequence)
         return True
 
     def _cut_forced(self, plan: Plan) -> None:
@@ -249,9 +254,10 @@ class Planner(Faults):
         backend computes chunks of different lengths one after the other. Their memory was taken at admission.
         """
         tokens_s = self.budget.costs.tokens_s
-        wanted_s = sum(tokens_s(sequence.remaining, sequence.position) for sequence in prompts)
+        wanted_s = sum(sequence.weight * tokens_s(sequence.remaining, sequence.position) for sequence in prompts)
         answering = len(self.running) > len(prompts)  # some may be in a step under way, and so have no row in this one
-        waiting = len(prompts) + len(self.waiting)
+        # Who is to be embedded waits for no token, and so is no reason to make others wait for theirs.
+        waiting = sum(sequence.answers for sequence in prompts) + len(self.waiting)
         allowance = self.budget.allowance(plan.decode_rows, waiting, wanted_s, answering, plan.beside_rows)
         if allowance is None:
             return
@@ -263,7 +269,11 @@ class Planner(Faults):
             prompts.remove(oldest)
             prompts.insert(0, oldest)
         for sequence in prompts:
-            count = allowance.take(sequence.next_chunk, sequence.position)
+            count = allowance.take(sequence.next_chunk, sequence.position, sequence.weight)
+            if count < sequence.next_chunk and self._whole_prompts:
+                if plan.chunks:
+                    break
+                count = sequence.next_chunk
             if count == 0:
                 break
             plan.add_prompt(sequence, count)

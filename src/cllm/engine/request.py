@@ -12,8 +12,10 @@ from collections.abc import Sequence as Tokens
 from enum import Enum
 from typing import NamedTuple
 
+from cllm.backends.base import PromptScores
 from cllm.engine.constraint import Constraint
 from cllm.engine.params import SamplingParams
+from cllm.engine.reading import Embedding, Reading
 from cllm.engine.rows import RowSampler
 from cllm.engine.sampling import TokenChooser, TokenLogprob
 from cllm.engine.tenant import NOBODY, Tenant
@@ -64,12 +66,14 @@ class Output(NamedTuple):
     stop_token: int | None
     error: Exception | None
     cached_tokens: int
+    read: PromptScores | Embedding | None = None
+    """What was read off the prompt; nothing else is said then."""
 
 
 def token_output(request: Request, index: int, token: int, logprob: TokenLogprob | None) -> Output:
     """A token, and nothing else. Not by the class's own constructor: this is made for every token of every answer, and
     that takes several times as long."""
-    return tuple.__new__(Output, (request.id, index, token, logprob, None, None, None, request.cached_tokens))
+    return tuple.__new__(Output, (request.id, index, token, logprob, None, None, None, request.cached_tokens, None))
 
 
 class DraftState:
@@ -83,6 +87,7 @@ class Sequence(KVSequence):
 
     __slots__ = (
         "_key",
+        "answers",
         "chooser",
         "drafts",
         "ended",
@@ -92,6 +97,7 @@ class Sequence(KVSequence):
         "n_prompt",
         "order",
         "promised",
+        "reading",
         "recoveries",
         "refused",
         "request",
@@ -113,6 +119,10 @@ class Sequence(KVSequence):
         self.chooser = chooser
         self.n_prompt = len(request.prompt)
         self.max_length = max_length
+        self.answers = max_length > self.n_prompt
+        """Whether tokens are generated; otherwise it ends with its prompt."""
+        self.reading: Reading | None = None
+        """What is still to be read off the prompt."""
         self.order: tuple[float, int] | None = None
         self.running = False
         self.ended = False
@@ -144,6 +154,17 @@ class Sequence(KVSequence):
     @property
     def request_id(self) -> str:  # type: ignore[override]
         return self.request.id
+
+    @property
+    def prefix(self) -> array[int]:
+        if self.reading is None or self.reading.reusable is None:
+            return super().prefix
+        return self.tokens[: self.reading.reusable + 1]
+
+    @property
+    def weight(self) -> float:
+        """What a token of its prompt costs, if another one's costs 1."""
+        return 1.0 if self.reading is None else self.reading.weight
 
     @property
     def remaining(self) -> int:
@@ -197,6 +218,8 @@ class Sequence(KVSequence):
         """Do both begin with the same `count` tokens, where this one finds what the other computes? Its last token does
         not count: it is always computed."""
         if other.space not in (self.space, COMMON_SPACE):
+            return False
+        if self.reading is not None and self.reading.reusable is not None and count > self.reading.reusable:
             return False
         ours, size = self.key, count * TOKEN_BYTES
         for window in (self.window, other.window):
@@ -294,9 +317,11 @@ def build_request(
     tenant: Tenant = NOBODY,
     pins: Tokens[PinMark] = (),
     constraint: Constraint | None = None,
+    reading: Reading | None = None,
 ) -> Request:
     """A request with its sequences, ready for the engine. Answer i draws with seed + i; `rows` does the work of it.
-    With a `constraint` answers end where it says, and so may always choose to end.
+    With a `constraint` answers end where it says, and so may always choose to end. `reading` is what is read off the
+    prompt, once for all answers.
 
     With a `window` an answer does not end with the context; one that was given no length is as long as that at most.
     """
@@ -333,4 +358,5 @@ def build_request(
     request.sequences = [Sequence(request, index, each, limit, window) for index, each in enumerate(choosers)]
     first = request.sequences[0]
     first.twins = request.sequences[1:]
+    first.reading = reading
     return request

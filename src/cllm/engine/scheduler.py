@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import logging
 
-from cllm.backends.base import Chunk, Drawn, Logits, StepResult
+from cllm.backends.base import Chunk, Drawn, Hidden, Logits, PromptScores, StepResult
 from cllm.engine.constraint import masks_for
 from cllm.engine.plan import Plan, drafted_in
 from cllm.engine.planner import Planner
-from cllm.engine.request import FinishReason, Sequence, token_output
+from cllm.engine.request import FinishReason, Output, Sequence, token_output
 from cllm.engine.sampling import Choice, TokenChooser, TokenLogprob, choose
 from cllm.errors import BackendError, StructureError, describe
 
@@ -31,14 +31,14 @@ class Scheduler(Planner):
 
         What is raised is raised before any token is chosen, so that the same ones can be computed again.
         """
-        wanted, drafted = self._computed(plan)
+        wanted, drafted = self._computed(plan, result)
         now = self._clock()
         for (_, _, sequence), choice in zip(wanted, _choices(result, wanted), strict=True):
             self._take_choice(sequence, choice, now)
         for row, sequence, chunk in drafted:
             self._take_drafted(sequence, chunk, result, row, now)
 
-    def _computed(self, plan: Plan) -> tuple[list[Wanted], list[Drafted]]:
+    def _computed(self, plan: Plan, result: StepResult) -> tuple[list[Wanted], list[Drafted]]:
         """All tokens of the step are in memory. Who takes a token now, and who as many as were drafted right."""
         kv, stays = self.kv, plan.stays
         verifies, unit = kv.verifies, kv.unit_tokens
@@ -66,11 +66,37 @@ class Scheduler(Planner):
             # One token completes something to share only where a unit ends.
             if count > 1 or sequence.num_computed % unit == 0:
                 kv.commit(sequence)
+            if sequence.reading is not None and not self._read(sequence, chunk, result.read.get(index)):
+                continue
             if wants:
                 wanted.append((row, 0, sequence))
                 if sequence.twins:
                     wanted += [(row, place, twin) for place, twin in self._fork_twins(sequence)]
+            elif not sequence.answers and sequence.num_computed == len(sequence.tokens):
+                self._end(sequence, FinishReason.LENGTH)
         return wanted, drafted
+
+    def _read(self, sequence: Sequence, chunk: Chunk, read: PromptScores | Hidden | None) -> bool:
+        """Take in what was read off a part of the prompt, and tell it when that was the last. False: it is of no use,
+        and so the sequence has ended."""
+        reading = sequence.reading
+        assert reading is not None
+        try:
+            if read is not None:
+                reading.take(chunk.start, read)
+            if sequence.num_computed < len(sequence.tokens):
+                return True
+            result = reading.result()
+        except Exception as error:
+            if not isinstance(error, BackendError):
+                log.exception("request %s: its prompt cannot be read", sequence.request.id)
+            failure = error if isinstance(error, BackendError) else BackendError(describe(error))
+            self._end(sequence, FinishReason.ERROR, error=failure)
+            return False
+        sequence.reading = None
+        request = sequence.request
+        self._outputs.append(Output(request.id, 0, None, None, None, None, None, request.cached_tokens, result))
+        return True
 
     def _take_choice(self, sequence: Sequence, choice: Choice | Exception | None, now: float) -> None:
         if choice is None:
@@ -102,11 +128,11 @@ class Scheduler(Planner):
         while not sequence.ended and (token := chooser.forced) is not None:
             try:
                 chooser.observe(token)
-            except Exception as error:
+            except Exception as error:  # noqa: PERF203 - it ends the answer, and so the loop
                 self._fail(sequence, error)
-                return
-            sequence.forced += 1
-            self._take_token(sequence, token, None, now)
+            else:
+                sequence.forced += 1
+                self._take_token(sequence, token, None, now)
 
     def _take_drafted(self, sequence: Sequence, chunk: Chunk, result: StepResult, row: int, now: float) -> None:
         """Choose token after token, as long as the one before is what was drafted, which its row was computed for."""

@@ -155,7 +155,7 @@ class Stepper:
         self.steps += 1
         self._aborted_steps = 0
         scheduler = self._scheduler
-        scheduler.budget.observe(plan.prompt_tokens, plan.decode_rows, self.last_step_s, plan.pairs, plan.beside_rows)
+        scheduler.budget.observe(plan.prompt_cost, plan.decode_rows, self.last_step_s, plan.pairs, plan.beside_rows)
         if scheduler.drafting is not None and not plan.forced:
             scheduler.drafting.took(plan.decode_rows, plan.drafted, self.last_step_s, plan.prompt_tokens)
         self._on_computed(plan)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 ADVICE = "give the path of a .gguf file"
 
+_POOLING: dict[int, Literal["last", "mean", "cls"]] = {1: "mean", 2: "cls", 3: "last"}
+_RANK = 4
 _MAX_SIZE = 2**31 - 1  # of any number in a model's shape
 
 
@@ -69,6 +71,26 @@ class GGUFModel:
         if value and type(value[0]) is not kind:
             raise _wrong_kind(self.path, key, f"a list of {type(value[0]).__name__}", f"a list of {kind.__name__}")
         return value
+
+    @property
+    def pooling(self) -> Literal["last", "mean", "cls"]:
+        """Which hidden states make an embedding, as the file says; where it says nothing, the last one, which is all
+        that has seen the whole text."""
+        return _POOLING.get(self._pooling_type, "last")
+
+    @property
+    def ranks(self) -> bool:
+        """Whether the model has a head that says how well a document answers a query, instead of one for tokens."""
+        return self._pooling_type == _RANK
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token only sees those before it. Where it sees all, nothing can be generated."""
+        return self.get(f"{self.shape.architecture}.attention.causal", True)
+
+    @property
+    def _pooling_type(self) -> int:
+        return self.get(f"{self.shape.architecture}.pooling_type", 0)
 
     def check_unchanged(self) -> None:
         """Raise `ModelError` if the file is no longer the one whose header was read."""

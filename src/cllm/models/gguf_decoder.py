@@ -66,6 +66,10 @@ def foreign(model: GGUFModel, types: Container[int]) -> str | None:
     """What the model asks for that a plain decoder does not do, as one clause. Tensors may be of these `types`."""
     if model.shape.architecture not in ROPE_NEOX:
         return f"its architecture is {model.shape.architecture}, not one of {', '.join(ROPE_NEOX)}"
+    if model.ranks:
+        return "it ranks documents instead of generating text (pooling_type 4)"
+    if not model.is_causal:
+        return "its tokens see those behind them"
     for check in (_foreign_experts, _foreign_keys, _foreign_rope, _foreign_heads):
         reason = check(model)
         if reason is not None:

@@ -13,7 +13,8 @@ from cllm.server.chat import Tool
 from cllm.server.openai_schema import ModelName
 from cllm.server.sampling_schema import SamplingFields, StopStrings, in_range
 from cllm.server.sliced import as_json
-from cllm.server.tool_fields import MOST_TOOLS, CallId, JsonObject, ToolName, by_kind, check_names, known_kinds
+from cllm.server.tool_fields import CallId, JsonObject, ToolName, by_kind, check_names, check_schema, known_kinds
+from cllm.server.tools_schema import MOST_TOOLS
 from cllm.server.validation import AtMost, Int32, RequestModel, Text, Unsupported, refusal, shorten, wrong
 from cllm.structured.structure import Structure
 
@@ -38,7 +39,7 @@ TextBlocks = Annotated[list[TextOnly], Field(fail_fast=True)]
 class ToolUseBlock(RequestModel):
     type: Literal["tool_use"]
     id: CallId
-    name: ToolName
+    name: CallId
     input: JsonObject
     cache_control: CacheControl | None = Field(None, description=_MARK)
     caller: Hint = None
@@ -106,7 +107,12 @@ class CustomTool(RequestModel):
         if self.input_examples:
             examples = map(as_json, self.input_examples)
             description = "\n".join([description or "", "Examples of input:", *examples]).strip()
-        return Tool(self.name, description, self.input_schema, bool(self.strict))
+        return Tool(self.name, description, self.input_schema or None, bool(self.strict))
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> CustomTool:
+        check_schema(self.input_schema, "input_schema")
+        return self
 
 
 class ToolChoiceFields(RequestModel):

@@ -16,6 +16,7 @@ from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollect
 from cllm.served import ServedModels
 from cllm.server import (
     anthropic,
+    embeddings,
     generate,
     models,
     ollama,
@@ -65,6 +66,7 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
         openai.router,
         responses.router,
         anthropic.router,
+        embeddings.router,
         requests.router,
         generate.router,
         tokens.router,

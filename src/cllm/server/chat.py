@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cllm.dialect.reasoning import Thinking
     from cllm.engine.params import SamplingParams
     from cllm.engine.sampling import TokenLogprob
-    from cllm.generation import Delta
+    from cllm.generation import Delta, Generation
     from cllm.server.state import ModelState, ServerState
 
 
@@ -179,6 +179,10 @@ class Chat:
     @property
     def computed_tokens(self) -> int:
         return self._answers.computed_tokens
+
+    @property
+    def generations(self) -> Sequence[Generation]:
+        return self._answers.generations
 
     @property
     def completion_tokens(self) -> int:

@@ -22,15 +22,27 @@ def check_count(state: ServerState, prompts: int, n: int) -> None:
         )
 
 
-def check_logprobs(model: ModelState, prompts: Sequence[Sequence[int]], params: SamplingParams, param: str) -> None:
-    if params.logprobs is None:
-        return
-    tokens = sum(model.llm.answer_limit(len(prompt), params) for prompt in prompts)
-    each, most = 1 + params.logprobs, model.config.server.max_logprobs
-    if params.n * tokens * each > most:
+def check_logprobs(
+    model: ModelState,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    param: str,
+    of_prompts: str = "prompt_logprobs",
+) -> None:
+    """`param` and `of_prompts`: what asked for those of answers, and of prompts."""
+    most = model.config.server.max_logprobs
+    if params.prompt_logprobs is not None:
+        _check(most, params.n, sum(map(len, prompts)), "tokens of prompts", params.prompt_logprobs, of_prompts)
+    if params.logprobs is not None:
+        tokens = sum(model.llm.answer_limit(len(prompt), params) for prompt in prompts)
+        _check(most, params.n, tokens, "tokens", params.logprobs, param)
+
+
+def _check(most: int, n: int, tokens: int, what: str, alternatives: int, param: str) -> None:
+    each = 1 + alternatives
+    if n * tokens * each > most:
         raise InvalidRequestError(
-            f"n = {params.n} x {tokens} tokens x {each} log probabilities are {params.n * tokens * each}; "
-            f"at most {most} are allowed in one request (server.max_logprobs): ask for fewer answers, tokens or "
-            f"alternatives",
+            f"n = {n} x {tokens} {what} x {each} log probabilities are {n * tokens * each}; at most {most} are "
+            f"allowed in one request (server.max_logprobs): ask for fewer answers, tokens or alternatives",
             param,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from cllm.server.sliced import as_json, list_pieces
@@ -57,7 +58,7 @@ class CompletionLogprobs:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._text = tokenizer.token_text
 
-    def length(self, entries: Sequence[TokenLogprob]) -> int:
+    def length(self, entries: Iterable[TokenLogprob]) -> int:
         """Characters of text that the tokens are."""
         return sum(len(self._text(entry.token_id)) for entry in entries)
 
@@ -66,7 +67,7 @@ class CompletionLogprobs:
         yield '{"tokens":'
         yield from list_pieces(as_json(self._text(entry.token_id)) for entry in entries)
         yield ',"token_logprobs":'
-        yield from list_pieces(repr(_finite(entry.logprob)) for entry in entries)
+        yield from list_pieces(_number(entry.logprob) for entry in entries)
         yield ',"top_logprobs":'
         yield from list_pieces(map(self._top, entries))
         yield ',"text_offset":'
@@ -74,6 +75,8 @@ class CompletionLogprobs:
         yield "}"
 
     def _top(self, entry: TokenLogprob) -> str:
+        if math.isnan(entry.logprob):
+            return "null"
         likeliest = {self._text(token): _finite(logprob) for token, logprob in entry.top}
         # The chosen token is always there, also when it is not among the likeliest.
         return as_json(likeliest | {self._text(entry.token_id): _finite(entry.logprob)})
@@ -82,6 +85,11 @@ class CompletionLogprobs:
         for entry in entries:
             yield offset
             offset += len(self._text(entry.token_id))
+
+
+def _number(logprob: float) -> str:
+    """The first token of a prompt has none."""
+    return "null" if math.isnan(logprob) else repr(_finite(logprob))
 
 
 def _finite(logprob: float) -> float:

@@ -21,6 +21,8 @@ from cllm.server.models import served_card
 from cllm.server.openai_render import (
     ChatEvents,
     CompletionEvents,
+    ScoredChatEvents,
+    ScoredCompletionEvents,
     chat_pieces,
     completion_pieces,
     usage_of,
@@ -37,6 +39,7 @@ from cllm.server.openai_replies import (
     event_stream,
 )
 from cllm.server.openai_schema import ChatRequest, CompletionRequest, OpenAIRequest
+from cllm.server.prompt_logprobs import PiecewiseStream, PromptReport
 from cllm.server.sliced import SlicedJson
 from cllm.server.sse import EventStream
 from cllm.server.state import ModelState, ServerState, State, is_operators, tenant_of, time_left
@@ -74,14 +77,16 @@ async def completions(
     best_of = n if body.best_of is None else body.best_of
     # Which are the best, their log probabilities say.
     logprobs = 0 if best_of > n and body.logprobs is None else body.logprobs
-    params = body.sampling(max_tokens=max_tokens, n=best_of, logprobs=logprobs)
+    echoed = body.logprobs if body.echo else None
+    params = _params(body, max_tokens, logprobs, echoed, n=best_of)
     texts = _split(body.prompt)
     check_count(state, len(texts), params.n)
     if body.suffix:
         prompts = await model.texts.encode_infill(texts, body.suffix, params)
     else:
         prompts = await model.texts.encode_prompts(texts, params)
-    check_logprobs(model, prompts, params, "logprobs")
+    asked_by = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    check_logprobs(model, prompts, params, "logprobs", asked_by)
     tokenizer = model.llm.tokenizer
     echoes = await _echoes(model, texts, n) if body.echo else {}
     head = _head(request, model, "cmpl")
@@ -89,6 +94,10 @@ async def completions(
     pins = [pins_of(model, body.cache_control, prompt) for prompt in prompts]
     grammar = await compiled(model.llm, params)
     answers = _answers(request, model, body, prompts, params, head.id, pins, grammar, batch)
+    report = PromptReport(answers, tokenizer, n, echoed=echoed, told=body.prompt_logprobs)
+    if body.stream and params.prompt_logprobs is not None:
+        scored = ScoredCompletionEvents(head, tokenizer, report, include_usage=body.include_usage, echoes=echoes)
+        return PiecewiseStream(answers, scored)
     if body.stream:
         counts = answers if body.continuous_usage else None
         events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes, counts=counts)
@@ -96,7 +105,7 @@ async def completions(
     whole = await unless_gone(request.receive, _collect(answers))
     if best_of > n:
         whole = keep_best(whole, best_of, n, with_logprobs=body.logprobs is not None)
-    return SlicedJson(completion_pieces(head, whole, usage_of(answers), tokenizer, echoes))
+    return SlicedJson(completion_pieces(head, whole, usage_of(answers), tokenizer, echoes, report))
 
 
 @router.post("/chat/completions", response_model=ChatReply, responses={**_ERRORS, **event_stream(_CHAT_STREAM)})
@@ -107,12 +116,16 @@ async def chat_completions(
     chat = await open_chat(state, request, call_of(body), "chatcmpl")
     _log_asker(body, chat.head.id)
     tokenizer = chat.model.llm.tokenizer
+    report = PromptReport(chat, tokenizer, body.n or 1, told=body.prompt_logprobs)
+    if body.stream and body.prompt_logprobs is not None:
+        scored = ScoredChatEvents(chat.head, tokenizer, report, include_usage=body.include_usage)
+        return PiecewiseStream(chat, scored)
     if body.stream:
         counts = chat if body.continuous_usage else None
         events = ChatEvents(chat.head, tokenizer, include_usage=body.include_usage, counts=counts)
         return EventStream(chat, events, events.progress if body.return_progress else None)
     whole = await unless_gone(request.receive, chat.collect())
-    return SlicedJson(chat_pieces(chat.head, whole, usage_of(chat), tokenizer))
+    return SlicedJson(chat_pieces(chat.head, whole, usage_of(chat), tokenizer, report))
 
 
 @router.get("/models", responses=error_responses(ErrorReply, 401))
@@ -159,8 +172,18 @@ def _card(state: ServerState) -> ModelCard:
     return ModelCard(id=state.one.served_name, created=state.created, max_model_len=state.one.llm.max_context)
 
 
-def _params(body: OpenAIRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    return body.sampling(max_tokens=max_tokens, n=body.n, logprobs=logprobs)
+def _params(
+    body: OpenAIRequest,
+    max_tokens: int | None,
+    logprobs: int | None,
+    echoed: int | None = None,
+    n: int | None = None,
+) -> SamplingParams:
+    """`echoed`: alternatives that go with the tokens of an echoed prompt."""
+    asked = [count for count in (body.prompt_logprobs, echoed) if count is not None]
+    return body.sampling(
+        max_tokens=max_tokens, n=n or body.n, logprobs=logprobs, prompt_logprobs=max(asked, default=None)
+    )
 
 
 def call_of(body: ChatRequest) -> ChatCall:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from cllm.dialect.pieces import CallArguments, CallBegin, ChatEnd, Piece, ReasoningPiece, TextPiece
+from cllm.engine.sampling import TokenLogprob
 from cllm.server.answers import Answer, Counts, Head
 from cllm.server.chat import ChatAnswer
 from cllm.server.logprobs import ChatLogprobs, CompletionLogprobs
 from cllm.server.openai_replies import PromptTokensDetails, Usage
+from cllm.server.prompt_logprobs import PromptReport
 from cllm.server.pulse import progress_json
 from cllm.server.sliced import as_json, text_pieces
 from cllm.server.sse import DONE
 
 if TYPE_CHECKING:
-    from cllm.engine.sampling import TokenLogprob
     from cllm.generation import Delta
     from cllm.text.tokenizer import Tokenizer
 
@@ -31,7 +33,12 @@ def usage_of(answers: Counts) -> Usage:
 
 
 def completion_pieces(
-    head: Head, whole: Sequence[Answer], usage: Usage, tokenizer: Tokenizer, echoes: Mapping[int, str]
+    head: Head,
+    whole: Sequence[Answer],
+    usage: Usage,
+    tokenizer: Tokenizer,
+    echoes: Mapping[int, str],
+    report: PromptReport,
 ) -> Iterator[str]:
     """A `CompletionReply`. `echoes` is what goes in front of each answer."""
     logprobs = CompletionLogprobs(tokenizer)
@@ -40,13 +47,18 @@ def completion_pieces(
         yield f'{start}{{"index":{index},"text":'
         yield from text_pieces(echoes.get(index, ""), answer.text)
         yield ',"logprobs":'
-        yield from logprobs.pieces(answer.logprobs) if answer.logprobs else ("null",)
-        yield _ending(answer)
+        entries = joined(report.entries(index), answer.logprobs)
+        yield from logprobs.pieces(entries) if len(entries) else ("null",)
+        yield _ending(answer)[:-1]
+        yield from report.field(index)
+        yield "}"
         start = ","
     yield f'],"usage":{usage.model_dump_json()}}}'
 
 
-def chat_pieces(head: Head, whole: Sequence[ChatAnswer], usage: Usage, tokenizer: Tokenizer) -> Iterator[str]:
+def chat_pieces(
+    head: Head, whole: Sequence[ChatAnswer], usage: Usage, tokenizer: Tokenizer, report: PromptReport
+) -> Iterator[str]:
     """A `ChatReply`."""
     logprobs = ChatLogprobs(tokenizer)
     start = head.start("chat.completion")
@@ -59,7 +71,9 @@ def chat_pieces(head: Head, whole: Sequence[ChatAnswer], usage: Usage, tokenizer
         yield from logprobs.pieces(answer.logprobs) if answer.logprobs else ("null",)
         yield _ending(answer)
         start = ","
-    yield f'],"usage":{usage.model_dump_json()}}}'
+    yield f'],"usage":{usage.model_dump_json()}'
+    yield from report.field(0)
+    yield "}"
 
 
 def _reasoning_pieces(answer: ChatAnswer) -> Iterator[str]:
@@ -157,6 +171,32 @@ class CompletionEvents(_OpenAIEvents):
         return "".join(self._logprobs.pieces(entries, offset))
 
 
+class ScoredCompletionEvents(CompletionEvents):
+    """The first event of each answer tells of its prompt, too."""
+
+    def __init__(
+        self, head: Head, tokenizer: Tokenizer, report: PromptReport, *, include_usage: bool, echoes: Mapping[int, str]
+    ) -> None:
+        super().__init__(head, tokenizer, include_usage=include_usage, echoes=echoes)
+        self._report = report
+        self._told: set[int] = set()
+
+    def pieces(self, delta: Delta) -> Iterator[str]:
+        index = delta.index
+        if index in self._told:
+            yield self.event(delta)
+            return
+        self._told.add(index)
+        entries = joined(self._report.entries(index), delta.logprobs or ())
+        text = json.dumps(delta.text)[1:]
+        yield f'{self._start}{{"index":{index},"text":"{self._echoes.pop(index, "")}{text},"logprobs":'
+        yield from self._logprobs.pieces(entries) if len(entries) else ("null",)
+        self._offsets[index] = self._logprobs.length(entries)
+        yield self._rest("null", delta.finish_reason, delta.stop_reason)[len(',"logprobs":null') : -len(self._stop)]
+        yield from self._report.field(index)
+        yield self._stop
+
+
 class ChatEvents(_OpenAIEvents):
     _object = "chat.completion.chunk"
     _nothing = '"delta":{}'
@@ -191,3 +231,41 @@ def _call_delta(piece: CallBegin | CallArguments) -> str:
     name = json.dumps(piece.name)
     function = f'{{"name":{name},"arguments":""}}'
     return f'{{"index":{piece.number},"id":{json.dumps(piece.id)},"type":"function","function":{function}}}'
+
+
+class ScoredChatEvents(ChatEvents):
+    """The first event of all tells of the prompt, too."""
+
+    def __init__(self, head: Head, tokenizer: Tokenizer, report: PromptReport, *, include_usage: bool) -> None:
+        super().__init__(head, tokenizer, include_usage=include_usage)
+        self._report: PromptReport | None = report
+
+    def pieces(self, piece: Piece) -> Iterator[str]:
+        report, self._report = self._report, None
+        event = self.event(piece)
+        if report is None:
+            yield event
+            return
+        yield event[: -len("}\n\n")]
+        yield from report.field(0)
+        yield "}\n\n"
+
+
+def joined(prompt: Sequence[TokenLogprob], answer: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
+    """Both, without a copy of the first."""
+    return _Joined(prompt, answer) if len(prompt) else answer
+
+
+class _Joined(Sequence[TokenLogprob]):
+    def __init__(self, first: Sequence[TokenLogprob], second: Sequence[TokenLogprob]) -> None:
+        self._first = first
+        self._second = second
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        return chain(self._first, self._second)
+
+    def __getitem__(self, index: Any) -> Any:
+        return [*self][index]

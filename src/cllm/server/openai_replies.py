@@ -20,9 +20,19 @@ class Usage(BaseModel):
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None] = Field(description="null for the first token of an echoed prompt.")
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int = Field(description="Among all tokens; 1 is the likeliest.")
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+_PROMPT_LOGPROBS = "By token id, of each token of the prompt; only with prompt_logprobs. null for the first one."
 
 
 class CompletionChoice(BaseModel):
@@ -31,6 +41,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None = Field(description="`stop` or `length`.")
     stop_reason: str | int | None = Field(description="The stop string or token id that ended the answer.")
+    prompt_logprobs: PromptLogprobs | None = Field(None, description=_PROMPT_LOGPROBS)
 
 
 class CompletionReply(BaseModel):
@@ -91,6 +102,7 @@ class ChatReply(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = Field(None, description=_PROMPT_LOGPROBS)
 
 
 class ModelCard(BaseModel):

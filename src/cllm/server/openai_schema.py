@@ -46,11 +46,6 @@ def _together(name: str, needs: str) -> dict[str, Any]:
     return {"anyOf": [{"properties": {name: {"type": "null"}}}, given]}
 
 
-def _not_both(one: str, other: str) -> dict[str, Any]:
-    """In the API's description: one of the two is null, false or missing."""
-    return {"anyOf": [{"properties": {name: {"enum": [None, False]}}} for name in (one, other)]}
-
-
 HINTS = frozenset({
     "cache_prompt", "id_slot", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "request_id", "service_tier", "spaces_between_special_tokens", "store",
@@ -95,6 +90,9 @@ class OpenAIRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     return_progress: bool | None = RETURN_PROGRESS
     user: UserName | None = Field(None, description="Who asks; goes into the log next to the request id.")
+    prompt_logprobs: Annotated[Int32, in_range("prompt_logprobs")] | None = Field(
+        None, description="Log probabilities of the prompt's tokens, and of so many likeliest ones in their places."
+    )
 
     def contradictions(self) -> Iterator[PydanticCustomError]:
         if self.stream_options is not None and not self.stream:
@@ -117,7 +115,7 @@ class CompletionRequest(OpenAIRequest):
     model_config = ConfigDict(
         json_schema_extra={
             "example": {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0},
-            "allOf": [_together("stream_options", "stream"), _not_both("echo", "logprobs")],
+            "allOf": [_together("stream_options", "stream")],
         }
     )
     hints: ClassVar[frozenset[str]] = HINTS
@@ -134,9 +132,11 @@ class CompletionRequest(OpenAIRequest):
         ]
     ) = Field(description=_PROMPT)
     max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
-        None, description="Most tokens to generate. Default 16."
+        None, description="Most tokens to generate. Default 16. With 0, only the prompt is computed."
     )
-    echo: bool | None = Field(None, description="Put the prompt in front of the answer.")
+    echo: bool | None = Field(
+        None, description="Put the prompt in front of the answer, and with logprobs those of its tokens, too."
+    )
     logprobs: Annotated[Int32, in_range("logprobs")] | None = Field(
         None, description="Log probabilities of so many likeliest tokens, 0 to 20."
     )
@@ -156,8 +156,6 @@ class CompletionRequest(OpenAIRequest):
             yield refusal("best_of", "is only allowed without stream: the best are known at the end")
         if self.suffix and self.echo:
             yield refusal("suffix", "is not allowed together with echo")
-        if self.echo and self.logprobs is not None:
-            yield refusal("echo", "is not supported together with logprobs: those of the prompt are not computed")
 
 
 class ChatRequest(OpenAIRequest):

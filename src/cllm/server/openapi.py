@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from cllm.server.anthropic_schema import CountRequest, MessagesRequest
+from cllm.server.embeddings_schema import EmbeddingRequest, RerankRequest
 from cllm.server.generate_schema import BenchmarkRequest, EncodeRequest, GenerateRequest
 from cllm.server.middleware import OPEN_PATHS
 from cllm.server.models import LoadRequest, UnloadRequest
@@ -29,6 +30,8 @@ REQUESTS: dict[str, type[BaseModel]] = {
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/rerank": RerankRequest,
     "/generate": GenerateRequest,
     "/generate_stream": GenerateRequest,
     "/encode": EncodeRequest,

@@ -17,7 +17,7 @@ from cllm.server.openai_replies import ErrorReply, error_responses, event_stream
 from cllm.server.responses_items import Turns, with_instructions
 from cllm.server.responses_render import ResponseEvents, ResponseForm, ResponseStream
 from cllm.server.responses_replies import DeletedReply, ResponseReply
-from cllm.server.responses_schema import AllowedTools, ChosenTool, ResponsesRequest
+from cllm.server.responses_schema import AllowedTools, ResponsesRequest, ResponseToolChoice
 from cllm.server.responses_store import Stored
 from cllm.server.runs import Runs, collect
 from cllm.server.sliced import SlicedJson
@@ -132,7 +132,7 @@ def _template_arguments(effort: str | None) -> dict[str, Any]:
 
 def _choice(body: ResponsesRequest) -> ToolChoice:
     choice = body.tool_choice
-    if isinstance(choice, ChosenTool):
+    if isinstance(choice, ResponseToolChoice):
         return NamedTool(choice.name)
     return choice.mode if isinstance(choice, AllowedTools) else choice or "auto"
 

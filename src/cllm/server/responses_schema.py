@@ -12,7 +12,8 @@ from cllm.server.openai_schema import ModelName, UserName
 from cllm.server.responses_text import TextFields
 from cllm.server.sampling_schema import SamplingFields
 from cllm.server.sliced import as_json
-from cllm.server.tool_fields import MOST_TOOLS, CallId, JsonObject, ToolName, by_kind, check_names, known_kinds
+from cllm.server.tool_fields import CallId, JsonObject, ToolName, by_kind, check_names, check_schema, known_kinds
+from cllm.server.tools_schema import MOST_TOOLS
 from cllm.server.validation import WHOLE, AtMost, RequestModel, Text, Unsupported, Words, refusal, shorten
 from cllm.structured.structure import Structure
 
@@ -29,6 +30,7 @@ class ItemText(RequestModel):
     text: Text
     annotations: Hint = None
     logprobs: Hint = None
+    parsed: Hint = None
     prompt_cache_breakpoint: Hint = None
 
 
@@ -70,12 +72,13 @@ class MessageItem(RequestModel):
 class FunctionCall(RequestModel):
     type: Literal["function_call"]
     call_id: CallId
-    name: ToolName
+    name: CallId
     arguments: Text
     id: Hint = None
     status: Hint = None
     caller: Hint = None
     namespace: Hint = None
+    parsed_arguments: Hint = None
 
 
 class FunctionOutput(RequestModel):
@@ -128,7 +131,7 @@ def _joined(content: str | list[ItemText | ItemRefusal]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-class FunctionTool(RequestModel):
+class ResponseTool(RequestModel):
     unsupported: ClassVar[Unsupported] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
 
     type: Literal["function"]
@@ -139,10 +142,15 @@ class FunctionTool(RequestModel):
     output_schema: Hint = None
 
     def plain(self) -> Tool:
-        return Tool(self.name, self.description, self.parameters, bool(self.strict))
+        return Tool(self.name, self.description, self.parameters or None, bool(self.strict))
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> ResponseTool:
+        check_schema(self.parameters, "parameters")
+        return self
 
 
-class ChosenTool(RequestModel):
+class ResponseToolChoice(RequestModel):
     type: Literal["function"]
     name: ToolName
 
@@ -150,11 +158,11 @@ class ChosenTool(RequestModel):
 class AllowedTools(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenTool], Field(fail_fast=True, min_length=1, max_length=MOST_TOOLS)]
+    tools: Annotated[list[ResponseToolChoice], Field(fail_fast=True, min_length=1, max_length=MOST_TOOLS)]
 
 
 ChoiceObject = Annotated[
-    Annotated[ChosenTool, Tag("function object")] | Annotated[AllowedTools, Tag("allowed_tools object")],
+    Annotated[ResponseToolChoice, Tag("function object")] | Annotated[AllowedTools, Tag("allowed_tools object")],
     by_kind(),
     known_kinds(("function", "allowed_tools"), _NO_HOSTED_TOOL),
 ]
@@ -210,7 +218,7 @@ class ResponsesRequest(SamplingFields):
     store: bool | None = Field(None, description="Keep the response for a while (section responses). Default true.")
     tools: (
         Annotated[
-            list[Annotated[FunctionTool, known_kinds(("function",), _NO_HOSTED_TOOL)]],
+            list[Annotated[ResponseTool, known_kinds(("function",), _NO_HOSTED_TOOL)]],
             Field(fail_fast=True, max_length=MOST_TOOLS),
         ]
         | None
@@ -264,7 +272,11 @@ class ResponsesRequest(SamplingFields):
         if choice == "required" and not names:
             raise refusal("tool_choice", "is only allowed together with tools")
         chosen = (
-            [choice] if isinstance(choice, ChosenTool) else choice.tools if isinstance(choice, AllowedTools) else []
+            [choice]
+            if isinstance(choice, ResponseToolChoice)
+            else choice.tools
+            if isinstance(choice, AllowedTools)
+            else []
         )
         for tool in chosen:
             if tool.name not in names:

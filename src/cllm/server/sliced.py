@@ -82,7 +82,7 @@ def list_pieces(items: Iterable[str], entries: int = _ENTRIES) -> Iterator[str]:
 
 
 def slices(pieces: Iterable[str]) -> Iterator[str]:
-    """At least one."""
+    """Pieces joined to some of about `SLICE_BYTES` characters; of any piece, at least one."""
     held: list[str] = []
     size = 0
     for piece in pieces:

@@ -68,6 +68,10 @@ class EventStream(Response):
         except ClientGoneError:
             return
 
+    async def _write_batch(self, wire: Wire, before: str, batch: Sequence[Any]) -> None:
+        event = self._events.event
+        await wire.write(before + "".join([event(item) for item in batch]), more=True)
+
     async def _stream(self, scope: Scope, send: Send) -> None:
         wire = Wire(scope, send, self.raw_headers)
         every_s: float = scope["app"].state.cllm.config.server.sse_keepalive_s if self.comments else 0
@@ -94,12 +98,12 @@ class EventStream(Response):
         return data(problem.body(scope["path"], scope["state"]["request_id"]))
 
     async def _pass_on(self, wire: Wire, pulse: Pulse) -> None:
-        event, before = self._events.event, None
+        before: str | None = None
         async for batch in self._source:
             if before is None:
                 before = pulse.begin_answer()
             if pulse.writing is not None:
                 await pulse.writing
                 pulse.writing = None
-            await wire.write(before + "".join([event(item) for item in batch]), more=True)
+            await self._write_batch(wire, before, batch)
             before = ""

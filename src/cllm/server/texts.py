@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cllm.embedding import EMBEDDING
 from cllm.errors import InvalidRequestError
 from cllm.server.lanes import Lanes
 from cllm.text.bounded import PIECE, TokenLimit
@@ -36,7 +38,8 @@ class Texts:
     async def encode(
         self, text: str, limit: TokenLimit, param: str, *, special: bool = False, add_bos: bool = True
     ) -> Sequence[int]:
-        return (await self._encode([text], limit, param, special=special, add_bos=add_bos))[0]
+        to_tokens = partial(self._llm.tokenizer.encode, special=special, add_bos=add_bos)
+        return (await self._encode([text], limit, param, to_tokens, _size(text), special=special))[0]
 
     async def encode_prompt(self, text: str, params: SamplingParams | None = None) -> Sequence[int]:
         return await self.encode(text, self._llm.prompt_limit(params), "prompt")
@@ -44,13 +47,49 @@ class Texts:
     async def encode_prompts(self, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[Sequence[int]]:
         """Strings become tokens, tokens become an array. A job holds as many prompts as make a piece: others get their
         turn."""
-        limit = self._llm.prompt_limit(params)
+        return await self._encode_all(prompts, self._llm.prompt_limit(params), "prompt", self._llm.tokenizer.encode)
+
+    async def encode_inputs(self, inputs: Sequence[str | list[int]], param: str) -> list[Sequence[int]]:
+        """Texts to embed. One without a token is refused, and so is one with a token that does not exist."""
+        limit = self._llm.prompt_limit(EMBEDDING)._replace(what="a text")
+        encoded = await self._encode_all(inputs, limit, param, self._llm.reads.encode_input)
+        vocabulary = self._llm.shape.n_vocab
+        for number, ids in enumerate(encoded):
+            if not len(ids):
+                raise InvalidRequestError(f"{param}[{number}] is empty: it needs at least one token", param)
+            if max(ids) >= vocabulary:
+                raise InvalidRequestError(
+                    f"{param}[{number}] holds token {max(ids)}; ids go from 0 to {vocabulary - 1}", param
+                )
+        return encoded
+
+    async def encode_pairs(self, query: str, documents: Sequence[str]) -> list[Sequence[int]]:
+        """What a model reads to rank documents."""
+        limit = self._llm.prompt_limit(EMBEDDING)._replace(what="a document with the query")
+        limit.check_text(self._llm.tokenizer, query, "query")
+        return await self._encode_all(
+            documents,
+            limit,
+            "documents",
+            lambda document: self._llm.reads.encode_pair(query, document),
+            each=len(query),
+        )
+
+    async def _encode_all(
+        self,
+        prompts: Sequence[str | list[int]],
+        limit: TokenLimit,
+        param: str,
+        encode: Callable[[str], list[int]],
+        each: int = 0,
+    ) -> list[Sequence[int]]:
+        """A job holds as many texts as make a piece: others get their turn. `each`: characters beside those of each."""
         encoded: list[Sequence[int]] = []
         start = size = 0
         for stop, prompt in enumerate(prompts, 1):
-            size += _size(prompt)
+            size += _size(prompt) + each
             if size >= PIECE or stop == len(prompts):
-                encoded += await self._encode(prompts[start:stop], limit, "prompt")
+                encoded += await self._encode(prompts[start:stop], limit, param, encode, size)
                 start, size = stop, 0
         return encoded
 
@@ -128,9 +167,10 @@ class Texts:
         texts: Sequence[str | list[int]],
         limit: TokenLimit,
         param: str,
+        to_tokens: Callable[[str], list[int]],
+        size: int,
         *,
         special: bool = False,
-        add_bos: bool = True,
     ) -> list[Sequence[int]]:
         tokenizer = self._llm.tokenizer
 
@@ -139,11 +179,11 @@ class Texts:
                 limit.check(text, param)
                 return array("i", text)
             limit.check_text(tokenizer, text, param, special=special)
-            ids = tokenizer.encode(text, special=special, add_bos=add_bos)
+            ids = to_tokens(text)
             limit.check(ids, param)
             return ids
 
-        return await self._lanes.run(sum(map(_size, texts)), lambda: [encode(text) for text in texts])
+        return await self._lanes.run(size, lambda: [encode(text) for text in texts])
 
 
 def weight(value: Any, most: int = PIECE + 1) -> int:

@@ -9,8 +9,6 @@ from pydantic import BeforeValidator, Discriminator, Field
 
 from cllm.server.validation import Text, refusal, shorten, wrong
 
-MOST_TOOLS = 512
-
 CallId = Annotated[Text, Field(min_length=1, max_length=256)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 JsonObject = dict[str, Any]
@@ -50,6 +48,12 @@ def check_names(names: Iterable[str], param: str, where: str = "name") -> None:
         if name in seen:
             raise refusal(f"{param}[{number}].{where}", f"is {shorten(repr(name))}, which another tool has")
         seen.add(name)
+
+
+def check_schema(schema: JsonObject | None, param: str) -> None:
+    kind = (schema or {}).get("type", "object")
+    if kind != "object":
+        raise refusal(param, f"must be the schema of an object, not of {shorten(repr(kind))}")
 
 
 def _listed(kinds: Sequence[str]) -> str:

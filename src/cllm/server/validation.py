@@ -35,8 +35,10 @@ _SHOULD = re.compile("^(Input|String) should")
 _SHORT = Repr()  # looks at the beginning of a value only
 _SHORT.maxstring = _SHORT.maxother = _SHOWN
 _OWN_KINDS = frozenset({"refused", "wrong"})
+_TEXTS = "a string, a list of strings, a list of token ids or a list of lists of token ids"
 _MUST_BE = {
-    "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
+    "prompt": _TEXTS,
+    "input": _TEXTS,
     "stop": "a string or a list of strings",
     "content": "a string or a list of text parts",
 }
@@ -242,7 +244,7 @@ def _clarity(error: Mapping[str, Any]) -> tuple[bool, int]:
     """Of the errors of a union's branches, our own are the clearest, then the one that got furthest into the value; but
     of alternatives that look alike, only the whole can be named."""
     loc = error["loc"]
-    alike = bool(loc) and loc[0] in ("prompt", "stop")
+    alike = bool(loc) and loc[0] in ("prompt", "input", "stop")
     return error["type"] in _OWN_KINDS, -len(loc) if alike else len(loc)
 
 

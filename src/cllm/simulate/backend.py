@@ -20,6 +20,8 @@ class SimulatedBackend(Backend):
     """`step` takes no time; `seconds` is what the last one would have taken, `total_s` what all of them would have."""
 
     name = "simulated"
+    no_reading = "what is only simulated has no probabilities"
+    pooling = None
 
     def __init__(self, cost: CostModel, *, window: int | None = None) -> None:
         self.cost = cost

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -16,11 +17,12 @@ from llguidance import LLMatcher, LLParserLimits
 from cllm.config.structured import StructuredConfig
 from cllm.errors import InvalidRequestError, OverloadedError, StructureError
 from cllm.structured.matcher import Grammar, MaskFiller
-from cllm.structured.sources import source_of
+from cllm.structured.sources import located, source_of
 from cllm.structured.structure import Kind, Structure
 from cllm.structured.vocabulary import Vocabulary
 
 THREADS = 2
+STACK_BYTES = 64 << 20
 LIMITS = LLParserLimits(
     max_items_in_row=4100,
     initial_lexer_fuel=1_000_000,
@@ -67,13 +69,21 @@ class Compiler:
         future = self._kept.get(key)
         if future is None:
             self._check(structure)
-            future = self._threads.submit(self._compile, structure)
+            future = self._submit(structure)
             self._waiting += 1
             future.add_done_callback(self._compiled)
             self._kept[key] = future
             self._forget_oldest()
         self._kept.move_to_end(key)
         return future
+
+    def _submit(self, structure: Structure) -> Future[Grammar]:
+        """To a thread with room for what is nested; it may be the one that this starts."""
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            return self._threads.submit(self._compile, structure)
+        finally:
+            threading.stack_size(usual)
 
     def _check(self, structure: Structure) -> None:
         if self._vocabulary.tokens is None:
@@ -99,7 +109,7 @@ class Compiler:
         assert self._vocabulary.tokens is not None and self._masks is not None
         beginning = LLMatcher(self._vocabulary.tokens, source_of(structure), log_level=0, limits=LIMITS)
         if beginning.is_error():
-            raise ValueError(_readable(beginning.get_error()))
+            raise ValueError(located(structure, _readable(beginning.get_error())))
         # Some show only now that nothing can ever follow them, or that it takes too much to tell.
         trial = beginning.deep_copy()
         trial.compute_bitmask()

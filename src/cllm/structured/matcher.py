@@ -8,12 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+from numpy.typing import NDArray
 
-from cllm.engine.constraint import Constraint, Mask, only
 from cllm.errors import StructureError
 from cllm.structured.vocabulary import Vocabulary
 
 MOST_THREADS = 8
+
+Mask = NDArray[np.int32]
+"""A bit for every token, the lowest of a word first."""
 
 
 class Grammar:
@@ -76,19 +79,20 @@ class MaskFiller:
         self._filled = np.zeros((0, self._words), np.int32)
         self._executor: LLExecutor | None = None
 
-    def fill(self, constraints: Sequence[Constraint]) -> list[Mask | Exception]:
+    def fill(self, constraints: Sequence[Matcher]) -> list[Mask | Exception]:
+        """For each, which tokens it allows next, or why that cannot be said. Valid until the next call."""
         if len(self._filled) < len(constraints):
             self._filled = np.zeros((len(constraints), self._words), np.int32)
         filled = self._filled
         open_ways: list[tuple[LLMatcher, int]] = []
         for place, each in enumerate(constraints):
-            assert isinstance(each, Matcher)
             if each.forced:
-                filled[place] = only(each.forced[0], self._words)
+                _allow_only(each.forced[0], filled[place])
             else:
                 open_ways.append((each.inner, place))
         if len(open_ways) == 1:
-            fill_next_token_bitmask(*open_ways[0][:1], filled, open_ways[0][1])
+            ((inner, place),) = open_ways
+            fill_next_token_bitmask(inner, filled, place)
         elif open_ways:
             if self._executor is None:
                 self._executor = LLExecutor(min(MOST_THREADS, os.cpu_count() or 1))
@@ -98,6 +102,11 @@ class MaskFiller:
             if inner.is_error():
                 masks[place] = too_complex(inner)
         return masks
+
+
+def _allow_only(token: int, mask: Mask) -> None:
+    mask[:] = 0
+    mask.view(np.uint32)[token >> 5] = 1 << (token & 31)
 
 
 def too_complex(inner: LLMatcher) -> StructureError:

@@ -20,6 +20,7 @@ MOST_RULES = 2000
 """and rules, or references: what reads a grammar goes as deep as they do."""
 
 _RULE = re.compile(r'\$[a-zA-Z]*ref\\*"|(?:^|\\n|\n)\s*[?!]?\w+(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:', re.IGNORECASE)
+_NAMED = re.compile(r"""Unimplemented keys: \["([^"]+)"|Invalid type: (\S+)|(?:Pointer|Resource) '([^']+)'""")
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -28,6 +29,26 @@ def source_of(structure: Structure) -> str:
     if len(_RULE.findall(source)) > MOST_RULES:
         raise ValueError(f"has more than {MOST_RULES} rules or references")
     return source
+
+
+def located(structure: Structure, error: str) -> str:
+    """The error, and where in the schema it is, if what it names is there."""
+    if structure.kind != "json_schema":
+        return error
+    found = _NAMED.search(error)
+    if found is None:
+        return error
+    name = next(each for each in found.groups() if each is not None)
+    waiting: list[tuple[str, Any]] = [("", _parsed(structure.source))]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, dict):
+            if name in value or value.get("type") == name or value.get("$ref") in (name, f"#{name}"):
+                return f"{error} (at {path or '/'})"
+            waiting += [(f"{path}/{key}", each) for key, each in reversed(value.items())]
+        elif isinstance(value, list):
+            waiting += [(f"{path}/{index}", each) for index, each in enumerate(value)]
+    return error
 
 
 def _any_object(source: str) -> str:

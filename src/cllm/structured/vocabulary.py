@@ -15,6 +15,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
         """`n_vocab`: how many tokens the model gives logits for; the tokenizer may know fewer."""
+        self.tokenizer = tokenizer
         self.n_vocab = n_vocab
         self.end_id = min(tokenizer.eos_ids, default=None)
         """The token that ends an answer; None: the model has none."""

@@ -30,10 +30,13 @@ class TokenLimit(NamedTuple):
     """Of that error."""
 
     @classmethod
-    def of_context(cls, context: int) -> TokenLimit:
-        """Clients look for these words, and for the code, to shorten a conversation by themselves."""
-        reason = f"this model's maximum context length is {context} tokens, of which at least one is for the answer"
-        return cls(context - 1, reason, code=CONTEXT_LENGTH_EXCEEDED)
+    def of_context(cls, context: int, *, answers: bool = True) -> TokenLimit:
+        """Clients look for these words, and for the code, to shorten a conversation by themselves. `answers`: at least
+        one token is to follow."""
+        reason = f"this model's maximum context length is {context} tokens"
+        if answers:
+            reason += ", of which at least one is for the answer"
+        return cls(context - answers, reason, code=CONTEXT_LENGTH_EXCEEDED)
 
     def refusal(self, has: str, param: str) -> InvalidRequestError:
         """`has` is how long the text is."""

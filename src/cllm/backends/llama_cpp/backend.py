@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -16,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from cllm.backends.base import Backend, Chunk, Logits
+from cllm.backends.base import Backend, Chunk, Hidden, Logits, Pooling, PoolingKind, PromptScores, Scoring, StepResult
 from cllm.backends.llama_cpp.batch import count_passes, cut
 from cllm.backends.llama_cpp.context import Context
 from cllm.backends.llama_cpp.library import load_library
 from cllm.backends.llama_cpp.model import load_model, read_shape
 from cllm.backends.llama_cpp.slots import LlamaSlotOps
+from cllm.backends.scoring import join_scores, pool_rows, score_rows
 from cllm.errors import BackendError, ConfigError, ModelError
 from cllm.kv.memory import CPU_KV_TYPES, bytes_per_token
 from cllm.kv.ops import Geometry, SlotGeometry
@@ -49,8 +51,10 @@ class LlamaCppBackend(Backend):
         mmap: bool,
         mlock: bool,
         drafts: bool = True,
+        pooling: PoolingKind = "last",
     ) -> None:
         """Without `drafts` no memory is reserved for their rows of logits."""
+        self.pooling = pooling
         self.batch_splits = 0
         """Passes over the weights beyond the first one of each step."""
         self._model: Any = None
@@ -150,6 +154,54 @@ class LlamaCppBackend(Backend):
             done += len(logits)
         return rows
 
+    def read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
+        """Chunks that ask for more are computed one by one, in parts of as many tokens as there may be rows."""
+        context = self._live()
+        plain = [chunk for chunk in chunks if chunk.asks is None]
+        rows = np.empty((sum(chunk.wanted_logits for chunk in chunks), self.shape.n_vocab), np.float32)
+        plain_rows, done, row = self.step(plain).copy(), 0, 0
+        context.clear_abort()
+        self._ops.settle()
+        read: dict[int, PromptScores | Hidden] = {}
+        for index, chunk in enumerate(chunks):
+            if chunk.asks is None:
+                rows[row : row + chunk.wanted_logits] = plain_rows[done : done + chunk.wanted_logits]
+                done += chunk.wanted_logits
+            elif isinstance(chunk.asks, Scoring):
+                read[index], last = self._score(context, chunk, chunk.asks)
+                rows[row : row + chunk.wanted_logits] = last
+            else:
+                read[index] = self._pool(context, chunk, chunk.asks)
+            row += chunk.wanted_logits
+        return StepResult(rows, None, read)
+
+    def _score(self, context: Context, chunk: Chunk, asked: Scoring) -> tuple[PromptScores, Logits]:
+        scores: list[PromptScores] = []
+        last = np.empty((0, self.shape.n_vocab), np.float32)
+        for done, part in self._parts(context, chunk):
+            logits = context.decode([part])
+            targets = asked.targets[done : done + len(part.tokens)]
+            if targets:
+                scores.append(score_rows(logits[: len(targets)], targets, asked.top))
+            last = logits[len(part.tokens) - 1 :].copy()
+        return join_scores(scores), last[-1:]
+
+    def _pool(self, context: Context, chunk: Chunk, asked: Pooling) -> Hidden:
+        states = []
+        with context.embedding():
+            for _, part in self._parts(context, chunk):
+                context.decode([part])
+                states.append(context.states(len(part.tokens), self.shape.n_embd))
+        return pool_rows(np.concatenate(states), chunk, asked)
+
+    def _parts(self, context: Context, chunk: Chunk) -> Iterator[tuple[int, Chunk]]:
+        """A chunk in parts all of whose rows are wanted, each with the number of tokens before it."""
+        self._check_chunks([replace(chunk, wanted_logits=0)], context)
+        most = min(context.most_rows, context.n_batch)
+        for done in range(0, len(chunk.tokens), most):
+            tokens = chunk.tokens[done : done + most]
+            yield done, Chunk(tokens, chunk.start + done, len(tokens), chunk.slot)
+
     def abort(self) -> None:
         context = self._context  # read once: another thread may be closing
         if context is not None:
@@ -185,7 +237,7 @@ class LlamaCppBackend(Backend):
         threads = "1 thread" if self._threads == 1 else f"{self._threads} threads"
         attention = "flash attention" if self._flash_attention else "no flash attention"
         return (
-            f"llama.cpp (llama-cpp-python {library.version}, {library.cpu_feature()}, {threads}, "
+            f"llama.cpp ({library.package} {library.version}, {library.cpu_feature()}, {threads}, "
             f"K {self._kv_type_k}, V {self._kv_type_v}, {attention})"
         )
 
@@ -238,6 +290,7 @@ class LlamaCppBackend(Backend):
         params.flash_attn_type = (
             api.LLAMA_FLASH_ATTN_TYPE_ENABLED if self._flash_attention else api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         )
+        params.pooling_type = api.LLAMA_POOLING_TYPE_NONE  # a text is computed in parts, which we pool ourselves
         params.offload_kqv = params.op_offload = False
         params.no_perf = True
         return params

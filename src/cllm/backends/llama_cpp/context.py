@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cllm.backends.base import Chunk, Logits
 from cllm.backends.llama_cpp.batch import TokenBatch
@@ -100,6 +101,24 @@ class Context:
         if code:
             raise self._failure(code)
         return self._view(rows)
+
+    @contextmanager
+    def embedding(self) -> Iterator[None]:
+        """Within it, `decode` leaves hidden states, and rows of logits that nobody may rely on."""
+        api = self.library.api
+        api.llama_set_embeddings(self.pointer, True)
+        try:
+            yield
+        finally:
+            api.llama_set_embeddings(self.pointer, False)
+
+    def states(self, rows: int, size: int) -> NDArray[np.float32]:
+        """The hidden states of the tokens that were decoded last."""
+        found = self.library.api.llama_get_embeddings(self.pointer)
+        if not found:
+            raise BackendError("llama.cpp gave no hidden states")
+        states: NDArray[np.float32] = np.ctypeslib.as_array(found, (rows, size)).copy()
+        return states
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """The shared library of llama.cpp, bound twice, and its log.
 
-Long calls go through llama-cpp-python's own bindings, which release the GIL. Short ones go through a second binding
-that keeps it: giving the GIL up for a getter of 100 ns costs up to a whole switch interval when other threads want it.
+Long calls go through a binding that releases the GIL. Short ones go through a second binding that keeps it: giving the
+GIL up for a getter of 100 ns costs up to a whole switch interval when other threads want it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import logging
 import os
 import re
 from functools import lru_cache
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
+from cllm.backends.llama_cpp import declarations
+from cllm.backends.llama_cpp.finding import INSTALL, KNOWN, Found, installed
+from cllm.backends.llama_cpp.layouts import CONTEXT_LAYOUTS, MODEL_LAYOUTS, fitting
 from cllm.errors import ModelError
 
 logger = logging.getLogger("cllm.llama_cpp")
@@ -69,12 +72,61 @@ class Log:
             self._errors.append(_FUNCTION_PREFIX.sub("", line))
 
 
-class Library:
-    """The functions of llama.cpp that we call. `api` is llama-cpp-python's module of bindings."""
+class Api:
+    """llama.cpp's functions, constants and structs, under their names in llama.h. The functions release the GIL.
 
-    def __init__(self, api: ModuleType, version: str) -> None:
-        self.api: Any = api
-        self.version = version
+    Raises `OSError` if the library does not load, and `ValueError` if it is not as we know it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.library = ctypes.CDLL(str(path))
+        for name in ("llama_token", "llama_pos", "llama_seq_id", "llama_batch", "llama_log_callback"):
+            setattr(self, name, getattr(declarations, name))
+        self.ggml_abort_callback = declarations.ggml_abort_callback
+        vars(self).update(declarations.CONSTANTS)
+        for name, (restype, argtypes) in declarations.FUNCTIONS.items():
+            self._bind(name, restype, argtypes)
+        self._bind_with_params()
+        self._check_batch()
+
+    def __getattr__(self, name: str) -> Any:  # for type checkers: what is there was set above
+        raise AttributeError(f"{name} is not declared in declarations.py")
+
+    def _bind(self, name: str, restype: Any, argtypes: list[Any]) -> None:
+        function = self._function(name)
+        function.restype, function.argtypes = restype, argtypes
+        setattr(self, name, function)
+
+    def _function(self, name: str) -> Any:
+        try:
+            return getattr(self.library, name)
+        except AttributeError:
+            raise ValueError(f"{name} is missing") from None
+
+    def _bind_with_params(self) -> None:
+        """Those whose structs differ between versions."""
+        self.llama_model_default_params = self._function("llama_model_default_params")
+        self.llama_context_default_params = self._function("llama_context_default_params")
+        model = fitting(MODEL_LAYOUTS, self.llama_model_default_params)
+        context = fitting(CONTEXT_LAYOUTS, self.llama_context_default_params)
+        self._bind("llama_model_load_from_file", ctypes.c_void_p, [ctypes.c_char_p, model])
+        self._bind("llama_init_from_model", ctypes.c_void_p, [ctypes.c_void_p, context])
+
+    def _check_batch(self) -> None:
+        batch = self.llama_batch_init(1, 0, 1)
+        there = {name: bool(getattr(batch, name)) for name, _ in declarations.llama_batch._fields_}
+        if there != dict.fromkeys(there, True) | {"n_tokens": False, "embd": False}:
+            raise ValueError(f"llama_batch has {', '.join(name for name in there if there[name])} at first")
+        self.llama_batch_free(batch)
+
+
+class Library:
+    """The functions of llama.cpp that we call."""
+
+    def __init__(self, found: Found) -> None:
+        self.api: Any = Api(found.path)
+        self.package = found.package
+        self.version = found.version
         self.log = Log()
         self._log_callback = self.api.llama_log_callback(self.log)  # referenced for as long as llama.cpp may call it
         self.take_log()
@@ -90,7 +142,7 @@ class Library:
         self.state_set = self.api.llama_state_seq_set_data
 
         # Short calls.
-        self._keeps_gil = ctypes.PyDLL(self.api._lib._name)
+        self._keeps_gil = ctypes.PyDLL(str(found.path))
         self.get_logits = self._short("llama_get_logits", restype=ctypes.c_void_p)
         self.get_memory = self._short("llama_get_memory")
         self.position_max = self._short("llama_memory_seq_pos_max")
@@ -99,7 +151,7 @@ class Library:
         self.can_shift = self._short("llama_memory_can_shift")
         self.state_size = self._short("llama_state_seq_get_size")
 
-        self.max_sequences: int = self.api.llama_max_parallel_sequences()
+        self.max_sequences = declarations.MAX_SEQUENCES
 
     def take_log(self) -> None:
         """There is one log for the process, and others who use llama.cpp in it may have taken it."""
@@ -127,14 +179,25 @@ class Library:
 
 @lru_cache(maxsize=1)
 def load_library() -> Library:
-    """llama.cpp, loaded at first use. Raises `ModelError` when it is not there."""
+    """llama.cpp, loaded at first use: the first that is there and as we know it. Raises `ModelError` if none is."""
+    refusals: list[str] = []
+    for found in installed():
+        library = _open(found)
+        if isinstance(library, Library):
+            for refusal in refusals:
+                logger.warning("%s; using %s", refusal, found)
+            return library
+        refusals.append(library)
+    if refusals:
+        raise ModelError(f"{'; '.join(refusals)}; {INSTALL}")
+    raise ModelError(f'the llama_cpp backend needs llama.cpp: {INSTALL}, or compile it: pip install "cllm[llama-cpp]"')
+
+
+def _open(found: Found) -> Library | str:
+    """The library, or why it is of no use."""
     try:
-        import llama_cpp
-        import llama_cpp.llama_cpp as api
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            'the llama_cpp backend needs the package llama-cpp-python: pip install "cllm[llama-cpp]"'
-        ) from error
-    except (OSError, RuntimeError) as error:
-        raise ModelError(f"llama-cpp-python is installed but its library does not load: {error}") from error
-    return Library(api, llama_cpp.__version__)
+        return Library(found)
+    except OSError as error:
+        return f"{found} is installed but its library does not load: {error}"
+    except ValueError as error:
+        return f"{found} is not laid out as cLLM knows it ({error}); known to work: {KNOWN}"

@@ -11,16 +11,14 @@ from cllm.errors import ModelError
 from cllm.models.shape import ModelShape
 
 
-def load_model(library: Library, path: Path, mmap: bool, mlock: bool) -> Any:
+def load_model(library: Library, path: Path, mmap: bool, mlock: bool, *, vocab_only: bool = False) -> Any:
     if not path.is_file():
         raise ModelError(f"there is no model file {path}")
     api = library.api
     params = api.llama_model_default_params()
     params.n_gpu_layers = 0
-    if hasattr(params, "load_mode"):
-        params.load_mode = mmap * api.LLAMA_LOAD_MODE_MMAP | mlock * api.LLAMA_LOAD_MODE_MLOCK
-    else:  # before 0.3.35
-        params.use_mmap, params.use_mlock = mmap, mlock
+    params.vocab_only = vocab_only
+    params.load_mode = mmap * api.LLAMA_LOAD_MODE_MMAP | mlock * api.LLAMA_LOAD_MODE_MLOCK
     library.log.clear()
     model = library.load_model(str(path).encode(), params)
     if not model:

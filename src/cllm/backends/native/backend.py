@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm._native import Engine, instruction_sets
-from cllm.backends.base import Backend, Chunk, Logits
+from cllm.backends.base import Backend, Chunk, Hidden, Logits, Pooling, PromptScores, Scoring, StepResult
 from cllm.backends.native.loader import load_engine
 from cllm.errors import BackendError, ConfigError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, Geometry, Move
@@ -30,6 +31,10 @@ from cllm.models.gguf import GGUFModel
 from cllm.models.load_progress import LoadProgress
 
 log = logging.getLogger("cllm")
+
+_POOLING = {"last": 1, "mean": 2, "cls": 3}
+_SCORE_COLUMNS = 90
+"""What going over a row of logits to score it costs, as columns of the head's weights."""
 
 
 class NativeBackend(Backend):
@@ -48,6 +53,8 @@ class NativeBackend(Backend):
     ) -> None:
         _check_instruction_set(instruction_set)
         self.shape = model.shape
+        self.pooling = model.pooling
+        self.score_weight = 1 + _head_share(model)
         self._kv_types = {"type_k": kv_type_k, "type_v": kv_type_v}
         self._large_pages = large_pages
         self._geometry: BlockGeometry | None = None
@@ -128,19 +135,31 @@ class NativeBackend(Backend):
         engine = self._ready()
         if not chunks:
             return self._logits[:0]
-        try:
+        with _refusals(chunks):
             tokens, rows, table = _as_arrays(chunks)
-            wanted = int(rows[:, 2].sum())
-            if wanted > len(self._logits):
-                self._logits = self._room_for_logits(2 * wanted)  # pages that no row reaches are never touched
-            logits = self._logits[:wanted]
+            logits = self._rows_for(rows)
             finished = engine.step(tokens, rows, table, logits)
-        except (ValueError, MemoryError) as error:
-            reason, count = str(error) or "out of memory", sum(len(chunk.tokens) for chunk in chunks)
-            raise BackendError(f"the native engine refused a step of {count} tokens: {reason}") from error
         if not finished:
             raise StepAbortedError("the step was aborted")
         return logits
+
+    def read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
+        engine, outputs = self._ready(), _Outputs(chunks, self.shape.n_embd)
+        with _refusals(chunks):
+            tokens, rows, table = _as_arrays(chunks)
+            logits = self._rows_for(rows)
+            finished = engine.read_prompts(
+                tokens, rows, table, logits, outputs.wants, outputs.targets, *outputs.scores, outputs.hidden
+            )
+        if not finished:
+            raise StepAbortedError("the step was aborted")
+        return StepResult(logits, None, outputs.by_chunk(chunks))
+
+    def _rows_for(self, rows: NDArray[np.int32]) -> Logits:
+        wanted = int(rows[:, 2].sum())
+        if wanted > len(self._logits):
+            self._logits = self._room_for_logits(2 * wanted)  # pages that no row reaches are never touched
+        return self._logits[:wanted]
 
     def abort(self) -> None:
         engine = self._engine  # read once: another thread may be closing
@@ -201,6 +220,67 @@ class NativeBackend(Backend):
 
     def _room_for_logits(self, rows: int) -> Logits:
         return np.empty((rows, self.shape.n_vocab), np.float32)
+
+
+class _Outputs:
+    """Room for what chunks ask for beside logits, all together."""
+
+    def __init__(self, chunks: Sequence[Chunk], n_embd: int) -> None:
+        wants: list[int] = []
+        before: list[Hidden | None] = []
+        targets: array[int] = array("i")
+        top = 0
+        for chunk in chunks:
+            asks = chunk.asks
+            if isinstance(asks, Scoring):
+                targets += asks.targets
+                top = max(top, asks.top)
+            elif isinstance(asks, Pooling):
+                before.append(asks.before)
+            wants += (
+                len(asks.targets) if isinstance(asks, Scoring) else 0,
+                _POOLING[asks.kind] if isinstance(asks, Pooling) else 0,
+            )
+        count = len(targets)
+        self.wants = np.array(wants, np.int32).reshape(-1, 2)
+        self.targets: NDArray[np.int32] = np.frombuffer(targets, np.int32) if count else np.empty(0, np.int32)
+        self.scores = PromptScores(
+            np.empty(count), np.empty(count, np.int32), np.empty((count, top), np.int32), np.empty((count, top))
+        )
+        self.hidden = np.zeros((len(before), n_embd))
+        for row, known in zip(self.hidden, before, strict=True):
+            if known is not None:
+                row += known
+
+    def by_chunk(self, chunks: Sequence[Chunk]) -> dict[int, PromptScores | Hidden]:
+        read: dict[int, PromptScores | Hidden] = {}
+        scored = pooled = 0
+        for index, chunk in enumerate(chunks):
+            asks = chunk.asks
+            if isinstance(asks, Scoring):
+                rows = slice(scored, scored + len(asks.targets))
+                logprobs, ranks, ids, tops = self.scores
+                read[index] = PromptScores(logprobs[rows], ranks[rows], ids[rows, : asks.top], tops[rows, : asks.top])
+                scored = rows.stop
+            elif asks is not None:
+                read[index] = self.hidden[pooled]
+                pooled += 1
+        return read
+
+
+@contextmanager
+def _refusals(chunks: Sequence[Chunk]) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, MemoryError) as error:
+        reason, count = str(error) or "out of memory", sum(len(chunk.tokens) for chunk in chunks)
+        raise BackendError(f"the native engine refused a step of {count} tokens: {reason}") from error
+
+
+def _head_share(model: GGUFModel) -> float:
+    """What the logits of a token cost beside what its layers do."""
+    layers = sum(math.prod(info.shape) for name, info in model.tensors.items() if name.startswith("blk."))
+    return (model.shape.n_embd + _SCORE_COLUMNS) * model.shape.n_vocab / max(layers, 1)
 
 
 @cache

@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from cllm.backends.base import Chunk, Logits, StepResult
+from cllm.backends.base import Chunk, Logits, StepResult, asks_more
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, HostBatch, Tables, batch_on, read_chunks
 from cllm.backends.torch.block_bytes import BlocksAsBytes
@@ -40,6 +40,7 @@ from cllm.backends.torch.memory import Memory
 from cllm.backends.torch.model import Model, Weights
 from cllm.backends.torch.padded import PaddedStep
 from cllm.backends.torch.profiling import draws_of_all_kinds, kept_bytes, peak_bytes, whole_prompts
+from cllm.backends.torch.reading import Queued, fetch, read_states
 from cllm.backends.torch.sources import decoder_of, open_source, unsupported
 from cllm.backends.torch.staging import upload
 from cllm.backends.torch.weights import Loader, Progress, weight_bytes
@@ -67,6 +68,7 @@ class _Ticket:
     chosen: Chosen | None = None
     done: torch.cuda.Event | None = None
     error: BackendError | None = None
+    queued: Queued = field(default_factory=dict)
 
 
 class TorchBackend(BlocksAsBytes):
@@ -88,6 +90,8 @@ class TorchBackend(BlocksAsBytes):
     ) -> None:
         """`rows`: the most sequences that will be computed at once."""
         self.shape = model.shape
+        if isinstance(model, GGUFModel):
+            self.pooling = model.pooling
         self._label = str(model.path)
         self._device = choose_device(device)
         self._dtype = choose_dtype(dtype, self._device)
@@ -287,26 +291,26 @@ class TorchBackend(BlocksAsBytes):
         try:
             with self._computing(chunks):
                 host, draws = self._read(memory, chunks), read_draws(chunks, self.shape.n_vocab)
-                ran = self._forward(memory, host, draws)
+                ran, queued = self._run(memory, host, draws, chunks)
                 if ran.tokens is not None:
                     chosen = chosen_already(draws, ran.tokens)
                 else:
                     chosen = choose(ran.logits, draws, ran.moved, self._chooser, memory.last)
-                return _Ticket(chosen, self._mark())
+                return _Ticket(chosen, self._mark(), queued=queued)
         except StepAbortedError as error:
             # It is the step's result; those before it are not collected yet.
             return _Ticket(error=error)
 
     def collect(self, ticket: _Ticket | Sequence[Chunk]) -> StepResult:
         if not isinstance(ticket, _Ticket):
-            return StepResult(self.step(ticket))
+            return super().collect(ticket)
         if ticket.chosen is None:
             assert ticket.error is not None
             raise ticket.error
         try:
             if ticket.done is not None:
                 ticket.done.synchronize()
-            return StepResult(None, ticket.chosen.read())
+            return StepResult(None, ticket.chosen.read(), fetch(ticket.queued))
         except Exception as error:
             raise self._failure(error, f"a step of {len(ticket.chosen.counts)} rows") from error
 
@@ -331,6 +335,24 @@ class TorchBackend(BlocksAsBytes):
         beside = [] if draws is None else draws.parts()
         batch, moved = batch_on(host, self._device, memory.last, self._chooser.prepare, beside)
         return Ran(memory.model.forward(batch, memory.arena, self._raise_if_aborted), None, moved)
+
+    def read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
+        memory = self._ready()
+        with self._computing(chunks):
+            ran, queued = self._run(memory, self._read(memory, chunks), None, chunks)
+            return StepResult(ran.logits.cpu().numpy(), None, fetch(queued))
+
+    def _run(
+        self, memory: Memory, host: HostBatch, draws: HostDraws | None, chunks: Sequence[Chunk]
+    ) -> tuple[Ran, Queued]:
+        """As `_forward`, with what the chunks ask for beside logits."""
+        if not asks_more(chunks):
+            return self._forward(memory, host, draws), {}
+        beside = [] if draws is None else draws.parts()
+        batch, moved = batch_on(host, self._device, memory.last, self._chooser.prepare, beside)
+        states = memory.model.states(batch, memory.arena, self._raise_if_aborted)
+        queued = read_states(memory.model, states, chunks)
+        return Ran(memory.model.logits(states[batch.wanted.long()]), None, moved), queued
 
     def _mark(self) -> torch.cuda.Event | None:
         """What is there once everything that is queued now is done."""

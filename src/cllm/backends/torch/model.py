@@ -65,9 +65,16 @@ class Model:
 
         `before_layer` may end the step by raising.
         """
+        if self._ops.one_row is not None and len(batch.tokens) == 1:
+            return self._forward_one(self._ops.one_row, batch, arena)
+        return self.logits(self.states(batch, arena, before_layer)[batch.wanted.long()])
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self._ops.linear(states, self.weights.head, self.weights.head_scales).float()
+
+    def states(self, batch: StepBatch, arena: Arena, before_layer: Callable[[], None] | None = None) -> torch.Tensor:
+        """The hidden states of all tokens, after the last norm."""
         ops, eps, weights = self._ops, self.decoder.rms_eps, self.weights
-        if ops.one_row is not None and len(batch.tokens) == 1:
-            return self._forward_one(ops.one_row, batch, arena)
         residual = functional.embedding(batch.tokens, weights.embedding)
         x = ops.rms_norm(residual, weights.layers[0].attention_norm, eps)
         for index, layer in enumerate(weights.layers):
@@ -79,7 +86,7 @@ class Model:
             x = ops.linear(x, layer.down, layer.scales_of("down"))
             last = index + 1 == len(weights.layers)
             x = ops.add_rms_norm(x, residual, weights.norm if last else weights.layers[index + 1].attention_norm, eps)
-        return ops.linear(x[batch.wanted.long()], weights.head, weights.head_scales).float()
+        return x
 
     def _attention(self, layer: Layer, index: int, x: torch.Tensor, batch: StepBatch, arena: Arena) -> torch.Tensor:
         decoder, ops = self.decoder, self._ops

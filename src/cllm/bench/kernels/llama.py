@@ -15,8 +15,6 @@ from cllm.backends.llama_cpp.model import load_model, read_shape
 from cllm.backends.llama_cpp.slots import LlamaSlotOps
 from cllm.bench.kernels.streams import Tokens, fill, median_step_s, tokens_per_s
 from cllm.bench.kernels.works import Work
-from cllm.bench.made_files import made
-from cllm.errors import ModelError
 from cllm.kv.ops import SlotGeometry
 
 BATCH = 2048
@@ -129,17 +127,3 @@ class LlamaContender:
         params.no_perf = True
         geometry = SlotGeometry(sequences, -(-tokens // sequences))
         return Context(self._library, self._model, params, geometry, self._n_vocab)
-
-
-def requantise(model: Path, target: Path, threads: int) -> None:
-    """Make the Q4_0 file, llama.cpp's fastest type, of a model that is quantised already."""
-    library = load_library()
-    api = library.api
-    params = api.llama_model_quantize_default_params()
-    params.ftype = api.LLAMA_FTYPE_MOSTLY_Q4_0
-    params.allow_requantize = True
-    params.nthread = threads
-    with made(target) as place:
-        library.log.clear()
-        if api.llama_model_quantize(str(model).encode(), str(place).encode(), params) != 0:
-            raise ModelError(f"llama.cpp cannot make a Q4_0 file of {model}: {library.log.reason()}")

@@ -228,10 +228,10 @@ class KernelBench:
         model = self.options.model
         target = cache_dir() / "bench" / f"{model.stem}.as-Q4_0.gguf"
         if not target.is_file() or target.stat().st_mtime < model.stat().st_mtime:
-            from cllm.bench.kernels.llama import requantise
+            from cllm.bench.kernels.requantise import requantise
 
             self.options.progress("making the Q4_0 file for llama.cpp")
-            requantise(model, target, self.options.threads)
+            requantise(model, target)
         return target
 
     def _progress(self, work: Work, who: str, repeat: int) -> None:

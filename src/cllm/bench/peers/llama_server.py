@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from cllm.backends.llama_cpp.finding import INSTALL
 from cllm.bench.peers.base import Needs, Peer, PeerSettings, describe
 from cllm.bench.servers import Server, start_runner
 
@@ -27,7 +28,7 @@ _OTHERWISE: tuple[PeerSettings, ...] = ({}, {"unified": True}, {"batch": 512})
 class LlamaServer(Peer):
     name = "llama-server"
     modules = ("xllamacpp",)
-    install = "pip install 'cllm[bench]'"
+    install = INSTALL
 
     def candidates(self, needs: Needs) -> tuple[PeerSettings, ...]:
         """`slots` run at a time, each with `slot_tokens` of room; `batch` is the most prompt tokens in a step."""

@@ -7,6 +7,7 @@ from cllm.bench.workloads.base import Workload
 from cllm.bench.workloads.batch import Batch
 from cllm.bench.workloads.chat import Chat
 from cllm.bench.workloads.drafts import Drafts
+from cllm.bench.workloads.embed import Embed
 from cllm.bench.workloads.gap import Gap
 from cllm.bench.workloads.generator import Generator
 from cllm.bench.workloads.hostile import Hostile
@@ -25,6 +26,7 @@ from cllm.bench.workloads.sequential import Sequential
 from cllm.bench.workloads.snapshots import Snapshots
 from cllm.bench.workloads.soak import Soak
 from cllm.bench.workloads.stall import Stall
+from cllm.bench.workloads.structured import Structured
 from cllm.bench.workloads.window import Window
 
 WORKLOADS: dict[str, tuple[Workload, ...]] = {
@@ -40,6 +42,8 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "aged": (Aged(),),
     "window": (Window(),),
     "drafts": (Drafts(),),
+    "embed": (Embed(),),
+    "structured": (Structured(),),
     "overhead": (Overhead(),),
     "memory": (Memory(),),
     "memory-waste": (MemoryWaste(),),
@@ -54,7 +58,8 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
 }
 
 LONG = (
-    "soak", "aged", "window", "drafts", "hostile", "gap", "page", "memory-placement", "memory-busy", "memory-burst",
+    "soak", "aged", "window", "drafts", "embed", "structured", "hostile", "gap", "page", "memory-placement",
+    "memory-busy", "memory-burst",
 )  # fmt: skip
 """Too long for the short set."""
 ONCE = ("soak", "aged", "window", "hostile", "gap", "memory-busy", "memory-burst")
