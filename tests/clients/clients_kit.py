@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from cllm.server.key_file import add_key
 
@@ -50,7 +50,7 @@ class City(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: Literal["Paris", "Rome", "Berlin"]
-    inhabitants: int = Field(ge=0, le=9)
+    size: Literal["small", "large"]
 
 
 class Anything(BaseModel):
@@ -91,7 +91,7 @@ class ServedModel:
 
     def idle(self) -> bool:
         kv = httpx.get(f"{self.url}/kv", headers=self.headers).json()
-        return bool(kv["running"] == kv["waiting"] == kv["referenced"] == 0)
+        return bool(kv["running"] == kv["waiting"] == 0)
 
     @property
     def headers(self) -> dict[str, str]:

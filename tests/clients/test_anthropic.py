@@ -15,6 +15,7 @@ from clients_kit import (
     MESSAGES,
     MODEL,
     PARAMETERS,
+    REASONED,
     TOO_LONG,
     TWO_CALLS,
     City,
@@ -25,6 +26,8 @@ from clients_kit import (
 
 CLIENT = "anthropic"
 TOOL: Any = {"name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": PARAMETERS}
+GREEDY = {"temperature": 0}
+"""Newer versions of the client have no parameter for it."""
 ANY: Any = {"type": "any", "disable_parallel_tool_use": True}
 
 
@@ -36,14 +39,14 @@ def client(served: ServedModel) -> Iterator[anthropic.Anthropic]:
 
 def test_message(client: anthropic.Anthropic) -> None:
     """messages"""
-    answer = client.messages.create(model=MODEL, max_tokens=16, temperature=0, messages=MESSAGES)
+    answer = client.messages.create(model=MODEL, max_tokens=16, messages=MESSAGES, extra_body=GREEDY)
     assert answer.content[0].type == "text" and "Paris" in answer.content[0].text
     assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) > 10
 
 
 def test_stream(client: anthropic.Anthropic) -> None:
     """messages, streamed, with usage at the end"""
-    with client.messages.stream(model=MODEL, max_tokens=16, temperature=0, messages=MESSAGES) as stream:
+    with client.messages.stream(model=MODEL, max_tokens=16, messages=MESSAGES, extra_body=GREEDY) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert "Paris" in text and final.usage.output_tokens > 0
@@ -81,8 +84,8 @@ def test_tool_streamed(client: anthropic.Anthropic) -> None:
 def test_parallel_tools(client: anthropic.Anthropic) -> None:
     """tools: several calls in one answer"""
     answer = client.messages.create(
-        model=MODEL, max_tokens=400, temperature=0, messages=MESSAGES, tools=[TOOL], tool_choice={"type": "any"},
-        extra_body=TWO_CALLS,
+        model=MODEL, max_tokens=400, messages=MESSAGES, tools=[TOOL], tool_choice={"type": "any"},
+        extra_body={**GREEDY, **TWO_CALLS},
     )  # fmt: skip
     calls = [block for block in answer.content if block.type == "tool_use"]
     assert len(calls) > 1 and len({call.id for call in calls}) == len(calls)
@@ -131,7 +134,7 @@ def test_models(client: anthropic.Anthropic) -> None:
 
 def test_thinking(thinking: ServedModel) -> None:
     """reasoning as a thinking block"""
-    body = {"grammar": 'root ::= "<think>" [a-z ]{3,12} "</think>" [a-z]{3,8}'}
+    body = {"grammar": REASONED}
     with anthropic.Anthropic(base_url=thinking.url, api_key=thinking.key, timeout=LIMIT_S) as client:
         answer = client.messages.create(model=MODEL, max_tokens=40, messages=MESSAGES, extra_body=body)
     assert [block.type for block in answer.content] == ["thinking", "text"]
@@ -163,6 +166,6 @@ async def test_async(served: ServedModel) -> None:
     """async"""
     async with (
         anthropic.AsyncAnthropic(base_url=served.url, api_key=served.key, timeout=LIMIT_S) as client,
-        client.messages.stream(model=MODEL, max_tokens=16, temperature=0, messages=MESSAGES) as stream,
+        client.messages.stream(model=MODEL, max_tokens=16, messages=MESSAGES, extra_body=GREEDY) as stream,
     ):
         assert "Paris" in "".join([text async for text in stream.text_stream])

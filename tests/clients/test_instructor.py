@@ -76,7 +76,7 @@ def test_partial(served: ServedModel, mode: Mode) -> None:
     """a partial object, streamed"""
     client = patched(served, mode)
     *_, last = client.create_partial(model=MODEL, messages=MESSAGES, response_model=City, max_tokens=60)
-    assert last.name in ("Paris", "Rome", "Berlin") and 0 <= last.inhabitants <= 9
+    assert last.name in ("Paris", "Rome", "Berlin") and last.size in ("small", "large")
 
 
 @pytest.mark.parametrize("mode", [Mode.ANTHROPIC_TOOLS, Mode.ANTHROPIC_JSON])

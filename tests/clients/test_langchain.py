@@ -64,7 +64,7 @@ def test_completion(served: ServedModel) -> None:
 @pytest.mark.parametrize("choice", ["required", "weather"])
 def test_bind_tools(served: ServedModel, choice: str) -> None:
     """`bind_tools`: required and named"""
-    model = chat_model(served).bind_tools([weather], tool_choice=choice, parallel_tool_calls=False)
+    model = chat_model(served).bind_tools([weather], tool_choice=choice, strict=True, parallel_tool_calls=False)
     answer: Any = model.invoke(QUESTION)
     assert [call["name"] for call in answer.tool_calls] == ["weather"] and not answer.invalid_tool_calls
     Weather.model_validate(answer.tool_calls[0]["args"])
@@ -82,7 +82,9 @@ def test_tool_streamed(served: ServedModel) -> None:
 
 def test_parallel_tools(served: ServedModel) -> None:
     """`bind_tools`: several calls in one answer"""
-    model = chat_model(served, max_tokens=400, extra_body=TWO_CALLS).bind_tools([weather], tool_choice="required")
+    model = chat_model(served, max_tokens=400, extra_body=TWO_CALLS).bind_tools(
+        [weather], tool_choice="required", strict=True
+    )
     answer: Any = model.invoke(QUESTION)
     assert len(answer.tool_calls) > 1
 
@@ -90,7 +92,7 @@ def test_parallel_tools(served: ServedModel) -> None:
 def test_tool_result(served: ServedModel) -> None:
     """tool results back"""
     model = chat_model(served)
-    required = model.bind_tools([weather], tool_choice="required", parallel_tool_calls=False)
+    required = model.bind_tools([weather], tool_choice="required", strict=True, parallel_tool_calls=False)
     asked = HumanMessage(QUESTION)
     called: Any = required.invoke([asked])
     result = weather.invoke(called.tool_calls[0])

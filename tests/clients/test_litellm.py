@@ -55,7 +55,8 @@ def test_stream(served: ServedModel) -> None:
 @pytest.mark.parametrize("name", ["hosted_vllm", "text-completion-openai"])
 def test_providers(served: ServedModel, name: str) -> None:
     """other ways in: hosted_vllm, text-completion-openai"""
-    assert ask(served, model=f"{name}/{MODEL}", max_tokens=8).choices[0].message.content
+    answer = ask(served, model=f"{name}/{MODEL}", max_tokens=8)
+    assert answer.choices[0].message.content is not None and answer.usage.completion_tokens > 0
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
+from anthropic import AsyncAnthropic
 from pydantic_ai import (
     Agent,
     Embedder,
@@ -22,7 +23,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from clients_kit import MODEL, QUESTION, REASONED, TOO_LONG, City, ServedModel
+from clients_kit import LIMIT_S, MODEL, QUESTION, REASONED, TOO_LONG, City, ServedModel
 
 CLIENT = "pydantic-ai"
 SETTINGS: Any = {"temperature": 0, "max_tokens": 60, "parallel_tool_calls": False}
@@ -31,7 +32,8 @@ APIS = ["chat", "responses", "anthropic"]
 
 def model_of(served: ServedModel, api: str = "chat", name: str = MODEL) -> Any:
     if api == "anthropic":
-        return AnthropicModel(name, provider=AnthropicProvider(base_url=served.url, api_key=served.key))
+        client = AsyncAnthropic(base_url=served.url, api_key=served.key, max_retries=0, timeout=LIMIT_S)
+        return AnthropicModel(name, provider=AnthropicProvider(anthropic_client=client))
     provider = OpenAIProvider(base_url=served.openai, api_key=served.key)
     return (OpenAIResponsesModel if api == "responses" else OpenAIChatModel)(name, provider=provider)
 
