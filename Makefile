@@ -21,7 +21,7 @@ test: $(VENV)/.ready-test ## run the whole test suite (ARGS="-k radix" for a par
 	$(BIN)/python -m pytest -m "not alone" -n auto --dist worksteal $(ARGS)
 	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? -eq 5 ]  # 5: the part that was asked for has none of them
 
-test-exhaustive: $(VENV)/.ready-test ## what `make test` takes samples of: every call fails in turn, and sanitizers (ten minutes)
+test-exhaustive: $(VENV)/.ready-test ## what `make test` takes samples of: every call fails in turn, and sanitizers
 	$(BIN)/cllm pull smollm2
 	CLLM_TESTS=exhaustive $(BIN)/python -m pytest -m exhaustive -n auto --dist worksteal $(ARGS)
 

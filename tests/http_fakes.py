@@ -165,7 +165,7 @@ class FakeGeneration:
 
     def stop(self, index: int) -> None:
         self.stopped.append(index)
-        if len(self.stopped) == self.params.n:
+        if len(self.stopped) == self.params.n and not self.done:
             self.done = True
             if self._speaking is not None:
                 self._speaking.cancel()

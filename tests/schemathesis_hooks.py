@@ -42,8 +42,14 @@ def breaks_a_relation(body: dict[str, Any]) -> bool:
         or len(str([body.get(name) for name in ("messages", "input", "system")])) > 100_000  # more than fits
         or (body.get("context_window") is not None and _scores_its_prompt(body))
         or _number(body, "dimensions", 1) > 8  # the fake model's
+        or body.get("continue_final_message") is True
+        or (body.get("separate_reasoning") is not None and body.get("reasoning_format") is not None)
+        or bool(OURS & set(body.get("chat_template_kwargs") or ()))
         or (isinstance(body.get("prompt"), list) and len(body["prompt"]) * _number(body, "n", 1) > 128)
     )
+
+
+OURS = {"messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "continue_final_message"}
 
 
 def _speaks_of_tools(body: dict[str, Any]) -> bool:

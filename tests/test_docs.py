@@ -35,6 +35,7 @@ NAMES = [
     "docs/warm.md",
     "docs/drafts.md",
     "docs/structured.md",
+    "docs/tools.md",
     "docs/truth.md",
     "src/cllm/kv/README.md",
 ]
@@ -245,7 +246,8 @@ LAYERS = [
     {"backends", "text", "resources"},
     {"structured"},
     {"engine", "on_disk", "on_host", "on_torch"},
-    {"observe", "choosing", "drafts", "generation", "windows", "still_open"},
+    {"sampling_defaults"},
+    {"observe", "choosing", "drafts", "generation", "windows", "dialect", "still_open"},
     {"assemble", "embedding"},
     {"llm"},
     {"offline", "simulate", "served", "warm"},

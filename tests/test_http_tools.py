@@ -97,7 +97,7 @@ async def test_every_tokens_log_probability_comes_once(streamed: bool) -> None:
 
 
 async def test_cut_off_arguments_end_with_length() -> None:
-    answer = await choice(fake(f"<tool_call>{CALL}"), tools=[TOOL], max_tokens=45)
+    answer = await choice(fake(f"<tool_call>{CALL}"), tools=[TOOL], max_tokens=44)
     assert answer["finish_reason"] == "length"
     assert answer["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": '
 
