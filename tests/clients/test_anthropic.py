@@ -102,7 +102,7 @@ def test_tool_result(client: anthropic.Anthropic) -> None:
         {"role": "user", "content": [result]},
     ]
     second = client.messages.create(
-        model=MODEL, max_tokens=8, messages=history, tools=[TOOL], tool_choice={"type": "none"}
+        model=MODEL, max_tokens=8, messages=history, tools=[TOOL], tool_choice={"type": "none"}, extra_body=GREEDY
     )
     assert second.content[0].type == "text"
 

@@ -92,7 +92,7 @@ def test_tool(client: openai.OpenAI, choice: Any) -> None:
 
 def test_tool_auto(client: openai.OpenAI) -> None:
     """tools: left to the model"""
-    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[TOOL], max_tokens=24)
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[TOOL], temperature=0, max_tokens=24)
     message = answer.choices[0].message
     assert message.content or message.tool_calls
 
@@ -222,7 +222,9 @@ def test_responses_tool(client: openai.OpenAI) -> None:
     Weather.model_validate_json(call.arguments)
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "18 degrees"}
     items: Any = [{"role": "user", "content": QUESTION}, *first.output, result]
-    second = client.responses.create(model=MODEL, input=items, tools=[tool], tool_choice="none", max_output_tokens=8)
+    second = client.responses.create(
+        model=MODEL, input=items, tools=[tool], tool_choice="none", temperature=0, max_output_tokens=8
+    )
     assert second.output_text
 
 

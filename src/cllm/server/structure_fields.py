@@ -25,20 +25,12 @@ class StructuredOutputs(RequestModel):
 
     unsupported: ClassVar[Unsupported] = {"disable_any_whitespace": (True,)}
 
-    json_: JsonObject | Text | None = None
+    json_: JsonObject | Text | None = Field(None, alias="json")  # pydantic has a method of that name
     regex: Text | None = None
     choice: Choices | None = None
     grammar: Text | None = None
     json_object: bool | None = None
     structural_tag: JsonObject | Text | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _json(cls, data: Any) -> Any:
-        """A field cannot have the name that vLLM gave it."""
-        if isinstance(data, dict) and "json" in data:
-            return {("json_" if name == "json" else name): value for name, value in data.items()}
-        return data
 
 
 class StructureFields(RequestModel):
