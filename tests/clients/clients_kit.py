@@ -107,7 +107,8 @@ class ServedModel:
         headers = {"authorization": f"Bearer {self.limited_key}"}
         url = f"{self.openai}/completions"
         with httpx.stream("POST", url, json=body, headers=headers, timeout=LIMIT_S) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # kept: without it the stream would be closed
+            assert answer.status_code == 200 and next(lines).startswith("data: {")
             yield
 
 

@@ -33,7 +33,8 @@ APIS = ["chat", "responses", "anthropic"]
 def model_of(served: ServedModel, api: str = "chat", name: str = MODEL) -> Any:
     if api == "anthropic":
         client = AsyncAnthropic(base_url=served.url, api_key=served.key, max_retries=0, timeout=LIMIT_S)
-        return AnthropicModel(name, provider=AnthropicProvider(anthropic_client=client))
+        profile: Any = {"supports_json_schema_output": True}  # which it does not know of other models than Anthropic's
+        return AnthropicModel(name, provider=AnthropicProvider(anthropic_client=client), profile=profile)
     provider = OpenAIProvider(base_url=served.openai, api_key=served.key)
     return (OpenAIResponsesModel if api == "responses" else OpenAIChatModel)(name, provider=provider)
 
