@@ -35,6 +35,7 @@ SPOKEN = (
 
 class ScriptedChat:
     prompt_tokens, cached_tokens, completion_tokens, marked_tokens, reasoning_tokens = 20, 8, 9, 12, 3
+    computed_tokens = 20
 
     def __init__(self, model: Any, prefix: str, pieces: Sequence[Piece], failure: Exception | None) -> None:
         self.head = Head(f"{prefix}-1", 1_700_000_000, "tiny")

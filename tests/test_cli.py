@@ -449,7 +449,7 @@ def test_chat_survives_a_question_that_is_too_long(here: Here) -> None:
     result = here("chat", *FAKE, "-n", "4", "--set", "resources.max_context_length=512", stdin=talk)
     assert result.returncode == 0, result.stderr
     first, advice, second = result.stderr.splitlines()
-    assert first.startswith("cllm: the prompt has ") and "512" in first
+    assert first.startswith("cllm: This model's maximum context length is 512 tokens") and "512" in first
     assert "rolling window" in advice
     assert " out (" in second
 

@@ -389,7 +389,7 @@ def test_what_is_wrong_with_a_model_among_several_is_named(yaml_file: Any) -> No
     path = yaml_file("models:\n  - {name: a, aliass: [x]}\n  - 17\n  - {pinned: true}\n  - {name: b, load: soon}\n")
     assert problems(path) == (
         f"unknown key models[0].aliass ({path}:1): choose from name, aliases, chat_template, sampling, load, "
-        "unload_after_s, backend, resources, kv, scheduler, drafts, prompt",
+        "pinned, unload_after_s, backend, resources, kv, scheduler, drafts, prompt",
         f"models[1] is 17 ({path}:1): it must be a name, or a name with settings",
         f"models[2].name is missing ({path}:1): every model has a name",
         f"models[3].load is 'soon' ({path}:1): it must be start or first_use",

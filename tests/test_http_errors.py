@@ -169,7 +169,7 @@ CHATS = [
     ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
     ({"separate_reasoning": True, "reasoning_format": "none"}, "reasoning_format"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "poem"}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"reasoning_effort": "utmost"}, "reasoning_effort"),
@@ -204,9 +204,9 @@ async def test_bad_chat_parameter_is_named(change: dict[str, Any], param: str) -
 
 
 async def test_what_is_unsupported_says_so() -> None:
-    response = await post(FakeLLM(), "/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}})
+    response = await post(FakeLLM(), "/v1/chat/completions", {**CHAT, "modalities": ["audio"]})
     assert error_of(response)["message"] == (
-        'response_format is not supported by this server; leave it out or send {"type": "text"}.'
+        'modalities is not supported by this server; leave it out or send ["text"].'
     )
 
 

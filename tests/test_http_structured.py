@@ -17,7 +17,7 @@ from cllm.errors import InvalidRequestError
 from cllm.server.app import create_app
 from cllm.structured.structure import Structure
 
-FAKE = {"backend.type": "fake", "log.level": "critical"}
+FAKE = {"backend.type": "fake", "log.level": "error"}
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["small", "large"]}, "number": {"type": "integer", "minimum": 0, "maximum": 9}},

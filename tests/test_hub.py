@@ -153,12 +153,8 @@ def test_repositories_that_cannot_be_had(hub: Hub) -> None:
     assert f"{hub.url} has no public repository org/none; check the name, or set HF_TOKEN" in refusal("hf:org/none")
     hub.gated.add("org/repo")
     assert f"ask for it at {hub.url}/org/repo, then set HF_TOKEN" in refusal("hf:org/repo")
-    hub.repositories["org/gguf"] = {"model.gguf": b"GGUF", "README.md": b""}
-    assert "hf:org/gguf could not be fetched: the repository has no such file; it has model.gguf" in refusal(
-        "hf:org/gguf"
-    )
     hub.repositories["org/odd"] = {"tokenizer.json": b"{}"}
-    assert "hf:org/odd has no config.json; name one of its files" in refusal("hf:org/odd")
+    assert "hf:org/odd has neither a config.json nor .gguf files" in refusal("hf:org/odd")
 
 
 def test_the_token_is_sent(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

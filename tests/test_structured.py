@@ -133,7 +133,7 @@ def test_instances_of_schemas(number: int) -> None:
         with pytest.raises(ValueError, match=case["refused"]):
             grammar(structure)
         return
-    validator = jsonschema_rs.validator_for(case["schema"])
+    validator = jsonschema_rs.validator_for(case["schema"], validate_formats=True)
     for value in case["valid"]:
         assert validator.is_valid(value)
         assert _follows(structure, value), value

@@ -175,9 +175,6 @@ class Generation:
         if output.error is not None or output.reason in (FinishReason.CANCELLED, FinishReason.TIMEOUT):
             self.fail(output.error or RequestCancelledError(f"request {self.request_id} was cancelled"))
             return
-        if self._params.max_tokens == 0:
-            self._finish(answer, output, "", FinishReason.LENGTH.value, None)
-            return
         text = self._take_token(answer, output)
         if answer.stream.stopped is not None:
             self._finish(answer, output, text, "stop", answer.stream.stopped)

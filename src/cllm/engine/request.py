@@ -340,8 +340,7 @@ def build_request(
         tenant=tenant,
         pins=pins,
     )
-    # Who wants no token gets none, but the engine's work on a prompt ends with one.
-    limit = len(prompt) + (max_context if params.max_tokens is None else max(1, params.max_tokens))
+    limit = len(prompt) + (max_context if params.max_tokens is None else params.max_tokens)
     if window is None:
         limit = min(limit, max_context)
     chooser = TokenChooser(

@@ -11,11 +11,11 @@ from cllm.server.anthropic_messages import Conversation
 from cllm.server.cache_control import MOST_MARKS, CacheControl
 from cllm.server.chat import Tool
 from cllm.server.openai_schema import ModelName
-from cllm.server.sampling_schema import SamplingFields, StopStrings, in_range
+from cllm.server.sampling_schema import SamplingFields, StopStrings
 from cllm.server.sliced import as_json
 from cllm.server.tool_fields import CallId, JsonObject, ToolName, by_kind, check_names, check_schema, known_kinds
 from cllm.server.tools_schema import MOST_TOOLS
-from cllm.server.validation import AtMost, Int32, RequestModel, Text, Unsupported, refusal, shorten, wrong
+from cllm.server.validation import WHOLE, AtMost, Int32, RequestModel, Text, Unsupported, refusal, shorten, wrong
 from cllm.structured.structure import Structure
 
 _MARK = "Keep the K/V of all up to here for a while."
@@ -249,7 +249,7 @@ class MessagesRequest(MessagesInput):
     )
     unsupported: ClassVar[Unsupported] = {"container": (), "mcp_servers": ([],)}
 
-    max_tokens: Annotated[Int32, in_range("max_tokens")] = Field(description="Most tokens to generate.")
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] = Field(description="Most tokens to generate.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
     stop_sequences: StopStrings | None = Field(None, description="The answer ends before any of these.")
     metadata: Metadata | None = None

@@ -43,7 +43,7 @@ class ChatMessage(RequestModel):
         description="Text, or parts of type `text`, joined by newlines. May be null in messages with tool_calls only.",
     )
     name: Annotated[Text, Field(max_length=256)] | None = Field(
-        None, description="Of results: the tool. A hint in other messages."
+        None, description="Who speaks, for chat templates that write it; of results: the tool."
     )
     tool_calls: Calls | None = Field(None, description="What the assistant called.")
     tool_call_id: Annotated[Text, Field(max_length=256)] | None = Field(
@@ -76,10 +76,10 @@ class ChatMessage(RequestModel):
             plain["tool_calls"] = [call.plain() for call in self.tool_calls]
         if reasoning := self.reasoning_content or self.reasoning:
             plain["reasoning_content"] = reasoning
+        if self.name is not None:
+            plain["name"] = self.name
         if role == "tool":
             plain["tool_call_id"] = self.tool_call_id
-            if self.name is not None:
-                plain["name"] = self.name
         return plain
 
 

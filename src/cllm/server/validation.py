@@ -252,7 +252,7 @@ def _clarity(error: Mapping[str, Any]) -> tuple[bool, int]:
     """Of the errors of a union's branches, our own are the clearest, then the one that got furthest into the value; but
     of alternatives that look alike, only the whole can be named."""
     loc = error["loc"]
-    alike = bool(loc) and loc[0] in ("prompt", "input", "stop")
+    alike = bool(loc) and loc[0] in ("prompt", "input", "stop") and not any(map(_is_field_name, loc[1:]))
     return error["type"] in _OWN_KINDS, -len(loc) if alike else len(loc)
 
 
@@ -264,8 +264,8 @@ def _path_of(error: Mapping[str, Any]) -> list[str | int]:
     return path
 
 
-def _is_field_name(part: str) -> bool:
-    return part.isidentifier() and part not in ("str", "int", "float", "bool")
+def _is_field_name(part: str | int) -> bool:
+    return isinstance(part, str) and part.isidentifier() and part not in ("str", "int", "float", "bool")
 
 
 def _reason(error: Mapping[str, Any], name: str | int, errors: Sequence[Mapping[str, Any]]) -> str:

@@ -59,7 +59,10 @@ def _schema(source: str) -> str:
     schema = _parsed(source)
     if not isinstance(schema, (dict, bool)):
         raise ValueError(f"must be an object, not {json.dumps(schema)[:40]}")
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_STYLE)  # type: ignore[arg-type]
+    if schema is False:
+        raise ValueError("allows no answer at all: the schema is false")
+    text = "{}" if schema is True else json.dumps(schema)
+    return LLMatcher.grammar_from_json_schema(text, defaults=JSON_STYLE)  # type: ignore[arg-type]
 
 
 def _regex(source: str) -> str:
