@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help install serve test test-exhaustive test-torch lint bench clean
+.PHONY: help install serve test test-clients test-exhaustive test-torch lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -24,6 +24,10 @@ test: $(VENV)/.ready-test ## run the whole test suite (ARGS="-k radix" for a par
 test-exhaustive: $(VENV)/.ready-test ## what `make test` takes samples of: every call fails in turn, and sanitizers
 	$(BIN)/cllm pull smollm2
 	CLLM_TESTS=exhaustive $(BIN)/python -m pytest -m exhaustive -n auto --dist worksteal $(ARGS)
+
+test-clients: $(VENV)/.ready-clients ## install clients (openai, anthropic, litellm ...), and try them with the default model
+	$(BIN)/cllm pull smollm2
+	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 test-torch: $(VENV)/.ready-torch ## install torch, and run the tests that need it (ARGS="-k gguf" for a part)
 	$(BIN)/cllm pull smollm2
@@ -55,6 +59,10 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 
 $(VENV)/.ready-test: $(VENV)/.ready-dev
 	$(BIN)/python scripts/install.py browser
+	@touch $@
+
+$(VENV)/.ready-clients: $(VENV)/.ready-dev
+	$(BIN)/python scripts/install.py test-clients
 	@touch $@
 
 $(VENV)/.ready-torch: $(VENV)/.ready-dev

@@ -51,7 +51,8 @@ def sections() -> Iterator[str]:
 
 
 def rows(model: type[RequestModel], prefix: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
+    for field_name, field in model.model_fields.items():
+        name = field.alias or field_name
         text = (field.description or "").replace("|", r"\|")
         needed = "required, honoured" if field.is_required() else "honoured"
         yield f"| `{prefix}{name}` | {needed} | {text} |\n"

@@ -29,6 +29,7 @@ SOURCE = ROOT / "src" / "cllm"
 NAMES = [
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
     *("docs/architecture.md", "docs/benchmarks.md", "docs/containers.md", "docs/kv-types.md", "docs/simulate.md"),
+    "docs/clients.md",
     "docs/tenants.md",
     "docs/kv-store.md",
     "docs/warm.md",

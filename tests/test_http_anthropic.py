@@ -240,6 +240,15 @@ async def test_an_answer_that_has_begun_is_continued(llm: FakeLLM, monkeypatch: 
     assert calls[0].continue_last
 
 
+async def test_a_structure_may_be_named_as_others_do(llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = script(monkeypatch, routes, [ChatEnd(0, "stop")])
+    await post(llm, {"guided_regex": "a+"})
+    structure = calls[0].structure
+    assert structure is not None and (structure.kind, structure.param) == ("regex", "guided_regex")
+    both = {"guided_regex": "a+", "output_format": {"type": "json_schema", "schema": {"type": "string"}}}
+    assert "guided_regex is not allowed together with output_format.schema" in await refused(llm, both)
+
+
 async def test_marks_hold_what_comes_before_them(llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = script(monkeypatch, routes, [ChatEnd(0, "stop")])
     mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}

@@ -208,9 +208,11 @@ async def test_what_reaches_the_model(llm: FakeLLM, monkeypatch: pytest.MonkeyPa
     assert said["text"]["format"]["schema"] == {"type": "string"} and said["tools"][1]["name"] == "time"
     await post(llm, {"text": {"format": {"type": "json_object"}}})
     assert calls[1].structure is not None and calls[1].structure.kind == "json"
+    await post(llm, {"guided_regex": "a+"})
+    assert calls[2].structure is not None and calls[2].structure.param == "guided_regex"
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "time"}]}
     await post(llm, {"tools": body["tools"], "tool_choice": allowed})
-    assert calls[2].tool_choice == "required" and [tool.name for tool in calls[2].tools] == ["time"]
+    assert calls[3].tool_choice == "required" and [tool.name for tool in calls[3].tools] == ["time"]
 
 
 async def test_items_are_a_conversation_that_templates_know(llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:

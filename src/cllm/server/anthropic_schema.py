@@ -197,7 +197,6 @@ class MessagesInput(SamplingFields):
 
     _conversation: Conversation = PrivateAttr()
     _tools: list[Tool] = PrivateAttr()
-    _structure: Structure | None = PrivateAttr()
 
     @model_validator(mode="after")
     def _consistent(self) -> MessagesInput:
@@ -217,7 +216,6 @@ class MessagesInput(SamplingFields):
                 "messages", f"and the rest hold {count} marks of cache_control; at most {MOST_MARKS} are allowed"
             )
         self._tools = [tool.plain() for tool in tools]
-        self._structure = self._asked_structure()
         return self
 
     @property
@@ -228,11 +226,7 @@ class MessagesInput(SamplingFields):
     def chat_tools(self) -> list[Tool]:
         return self._tools
 
-    @property
-    def structure(self) -> Structure | None:
-        return self._structure
-
-    def _asked_structure(self) -> Structure | None:
+    def _of_this_api(self) -> Structure | None:
         if self.output_format is not None:
             return Structure("json_schema", as_json(self.output_format["schema"]), "output_format.schema")
         if self.output_config is not None and self.output_config.format is not None:

@@ -27,6 +27,7 @@ class TextPart(RequestModel):
 
 
 class ChatMessage(RequestModel):
+    hints: ClassVar[frozenset[str]] = frozenset({"provider_specific_fields", "type"})  # litellm's, lm-eval's
     unsupported: ClassVar[Unsupported] = {
         "function_call": (),
         "refusal": (),

@@ -253,7 +253,6 @@ class ResponsesRequest(SamplingFields):
     prompt_cache_retention: Hint = None
 
     _tools: list[Tool] = PrivateAttr()
-    _structure: Structure | None = PrivateAttr()
     _echo: str = PrivateAttr()
 
     @model_validator(mode="after")
@@ -265,7 +264,6 @@ class ResponsesRequest(SamplingFields):
             raise refusal("input", "is empty")
         allowed = {tool.name for tool in self.tool_choice.tools} if isinstance(self.tool_choice, AllowedTools) else None
         self._tools = [tool.plain() for tool in self.tools or () if allowed is None or tool.name in allowed]
-        self._structure = None if self.text is None else self.text.structure()
         self._echo = as_json(self._echoed())[1:-1]
         return self
 
@@ -311,9 +309,8 @@ class ResponsesRequest(SamplingFields):
     def chat_tools(self) -> list[Tool]:
         return self._tools
 
-    @property
-    def structure(self) -> Structure | None:
-        return self._structure
+    def _of_this_api(self) -> Structure | None:
+        return None if self.text is None else self.text.structure()
 
     @property
     def echo(self) -> str:

@@ -25,7 +25,7 @@ class StructuredOutputs(RequestModel):
 
     unsupported: ClassVar[Unsupported] = {"disable_any_whitespace": (True,)}
 
-    json_: JsonObject | Text | None = Field(None, alias="json")  # BaseModel has the name for itself
+    json_: JsonObject | Text | None = Field(None, alias="json")  # pydantic has a method of that name
     regex: Text | None = None
     choice: Choices | None = None
     grammar: Text | None = None
@@ -57,7 +57,8 @@ class StructureFields(RequestModel):
     @model_validator(mode="after")
     def _read_structure(self) -> StructureFields:
         """Here, and so in the thread that reads large bodies."""
-        found = [each for each in (self._from_format(), self._from_outputs(), *self._from_fields()) if each is not None]
+        asked = (self._of_this_api(), self._from_format(), self._from_outputs(), *self._from_fields())
+        found = [each for each in asked if each is not None]
         if len(found) > 1:
             raise refusal(found[1].param, f"is not allowed together with {found[0].param}: an answer has one structure")
         self._structure = found[0] if found else None
@@ -66,6 +67,10 @@ class StructureFields(RequestModel):
     @property
     def structure(self) -> Structure | None:
         return self._structure
+
+    def _of_this_api(self) -> Structure | None:
+        """What an API says in fields of its own."""
+        return None
 
     def _from_format(self) -> Structure | None:
         given = self.response_format

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from reprlib import Repr
 from typing import Annotated, Any, ClassVar
 
@@ -170,12 +171,19 @@ class RequestModel(BaseModel):
         yield from ()
 
     @classmethod
+    @cache
+    def field_names(cls) -> frozenset[str]:
+        """As clients write them."""
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+    @classmethod
     def _sort_keys(cls, data: dict[str, Any]) -> tuple[dict[str, Any], list[PydanticCustomError]]:
         """What of the object is looked at, and the keys that are refused, or the first of very many."""
         taken: dict[str, Any] = {}
         refused: list[PydanticCustomError] = []
+        known = cls.field_names()
         for name, value in data.items():
-            if name in cls.model_fields or any(field.alias == name for field in cls.model_fields.values()):
+            if name in known:
                 taken[name] = value
             elif name not in cls.hints and len(refused) < MOST_PROBLEMS:
                 if name not in cls.unsupported:

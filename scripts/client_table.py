@@ -1,0 +1,59 @@
+"""Write the table of docs/clients.md, between its two markers, from the tests of the clients.
+
+    python scripts/client_table.py [--check]
+
+With --check nothing is changed, and the exit code is 1 if the table is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "clients.md"
+TESTS = ROOT / "tests" / "clients"
+ORDER = ("openai", "openai_npm", "anthropic", "langchain", "litellm", "instructor", "pydantic_ai", "load_testers")
+BEGIN = "<!-- clients: written by scripts/client_table.py -->"
+END = "<!-- end of clients -->"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only say whether the table is up to date")
+    check: bool = parser.parse_args().check
+    text = PAGE.read_text(encoding="utf-8")
+    wanted = with_table(text)
+    if check:
+        return int(text != wanted)
+    PAGE.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+def with_table(text: str) -> str:
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    rows = "".join(row for name in ORDER for row in rows_of(TESTS / f"test_{name}.py"))
+    return f"{before}{BEGIN}\n| client | feature | works |\n|---|---|---|\n{rows}{END}{after}"
+
+
+def rows_of(file: Path) -> Iterator[str]:
+    """A row for each test: its module names the client, and its docstring the feature."""
+    module = ast.parse(file.read_text(encoding="utf-8"))
+    client = next(
+        ast.literal_eval(node.value)
+        for node in module.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CLIENT"
+    )
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            feature = ast.get_docstring(node)
+            if not feature:
+                raise SystemExit(f"{file.name}::{node.name} has no docstring to name its feature")
+            yield f"| {client} | {feature} | yes: `clients/{file.name}::{node.name}` |\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
