@@ -171,6 +171,7 @@ async def test_the_api_description_tells_the_truth() -> None:
             if method == "post":
                 errors = operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"]
                 own = "FailureReply" if path in CLLM_PATHS else "ErrorReply"
+                own = "AnthropicError" if path.startswith("/v1/messages") else own
                 assert errors.endswith("OllamaError" if path.startswith("/api/") else own)
                 if path.endswith("/cancel"):
                     continue  # takes no body
