@@ -115,7 +115,13 @@ async def test_every_parameter_arrives_in_the_engine(llm: FakeLLM) -> None:
     assert (params.seed, params.logprobs, params.stop, params.stop_token_ids) == (11, 3, ("x", "y"), [5])
     assert (params.ignore_eos, params.min_tokens) == (True, 2)
     assert params.context_window == ContextWindow(recent=40, keep=3)
-    assert llm.generations[0].options == {"priority": -4, "timeout_s": 2.5, "tenant": NOBODY, "pins": []}
+    assert llm.generations[0].options == {
+        "priority": -4,
+        "timeout_s": 2.5,
+        "tenant": NOBODY,
+        "pins": [],
+        "grammar": None,
+    }
 
 
 async def test_null_and_absent_mean_the_default(llm: FakeLLM) -> None:
@@ -124,7 +130,13 @@ async def test_null_and_absent_mean_the_default(llm: FakeLLM) -> None:
     await post(llm, "/v1/completions", {"prompt": "hi"})
     assert llm.generations[0].params == llm.generations[1].params
     assert llm.generations[0].params.max_tokens == 16
-    assert llm.generations[0].options == {"priority": 0, "timeout_s": None, "tenant": NOBODY, "pins": []}
+    assert llm.generations[0].options == {
+        "priority": 0,
+        "timeout_s": None,
+        "tenant": NOBODY,
+        "pins": [],
+        "grammar": None,
+    }
 
 
 @pytest.mark.parametrize(

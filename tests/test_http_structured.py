@@ -138,7 +138,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"grammar": "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(5000)) + 'r5000: "a"'}, "grammar", "rules"),
     ({"guided_json": {"$defs": {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(3000)}, "$ref": "#/$defs/a0"}},
      "guided_json", "references"),
-    ({"json_schema": {"properties": {f"p{n}": {} for n in range(3000)}}}, "json_schema", "items"),
+    ({"json_schema": {"properties": {f"p{n}": {} for n in range(3000)}}}, "json_schema", "too big"),
     ({"guided_choice": ["x" * 300_000]}, "guided_choice", "structured.max_source_kb"),
     ({"response_format": {"type": "structural_tag", "structures": [{"begin": "x", "end": ""}], "triggers": ["y"]}},
      "response_format", "triggers"),

@@ -25,7 +25,7 @@ class StructuredOutputs(RequestModel):
 
     unsupported: ClassVar[Unsupported] = {"disable_any_whitespace": (True,)}
 
-    json_: JsonObject | Text | None = Field(None, alias="json")  # pydantic has a method of that name
+    json_: JsonObject | Text | None = Field(None, alias="json")  # BaseModel has the name for itself
     regex: Text | None = None
     choice: Choices | None = None
     grammar: Text | None = None

@@ -74,7 +74,8 @@ class Compiler:
             future.add_done_callback(self._compiled)
             self._kept[key] = future
             self._forget_oldest()
-        self._kept.move_to_end(key)
+        else:
+            self._kept.move_to_end(key)
         return future
 
     def _submit(self, structure: Structure) -> Future[Grammar]:
