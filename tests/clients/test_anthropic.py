@@ -25,6 +25,7 @@ from clients_kit import (
 )
 
 CLIENT = "anthropic"
+pytestmark = pytest.mark.model
 TOOL: Any = {"name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": PARAMETERS}
 GREEDY = {"temperature": 0}
 """Newer versions of the client have no parameter for it."""

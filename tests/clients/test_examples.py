@@ -13,6 +13,8 @@ import pytest
 from clients_kit import ServedModel
 from npm_kit import node_environment
 
+pytestmark = pytest.mark.model
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
 FENCE = re.compile(r"^```(python|js)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 EXAMPLES = FENCE.findall(PAGE.read_text(encoding="utf-8"))

@@ -25,6 +25,7 @@ from clients_kit import (
 )
 
 CLIENT = "instructor"
+pytestmark = pytest.mark.model
 GUIDED: Any = {"structured_outputs": {"json": CITY_SCHEMA}}
 """For modes that only ask the model to write what fits."""
 

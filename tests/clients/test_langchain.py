@@ -25,6 +25,7 @@ from clients_kit import (
 )
 
 CLIENT = "langchain-openai"
+pytestmark = pytest.mark.model
 
 
 @tool("weather", args_schema=Weather)

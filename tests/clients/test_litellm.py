@@ -26,6 +26,7 @@ from clients_kit import (
 )
 
 CLIENT = "litellm"
+pytestmark = pytest.mark.model
 NAME = f"openai/{MODEL}"
 
 

@@ -11,6 +11,7 @@ import pytest
 from clients_kit import MODEL, QUESTION, TOOL, ServedModel
 
 CLIENT = "lm-eval, GuideLLM, aiperf"
+pytestmark = pytest.mark.model
 USAGE = {"include_usage": True}
 CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
 

@@ -29,6 +29,7 @@ from clients_kit import (
 )
 
 CLIENT = "openai (Python)"
+pytestmark = pytest.mark.model
 
 
 @pytest.fixture(scope="module")

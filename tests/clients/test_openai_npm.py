@@ -14,9 +14,12 @@ from clients_kit import ServedModel, until
 from npm_kit import node_environment
 
 CLIENT = "openai (npm)"
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("node") and shutil.which("npm")), reason="node and npm are not on this machine"
-)
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(
+        not (shutil.which("node") and shutil.which("npm")), reason="node and npm are not on this machine"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 from clients_kit import LIMIT_S, MODEL, QUESTION, REASONED, TOO_LONG, City, ServedModel
 
 CLIENT = "pydantic-ai"
+pytestmark = pytest.mark.model
 SETTINGS: Any = {"temperature": 0, "max_tokens": 60, "parallel_tool_calls": False}
 APIS = ["chat", "responses", "anthropic"]
 
