@@ -27,8 +27,11 @@ SETTINGS = """
 [checks.positive_data_acceptance]
 expected-statuses = ["2xx", "404", "408", "409"]
 """
-# They take the bodies of others, whose every field is tried there.
-ALIKE = ("/generate_stream", "/v1/messages/count_tokens", "/apply-template", "/v1/chat/completions/render")
+# Every field of their bodies, or almost, is that of another endpoint, and tried there.
+ALIKE = (
+    *("/generate", "/generate_stream", "/v1/messages/count_tokens", "/apply-template", "/v1/chat/completions/render"),
+    *("/v1/responses", "/api/generate", "/benchmark"),
+)
 SETTINGS += "".join(f'\n[[operations]]\ninclude-path = "{path}"\nphases.coverage.enabled = false\n' for path in ALIKE)
 
 
