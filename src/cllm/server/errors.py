@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
 from starlette.types import Scope
 
 from cllm.errors import (
@@ -179,12 +178,6 @@ def problem_of_http(error: HTTPException, method: str, path: str) -> Problem:
     return Problem(error.status_code, "invalid_request_error", message, None, code, error.headers)
 
 
-def _methods_of(request: Request) -> list[str]:
-    """Of all routes to this path: the router names those of the first alone."""
-    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for route in routes for method in getattr(route, "methods", None) or ()})
-
-
 def install_handlers(app: FastAPI, retry_after_s: float) -> None:
     """Every refusal and failure inside a route leaves in the form of `Problem`."""
 
@@ -195,8 +188,6 @@ def install_handlers(app: FastAPI, retry_after_s: float) -> None:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        if error.status_code == 405:
-            error.headers = {"Allow": ", ".join(_methods_of(request))}
         problem = problem_of_http(error, request.method, request.url.path)
         note_refusal(problem, request.scope)
         return problem.response(request.url.path, request.state.request_id)
