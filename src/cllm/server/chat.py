@@ -11,7 +11,7 @@ from cllm.dialect.grammar import COMBINABLE, AnswerForm
 from cllm.dialect.pieces import CallArguments, CallBegin, ChatEnd, Piece, ReasoningPiece, TextPiece
 from cllm.server.answers import Answers, Head
 from cllm.server.cache_control import CacheControl, Mark, pins_of_chat
-from cllm.server.limits import check_count, check_logprobs
+from cllm.server.limits import check_count, check_logprobs, check_params
 from cllm.server.state import tenant_of, time_left
 from cllm.structured.structure import Structure
 from cllm.text.chat import PromptOptions
@@ -237,6 +237,7 @@ async def open_chat(state: ServerState, request: Request, call: ChatCall, prefix
     `prefix`."""
     model = await state.model(call.model, request, call.timeout)
     check_count(state, 1, call.params.n)
+    check_params(model, call.params)
     tools = () if call.tool_choice == "none" else call.tools
     options = PromptOptions(
         [tool.for_template() for tool in tools], call.template_arguments, call.asks, call.continue_last

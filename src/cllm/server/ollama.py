@@ -18,6 +18,7 @@ from cllm.server.answers import Answers, Counts, Head, unless_gone
 from cllm.server.bodies import taken
 from cllm.server.chat import Chat, ChatCall, open_chat
 from cllm.server.errors import Problem
+from cllm.server.limits import check_params
 from cllm.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest, OllamaRequest, ShowRequest
 from cllm.server.openai_replies import error_responses
 from cllm.server.sse import EventStream
@@ -112,6 +113,7 @@ async def generate(
     params = body.sampling()
     if not body.prompt:
         model = await state.model(body.name, request)
+        check_params(model, params)
         loaded = {"model": model.served_name, "created_at": _now(), "response": "", "done": True}
         return JSONResponse({**loaded, "done_reason": "load"})
     if body.raw:

@@ -121,6 +121,8 @@ class Compiler:
 
 def _readable(error: str) -> str:
     lines = " ".join(error.replace("<non-verbose/>", "").split())
+    if lines.startswith("oneOf constraints are not supported"):
+        return "oneOf is not supported where its schemas do not plainly exclude each other; use anyOf"
     return re.sub(r"^NoExtensionBias$|^NoExtension$", "allows no answer at all", lines)[:500]
 
 
