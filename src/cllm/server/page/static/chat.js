@@ -42,8 +42,8 @@ export class Chat {
     try {
       const response = await fetch(`model/info${models.query}`, { headers: key.headers(), cache: "no-store" });
       if (!response.ok) return;
-      const { sampling_defaults: defaults } = await response.json();
-      byId("temperature").placeholder = defaults.temperature ?? "";
+      const { data } = await response.json();
+      byId("temperature").placeholder = data.sampling_defaults.temperature ?? "";
     } catch {
       // The stream says so when the server cannot be reached.
     }
