@@ -66,7 +66,7 @@ def test_a_batch_gives_what_each_text_gives_alone(bert: Path) -> None:
             llm.embed([[5] * 65])
 
 
-def test_a_text_is_computed_in_one_piece(bert: Path) -> None:
+def test_a_text_is_computed_in_one_piece(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LlamaCppEncoder(GGUFModel.open(bert), threads=1, n_batch=64, mmap=True, mlock=False) as backend:
         asked = Pooling("cls")
         with pytest.raises(BackendError, match="one piece"):
@@ -78,7 +78,8 @@ def test_a_text_is_computed_in_one_piece(bert: Path) -> None:
         before = backend.read_prompts([Chunk(array("i", [5, 6]), 0, 0, asks=asked)]).read[0]
         backend.rebuild()
         assert np.array_equal(backend.read_prompts([Chunk(array("i", [5, 6]), 0, 0, asks=asked)]).read[0], before)
-        assert "embeds texts" in backend.describe()
+        monkeypatch.setattr(backend._library, "package", "another")
+        assert backend.describe().startswith("llama.cpp (another ") and "embeds texts" in backend.describe()
 
 
 @pytest.fixture
