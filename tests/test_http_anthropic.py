@@ -13,9 +13,10 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from cllm.dialect.pieces import CallArguments, CallBegin, ChatEnd, TextPiece
+from cllm.dialect.tools import Tool
 from cllm.errors import BackendError, OverloadedError
 from cllm.server import anthropic as routes
-from cllm.server.chat import NamedTool, Tool
+from cllm.server.chat import NamedTool
 from cllm.server.errors import Problem
 from cllm.server.key_file import add_key
 from http_fakes import FakeLLM, client_for, config_with, served

@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, Tag, model_validator
 from typing_extensions import TypedDict
 
+from cllm.dialect.tools import Tool
 from cllm.server.anthropic_messages import Conversation
 from cllm.server.cache_control import CacheControl
-from cllm.server.chat import Tool
 from cllm.server.openai_schema import ModelName
 from cllm.server.sampling_schema import SamplingFields, StopStrings
 from cllm.server.sliced import as_json

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from cllm.dialect.answer import ChatAnswer
 from cllm.dialect.grammar import AnswerForm
-from cllm.dialect.pieces import CallArguments, CallBegin, ChatEnd, Piece, ReasoningPiece, TextPiece
+from cllm.dialect.pieces import ChatEnd, Piece, ReasoningPiece, TextPiece
+from cllm.dialect.tools import Tool
 from cllm.server.answers import Answers, Head
 from cllm.server.cache_control import CacheControl, Mark, pins_of_chat
 from cllm.server.limits import check_count, check_logprobs
@@ -26,23 +28,6 @@ if TYPE_CHECKING:
     from cllm.engine.sampling import TokenLogprob
     from cllm.generation import Delta, Generation
     from cllm.server.state import ModelState, ServerState
-
-
-_NOTHING = {"type": "object", "properties": {}}
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """A JSON schema of an object; None: it takes none."""
-    strict: bool = False
-    """Whether the arguments are guaranteed to fit the schema."""
-
-    def for_template(self) -> dict[str, Any]:
-        described = {"name": self.name, "description": self.description, "parameters": self.parameters or _NOTHING}
-        return {"type": "function", "function": {key: value for key, value in described.items() if value is not None}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,46 +67,6 @@ class ChatCall:
     """Marks of cache_control: the messages up to each."""
     cache_control: CacheControl | None = None
     """The mark on the request itself."""
-
-
-@dataclass(slots=True)
-class ToolCall:
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(slots=True)
-class ChatAnswer:
-    """One whole answer, put together from its pieces."""
-
-    texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(self.thoughts)
-
-    def add(self, piece: Piece) -> None:
-        self.logprobs += piece.logprobs or ()
-        if isinstance(piece, TextPiece):
-            self.texts.append(piece.text)
-        elif isinstance(piece, ReasoningPiece):
-            self.thoughts.append(piece.text)
-        elif isinstance(piece, CallBegin):
-            self.calls.append(ToolCall(piece.id, piece.name, ""))
-        elif isinstance(piece, CallArguments):
-            self.calls[piece.number].arguments += piece.text
-        else:
-            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
 
 class Chat:
