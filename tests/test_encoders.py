@@ -111,6 +111,11 @@ async def test_what_an_embedding_model_does_over_http(client: httpx.AsyncClient)
         assert ("generates no text" if "rerank" not in path else "no head that ranks") in reply.text
 
 
+def ranking(reply: httpx.Response) -> list[tuple[int, float]]:
+    """As far as it does not depend on which documents were computed together."""
+    return [(result["index"], round(result["relevance_score"], 5)) for result in reply.json()["results"]]
+
+
 async def test_documents_are_ranked(ranker: Path) -> None:
     documents = ["the cat sat on the mat", "a dog", "what is a mat?", "the cat sat on the mat"]
     async for client in served(ranker):
@@ -123,10 +128,9 @@ async def test_documents_are_ranked(ranker: Path) -> None:
         assert all(0.0 < score < 1.0 for score in scores) and len({round(score, 4) for score in scores}) == 3
         assert results[0]["document"]["text"] == documents[results[0]["index"]]
         short = await client.post("/rerank", json={**body, "top_n": 2, "return_documents": False})
-        kept = [{key: value for key, value in result.items() if key != "document"} for result in results[:2]]
-        assert short.json()["results"] == kept
+        assert ranking(short) == ranking(reply)[:2] and "document" not in short.json()["results"][0]
         parts = await client.post("/v1/rerank", json={**body, "documents": [{"text": text} for text in documents]})
-        assert parts.json()["results"] == results
+        assert ranking(parts) == ranking(reply)
         refused = await client.post("/v1/embeddings", json={"input": "the cat"})
         assert refused.status_code == 400 and "use /v1/rerank" in refused.text
         for wrong, name in (({"documents": []}, "documents"), ({"top_n": 0}, "top_n"), ({"query": 3}, "query")):
