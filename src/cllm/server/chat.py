@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from cllm.dialect.answer import ChatAnswer
-from cllm.dialect.grammar import COMBINABLE, AnswerForm
+from cllm.dialect.grammar import AnswerForm
 from cllm.dialect.pieces import ChatEnd, Piece, ReasoningPiece, TextPiece
 from cllm.dialect.tools import Tool
 from cllm.server.answers import Answers, Head
 from cllm.server.cache_control import CacheControl, Mark, pins_of_chat
 from cllm.server.limits import check_count, check_logprobs, check_params
 from cllm.server.state import tenant_of, time_left
+from cllm.structured.sources import RULES
 from cllm.structured.structure import Structure
 from cllm.text.chat import PromptOptions
 
@@ -225,7 +226,7 @@ async def _structure(model: ModelState, call: ChatCall, tools: Sequence[Tool], t
     named = choice.name if isinstance(choice, NamedTool) else None
     marks = model.llm.dialect.marks
     masked = bool(tools) and (choice != "auto" or given is not None or any(tool.strict for tool in tools))
-    if not masked and (given is None or marks is None or thinking == "closed" or given.kind not in COMBINABLE):
+    if not masked and (given is None or marks is None or thinking == "closed" or given.kind not in RULES):
         return given
     form = AnswerForm(
         tools=[(tool.name, tool.parameters) for tool in tools if named in (None, tool.name)],
@@ -235,7 +236,8 @@ async def _structure(model: ModelState, call: ChatCall, tools: Sequence[Tool], t
         marks=marks,
         thinking=thinking,
     )
-    grammar = await model.texts.apart([tool.parameters for tool in tools], lambda: model.llm.dialect.grammar(form))
+    sources = [[tool.parameters for tool in tools], given.source if given is not None else ""]
+    grammar = await model.texts.apart(sources, lambda: model.llm.dialect.grammar(form))
     return Structure("lark", grammar, given.param if given is not None and not tools else "tools")
 
 
