@@ -33,6 +33,8 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 """The largest that are compiled in half a second, and whose masks take 10 ms; 1,000 properties, for example."""
+TRIALS = 2
+"""Answers of one grammar share what its lexer has found out, up to a limit: the second may be one too many."""
 
 _Key = tuple[Kind, str]
 
@@ -111,12 +113,21 @@ class Compiler:
         beginning = LLMatcher(self._vocabulary.tokens, source_of(structure), log_level=0, limits=LIMITS)
         if beginning.is_error():
             raise ValueError(located(structure, _readable(beginning.get_error())))
-        # Some show only now that nothing can ever follow them, or that it takes too much to tell.
-        trial = beginning.deep_copy()
-        trial.compute_bitmask()
-        if trial.is_error():
-            raise ValueError(_readable(trial.get_error()))
-        return Grammar(beginning, self._masks)
+        grammar = Grammar(beginning, self._masks)
+        for _ in range(TRIALS):
+            _try(grammar)
+        return grammar
+
+
+def _try(grammar: Grammar) -> None:
+    """Some show only now that nothing can ever follow them, or that it takes too much to tell."""
+    trial = grammar.start()
+    if trial.forced:
+        trial.accept(trial.forced[0])
+    else:
+        trial.inner.compute_bitmask()
+    if trial.inner.is_error():
+        raise ValueError(_readable(trial.inner.get_error()))
 
 
 def _readable(error: str) -> str:
