@@ -22,6 +22,8 @@ from cllm.structured.structure import Kind, Structure
 from cllm.structured.vocabulary import Vocabulary
 
 THREADS = 2
+TRIALS = 2
+"""Answers of one grammar share what its lexer has found out, up to a limit: the second may be one too many."""
 STACK_BYTES = 64 << 20
 LIMITS = LLParserLimits(
     max_items_in_row=4100,
@@ -33,8 +35,6 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 """The largest that are compiled in half a second, and whose masks take 10 ms; 1,000 properties, for example."""
-TRIALS = 2
-"""Answers of one grammar share what its lexer has found out, up to a limit: the second may be one too many."""
 
 _Key = tuple[Kind, str]
 
