@@ -113,21 +113,18 @@ class Compiler:
         beginning = LLMatcher(self._vocabulary.tokens, source_of(structure), log_level=0, limits=LIMITS)
         if beginning.is_error():
             raise ValueError(located(structure, _readable(beginning.get_error())))
-        grammar = Grammar(beginning, self._masks)
+        # Some show only now that nothing can ever follow them, or that it takes too much to tell. Masks come first:
+        # while one is made the GIL is released, and what has been found out for it forced tokens need not find out.
         for _ in range(TRIALS):
-            _try(grammar)
+            trial = beginning.deep_copy()
+            trial.compute_bitmask()
+            if trial.is_error():
+                raise ValueError(_readable(trial.get_error()))
+        grammar = Grammar(beginning, self._masks)
+        matcher = grammar.start()
+        if matcher.forced:
+            matcher.accept(matcher.forced[0])
         return grammar
-
-
-def _try(grammar: Grammar) -> None:
-    """Some show only now that nothing can ever follow them, or that it takes too much to tell."""
-    trial = grammar.start()
-    if trial.forced:
-        trial.accept(trial.forced[0])
-    else:
-        trial.inner.compute_bitmask()
-    if trial.inner.is_error():
-        raise ValueError(_readable(trial.inner.get_error()))
 
 
 def _readable(error: str) -> str:
