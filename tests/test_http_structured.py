@@ -13,7 +13,7 @@ import pytest
 
 from cllm import LLM, AsyncLLM, SamplingParams
 from cllm.config import load_config
-from cllm.errors import InvalidRequestError
+from cllm.errors import InvalidRequestError, StructureError
 from cllm.server.app import create_app
 from cllm.structured.structure import Structure
 
@@ -112,6 +112,7 @@ async def test_usage_counts_forced_tokens_and_a_stop_string_ends_before_them() -
         assert answer_of(short) == ("one t", "length") and short["usage"]["completion_tokens"] == 5
 
 
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"], "additionalProperties": False}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "a", "grammar": 'root ::= "a"'}, "grammar", "together with guided_regex"),
     ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
@@ -139,6 +140,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"$defs": {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(3000)}, "$ref": "#/$defs/a0"}},
      "guided_json", "references"),
     ({"json_schema": {"properties": {f"p{n}": {} for n in range(3000)}}}, "json_schema", "too big"),
+    ({"guided_choice": [f"choice {n}" for n in range(5000)]}, "guided_choice", "too complex"),
+    ({"json_schema": ENDLESS}, "json_schema", "never ends"),
+    ({"guided_choice": ["x" * 50_000]}, "guided_choice", "fixed text"),
     ({"guided_choice": ["x" * 300_000]}, "guided_choice", "structured.max_source_kb"),
     ({"response_format": {"type": "structural_tag", "structures": [{"begin": "x", "end": ""}], "triggers": ["y"]}},
      "response_format", "triggers"),
@@ -155,6 +159,20 @@ async def test_what_cannot_be_is_refused_by_name(number: int) -> None:
         assert error["param"] == param and words in error["message"], error
         next_one = await http.post("/v1/completions", json={"prompt": "What?", "guided_choice": ["a"]})
         assert answer_of(next_one.json()) == ("a", "stop")
+
+
+async def test_what_becomes_too_complex_is_the_request_s_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cllm.structured.matcher import Matcher
+
+    def accept(self: Matcher, token: int) -> None:
+        raise StructureError("the answer's structure became too complex: x")
+
+    async with client() as http:
+        body = {"prompt": "What?", "guided_regex": "[a-z]{5}"}
+        await http.post("/v1/completions", json=body)
+        monkeypatch.setattr(Matcher, "accept", accept)
+        reply = await http.post("/v1/completions", json=body)
+    assert reply.status_code == 400 and "too complex" in reply.text
 
 
 async def test_a_schema_may_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from cllm.errors import (
     RequestCancelledError,
     RequestTimeoutError,
     ShuttingDownError,
+    StructureError,
 )
 
 log = logging.getLogger("cllm.server")
@@ -143,6 +144,8 @@ def problem_of(error: Exception, *, request_id: str, retry_after_s: float = 1.0)
     """The public face of any exception. What is unexpected is logged, and only its request id is shown."""
     if isinstance(error, InvalidRequestError):
         return Problem(400, "invalid_request_error", str(error), error.param, error.code)
+    if isinstance(error, StructureError):
+        return Problem(400, "invalid_request_error", str(error), code="structure_too_complex")
     if isinstance(error, OverloadedError):
         retry = _retry_after(error.retry_after_s)
         return Problem(429, "overloaded_error", str(error), code="queue_full", headers=retry)

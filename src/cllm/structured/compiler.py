@@ -22,6 +22,10 @@ from cllm.structured.structure import Kind, Structure
 from cllm.structured.vocabulary import Vocabulary
 
 THREADS = 2
+TRIALS = 2
+"""Answers of one grammar share what its lexer has found out, up to a limit: the second may be one too many."""
+MOST_FIXED = 32_768
+"""Bytes that every answer begins with: to make tokens of them takes longer than others should wait."""
 STACK_BYTES = 64 << 20
 LIMITS = LLParserLimits(
     max_items_in_row=4100,
@@ -121,12 +125,20 @@ class Compiler:
         beginning = LLMatcher(self._vocabulary.tokens, source_of(structure), log_level=0, limits=LIMITS)
         if beginning.is_error():
             raise ValueError(located(structure, _readable(beginning.get_error())))
-        # Some show only now that nothing can ever follow them, or that it takes too much to tell.
-        trial = beginning.deep_copy()
-        trial.compute_bitmask()
-        if trial.is_error():
-            raise ValueError(_readable(trial.get_error()))
-        return Grammar(beginning, self._masks)
+        # Some show only now that nothing can ever follow them, or that it takes too much to tell. Masks come first:
+        # while one is made the GIL is released, and what was found out for it need not be found out for fixed text.
+        for _ in range(TRIALS):
+            trial = beginning.deep_copy()
+            trial.compute_bitmask()
+            if trial.is_error():
+                raise ValueError(_readable(trial.get_error()))
+        if len(beginning.deep_copy().compute_ff_bytes()) > MOST_FIXED:
+            raise ValueError(f"begins with more than {MOST_FIXED} bytes of fixed text, or never ends")
+        grammar = Grammar(beginning, self._masks)
+        matcher = grammar.start()
+        if matcher.forced:
+            matcher.accept(matcher.forced[0])
+        return grammar
 
 
 def _readable(error: str) -> str:
