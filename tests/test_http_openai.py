@@ -248,6 +248,13 @@ async def test_a_small_answer_says_how_long_it_is(llm: FakeLLM) -> None:
     assert response.headers["content-length"] == str(len(response.content))
 
 
+async def test_best_of_is_named_where_its_log_probabilities_are_too_many() -> None:
+    async with client_for(FakeLLM(config_with(max_logprobs=10))) as client:
+        body = {"prompt": "hi", "best_of": 4, "max_tokens": 3}
+        response = await client.post("/v1/completions", json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("n", "tokens", "top", "refused"), [(5, 4, 4, False), (5, 4, 5, True), (1, None, 0, False)])
 async def test_log_probabilities_of_a_request_are_limited(
