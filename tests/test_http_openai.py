@@ -120,7 +120,6 @@ async def test_every_parameter_arrives_in_the_engine(llm: FakeLLM) -> None:
         "timeout_s": 2.5,
         "tenant": NOBODY,
         "pins": [],
-        "grammar": None,
     }
 
 
@@ -135,7 +134,6 @@ async def test_null_and_absent_mean_the_default(llm: FakeLLM) -> None:
         "timeout_s": None,
         "tenant": NOBODY,
         "pins": [],
-        "grammar": None,
     }
 
 
