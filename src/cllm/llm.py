@@ -158,10 +158,11 @@ class AsyncLLM(LoadedModel):
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         options: PromptOptions = PLAIN,
+        limit: TokenLimit | None = None,
     ) -> list[int]:
-        """The prompt for the next message, which may be as long as requests with these parameters allow."""
+        """The prompt for the next message, which may be as long as `limit` or requests with these parameters allow."""
         prepared, options = self.dialect.prepare(self._volatile.strip(messages), options)
-        return self.chat_template.encode(self.tokenizer, prepared, self.prompt_limit(params), options)
+        return self.chat_template.encode(self.tokenizer, prepared, limit or self.prompt_limit(params), options)
 
     def encode_beginning(
         self,

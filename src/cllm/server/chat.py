@@ -23,6 +23,7 @@ from cllm.server.sliced import as_json
 from cllm.server.state import tenant_of, time_left
 from cllm.structured.sources import RULES
 from cllm.structured.structure import Structure
+from cllm.text.bounded import TokenLimit
 from cllm.text.chat import PromptOptions
 
 if TYPE_CHECKING:
@@ -195,9 +196,7 @@ async def open_chat(state: ServerState, request: Request, call: ChatCall, prefix
     model = await state.model(call.model, request, call.timeout)
     check_count(state, 1, call.params.n)
     tools = () if call.tool_choice == "none" else call.tools
-    options = PromptOptions(
-        [tool.for_template() for tool in tools], call.template_arguments, call.asks, call.continue_last
-    )
+    options = _prompt_options(call, tools)
     prompt = await model.texts.encode_chat(call.messages, call.params, options)
     check_logprobs(model, [prompt], call.params, "top_logprobs")
     pins = await pins_of_chat(model, call.marks, call.cache_control, prompt, call.params, options)
@@ -227,6 +226,20 @@ async def open_chat(state: ServerState, request: Request, call: ChatCall, prefix
     ]
     wrapped = [_Reader(reader, include_reasoning=call.include_reasoning) for reader in readers]
     return Chat(head, model, answers, call.params.n, wrapped)
+
+
+async def count_chat(state: ServerState, request: Request, call: ChatCall) -> int:
+    """How many tokens the prompt of a conversation has, whether or not there is room for it in the context."""
+    model = await state.model(call.model, request, call.timeout)
+    most = max(model.config.server.max_encode_tokens, model.llm.max_context)
+    limit = TokenLimit(most, f"at most {most} are counted (server.max_encode_tokens)", "the conversation")
+    tools = () if call.tool_choice == "none" else call.tools
+    return await model.texts.count_chat(call.messages, _prompt_options(call, tools), limit)
+
+
+def _prompt_options(call: ChatCall, tools: Sequence[Tool]) -> PromptOptions:
+    described = [tool.for_template() for tool in tools]
+    return PromptOptions(described, call.template_arguments, call.asks, call.continue_last)
 
 
 async def _structure(model: ModelState, call: ChatCall, tools: Sequence[Tool], thinking: Thinking) -> Structure | None:

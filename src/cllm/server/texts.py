@@ -131,6 +131,16 @@ class Texts:
     ) -> list[int]:
         return await self._encode_messages(messages, params, options, self._llm.encode_chat)
 
+    async def count_chat(self, messages: Sequence[dict[str, Any]], options: PromptOptions, limit: TokenLimit) -> int:
+        """The tokens of a prompt that may be longer than the context."""
+
+        def encode(
+            messages: Sequence[dict[str, Any]], params: SamplingParams | None, options: PromptOptions
+        ) -> list[int]:
+            return self._llm.encode_chat(messages, params, options, limit)
+
+        return len(await self._encode_messages(messages, None, options, encode, limit))
+
     async def encode_beginning(
         self,
         messages: Sequence[dict[str, Any]],
@@ -150,8 +160,9 @@ class Texts:
         params: SamplingParams | None,
         options: PromptOptions,
         encode: Callable[[Sequence[dict[str, Any]], SamplingParams | None, PromptOptions], list[int]],
+        limit: TokenLimit | None = None,
     ) -> list[int]:
-        limit = self._llm.prompt_limit(params)
+        limit = limit or self._llm.prompt_limit(params)
         # Templates trim: blanks around a message may count for nothing.
         size = sum(len(message["content"].strip()) for message in messages)
         if size > limit.most * self._llm.tokenizer.longest_token:
