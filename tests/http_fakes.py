@@ -261,6 +261,7 @@ class FakeLLM:
         messages: Sequence[dict[str, Any]],
         params: SamplingParams | None = None,
         options: PromptOptions = PLAIN,
+        limit: TokenLimit | None = None,
     ) -> list[int]:
         self.asked.append((list(messages), options))
         rendered = "".join(f"<{message['role']}>{message['content']}" for message in messages)

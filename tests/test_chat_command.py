@@ -240,7 +240,7 @@ def test_tools_are_listed_and_removed(here: Here, tmp_path: Path, tools: Path) -
     [
         ("{}", "tools must be a list"),
         ("[1]", 'tools[0] must be an object with "type": "function" and function'),
-        ('[{"type": "function", "function": {"name": "a b"}}]', "tools[0].function.name must be 1 to 64 letters"),
+        ('[{"type": "function", "function": {"name": "a b"}}]', "tools[0].function.name must be 1 to 128 letters"),
         ('[{"type": "function", "function": {"name": "a", "colour": 1}}]', "tools[0].function.colour is not known"),
         ('[{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]', "schema of an object"),
         ('[{"type": "function", "function": {"name": "a", "strict": "yes"}}]', "strict must be true or false"),

@@ -327,6 +327,14 @@ async def test_bad_input_is_refused_by_name(llm: FakeLLM, body: dict[str, Any], 
     assert words in await refused(llm, body)
 
 
+async def test_conversations_longer_than_the_context_are_counted(llm: FakeLLM) -> None:
+    long = {"messages": [{"role": "user", "content": "x" * 100_000}]}
+    async with client_for(llm) as client:
+        counted = await client.post("/v1/messages/count_tokens", json=long)
+        assert counted.json() == {"input_tokens": 100_000 + len("<user>")}
+        assert (await client.post("/v1/messages", json={"max_tokens": 1, **long})).status_code == 400
+
+
 async def test_too_many_marks(llm: FakeLLM) -> None:
     marked = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
     assert "more than 4 marks of cache_control" in await refused(llm, blocks(*[marked] * 5))

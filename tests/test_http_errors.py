@@ -152,7 +152,7 @@ CHATS = [
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [tool("")]}, "tools[0].function.name"),
-    ({"tools": [tool("x" * 65)]}, "tools[0].function.name"),
+    ({"tools": [tool("x" * 129)]}, "tools[0].function.name"),
     ({"tools": [tool("f"), tool("odd name")]}, "tools[1].function.name"),
     ({"tools": [tool("f"), tool("f")]}, "tools[1].function.name"),
     ({"tools": [tool("f", parameters=[])]}, "tools[0].function.parameters"),

@@ -15,7 +15,7 @@ from cllm.backends.base import Backend
 from cllm.engine.params import SamplingParams
 from cllm.engine.reading import Embedding, PromptPooling, PromptScoring, normalised
 from cllm.engine.tenant import NOBODY, Tenant
-from cllm.errors import InvalidRequestError, OverloadedError
+from cllm.errors import BackendError, InvalidRequestError, OverloadedError
 from cllm.generation import Generation
 from cllm.text.pairs import Pairs
 from cllm.text.tokenizer import Tokenizer
@@ -128,7 +128,10 @@ class Embeddings:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
-        return [vector for vector in self._found if vector is not None]
+        found = [vector for vector in self._found if vector is not None]
+        if len(found) < len(self._found):
+            raise BackendError(f"the backend gave no embedding for text {self._found.index(None)}")
+        return found
 
     async def _work(self, numbers: Iterator[int]) -> None:
         for number in numbers:

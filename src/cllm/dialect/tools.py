@@ -9,7 +9,7 @@ from typing import Any
 
 from cllm.errors import InvalidRequestError
 
-TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 _FIELDS = ("name", "description", "parameters", "strict")
 _NOTHING = {"type": "object", "properties": {}}
 
@@ -54,7 +54,7 @@ def _read_tool(found: object, where: str) -> Tool:
         raise InvalidRequestError(f"{where}.function.{unknown[0]} is not known; it has {', '.join(_FIELDS)}", where)
     name, description, parameters, strict = (function.get(field) for field in _FIELDS)
     if not isinstance(name, str) or re.fullmatch(TOOL_NAME, name) is None:
-        raise InvalidRequestError(f"{where}.function.name must be 1 to 64 letters, digits, _, - or .", where)
+        raise InvalidRequestError(f"{where}.function.name must be 1 to 128 letters, digits, _, - or .", where)
     if description is not None and not isinstance(description, str):
         raise InvalidRequestError(f"{where}.function.description must be text", where)
     if parameters is not None and (not isinstance(parameters, dict) or parameters.get("type", "object") != "object"):

@@ -12,7 +12,7 @@ from cllm.server.anthropic_render import MessageEvents, MessageStream, message_p
 from cllm.server.anthropic_replies import AnthropicError, MessageReply, TokenCount
 from cllm.server.anthropic_schema import CountRequest, MessagesInput, MessagesRequest
 from cllm.server.bodies import taken
-from cllm.server.chat import ChatCall, NamedTool, ToolChoice, open_chat
+from cllm.server.chat import ChatCall, NamedTool, ToolChoice, count_chat, open_chat
 from cllm.server.openai_replies import error_responses, event_stream
 from cllm.server.runs import collect
 from cllm.server.sliced import SlicedJson
@@ -49,8 +49,7 @@ async def count_tokens(
     body: Annotated[CountRequest, Depends(taken(CountRequest))], request: Request, state: State
 ) -> TokenCount:
     """How many tokens the prompt of such a conversation has, with system prompt and tools. Nothing is generated."""
-    chat = await open_chat(state, request, _call_of(body, 1), "count")
-    return TokenCount(input_tokens=chat.prompt_tokens)
+    return TokenCount(input_tokens=await count_chat(state, request, _call_of(body, 1)))
 
 
 def _call_of(body: MessagesInput, max_tokens: int) -> ChatCall:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from cllm.dialect.answer import ChatAnswer
 from cllm.dialect.grammar import AnswerForm
 from cllm.dialect.pieces import ChatEnd, Piece, ReasoningPiece, TextPiece
 from cllm.dialect.tools import Tool
+from cllm.errors import InvalidRequestError
 from cllm.server.answers import Answers, Head
 from cllm.server.cache_control import CacheControl, Mark, pins_of_chat
 from cllm.server.limits import check_count, check_logprobs, check_params
+from cllm.server.sliced import as_json
 from cllm.server.state import tenant_of, time_left
 from cllm.structured.sources import RULES
 from cllm.structured.structure import Structure
+from cllm.text.bounded import TokenLimit
 from cllm.text.chat import PromptOptions
 
 if TYPE_CHECKING:
@@ -28,6 +35,11 @@ if TYPE_CHECKING:
     from cllm.engine.sampling import TokenLogprob
     from cllm.generation import Delta, Generation
     from cllm.server.state import ModelState, ServerState
+    from cllm.structured.matcher import Grammar
+
+
+_LISTING = re.compile(r" \d+ \| .*$", re.DOTALL)
+"""The lines of a grammar at the end of an error, which the client did not write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +197,7 @@ async def open_chat(state: ServerState, request: Request, call: ChatCall, prefix
     check_count(state, 1, call.params.n)
     check_params(model, call.params)
     tools = () if call.tool_choice == "none" else call.tools
-    options = PromptOptions(
-        [tool.for_template() for tool in tools], call.template_arguments, call.asks, call.continue_last
-    )
+    options = _prompt_options(call, tools)
     prompt = await model.texts.encode_chat(call.messages, call.params, options)
     check_logprobs(model, [prompt], call.params, "top_logprobs")
     pins = await pins_of_chat(model, call.marks, call.cache_control, prompt, call.params, options)
@@ -206,7 +216,7 @@ async def open_chat(state: ServerState, request: Request, call: ChatCall, prefix
         timeout_s=time_left(request, model, call.timeout),
         tenant=tenant_of(request),
         pins=[pins],
-        grammar=None if structure is None else await model.llm.compile(structure),
+        grammar=None if structure is None else await _compiled(model, structure, call, tools),
         shown=dialect.shown(tools=bool(tools), reasoning=True) if reads else None,
     )
     names = [tool.name for tool in tools]
@@ -217,6 +227,20 @@ async def open_chat(state: ServerState, request: Request, call: ChatCall, prefix
     ]
     wrapped = [_Reader(reader, include_reasoning=call.include_reasoning) for reader in readers]
     return Chat(head, model, answers, call.params.n, wrapped)
+
+
+async def count_chat(state: ServerState, request: Request, call: ChatCall) -> int:
+    """How many tokens the prompt of a conversation has, whether or not there is room for it in the context."""
+    model = await state.model(call.model, request, call.timeout)
+    most = max(model.config.server.max_encode_tokens, model.llm.max_context)
+    limit = TokenLimit(most, f"at most {most} are counted (server.max_encode_tokens)", "the conversation")
+    tools = () if call.tool_choice == "none" else call.tools
+    return await model.texts.count_chat(call.messages, _prompt_options(call, tools), limit)
+
+
+def _prompt_options(call: ChatCall, tools: Sequence[Tool]) -> PromptOptions:
+    described = [tool.for_template() for tool in tools]
+    return PromptOptions(described, call.template_arguments, call.asks, call.continue_last)
 
 
 async def _structure(model: ModelState, call: ChatCall, tools: Sequence[Tool], thinking: Thinking) -> Structure | None:
@@ -239,6 +263,29 @@ async def _structure(model: ModelState, call: ChatCall, tools: Sequence[Tool], t
     sources = [[tool.parameters for tool in tools], given.source if given is not None else ""]
     grammar = await model.texts.apart(sources, lambda: model.llm.dialect.grammar(form))
     return Structure("lark", grammar, given.param if given is not None and not tools else "tools")
+
+
+async def _compiled(model: ModelState, structure: Structure, call: ChatCall, tools: Sequence[Tool]) -> Grammar:
+    given = call.structure or call.params.structured
+    try:
+        return await model.llm.compile(structure)
+    except InvalidRequestError as error:
+        if structure is given:
+            raise
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_blame(model, given, tools), model.config.structured.compile_timeout_s)
+        raise InvalidRequestError(_LISTING.sub("", str(error)), error.param) from None
+
+
+async def _blame(model: ModelState, given: Structure | None, tools: Sequence[Tool]) -> None:
+    """Refuse the part of a grammar that is wrong by itself, by its name."""
+    parts = [] if given is None else [given]
+    for number, tool in enumerate(tools):
+        if tool.parameters is not None:
+            source = await model.texts.apart(tool.parameters, partial(as_json, tool.parameters))
+            parts.append(Structure("json_schema", source, f"tools[{number}]"))
+    for part in parts:
+        await model.llm.compile(part)
 
 
 def _read_plain(delta: Delta, pieces: list[Piece]) -> None:

@@ -92,11 +92,13 @@ def check_calls(messages: Sequence[ChatMessage]) -> None:
         elif message.tool_call_id is not None:
             if message.tool_call_id in answered:
                 raise refusal(
-                    f"messages[{number}].tool_call_id", f"is {message.tool_call_id!r} once more; a call has one result"
+                    f"messages[{number}].tool_call_id", f"is {message.tool_call_id!r}, which has a result already"
                 )
             answered.add(message.tool_call_id)
         ids: set[str] = set()
         for position, call in enumerate(message.tool_calls or ()):
             if call.id in ids:
-                raise refusal(f"messages[{number}].tool_calls[{position}].id", f"is {call.id!r} once more; ids differ")
+                raise refusal(
+                    f"messages[{number}].tool_calls[{position}].id", f"is {call.id!r}, which another call has"
+                )
             ids.add(call.id)

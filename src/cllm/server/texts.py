@@ -54,13 +54,17 @@ class Texts:
         limit = self._llm.prompt_limit(EMBEDDING)._replace(what="a text")
         encoded = await self._encode_all(inputs, limit, param, self._llm.reads.encode_input)
         vocabulary = self._llm.shape.n_vocab
-        for number, ids in enumerate(encoded):
-            if not len(ids):
-                raise InvalidRequestError(f"{param}[{number}] is empty: it needs at least one token", param)
-            if max(ids) >= vocabulary:
-                raise InvalidRequestError(
-                    f"{param}[{number}] holds token {max(ids)}; ids go from 0 to {vocabulary - 1}", param
-                )
+
+        def check() -> None:
+            for number, ids in enumerate(encoded):
+                if not len(ids):
+                    raise InvalidRequestError(f"{param}[{number}] is empty: it needs at least one token", param)
+                if max(ids) >= vocabulary:
+                    raise InvalidRequestError(
+                        f"{param}[{number}] holds token {max(ids)}; ids go from 0 to {vocabulary - 1}", param
+                    )
+
+        await self._lanes.run(sum(map(len, encoded)), check)
         return encoded
 
     async def encode_pairs(self, query: str, documents: Sequence[str]) -> list[Sequence[int]]:
@@ -127,6 +131,16 @@ class Texts:
     ) -> list[int]:
         return await self._encode_messages(messages, params, options, self._llm.encode_chat)
 
+    async def count_chat(self, messages: Sequence[dict[str, Any]], options: PromptOptions, limit: TokenLimit) -> int:
+        """The tokens of a prompt that may be longer than the context."""
+
+        def encode(
+            messages: Sequence[dict[str, Any]], params: SamplingParams | None, options: PromptOptions
+        ) -> list[int]:
+            return self._llm.encode_chat(messages, params, options, limit)
+
+        return len(await self._encode_messages(messages, None, options, encode, limit))
+
     async def encode_beginning(
         self,
         messages: Sequence[dict[str, Any]],
@@ -146,8 +160,9 @@ class Texts:
         params: SamplingParams | None,
         options: PromptOptions,
         encode: Callable[[Sequence[dict[str, Any]], SamplingParams | None, PromptOptions], list[int]],
+        limit: TokenLimit | None = None,
     ) -> list[int]:
-        limit = self._llm.prompt_limit(params)
+        limit = limit or self._llm.prompt_limit(params)
         # Templates trim: blanks around a message may count for nothing.
         size = sum(len(message["content"].strip()) for message in messages)
         if size > limit.most * self._llm.tokenizer.longest_token:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Discriminator, Field
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field
 
+from cllm.dialect.tools import TOOL_NAME
 from cllm.server.validation import Text, refusal, shorten, wrong
 
 CallId = Annotated[Text, Field(min_length=1, max_length=256)]
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 JsonObject = dict[str, Any]
+
+
+def _is_name(name: str) -> str:
+    if re.fullmatch(TOOL_NAME, name) is None:
+        raise wrong(f"must be 1 to 128 letters, digits, _, - or ., not {shorten(repr(name))}")
+    return name
+
+
+ToolName = Annotated[str, AfterValidator(_is_name), Field(json_schema_extra={"pattern": TOOL_NAME})]
 
 
 def known_kinds(kinds: Sequence[str], advice: str = "", default: str | None = None) -> BeforeValidator:

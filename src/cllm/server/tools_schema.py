@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from cllm.dialect.tools import TOOL_NAME, Tool
+from cllm.dialect.tools import Tool
 from cllm.server.chat import NamedTool, ToolChoice
-from cllm.server.validation import RequestModel, Text, refusal, shorten, wrong
+from cllm.server.tool_fields import ToolName, check_names, check_schema
+from cllm.server.validation import RequestModel, Text, refusal
 
 MOST_TOOLS = 512
 _Id = Annotated[Text, Field(max_length=256)]
-
-
-def _is_name(name: str) -> str:
-    if re.fullmatch(TOOL_NAME, name) is None:
-        raise wrong(f"must be 1 to 64 letters, digits, _, - or ., not {shorten(repr(name))}")
-    return name
-
-
-ToolName = Annotated[str, AfterValidator(_is_name), Field(json_schema_extra={"pattern": TOOL_NAME})]
 
 
 class FunctionTool(RequestModel):
@@ -32,9 +23,7 @@ class FunctionTool(RequestModel):
 
     @model_validator(mode="after")
     def _takes_an_object(self) -> FunctionTool:
-        kind = (self.parameters or {}).get("type", "object")
-        if kind != "object":
-            raise refusal("parameters", f"must be the schema of an object, not of {shorten(repr(kind))}")
+        check_schema(self.parameters, "parameters")
         return self
 
 
@@ -83,11 +72,8 @@ Calls = Annotated[list[CalledTool], Field(fail_fast=True)]
 
 def check_tools(tools: list[ToolDefinition] | None, choice: Choice | None) -> None:
     """What is wrong with them together."""
-    names: set[str] = set()
-    for number, tool in enumerate(tools or ()):
-        if tool.function.name in names:
-            raise refusal(f"tools[{number}].function.name", f"is {tool.function.name!r} once more; names must differ")
-        names.add(tool.function.name)
+    names = [tool.function.name for tool in tools or ()]
+    check_names(names, "tools", "function.name")
     if choice is not None and choice not in ("none", "auto") and not names:
         raise refusal("tool_choice", "is only allowed together with tools")
     if isinstance(choice, ChosenTool) and choice.function.name not in names:
