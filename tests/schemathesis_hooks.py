@@ -16,23 +16,34 @@ STRUCTURES = frozenset(
 
 @schemathesis.hook
 def filter_case(_context: schemathesis.HookContext, case: schemathesis.Case) -> bool:
-    return not (isinstance(case.body, dict) and (breaks_a_relation(case.body) or takes_long(case.body)))
+    if not isinstance(case.body, dict):
+        return True
+    return not (takes_long(case.body) or (_should_be_taken(case) and breaks_a_relation(case.body)))
 
 
 @schemathesis.hook
-def map_body(_context: schemathesis.HookContext, body: Any) -> Any:
-    """Without structures: JSON Schema cannot say which schemas, expressions and grammars are right, nor that there is
-    one at most."""
-    if isinstance(body, dict):
-        return {name: value for name, value in body.items() if name not in STRUCTURES}
-    return body
+def map_case(_context: schemathesis.HookContext, case: schemathesis.Case) -> schemathesis.Case:
+    """What is right and fuzzed is without structures, and messages have content: few would be left by the filter."""
+    if isinstance(case.body, dict) and _should_be_taken(case):
+        for message in _messages(case.body):
+            if message.get("content", "") is None:
+                message["content"] = ""
+        case.body = {name: value for name, value in case.body.items() if name not in STRUCTURES}
+    return case
+
+
+def _should_be_taken(case: schemathesis.Case) -> bool:
+    return case.meta is None or case.meta.generation.mode.is_positive
 
 
 def breaks_a_relation(body: dict[str, Any]) -> bool:
     """Two parameters that do not go together, in a way that JSON Schema has no words for."""
     most = (body.get("max_tokens"), body.get("max_completion_tokens"))
     return (
-        body.get("best_of") not in (None, body.get("n"))
+        _has_a_structure(body)
+        or any(map(_breaks_its_role, _messages(body)))
+        or _says_nothing(body)
+        or body.get("best_of") not in (None, body.get("n"))
         or _number(body, "min_tokens", 0) > _number(body, "max_tokens", 16)
         or (None not in most and most[0] != most[1])
         or None not in (body.get("stop"), body.get("stop_sequences"))
@@ -50,6 +61,36 @@ def breaks_a_relation(body: dict[str, Any]) -> bool:
 
 
 OURS = {"messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "continue_final_message"}
+
+
+def _has_a_structure(body: dict[str, Any]) -> bool:
+    """Which schemas, expressions and grammars are right, and that there is one at most."""
+    given = {name: body[name] for name in STRUCTURES if body.get(name) is not None}
+    return bool(given) and given != {"response_format": {"type": "json_object"}}
+
+
+def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+    found = [*(body.get("messages") or ())]
+    return [each for each in found if isinstance(each, dict)]
+
+
+def _breaks_its_role(message: dict[str, Any]) -> bool:
+    """Only the assistant thinks and calls, and only who calls may say nothing."""
+    role, content = message.get("role"), message.get("content")
+    only_assistant = [message.get(name) for name in ("tool_calls", "reasoning_content", "reasoning")]
+    thinks = isinstance(content, list) and "thinking" in str([part.get("type") for part in content])
+    return (
+        content is None
+        or (role != "assistant" and (any(only_assistant) or thinks))
+        or (role == "tool") != (message.get("tool_call_id") is not None)
+    )
+
+
+def _says_nothing(body: dict[str, Any]) -> bool:
+    """Items that make no message, such as reasoning without text."""
+    given = body.get("input")
+    items = given if isinstance(given, list) else []
+    return bool(items) and all(isinstance(item, dict) and item.get("type") == "reasoning" for item in items)
 
 
 def _speaks_of_tools(body: dict[str, Any]) -> bool:

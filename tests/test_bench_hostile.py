@@ -27,6 +27,9 @@ SMALL = AttackSizes(
     answer_tokens=3,
     digits=50,
     at_once=2,
+    source_mb=0.01,
+    inputs=5,
+    tools=3,
 )
 
 

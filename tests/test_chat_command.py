@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from cllm.cli.reading import is_open, without_quotes
+from cllm.dialect.grammar import AnswerForm
+from cllm.structured.structure import Structure
 from terminal_kit import ALT_ENTER, CTRL_C, CTRL_D, ENTER, UP, Terminal, at_terminal, pasted
 from test_cli import FAKE, Here, here, process  # noqa: F401 (a fixture)
 
@@ -170,6 +172,86 @@ def test_json_on_stdout_is_alone(here: Here) -> None:  # noqa: F811
 def test_stdin_that_is_not_text() -> None:
     result = process(*TALK, text=b"\xff\xfe\n")
     assert result.returncode == 2 and "stdin is not UTF-8 text" in result.stderr
+
+
+# -- tools ---------------------------------------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"a": {"const": "x"}}, "required": ["a"], "additionalProperties": False}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks.", "parameters": SCHEMA, "strict": True},
+}
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps([TOOL]))
+    return file
+
+
+@pytest.fixture
+def calls_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answer with tools is a call, and no other is."""
+    first = iter([True])
+
+    def form(tools: Any, **rest: Any) -> AnswerForm:
+        if next(first, False):
+            return AnswerForm(tools, required=True, **rest)
+        return AnswerForm([], **{**rest, "structure": Structure("regex", "[a-z]{3}")})
+
+    monkeypatch.setattr("cllm.asking.AnswerForm", form)
+
+
+@pytest.mark.usefixtures("calls_once")
+def test_a_call_is_shown_and_goes_on_with_its_result(here: Here, tmp_path: Path, tools: Path) -> None:  # noqa: F811
+    lines = [f"/tools {tools}", "where is it?", '"""', "far", 'away"""', "thanks"]
+    data, told = say(here, tmp_path, *lines, args=("-n", "100"))
+    assert told.splitlines()[0] == "look: Looks."
+    assert f"look {data['answers'][0]['calls'][0]['arguments']}\n" in told
+    roles = [message["role"] for message in data["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    call, result = data["messages"][1]["tool_calls"][0], data["messages"][2]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look", {"a": "x"})
+    assert (result["tool_call_id"], result["content"]) == (call["id"], "far\naway")
+    assert [answer["finish_reason"] == "tool_calls" for answer in data["answers"]] == [True, False, False]
+    assert data["tools"] == [TOOL]
+
+
+@pytest.mark.usefixtures("calls_once")
+def test_a_call_without_a_result_ends_the_exchange(here: Here, tmp_path: Path, tools: Path) -> None:  # noqa: F811
+    data, told = say(here, tmp_path, f"/tools {tools}", "where is it?", args=("-n", "100"))
+    assert "without a result the model cannot go on" in told
+    assert "tool_calls" in data["messages"][-1]
+    file = tmp_path / "unanswered.json"
+    file.write_text(json.dumps(data))
+    data, _ = say(here, tmp_path, f"/load {file}", "/tools off", "two")
+    assert questions(data) == ["two"] and "tools" not in data
+
+
+def test_tools_are_listed_and_removed(here: Here, tmp_path: Path, tools: Path) -> None:  # noqa: F811
+    _, told = say(here, tmp_path, "/tools", f"/tools {tools}", "/tools", "/tools off")
+    none = "there are no tools; /tools FILE takes them from a file in OpenAI's JSON"
+    assert told.splitlines() == [none, "look: Looks.", "look: Looks.", none]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{}", "tools must be a list"),
+        ("[1]", 'tools[0] must be an object with "type": "function" and function'),
+        ('[{"type": "function", "function": {"name": "a b"}}]', "tools[0].function.name must be 1 to 64 letters"),
+        ('[{"type": "function", "function": {"name": "a", "colour": 1}}]', "tools[0].function.colour is not known"),
+        ('[{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]', "schema of an object"),
+        ('[{"type": "function", "function": {"name": "a", "strict": "yes"}}]', "strict must be true or false"),
+        (json.dumps([TOOL, TOOL]), "two tools have the name look"),
+    ],
+)
+def test_tools_that_are_not_right_change_nothing(here: Here, tmp_path: Path, content: str, problem: str) -> None:  # noqa: F811
+    file = tmp_path / "wrong.json"
+    file.write_text(content)
+    data, told = say(here, tmp_path, f"/tools {file}", "one")
+    assert problem in told.splitlines()[0] and questions(data) == ["one"] and "tools" not in data
 
 
 # -- a person at a terminal ----------------------------------------------------------------------------------------

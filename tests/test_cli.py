@@ -204,6 +204,21 @@ def test_config_show_tells_where_values_come_from(tmp_path: Path, here: Here) ->
     assert "s3cret" not in result.stdout + shown.read_text()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bench", "batch", *FAKE, "--against", "none", "--quick", "--repeats", "1"],
+        ["simulate", "--requests", "20"],
+        ["simulate", "scale", "--blocks", "1e3", "--requests", "100"],
+    ],
+)
+def test_json_is_alone_on_stdout(here: Here, command: list[str]) -> None:
+    result = here(*command, "--json", "-")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)
+    assert result.stderr and "stdout.json" not in result.stderr and not Path("-").exists()
+
+
 def test_config_show_can_write_json_to_stdout(here: Here) -> None:
     rows = json.loads(here("config", "show", "--json", "-").stdout)
     assert rows["server.port"]["value"] == 8000

@@ -122,7 +122,9 @@ def test_reasoning_may_go_before(tokenizer: LLTokenizer) -> None:
     [
         (Structure("json", ""), '{"x": 1}', "[1]"),
         (Structure("json_schema", json.dumps(SCHEMA)), '{"a": 5}', '{"a": "b"}'),
+        (Structure("json_schema", "true"), '"x"', "x"),
         (Structure("regex", "a/[0-9]+"), "a/12", "a/"),
+        (Structure("regex", r"a\/\d+"), "a/12", "a/\u0663"),
         (Structure("choice", '["yes", "no"]'), "no", "maybe"),
     ],
 )
@@ -136,6 +138,23 @@ def test_text_of_a_given_form_beside_calls_and_reasoning(
     alone = AnswerForm((), structure=structure, marks=THINK)
     assert allows(tokenizer, alone, f"<think>x</think>\n{right}", "json")
     assert not allows(tokenizer, alone, f"<think>x</think>\n{wrong}", "json")
+
+
+@pytest.mark.parametrize(
+    ("structure", "said"),
+    [
+        (Structure("json_schema", "{no", "guided_json"), "is not JSON"),
+        (Structure("json_schema", "[" * 100_000, "guided_json"), "nested too deeply"),
+        (Structure("json_schema", "false", "guided_json"), "allows no answer"),
+        (Structure("json_schema", "[1]", "guided_json"), "must be an object"),
+        (Structure("choice", "[]", "guided_choice"), "list of strings"),
+    ],
+)
+def test_a_structure_that_is_none_is_refused_by_name(structure: Structure, said: str) -> None:
+    for form in (AnswerForm(TOOLS, structure=structure), AnswerForm((), structure=structure, marks=THINK)):
+        with pytest.raises(InvalidRequestError, match=said) as caught:
+            AnswerGrammar("json", {}).write(form)
+        assert caught.value.param == structure.param
 
 
 def test_a_grammar_of_ones_own_cannot_stand_beside_tools() -> None:

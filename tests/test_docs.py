@@ -240,7 +240,7 @@ def test_the_python_face_runs(capsys: pytest.CaptureFixture[str], monkeypatch: p
 # -- layers --------------------------------------------------------------------------------------------------------
 
 LAYERS = [
-    {"errors", "machine", "_native"},
+    {"errors", "machine", "_native", "only_json"},
     {"kv"},
     {"models", "config"},
     {"backends", "text", "resources"},
@@ -248,8 +248,11 @@ LAYERS = [
     {"engine", "on_disk", "on_host", "on_torch"},
     {"sampling_defaults"},
     {"observe", "choosing", "drafts", "generation", "windows", "dialect", "still_open"},
+    {"opening"},
     {"assemble", "embedding"},
+    {"loaded"},
     {"llm"},
+    {"asking"},
     {"offline", "simulate", "served", "warm"},
     {"bench"},
     {"server"},

@@ -226,15 +226,15 @@ def test_a_file_cut_short_before_llama_cpp_loads_it_is_one_line(script: Script) 
     done = script(
         """
         import os, shutil
-        from cllm import assemble
+        from cllm import opening
         from cllm.cli import main
         FILE = os.path.join(os.path.dirname(MODEL), f"cut-{os.getpid()}.gguf")
         shutil.copy(MODEL, FILE)
-        load_tokenizer = assemble.load_tokenizer
+        load_tokenizer = opening.load_tokenizer
         def cut(model):
             os.truncate(FILE, 8192)
             return load_tokenizer(model)
-        assemble.load_tokenizer = cut
+        opening.load_tokenizer = cut
         main(["generate", "--backend", "llama_cpp", "--model", FILE, "hi"])
         """
     )

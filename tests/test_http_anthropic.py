@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from cllm.dialect.pieces import CallArguments, CallBegin, ChatEnd, TextPiece
+from cllm.dialect.tools import Tool
 from cllm.errors import BackendError, OverloadedError
 from cllm.server import anthropic as routes
-from cllm.server.chat import NamedTool, Tool
+from cllm.server.chat import NamedTool
 from cllm.server.errors import Problem
 from cllm.server.key_file import add_key
 from http_fakes import FakeLLM, client_for, config_with, served
@@ -327,7 +329,19 @@ async def test_bad_input_is_refused_by_name(llm: FakeLLM, body: dict[str, Any], 
 
 async def test_too_many_marks(llm: FakeLLM) -> None:
     marked = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
-    assert "5 marks of cache_control; at most 4" in await refused(llm, blocks(*[marked] * 5))
+    assert "more than 4 marks of cache_control" in await refused(llm, blocks(*[marked] * 5))
+
+
+async def test_marks_are_refused_before_they_take_memory(llm: FakeLLM) -> None:
+    """Each one holds the messages before it."""
+    marked = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]
+    messages = [{"role": ("user", "assistant")[number % 2], "content": marked} for number in range(3000)]
+    tracemalloc.start()
+    try:
+        await refused(llm, {"messages": messages})
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
 
 
 async def test_a_client_sees_errors_of_its_own_kinds(client: AsyncAnthropic, llm: FakeLLM) -> None:

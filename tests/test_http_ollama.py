@@ -12,6 +12,7 @@ import pytest
 import cllm
 from cllm.config import load_config
 from cllm.errors import BackendError
+from cllm.generation import Generation
 from cllm.llm import AsyncLLM
 from cllm.server.app import create_app
 from http_fakes import FakeLLM, client_for
@@ -43,6 +44,17 @@ async def test_a_chat_is_streamed_unless_it_is_not_to_be(client: httpx.AsyncClie
     for end in (last, whole):
         assert (end["done"], end["done_reason"], end["eval_count"], end["model"]) == (True, "length", 5, "fake")
         assert end["prompt_eval_count"] > 5
+
+
+async def test_durations_are_the_engine_s_whether_streamed_or_not(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Generation, "_note_time", lambda self, now: self.timings.__init__(1.5, 2.0, 3.5))
+    *_, last = lines(await client.post("/api/chat", json={**CHAT, **SHORT}))
+    whole = (await client.post("/api/chat", json={**CHAT, **SHORT, "stream": False})).json()
+    for end in (last, whole):
+        found = [end[f"{name}_duration"] for name in ("prompt_eval", "eval", "total")]
+        assert found == [1_500_000_000, 2_000_000_000, 3_500_000_000]
 
 
 async def test_a_prompt_is_answered_as_a_chat_or_raw(client: httpx.AsyncClient) -> None:

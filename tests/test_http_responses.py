@@ -15,9 +15,10 @@ from pydantic import TypeAdapter
 
 from cllm.config import Config
 from cllm.dialect.pieces import CallArguments, CallBegin, ChatEnd
+from cllm.dialect.tools import Tool
 from cllm.errors import BackendError
 from cllm.server import responses as routes
-from cllm.server.chat import NamedTool, Tool
+from cllm.server.chat import NamedTool
 from cllm.server.key_file import add_key
 from http_fakes import FakeLLM, client_for, config_with, served
 from scripted_chat import CALLS, script

@@ -200,3 +200,12 @@ def test_the_python_face() -> None:
         assert "".join(llm.stream("three", params)) in ("left", "right")
         with pytest.raises(InvalidRequestError, match="unclosed"):
             llm.generate("x", SamplingParams(structured=Structure("regex", "(")))
+
+
+@pytest.mark.parametrize(("source", "words"), [("{", "is not JSON"), ("[" * 100_000, "nested too deeply")])
+async def test_beside_tools_a_structure_is_refused_by_its_own_name(source: str, words: str) -> None:
+    body = {**ENDPOINTS["/v1/chat/completions"], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    async with client() as http:
+        reply = await http.post("/v1/chat/completions", json={**body, "guided_json": source})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, "guided_json") and words in error["message"], error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,10 @@ def test_auto_runs_them(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixt
             rows = reference.logits([*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
             chosen = rows[np.arange(24), answer.token_ids]
             assert (rows.max(axis=1) - chosen).max() < 0.05
+
+
+def test_whatever_is_called_is_declared() -> None:
+    api = load_library().api
+    folder = Path(declarations.__file__).parent
+    named = {name for file in folder.glob("*.py") for name in re.findall(r"\bapi\.(\w+)", file.read_text("utf-8"))}
+    assert len(named) > 30 and not {name for name in named if not hasattr(api, name)}

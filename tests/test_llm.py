@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from cllm import LLM, AsyncLLM, SamplingParams
 from cllm.assemble import Parts
 from cllm.config import load_config
+from cllm.dialect.grammar import AnswerForm
 from cllm.engine.loop import Engine
 from cllm.engine.turns import Turns
 from cllm.errors import (
@@ -180,6 +183,19 @@ def test_chat_and_kv(llm: LLM) -> None:
     assert answer.prompt_tokens > 5
     kv = llm.kv()
     assert kv["layout"] == "paged" and kv["free"] + kv["evictable"] + kv["referenced"] == kv["total"]
+
+
+def test_chat_with_tools(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cllm.asking.AnswerForm", partial(AnswerForm, required=True, several=False))
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema, "strict": True}}
+    asked = [{"role": "user", "content": "hello"}]
+    answer = llm.chat(asked, SamplingParams(temperature=0, max_tokens=200), tools=[tool])
+    assert (answer.finish_reason, answer.text) == ("tool_calls", "")
+    (call,) = answer.tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("look", {"a": 1})
+    with pytest.raises(InvalidRequestError, match="two tools have the name look"):
+        llm.chat(asked, tools=[tool, tool])
 
 
 def test_logprobs_are_one_per_token(llm: LLM) -> None:

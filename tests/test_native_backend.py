@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from cllm._native import instruction_sets
-from cllm.assemble import _open_native
 from cllm.backends.base import Chunk, Logits
 from cllm.backends.native import NativeBackend
 from cllm.config import load_config
@@ -24,6 +23,7 @@ from cllm.kv.memory import MIB, bytes_per_token
 from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, Move, SlotGeometry
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
+from cllm.opening import _open_native
 
 pytestmark = pytest.mark.model
 
@@ -216,7 +216,7 @@ class Refusing:
 def test_large_pages_are_asked_for_where_they_are_offered_and_wanted(
     setting: str, offered: bool, asked: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("cllm.assemble.offers_large_pages", lambda: offered)
+    monkeypatch.setattr("cllm.opening.offers_large_pages", lambda: offered)
     made: list[bool] = []
     monkeypatch.setattr("cllm.backends.native.NativeBackend", lambda model, **given: made.append(given["large_pages"]))
     config = load_config(None, {"kv.large_pages": setting}).config

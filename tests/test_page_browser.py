@@ -223,6 +223,7 @@ def test_a_chat_with_a_real_model(browser: Browser) -> None:
         browser.open(server.url)
         browser.live()
         assert browser.text("#backend").startswith("native")
+        browser.until("document.getElementById('temperature').placeholder === '0.2'")
         browser.js("document.getElementById('temperature').value = 0")
         ask(browser, "What is the capital of France? Answer in one sentence.")
         assert "tokens/s" in answered(browser)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cllm import assemble as assembling
+from cllm import opening
 from cllm.assemble import assemble
 from cllm.backends.base import Chunk
 from cllm.config import load_config
@@ -201,8 +201,8 @@ def tiny(tmp_path: Path) -> Path:
 def test_a_model_gets_what_the_container_has(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(assembling, "read_rooms", lambda: [HOST, CONTAINER])
-    monkeypatch.setattr(assembling, "read_cpus", lambda: Cpus(64, 64, 64, 1.5))
+    monkeypatch.setattr(opening, "read_rooms", lambda: [HOST, CONTAINER])
+    monkeypatch.setattr(opening, "read_cpus", lambda: Cpus(64, 64, 64, 1.5))
     with parts_of(tiny).backend as backend:
         assert 490 * MIB < backend.kv_bytes <= 500 * MIB
         assert "1 thread" in backend.describe()
@@ -214,18 +214,18 @@ def test_what_does_not_fit_is_known_before_it_is_loaded(tiny: Path, monkeypatch:
     def never(*_: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(assembling, "_open_native", never)
+    monkeypatch.setattr(opening, "_open_native", never)
     small = Room("the container's memory limit", 64 * 1024, 64 * 1024, hard=True)
-    monkeypatch.setattr(assembling, "read_rooms", lambda: [HOST, small])
+    monkeypatch.setattr(opening, "read_rooms", lambda: [HOST, small])
     with pytest.raises(ModelError, match=r"the weights of tiny\.gguf take"):
         parts_of(tiny)
-    monkeypatch.setattr(assembling, "read_rooms", lambda: [HOST, CONTAINER])
+    monkeypatch.setattr(opening, "read_rooms", lambda: [HOST, CONTAINER])
     with pytest.raises(ConfigError, match=r"resources\.kv_cache_max_memory_mb is 5000, but"):
         parts_of(tiny, resources__kv_cache_max_memory_mb=5000)
 
 
 def test_an_arena_that_the_system_does_not_give_is_one_line(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembling, "read_rooms", lambda: [HOST])
+    monkeypatch.setattr(opening, "read_rooms", lambda: [HOST])
     with pytest.raises(ConfigError, match=r"no address space.*lower resources.kv_cache_max_memory_mb"):
         parts_of(tiny, resources__kv_cache_max_memory_mb=2e8, resources__block_size=1024)
 

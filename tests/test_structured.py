@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,34 @@ async def test_many_who_ask_for_the_same_wait_for_one() -> None:
     compiler = make()
     found: list[Grammar] = await asyncio.gather(*(compiler.compile(WORD) for _ in range(20)))
     assert len({id(each) for each in found}) == 1
+    compiler.close()
+
+
+async def test_a_refusal_that_is_kept_holds_none_of_those_who_got_it() -> None:
+    """Each gets an error of his own, with the name of his field."""
+    compiler = make()
+    refusals = []
+    for number in range(20):
+        with pytest.raises(InvalidRequestError, match="is not JSON") as caught:
+            await compiler.compile(Structure("json_schema", "{no", param=f"field_{number}"))
+        refusals.append(caught.value)
+    assert [each.param for each in refusals] == [f"field_{number}" for number in range(20)]
+    lengths = {len(list(traceback.walk_tb(each.__traceback__))) for each in refusals}
+    assert len(lengths) == 1 and all(each.__context__ is None for each in refusals)
+    compiler.close()
+
+
+async def test_a_failure_that_is_not_the_structure_s_fault_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = make()
+
+    def fail(structure: Structure) -> Grammar:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler, "_compile", fail)
+        with pytest.raises(MemoryError):
+            await compiler.compile(WORD)
+    assert isinstance(await compiler.compile(WORD), Grammar)
     compiler.close()
 
 

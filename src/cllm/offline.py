@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,13 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cllm.asking import open_question
 from cllm.backends.base import PromptScores
 from cllm.config import load_config
+from cllm.dialect.answer import ChatAnswer, ToolCall
+from cllm.dialect.tools import Tool, read_tools
 from cllm.embedding import Embeddings, shortened
 from cllm.engine.params import SamplingParams
 from cllm.engine.sampling import TokenLogprob
 from cllm.errors import CLLMError, InvalidRequestError, ShuttingDownError
-from cllm.generation import Delta, Timings
+from cllm.generation import Delta, Generation, Timings
 from cllm.llm import AsyncLLM
 from cllm.structured.matcher import Grammar
 
@@ -43,6 +46,9 @@ class Completion:
     timings: Timings
     prompt_logprobs: PromptScores | None = None
     """Of the prompt's tokens, from the second one on, with `SamplingParams.prompt_logprobs`."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    reasoning: str = ""
+    """Told apart from the text where tools were given."""
 
 
 class LLM:
@@ -90,8 +96,17 @@ class LLM:
             groups = self._wait(self._generate_all(many, params, lambda: bar.advance(task)))
         return [completion for group in groups for completion in group]
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
-        """The assistant's next message."""
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Completion:
+        """The assistant's next message. `tools` are in OpenAI's form; a message with calls has the finish_reason
+        `tool_calls`, and is followed by a message of the role `tool` for each of them."""
+        if tools:
+            return self._wait(self._chat(messages, params or SamplingParams.with_model_defaults(), read_tools(tools)))
         return self.generate([self._llm.encode_chat(messages, params)], params, progress=False)[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
@@ -173,9 +188,27 @@ class LLM:
             for task in tasks:
                 task.cancel()
 
+    async def _chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, tools: Sequence[Tool]
+    ) -> Completion:
+        question = await open_question(self._llm, messages, replace(params, n=1), tools)
+        (completion,) = await self._collect(question.submit(), question.params)
+        answer = ChatAnswer()
+        for piece in (*question.reader.push(completion.text), *question.reader.finish()):
+            answer.add(piece)
+        return replace(
+            completion,
+            text=answer.text,
+            tool_calls=answer.calls,
+            reasoning=answer.reasoning,
+            finish_reason=question.reader.finish_reason(completion.finish_reason),
+        )
+
     async def _complete(self, prompt: Prompt, params: SamplingParams) -> list[Completion]:
-        grammar = await self._compile(params)
-        async with self._llm.submit(prompt, params, grammar=grammar) as generation:
+        return await self._collect(self._llm.submit(prompt, params, grammar=await self._compile(params)), params)
+
+    async def _collect(self, generation: Generation, params: SamplingParams) -> list[Completion]:
+        async with generation:
             pieces: list[list[Delta]] = [[] for _ in range(params.n)]
             async for delta in generation:
                 pieces[delta.index].append(delta)

@@ -36,6 +36,9 @@ class AttackSizes:
     answer_tokens: int
     digits: int
     at_once: int
+    source_mb: float
+    inputs: int
+    tools: int
 
 
 class Attack(NamedTuple):
@@ -165,6 +168,62 @@ def _digits(sizes: AttackSizes) -> bytes:
     return _completion({"prompt": "0123456789" * (sizes.digits // 10)})
 
 
+def _chat(body: dict[str, Any]) -> bytes:
+    asked = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 64, **body}
+    return _post("/v1/chat/completions", json.dumps(asked, separators=(",", ":")).encode())
+
+
+def _by_schema(schema: Any) -> bytes:
+    return _chat({"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}})
+
+
+def _recursive(_: AttackSizes) -> bytes:
+    node: Any = {"$ref": "#/$defs/node"}
+    properties = {f"child{number}": node for number in range(50)}
+    shape = {"type": "object", "properties": properties, "anyOf": [node, {"type": "object"}]}
+    return _by_schema({"$defs": {"node": shape}, **node})
+
+
+def _properties(count: int) -> dict[str, Any]:
+    return {f"property_{number}": {"type": "string", "pattern": "^[a-z]{1,20}$"} for number in range(count)}
+
+
+def _large_schema(sizes: AttackSizes) -> bytes:
+    return _by_schema({"type": "object", "properties": _properties(int(sizes.source_mb * 1e6 / 66))})
+
+
+def _wide_schema(_: AttackSizes) -> bytes:
+    return _by_schema({"type": "object", "properties": _properties(900)})
+
+
+def _exploding(_: AttackSizes) -> bytes:
+    return _chat({"guided_regex": "(.*a){30}(a|b|ab)*.{1,1000}c{1,500}(x+x+)+y"})
+
+
+def _embeddings(sizes: AttackSizes) -> bytes:
+    return _post("/v1/embeddings", json.dumps({"input": ["a few words to embed"] * sizes.inputs}).encode())
+
+
+def _offered(count: int, bytes_each: int) -> bytes:
+    schema = {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": f"tool_{number}", "description": "x " * (bytes_each // 2), "parameters": schema},
+        }
+        for number in range(count)
+    ]
+    return _chat({"tools": tools, "tool_choice": "required"})
+
+
+def _large_tools(sizes: AttackSizes) -> bytes:
+    return _offered(50, int(sizes.source_mb * 1e6 / 50))
+
+
+def _many_tools(sizes: AttackSizes) -> bytes:
+    return _offered(sizes.tools, 20)
+
+
 def _logprobs(sizes: AttackSizes) -> bytes:
     body = {
         "messages": [{"role": "user", "content": "Count."}],
@@ -193,6 +252,13 @@ ATTACKS = (
     Attack("keys", "unknown keys", _keys, _send),
     Attack("logprobs", "top_logprobs of many answers", _logprobs, _send),
     Attack("digits", "digits as prompts", _digits, _send_many),
+    Attack("recursive", "a recursive schema", _recursive, _send_many),
+    Attack("large_schema", "a schema of 1 MB", _large_schema, _send_many),
+    Attack("wide_schema", "900 properties with patterns", _wide_schema, _send_many),
+    Attack("exploding", "an exploding regex", _exploding, _send_many),
+    Attack("embeddings", "inputs of embeddings", _embeddings, _send_many),
+    Attack("large_tools", "1 MB of tools", _large_tools, _send_many),
+    Attack("many_tools", "many tools", _many_tools, _send_many),
     Attack("gone", "two pipelined, then gone", _pipelined, _gone),
 )
 

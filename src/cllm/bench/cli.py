@@ -30,6 +30,7 @@ from cllm.bench.workloads import LONG, ONCE, SHORT, WORKLOADS
 from cllm.bench.workloads.base import Setup, Workload
 from cllm.config import load_config, parse_assignment
 from cllm.machine import default_threads, read_cpus
+from cllm.only_json import goes_to_stdout, only_json
 
 INTERRUPTED = 130
 
@@ -68,7 +69,7 @@ Size = Annotated[
 Duration = Annotated[str | None, typer.Option(help="How long people come, in mixed and soak: 90s, 30m, 2h.")]
 TtftTarget = Annotated[float, typer.Option(min=0, help="Goodput: most milliseconds to the first token.")]
 InterTokenTarget = Annotated[float, typer.Option(min=0, help="Goodput: most milliseconds between tokens, on average.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file (- is stdout).")]
 ReportDir = Annotated[Path | None, typer.Option("--report", help="Write a page with plots into this directory.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: to see that it runs, not for figures.")]
 Tune = Annotated[bool, typer.Option("--tune", help="Only try the peers' settings for this work.")]
@@ -94,6 +95,7 @@ class Options:
 
 
 def _add_command(name: str, help_text: str) -> None:
+    @only_json
     def command(
         url: Url = None,
         api_key: ApiKey = None,
@@ -151,7 +153,8 @@ def _bench(name: str, options: Options) -> int:
         if not _run(work):
             report.interrupted = True
     for file in report.save():
-        console.print(f"written: {file}", highlight=False, soft_wrap=True)
+        if not goes_to_stdout(file):
+            console.print(f"written: {file}", highlight=False, soft_wrap=True)
     if report.interrupted:
         Console(stderr=True).print("interrupted: what was measured until then stands above")
         return INTERRUPTED

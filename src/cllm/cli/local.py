@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cllm.cli.options import load_settings
+from cllm.dialect.answer import ChatAnswer, ToolCall
+from cllm.dialect.pieces import ChatEnd
 from cllm.observe.log import setup_logging, tokens_per_second
 
 if TYPE_CHECKING:
+    from cllm.asking import Question
     from cllm.config import Config
+    from cllm.dialect.pieces import Piece
     from cllm.engine.params import SamplingParams
-    from cllm.generation import Timings
+    from cllm.generation import Generation, Timings
     from cllm.llm import AsyncLLM
 
 
@@ -50,6 +54,9 @@ class Answer:
     cached_tokens: int
     completion_tokens: int
     timings: Timings
+    reasoning: str = ""
+    calls: Sequence[ToolCall] = ()
+    """Whole if the answer's finish_reason is tool_calls, otherwise the last one is cut off."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -64,25 +71,49 @@ class Answer:
         )
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "tokens_per_second": self.tokens_per_second}
+        told = {**asdict(self), "tokens_per_second": self.tokens_per_second}
+        return {name: value for name, value in told.items() if name not in ("reasoning", "calls") or value}
 
 
 async def stream_answer(
     llm: AsyncLLM, prompt: str | Sequence[int], params: SamplingParams, write: Callable[[str], object]
 ) -> Answer:
     """Hand each piece to `write` as it comes; cancelling this cancels the generation."""
-    pieces = []
-    finish_reason = None
+    whole = ChatAnswer()
     async with llm.submit(prompt, params) as generation:
         async for delta in generation:
-            pieces.append(delta.text)
+            whole.texts.append(delta.text)
             write(delta.text)
-            finish_reason = delta.finish_reason or finish_reason
+            whole.finish_reason = delta.finish_reason or whole.finish_reason
+    return _answer(whole, generation)
+
+
+async def stream_message(question: Question, write: Callable[[Piece], object]) -> Answer:
+    """The same for the next message of a conversation, which may have reasoning and call tools."""
+    whole, reader = ChatAnswer(), question.reader
+
+    def take(pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            whole.add(piece)
+            write(piece)
+
+    async with question.submit() as generation:
+        async for delta in generation:
+            take(reader.push(delta.text))
+            if delta.finish_reason is not None:
+                take(reader.finish())
+                take([ChatEnd(0, reader.finish_reason(delta.finish_reason), delta.stop_reason)])
+    return _answer(whole, generation)
+
+
+def _answer(whole: ChatAnswer, generation: Generation) -> Answer:
     return Answer(
-        text="".join(pieces),
-        finish_reason=finish_reason,
+        text=whole.text,
+        finish_reason=whole.finish_reason,
         prompt_tokens=len(generation.prompt_ids),
         cached_tokens=generation.cached_tokens,
         completion_tokens=generation.completion_tokens,
         timings=generation.timings,
+        reasoning=whole.reasoning,
+        calls=whole.calls,
     )

@@ -29,6 +29,9 @@ class Reader(Protocol):
     def read(self) -> str | None:
         """The next question or command; None at the end. Raises `KeyboardInterrupt` on Ctrl-C."""
 
+    def read_result(self, prompt: str) -> str | None:
+        """What a tool gave, in as many lines as a question; None where nobody wants to say."""
+
     def read_line(self, prompt: str) -> str | None:
         """An answer to something that was asked; None where nobody is there to ask."""
 
@@ -60,6 +63,9 @@ class PipeReader:
             if not is_open("\n".join(lines)):
                 return "\n".join(lines)
 
+    def read_result(self, prompt: str) -> str | None:
+        return self.read()
+
     def read_line(self, prompt: str) -> str | None:
         return None
 
@@ -77,12 +83,21 @@ class TerminalReader:
         self._questions: PromptSession[str] = PromptSession(
             history=_history(history_file), output=output, multiline=True, key_bindings=_bindings()
         )
+        self._results: PromptSession[str] = PromptSession(
+            history=InMemoryHistory(), output=output, multiline=True, key_bindings=_bindings()
+        )
         self._answers: PromptSession[str] = PromptSession(history=InMemoryHistory(), output=output)
 
     def read(self) -> str | None:
         try:
             return self._questions.prompt(PROMPT, prompt_continuation=MORE)
         except EOFError:
+            return None
+
+    def read_result(self, prompt: str) -> str | None:
+        try:
+            return self._results.prompt(prompt, prompt_continuation=MORE)
+        except (EOFError, KeyboardInterrupt):
             return None
 
     def read_line(self, prompt: str) -> str | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +19,7 @@ from cllm.cli.options import say
 from cllm.cli.reading import QUOTES, SYSTEM, Reader, open_reader, without_quotes
 from cllm.cli.wrapping import WordWrapper
 from cllm.config import Config
+from cllm.dialect.answer import ToolCall
 from cllm.engine.params import ContextWindow
 from cllm.errors import CLLMError, InvalidRequestError
 from cllm.llm import AsyncLLM
@@ -28,6 +30,7 @@ HELP = f"""\
 /set                 show the sampling parameters
 /set NAME VALUE      change one; VALUE {tuning.RESET} is the model's own, context_window {tuning.OFF} is none
 /system TEXT         set the system message; without TEXT there is none
+/tools FILE          let the model call these tools (OpenAI's JSON); alone it lists them, {tuning.OFF} removes them
 /retry               another answer to the last question
 /save FILE           write the messages and settings as JSON
 /load FILE           go on with such a file
@@ -37,6 +40,8 @@ HELP = f"""\
 {QUOTES} begins and ends a question of several lines; Alt-Enter is a line break; what is pasted stays in one piece.
 A line that begins with a path, or with a blank, is a question."""
 
+Ask = Callable[[Callable[[str], object]], Answer | None]
+"""Hands an answer to what it is given; None if it was stopped."""
 _COMMAND = re.compile(r"/[A-Za-z]*$")
 
 
@@ -48,6 +53,7 @@ class Talk:
         self._commands: dict[str, Callable[[str], None]] = {
             "/set": self._set,
             SYSTEM: self._system,
+            "/tools": self._tools,
             "/retry": self._retry,
             "/save": self._save,
             "/load": self._load,
@@ -85,23 +91,46 @@ class Talk:
 
     # -- answers -----------------------------------------------------------------------------------------------
 
-    def _exchange(self, ask: Callable[[Callable[[str], object]], Answer | None]) -> None:
+    def _exchange(self, ask: Ask) -> None:
+        answer = self._show_or_roll(ask)
+        while answer is not None and answer.finish_reason == "tool_calls":
+            results = self._results(answer.calls)
+            if results is None:
+                say("without a result the model cannot go on; the next question takes the place of this one")
+                return
+            answer = self._show_or_roll(partial(self._conversation.tell, results))
+
+    def _results(self, calls: Sequence[ToolCall]) -> list[str] | None:
+        """What the person says the tools gave."""
+        results = []
+        for call in calls:
+            say(f"{call.name} {call.arguments}")
+            result = self._reader.read_result(f"result of {call.name}: ")
+            if result is None:
+                return None
+            results.append(without_quotes(result).strip())
+        return results
+
+    def _show_or_roll(self, ask: Ask) -> Answer | None:
+        """None: there is no answer that could go on."""
         try:
-            self._show(ask)
+            return self._show(ask)
         except FullContextError as error:
             say(f"cllm: {error}")
-            if self._rolls():
-                self._show(ask)
+            return self._show(ask) if self._rolls() else None
 
-    def _show(self, ask: Callable[[Callable[[str], object]], Answer | None]) -> None:
+    def _show(self, ask: Ask) -> Answer | None:
         printer = _printer(self._out)
         try:
             answer = ask(printer.write)
         finally:
             printer.end()
         say(answer.statistics() if answer else "[stopped]")
+        if answer and answer.finish_reason != "tool_calls" and answer.calls:
+            say(f"the call of {answer.calls[-1].name} is not whole: {answer.calls[-1].arguments}")
         if answer and answer.finish_reason == "length" and self._is_full(answer):
             say(f"the answer ends here: the context of {self._conversation.max_context} tokens is full; {_ADVICE}")
+        return answer
 
     def _is_full(self, answer: Answer) -> bool:
         return answer.prompt_tokens + answer.completion_tokens >= self._conversation.max_context
@@ -133,6 +162,16 @@ class Talk:
     def _system(self, text: str) -> None:
         self._conversation.system = without_quotes(text).strip() or None
         say("the system message is set" if self._conversation.system else "there is no system message now")
+
+    def _tools(self, name: str) -> None:
+        if name == tuning.OFF:
+            self._conversation.tools = []
+        elif name:
+            self._conversation.load_tools(_path(name, "/tools"))
+        for tool in self._conversation.tools:
+            say(f"{tool.name}: {tool.description}" if tool.description else tool.name)
+        if not self._conversation.tools:
+            say("there are no tools; /tools FILE takes them from a file in OpenAI's JSON")
 
     def _retry(self, _: str) -> None:
         self._exchange(self._conversation.retry)

@@ -3,6 +3,7 @@
 from cllm.config.entries import ModelEntry
 from cllm.config.load import LoadedConfig, config_of, load_config
 from cllm.config.problems import InvalidConfigError
+from cllm.config.server import ServerConfig
 from cllm.config.sources import parse_assignment
 from cllm.config.tree import (
     BackendConfig,
@@ -15,7 +16,6 @@ from cllm.config.tree import (
     PromptConfig,
     ResourcesConfig,
     SchedulerConfig,
-    ServerConfig,
 )
 
 __all__ = [

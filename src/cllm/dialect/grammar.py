@@ -9,12 +9,10 @@ from typing import Any
 
 from cllm.dialect.reasoning import Marks, Thinking
 from cllm.errors import InvalidRequestError
-from cllm.structured.sources import JSON_STYLE
+from cllm.structured.sources import RULES, rule_of, schema_rule
 from cllm.structured.structure import Structure
 
 _ANYTHING = {"type": "object"}
-COMBINABLE = frozenset({"json", "json_schema", "regex", "choice"})
-"""Kinds of structure that can be one of several things an answer may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class AnswerGrammar:
             return answer
         for number, (name, schema) in enumerate(form.tools):
             rules.append(f"call_{number}: {self._call(name, number)}")
-            rules.append(f"args_{number}: %json {json.dumps(_spaced(schema or _ANYTHING))}")
+            rules.append(f"args_{number}: {schema_rule(schema or _ANYTHING)}")
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(form.tools))))
         calls = self._calls(several=form.several)
         rules.append(f"calls: {calls}")
@@ -129,19 +127,11 @@ class AnswerGrammar:
 
 
 def _text_rule(structure: Structure) -> str:
-    if structure.kind == "json":
-        return f"%json {json.dumps(_spaced(_ANYTHING))}"
-    if structure.kind == "json_schema":
-        schema = json.loads(structure.source)
-        return f"%json {json.dumps(_spaced(schema) if isinstance(schema, dict) else schema)}"
-    if structure.kind == "regex":
-        return "/" + structure.source.replace("/", "\\/") + "/"
-    if structure.kind == "choice":
-        return " | ".join(json.dumps(choice) for choice in json.loads(structure.source))
-    raise InvalidRequestError(
-        f"{structure.param} cannot be combined with tools; send tool_choice: none", structure.param
-    )
-
-
-def _spaced(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {"x-guidance": JSON_STYLE, **schema}
+    if structure.kind not in RULES:
+        raise InvalidRequestError(
+            f"{structure.param} cannot be combined with tools; send tool_choice: none", structure.param
+        )
+    try:
+        return rule_of(structure)
+    except ValueError as error:
+        raise InvalidRequestError(f"{structure.param}: {error}", structure.param) from None

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cllm.assemble import Kept
 from cllm.choosing import Estimate, estimate
 from cllm.config import Config, ModelEntry, config_of
 from cllm.engine.observer import Observers
@@ -20,6 +19,7 @@ from cllm.errors import ConfigError, ModelError, ModelUnavailableError
 from cllm.kv.ledger import Account
 from cllm.llm import AsyncLLM
 from cllm.models.registry import kv_directory, models_in
+from cllm.opening import Kept
 
 log = logging.getLogger("cllm")
 

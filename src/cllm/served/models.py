@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from cllm.assemble import Place
 from cllm.choosing import estimate
 from cllm.config import Config
 from cllm.engine.turns import Turns
@@ -28,6 +27,7 @@ from cllm.errors import (
 from cllm.kv.ledger import Account, Standing
 from cllm.llm import AsyncLLM
 from cllm.on_disk import Stores
+from cllm.opening import Place
 from cllm.served.entries import Served, State, by_name, check_disk_limits, could_not, read_entries, unavailable
 from cllm.served.memory import Memory, choose_memories
 

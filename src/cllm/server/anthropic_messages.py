@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cllm.server.cache_control import CacheControl, Mark
+from cllm.server.cache_control import MOST_MARKS, CacheControl, Mark
 from cllm.server.validation import refusal, shorten
 
 if TYPE_CHECKING:
@@ -21,8 +21,9 @@ class Conversation:
         self._names: dict[str, str] = {}
         """Of the tools that were called, by the calls' ids."""
         self._unanswered: set[str] = set()
-        self._has_text = False
-        """Whether the last message has, and not only calls or reasoning."""
+        self._said: list[str] = []
+        self._thought: list[str] = []
+        """What the last message is made of; joined once, for there may be a great many."""
 
     @classmethod
     def of(cls, body: MessagesInput) -> Conversation:
@@ -31,6 +32,7 @@ class Conversation:
         made._mark_tools([tool.cache_control for tool in body.tools or ()])
         for number, message in enumerate(body.messages):
             made._add(message, f"messages[{number}]")
+        made._join()
         if made.continues and made._unanswered:
             raise refusal("messages", "end with a tool_use; send its tool_result")
         return made
@@ -79,14 +81,12 @@ class Conversation:
             self._answer(block, where)
 
     def _say(self, role: str, text: str) -> None:
-        message = self._last(role)
-        message["content"] = f"{message['content']}\n{text}" if self._has_text else text
-        self._has_text = True
+        self._last(role)
+        self._said.append(text)
 
     def _think(self, text: str) -> None:
-        message = self._last("assistant")
-        before = message.get("reasoning_content")
-        message["reasoning_content"] = text if before is None else f"{before}\n{text}"
+        self._last("assistant")
+        self._thought.append(text)
 
     def _call(self, block: ToolUseBlock, where: str) -> None:
         if block.id in self._names:
@@ -107,20 +107,33 @@ class Conversation:
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
         if block.is_error:
             text = f"Error: {text}"
-        self.messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": text})
+        self._begin({"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": text})
         for part in content if isinstance(content, list) else ():
             self._mark(part.cache_control)
 
     def _last(self, role: str) -> dict[str, Any]:
         """The last message, if it is of this role, or a new one."""
         if not self.messages or self.messages[-1]["role"] != role:
-            self.messages.append({"role": role, "content": ""})
-            self._has_text = False
+            self._begin({"role": role, "content": ""})
         return self.messages[-1]
+
+    def _begin(self, message: dict[str, Any]) -> None:
+        self._join()
+        self._said, self._thought = [], []
+        self.messages.append(message)
+
+    def _join(self) -> None:
+        if self._said:
+            self.messages[-1]["content"] = "\n".join(self._said)
+        if self._thought:
+            self.messages[-1]["reasoning_content"] = "\n".join(self._thought)
 
     def _mark(self, control: CacheControl | None) -> None:
         if control is None:
             return
+        if len(self.marks) == MOST_MARKS:  # before they are made: each holds what comes before it
+            raise refusal("messages", f"and the rest hold more than {MOST_MARKS} marks of cache_control")
+        self._join()
         before = [*self.messages]
         if before:  # the last one may still grow
             last = before[-1] = {**before[-1]}

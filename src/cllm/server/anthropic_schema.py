@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, Tag, model_validator
 from typing_extensions import TypedDict
 
+from cllm.dialect.tools import Tool
 from cllm.server.anthropic_messages import Conversation
-from cllm.server.cache_control import MOST_MARKS, CacheControl
-from cllm.server.chat import Tool
+from cllm.server.cache_control import CacheControl
 from cllm.server.openai_schema import ModelName
 from cllm.server.sampling_schema import SamplingFields, StopStrings
 from cllm.server.sliced import as_json
@@ -211,10 +211,6 @@ class MessagesInput(SamplingFields):
         if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
             raise refusal("output_format", "is the old name of output_config.format; send one of them")
         self._conversation = Conversation.of(self)
-        if (count := len(self._conversation.marks)) > MOST_MARKS:
-            raise refusal(
-                "messages", f"and the rest hold {count} marks of cache_control; at most {MOST_MARKS} are allowed"
-            )
         self._tools = [tool.plain() for tool in tools]
         return self
 

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from cllm.dialect.grammar import COMBINABLE, AnswerForm
-from cllm.dialect.pieces import CallArguments, CallBegin, ChatEnd, Piece, ReasoningPiece, TextPiece
+from cllm.dialect.answer import ChatAnswer
+from cllm.dialect.grammar import AnswerForm
+from cllm.dialect.pieces import ChatEnd, Piece, ReasoningPiece, TextPiece
+from cllm.dialect.tools import Tool
 from cllm.server.answers import Answers, Head
 from cllm.server.cache_control import CacheControl, Mark, pins_of_chat
-from cllm.server.limits import check_count, check_logprobs
+from cllm.server.limits import check_count, check_logprobs, check_params
 from cllm.server.state import tenant_of, time_left
+from cllm.structured.sources import RULES
 from cllm.structured.structure import Structure
 from cllm.text.chat import PromptOptions
 
@@ -25,23 +28,6 @@ if TYPE_CHECKING:
     from cllm.engine.sampling import TokenLogprob
     from cllm.generation import Delta, Generation
     from cllm.server.state import ModelState, ServerState
-
-
-_NOTHING = {"type": "object", "properties": {}}
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """A JSON schema of an object; None: it takes none."""
-    strict: bool = False
-    """Whether the arguments are guaranteed to fit the schema."""
-
-    def for_template(self) -> dict[str, Any]:
-        described = {"name": self.name, "description": self.description, "parameters": self.parameters or _NOTHING}
-        return {"type": "function", "function": {key: value for key, value in described.items() if value is not None}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,46 +67,6 @@ class ChatCall:
     """Marks of cache_control: the messages up to each."""
     cache_control: CacheControl | None = None
     """The mark on the request itself."""
-
-
-@dataclass(slots=True)
-class ToolCall:
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(slots=True)
-class ChatAnswer:
-    """One whole answer, put together from its pieces."""
-
-    texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(self.thoughts)
-
-    def add(self, piece: Piece) -> None:
-        self.logprobs += piece.logprobs or ()
-        if isinstance(piece, TextPiece):
-            self.texts.append(piece.text)
-        elif isinstance(piece, ReasoningPiece):
-            self.thoughts.append(piece.text)
-        elif isinstance(piece, CallBegin):
-            self.calls.append(ToolCall(piece.id, piece.name, ""))
-        elif isinstance(piece, CallArguments):
-            self.calls[piece.number].arguments += piece.text
-        else:
-            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
 
 class Chat:
@@ -237,6 +183,7 @@ async def open_chat(state: ServerState, request: Request, call: ChatCall, prefix
     `prefix`."""
     model = await state.model(call.model, request, call.timeout)
     check_count(state, 1, call.params.n)
+    check_params(model, call.params)
     tools = () if call.tool_choice == "none" else call.tools
     options = PromptOptions(
         [tool.for_template() for tool in tools], call.template_arguments, call.asks, call.continue_last
@@ -285,7 +232,7 @@ async def _structure(model: ModelState, call: ChatCall, tools: Sequence[Tool], t
     named = choice.name if isinstance(choice, NamedTool) else None
     marks = model.llm.dialect.marks
     masked = bool(tools) and (choice != "auto" or given is not None or any(tool.strict for tool in tools))
-    if not masked and (given is None or marks is None or thinking == "closed" or given.kind not in COMBINABLE):
+    if not masked and (given is None or marks is None or thinking == "closed" or given.kind not in RULES):
         return given
     form = AnswerForm(
         tools=[(tool.name, tool.parameters) for tool in tools if named in (None, tool.name)],
@@ -295,7 +242,8 @@ async def _structure(model: ModelState, call: ChatCall, tools: Sequence[Tool], t
         marks=marks,
         thinking=thinking,
     )
-    grammar = await model.texts.apart([tool.parameters for tool in tools], lambda: model.llm.dialect.grammar(form))
+    sources = [[tool.parameters for tool in tools], given.source if given is not None else ""]
+    grammar = await model.texts.apart(sources, lambda: model.llm.dialect.grammar(form))
     return Structure("lark", grammar, given.param if given is not None and not tools else "tools")
 
 

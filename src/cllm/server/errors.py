@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request, Response
@@ -43,6 +44,9 @@ _ANTHROPIC_KINDS = {
 }
 OLLAMA_PATHS = "/api/"
 """Endpoints whose errors are a message and nothing else."""
+
+_PARTS = re.compile(r"(\{[^}]*\})")
+"""Of the template of a path: what stands for something, and the rest."""
 
 CLIENT_GONE = 499
 """Status in the log of a request whose client left; nobody receives it."""
@@ -191,6 +195,8 @@ def install_handlers(app: FastAPI, retry_after_s: float) -> None:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if error.status_code == 405 and (methods := _methods_on(app, request.url.path)):
+            error.headers = {**(error.headers or {}), "Allow": methods}
         problem = problem_of_http(error, request.method, request.url.path)
         note_refusal(problem, request.scope)
         return problem.response(request.url.path, request.state.request_id)
@@ -201,6 +207,22 @@ def install_handlers(app: FastAPI, retry_after_s: float) -> None:
     app.add_exception_handler(CLLMError, on_cllm_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientGoneError, on_client_gone)
+
+
+def _methods_on(app: FastAPI, path: str) -> str:
+    """Of all routes on that path: a route knows only its own."""
+    found = {
+        method.upper()
+        for template, operations in app.openapi()["paths"].items()
+        if _path_pattern(template).fullmatch(path)
+        for method in operations
+    }
+    return ", ".join(sorted(found))
+
+
+@lru_cache(maxsize=256)
+def _path_pattern(template: str) -> re.Pattern[str]:
+    return re.compile("".join("[^/]+" if part.startswith("{") else re.escape(part) for part in _PARTS.split(template)))
 
 
 def _retry_after(seconds: float) -> dict[str, str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from cllm.engine.sampling import check_token_ids
 from cllm.errors import InvalidRequestError
+from cllm.text.stream import check_stop_strings
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
@@ -20,6 +22,12 @@ def check_count(state: ServerState, prompts: int, n: int) -> None:
             f"at most {most} are allowed in one request (server.max_prompts)",
             "prompt" if prompts > 1 else "n",
         )
+
+
+def check_params(model: ModelState, params: SamplingParams) -> None:
+    """What submitting would refuse; for requests that may not come to that."""
+    check_token_ids(params, model.llm.shape.n_vocab)
+    check_stop_strings(params.stop)
 
 
 def check_logprobs(

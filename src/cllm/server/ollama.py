@@ -18,6 +18,7 @@ from cllm.server.answers import Answers, Counts, Head, unless_gone
 from cllm.server.bodies import taken
 from cllm.server.chat import Chat, ChatCall, open_chat
 from cllm.server.errors import Problem
+from cllm.server.limits import check_params
 from cllm.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest, OllamaRequest, ShowRequest
 from cllm.server.openai_replies import error_responses
 from cllm.server.sse import EventStream
@@ -43,16 +44,13 @@ _ANSWER: dict[int | str, dict[str, Any]] = {
 class _Lines:
     """An answer as lines of JSON: what is new in each, and the numbers in the last."""
 
-    def __init__(self, head: Head, *, as_chat: bool) -> None:
-        self._model = head.model
+    def __init__(self, chat: Chat, *, as_chat: bool) -> None:
+        self._chat = chat
+        self._model = chat.head.model
         self._as_chat = as_chat
-        self._started = time.monotonic()
-        self._first_s: float | None = None
         self._reason = "stop"
 
     def event(self, piece: Piece) -> str:
-        if self._first_s is None:
-            self._first_s = time.monotonic() - self._started
         if isinstance(piece, ChatEnd):
             self._reason = piece.finish_reason
             return ""
@@ -61,21 +59,20 @@ class _Lines:
         return json.dumps({**self._content(text, thinking), "done": False}) + "\n"
 
     def end(self, counts: Counts) -> str:
-        return json.dumps(self.whole("", "", counts)) + "\n"
+        return json.dumps(self.whole("", "")) + "\n"
 
-    def whole(self, text: str, thinking: str, counts: Counts) -> dict[str, Any]:
-        total_s = time.monotonic() - self._started
-        first_s = total_s if self._first_s is None else self._first_s
+    def whole(self, text: str, thinking: str) -> dict[str, Any]:
+        timings = self._chat.generations[0].timings
         return {
             **self._content(text, thinking),
             "done": True,
             "done_reason": self._reason,
-            "total_duration": round(total_s * 1e9),
+            "total_duration": round(timings.total_s * 1e9),
             "load_duration": 0,
-            "prompt_eval_count": counts.prompt_tokens,
-            "prompt_eval_duration": round(first_s * 1e9),
-            "eval_count": counts.completion_tokens,
-            "eval_duration": round((total_s - first_s) * 1e9),
+            "prompt_eval_count": self._chat.prompt_tokens,
+            "prompt_eval_duration": round(timings.ttft_s * 1e9),
+            "eval_count": self._chat.completion_tokens,
+            "eval_duration": round(timings.decode_s * 1e9),
         }
 
     def _content(self, text: str, thinking: str) -> dict[str, Any]:
@@ -112,6 +109,7 @@ async def generate(
     params = body.sampling()
     if not body.prompt:
         model = await state.model(body.name, request)
+        check_params(model, params)
         loaded = {"model": model.served_name, "created_at": _now(), "response": "", "done": True}
         return JSONResponse({**loaded, "done_reason": "load"})
     if body.raw:
@@ -162,12 +160,12 @@ async def version() -> dict[str, str]:
 
 
 async def _answer(body: OllamaRequest, request: Request, opened: Chat, *, as_chat: bool) -> Response:
-    lines = _Lines(opened.head, as_chat=as_chat)
+    lines = _Lines(opened, as_chat=as_chat)
     if body.stream is not False:
         return LineStream(opened, lines)
     (whole,) = await unless_gone(request.receive, opened.collect())
     lines.event(ChatEnd(0, whole.finish_reason or "stop", whole.stop_reason))
-    return JSONResponse(lines.whole(whole.text, whole.reasoning, opened))
+    return JSONResponse(lines.whole(whole.text, whole.reasoning))
 
 
 async def _open_raw(prompt: str, name: str, params: SamplingParams, request: Request, state: ServerState) -> Chat:

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from cllm.engine.params import SamplingParams
 from cllm.server.openai_schema import ModelName
 from cllm.server.sampling_schema import StopString, StopStrings, in_range
-from cllm.server.validation import AtMost, Int32, Int64, RequestModel, Text, Unsupported
+from cllm.server.validation import WHOLE, AtMost, Int32, Int64, RequestModel, Text, Unsupported
 
 _TO_PARAMS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 
@@ -29,7 +29,7 @@ class Options(RequestModel):
         "typical_p": (1, 1.0),
     }
 
-    num_predict: Annotated[Int32, Field(ge=-2)] | None = Field(
+    num_predict: Annotated[int, Field(ge=-2, lt=2**31), WHOLE] | None = Field(
         None, description="Most tokens to generate; -1 or -2: as many as the context holds, which is the default."
     )
     temperature: Annotated[float, in_range("temperature")] | None = None

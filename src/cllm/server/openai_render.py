@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from cllm.dialect.answer import ChatAnswer
 from cllm.dialect.pieces import CallArguments, CallBegin, ChatEnd, Piece, ReasoningPiece, TextPiece
 from cllm.engine.sampling import TokenLogprob
 from cllm.server.answers import Answer, Counts, Head
-from cllm.server.chat import ChatAnswer
 from cllm.server.logprobs import ChatLogprobs, CompletionLogprobs
 from cllm.server.openai_replies import PromptTokensDetails, Usage
 from cllm.server.prompt_logprobs import PromptReport

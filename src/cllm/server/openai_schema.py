@@ -183,7 +183,9 @@ class ChatRequest(OpenAIRequest):
         "echo": (False,),
     }
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")] = (
+        Field(examples=[[{"role": "user", "content": "What is the capital of France?"}]])
+    )
     max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
         None, description="The old name of max_completion_tokens."
     )

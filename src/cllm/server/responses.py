@@ -44,7 +44,10 @@ async def create(
     before = await _before(state, request, body)
     size = len(before) + len(await request.body())
     turns = await state.bodies.run(size, lambda: _turns(before, body))
-    chat = await open_chat(state, request, _call_of(body, turns), "resp")
+    call = _call_of(body, turns)
+    if not call.messages:
+        raise ApiError(400, "input holds nothing to answer; give at least one message.", param="input")
+    chat = await open_chat(state, request, call, "resp")
     if body.asker:
         log.info("%s user=%r", chat.head.id, body.asker)
     keeper = _Keeper(state, tenant_of(request), chat.head.id, turns, size) if _stores(state, body) else None
@@ -80,7 +83,7 @@ async def delete(response_id: str, request: Request, state: State) -> DeletedRep
     return DeletedReply(id=response_id)
 
 
-@router.post("/{response_id}/cancel", responses=error_responses(ErrorReply, 400, 401))
+@router.post("/{response_id}/cancel", include_in_schema=False)
 async def cancel(response_id: str) -> ErrorReply:
     """Not supported: no response runs in the background."""
     raise ApiError(

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr, Tag, model_validator
 
+from cllm.dialect.tools import Tool
 from cllm.engine.params import MAX_LOGPROBS
-from cllm.server.chat import Tool
 from cllm.server.openai_schema import ModelName, UserName
 from cllm.server.responses_text import TextFields
 from cllm.server.sampling_schema import SamplingFields

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from cllm.server.validation import RequestModel, Text, Unsupported, refusal
+from cllm.server.validation import RequestModel, Text, Unsupported, Words, refusal
 from cllm.structured.structure import Kind, Structure
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _FORMATS = "text, json_object, json_schema or structural_tag"
 JsonObject = dict[str, Any]
-Choices = Annotated[list[Text], Field(fail_fast=True, min_length=1)]
+Choices = Annotated[list[Words], Field(fail_fast=True, min_length=1)]
 
 
 class StructuredOutputs(RequestModel):
@@ -25,12 +25,12 @@ class StructuredOutputs(RequestModel):
 
     unsupported: ClassVar[Unsupported] = {"disable_any_whitespace": (True,)}
 
-    json_: JsonObject | Text | None = Field(None, alias="json")  # pydantic has a method of that name
+    json_: JsonObject | Words | None = Field(None, alias="json")  # pydantic has a method of that name
     regex: Text | None = None
     choice: Choices | None = None
-    grammar: Text | None = None
+    grammar: Words | None = None
     json_object: bool | None = None
-    structural_tag: JsonObject | Text | None = None
+    structural_tag: JsonObject | Words | None = None
 
 
 class StructureFields(RequestModel):
@@ -45,12 +45,12 @@ class StructureFields(RequestModel):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="vLLM's name: json (a schema), regex, choice, grammar, json_object or structural_tag."
     )
-    guided_json: JsonObject | Text | None = Field(None, description="vLLM's old name: a JSON schema.")
+    guided_json: JsonObject | Words | None = Field(None, description="vLLM's old name: a JSON schema.")
     guided_regex: Text | None = Field(None, description="vLLM's old name: a regular expression.")
     guided_choice: Choices | None = Field(None, description="vLLM's old name: the answer is one of these.")
-    guided_grammar: Text | None = Field(None, description="vLLM's old name: a grammar in GBNF or Lark.")
+    guided_grammar: Words | None = Field(None, description="vLLM's old name: a grammar in GBNF or Lark.")
     json_schema: JsonObject | None = Field(None, description="llama-server's name: a JSON schema.")
-    grammar: Text | None = Field(None, description="llama-server's name: a grammar in GBNF (or Lark).")
+    grammar: Words | None = Field(None, description="llama-server's name: a grammar in GBNF (or Lark).")
 
     _structure: Structure | None = PrivateAttr(None)
 

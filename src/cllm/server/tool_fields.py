@@ -16,12 +16,12 @@ JsonObject = dict[str, Any]
 
 def known_kinds(kinds: Sequence[str], advice: str = "", default: str | None = None) -> BeforeValidator:
     """Marks an object whose `type` is one of these. Of any other the error says its name and `advice`. `default` is the
-    kind of an object without a type."""
+    kind of an object without a type, or with null."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, dict):
             raise wrong("must be an object")
-        kind = value.get("type", default)
+        kind = default if value.get("type") is None else value["type"]
         if kind not in kinds:
             given = "missing" if kind is None else shorten(repr(kind))
             raise refusal("type", f"is {given}; it must be {_listed(kinds)}{advice}")
@@ -35,8 +35,8 @@ def by_kind(default: str | None = None) -> Discriminator:
     part of a parameter's path."""
 
     def tag(value: Any) -> str | None:
-        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None) or default
-        return f"{kind} object"
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return f"{default if kind is None else kind} object"
 
     return Discriminator(tag)
 

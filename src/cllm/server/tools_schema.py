@@ -7,21 +7,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from cllm.server.chat import NamedTool, Tool, ToolChoice
+from cllm.dialect.tools import TOOL_NAME, Tool
+from cllm.server.chat import NamedTool, ToolChoice
 from cllm.server.validation import RequestModel, Text, refusal, shorten, wrong
 
-_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 MOST_TOOLS = 512
 _Id = Annotated[Text, Field(max_length=256)]
 
 
 def _is_name(name: str) -> str:
-    if re.fullmatch(_NAME, name) is None:
+    if re.fullmatch(TOOL_NAME, name) is None:
         raise wrong(f"must be 1 to 64 letters, digits, _, - or ., not {shorten(repr(name))}")
     return name
 
 
-ToolName = Annotated[str, AfterValidator(_is_name), Field(json_schema_extra={"pattern": _NAME})]
+ToolName = Annotated[str, AfterValidator(_is_name), Field(json_schema_extra={"pattern": TOOL_NAME})]
 
 
 class FunctionTool(RequestModel):

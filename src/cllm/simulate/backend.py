@@ -96,6 +96,7 @@ class TracedAnswer:
     """
 
     __slots__ = ("_tokens", "generated", "logprob", "token_id")
+    constraint = None
 
     def __init__(self, answer: Text) -> None:
         self._tokens: array[int] | range

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from cllm.only_json import only_json
+
 app = typer.Typer(
     help="Simulate the scheduler and the KV cache on a trace: policies side by side, sweeps, several servers.",
     add_completion=False,
@@ -43,7 +45,7 @@ WhatIf = Annotated[
 ]
 Cost = Annotated[str, typer.Option(metavar="NAME|FILE", help="What steps cost.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of synthetic traces.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures (- is stdout).")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw them: .svg, .png or .pdf.")]
 ReportDir = Annotated[
     Path | None, typer.Option("--report", metavar="DIR", help="Write figures, plots and a page of both.")
@@ -51,6 +53,7 @@ ReportDir = Annotated[
 
 
 @app.callback(invoke_without_command=True)
+@only_json
 def run(
     context: typer.Context,
     trace: TraceFile = None,
@@ -91,6 +94,7 @@ def run(
 
 
 @app.command()
+@only_json
 def scale(
     blocks: Annotated[str, typer.Option(metavar="N1,N2,...", help="Cache sizes.")] = "1e3,1e4,1e5,1e6,1e7",
     requests: Annotated[int, typer.Option(min=100, help="Requests to simulate on each.")] = 3000,
@@ -105,6 +109,7 @@ def scale(
 
 
 @app.command()
+@only_json
 def validate(
     model: Annotated[
         str, typer.Option(metavar="MODEL", help="A known name, a .gguf file or hf:org/repo/file.gguf.")

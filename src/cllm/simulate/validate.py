@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cllm.assemble import PAGED_MAX_RUNNING, Parts
+from cllm.assemble import Parts
 from cllm.backends.base import Backend
 from cllm.config import Config
 from cllm.kv.manager import KVManager
+from cllm.opening import PAGED_MAX_RUNNING
 from cllm.simulate.cluster import simulate
 from cllm.simulate.cost import CostModel
 from cllm.simulate.fit import fit_cost

@@ -39,6 +39,8 @@ LIMITS = LLParserLimits(
 """The largest that are compiled in half a second, and whose masks take 10 ms; 1,000 properties, for example."""
 
 _Key = tuple[Kind, str]
+_Outcome = Grammar | str
+"""A grammar, or why there is none. No exception is kept: it would hold the frames of all who were told it."""
 
 
 class Compiler:
@@ -48,7 +50,7 @@ class Compiler:
         self._vocabulary = vocabulary
         self._config = config
         self._masks = MaskFiller(vocabulary) if vocabulary.tokens is not None else None
-        self._kept: OrderedDict[_Key, Future[Grammar]] = OrderedDict()
+        self._kept: OrderedDict[_Key, Future[_Outcome]] = OrderedDict()
         self._waiting = 0
         self._threads = ThreadPoolExecutor(THREADS, "cllm-grammar")  # they start with the first job
 
@@ -60,15 +62,17 @@ class Compiler:
         if not future.done():
             seconds = self._config.compile_timeout_s
             raise _refusal(structure, f"takes longer than {seconds:g} s to compile (structured.compile_timeout_s)")
-        try:
-            return future.result()
-        except (ValueError, StructureError) as error:
-            raise _refusal(structure, str(error)) from None
+        if future.exception() is not None:  # not the structure's fault: the next who asks may have better luck
+            self._kept.pop((structure.kind, structure.source), None)
+        outcome = future.result()
+        if isinstance(outcome, str):
+            raise _refusal(structure, outcome)
+        return outcome
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _future(self, structure: Structure) -> Future[Grammar]:
+    def _future(self, structure: Structure) -> Future[_Outcome]:
         key = structure.kind, structure.source
         future = self._kept.get(key)
         if future is None:
@@ -82,11 +86,11 @@ class Compiler:
             self._kept.move_to_end(key)
         return future
 
-    def _submit(self, structure: Structure) -> Future[Grammar]:
+    def _submit(self, structure: Structure) -> Future[_Outcome]:
         """To a thread with room for what is nested; it may be the one that this starts."""
         usual = threading.stack_size(STACK_BYTES)
         try:
-            return self._threads.submit(self._compile, structure)
+            return self._threads.submit(self._outcome, structure)
         finally:
             threading.stack_size(usual)
 
@@ -101,7 +105,7 @@ class Compiler:
                 f"{self._waiting} structures are being compiled, and no more wait (structured.max_compiling)"
             )
 
-    def _compiled(self, _: Future[Grammar]) -> None:
+    def _compiled(self, _: Future[_Outcome]) -> None:
         self._waiting -= 1
 
     def _forget_oldest(self) -> None:
@@ -109,6 +113,12 @@ class Compiler:
         for key in list(self._kept)[: len(self._kept) - self._config.max_cached]:
             if self._kept[key].done():
                 del self._kept[key]
+
+    def _outcome(self, structure: Structure) -> _Outcome:
+        try:
+            return self._compile(structure)
+        except (ValueError, StructureError) as error:
+            return str(error)
 
     def _compile(self, structure: Structure) -> Grammar:
         assert self._vocabulary.tokens is not None and self._masks is not None
@@ -133,6 +143,8 @@ class Compiler:
 
 def _readable(error: str) -> str:
     lines = " ".join(error.replace("<non-verbose/>", "").split())
+    if lines.startswith("oneOf constraints are not supported"):
+        return "oneOf is not supported where its schemas do not plainly exclude each other; use anyOf"
     return re.sub(r"^NoExtensionBias$|^NoExtension$", "allows no answer at all", lines)[:500]
 
 

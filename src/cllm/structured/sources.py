@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from llguidance import LLMatcher, StructTag, regex_to_lark
@@ -21,14 +22,24 @@ MOST_RULES = 2000
 
 _RULE = re.compile(r'\$[a-zA-Z]*ref\\*"|(?:^|\\n|\n)\s*[?!]?\w+(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:', re.IGNORECASE)
 _NAMED = re.compile(r"""Unimplemented keys: \["([^"]+)"|Invalid type: (\S+)|(?:Pointer|Resource) '([^']+)'""")
-_ANY_OBJECT = '{"type": "object"}'
+_ANY_OBJECT = {"type": "object"}
 
 
 def source_of(structure: Structure) -> str:
-    source = _READERS[structure.kind](structure.source)
+    source = _GRAMMARS[structure.kind](structure.source)
     if len(_RULE.findall(source)) > MOST_RULES:
         raise ValueError(f"has more than {MOST_RULES} rules or references")
     return source
+
+
+def rule_of(structure: Structure) -> str:
+    """For the kinds that may be a part of a grammar: what stands behind a rule's name."""
+    return RULES[structure.kind](structure.source)
+
+
+def schema_rule(schema: Mapping[str, Any]) -> str:
+    """An object's, or any other value's."""
+    return f"%json {json.dumps({'x-guidance': JSON_STYLE, **schema})}"
 
 
 def located(structure: Structure, error: str) -> str:
@@ -51,29 +62,29 @@ def located(structure: Structure, error: str) -> str:
     return error
 
 
-def _any_object(source: str) -> str:
-    return LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults=JSON_STYLE)  # type: ignore[arg-type]
+def _of_schema(schema: Mapping[str, Any]) -> str:
+    """As `schema_rule`; its errors quote no grammar that nobody wrote."""
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_STYLE)  # type: ignore[arg-type]
 
 
-def _schema(source: str) -> str:
+def _schema(source: str) -> Mapping[str, Any]:
     schema = _parsed(source)
     if not isinstance(schema, (dict, bool)):
         raise ValueError(f"must be an object, not {json.dumps(schema)[:40]}")
     if schema is False:
         raise ValueError("allows no answer at all: the schema is false")
-    text = "{}" if schema is True else json.dumps(schema)
-    return LLMatcher.grammar_from_json_schema(text, defaults=JSON_STYLE)  # type: ignore[arg-type]
+    return {} if schema is True else schema
 
 
 def _regex(source: str) -> str:
-    return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(source, use_ascii='dw')}/")  # as in JSON schemas
+    return f"/{regex_to_lark(source, use_ascii='dw')}/"  # as in JSON schemas
 
 
 def _choice(source: str) -> str:
     choices = _parsed(source)
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
         raise ValueError("must be a list of strings, none of them empty, at least one")
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in choices))
+    return " | ".join(json.dumps(each) for each in choices)
 
 
 def _lark(source: str) -> str:
@@ -141,11 +152,18 @@ def _check_nesting(source: str) -> None:
             depth = max(0, depth - 1)
 
 
-_READERS = {
-    "json": _any_object,
-    "json_schema": _schema,
+RULES: dict[str, Callable[[str], str]] = {
+    "json": lambda _: schema_rule(_ANY_OBJECT),
+    "json_schema": lambda source: schema_rule(_schema(source)),
     "regex": _regex,
     "choice": _choice,
+}
+"""Kinds that may be one of several things an answer may be."""
+_GRAMMARS: dict[str, Callable[[str], str]] = {
+    "json": lambda _: _of_schema(_ANY_OBJECT),
+    "json_schema": lambda source: _of_schema(_schema(source)),
+    "regex": lambda source: LLMatcher.grammar_from_lark(f"start: {_regex(source)}"),
+    "choice": lambda source: LLMatcher.grammar_from_lark(f"start: {_choice(source)}"),
     "lark": _lark,
     "gbnf": _gbnf,
     "structural_tag": _structural_tag,

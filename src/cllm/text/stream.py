@@ -116,11 +116,15 @@ class _StopMatcher:
                 self.complete[state] = self.complete[self._fallback[state]]
 
 
-@lru_cache(maxsize=16)
-def _matcher(stops: tuple[str, ...]) -> _StopMatcher:
+def check_stop_strings(stops: Sequence[str]) -> None:
     total = sum(map(len, stops))
     if total > MAX_STOP_CHARACTERS:
         raise InvalidRequestError(
             f"the stop strings have {total} characters in all; at most {MAX_STOP_CHARACTERS} are allowed", "stop"
         )
+
+
+@lru_cache(maxsize=16)
+def _matcher(stops: tuple[str, ...]) -> _StopMatcher:
+    check_stop_strings(stops)
     return _StopMatcher(stops)

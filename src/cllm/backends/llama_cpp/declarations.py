@@ -81,6 +81,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_is_hybrid": (c_bool, [_MODEL]),
     # vocabularies
     "llama_vocab_n_tokens": (c_int32, [_VOCAB]),
+    "llama_vocab_bos": (llama_token, [_VOCAB]),
     "llama_vocab_is_eog": (c_bool, [_VOCAB, llama_token]),
     "llama_tokenize": (c_int32, [_VOCAB, c_char_p, c_int32, _TOKENS, c_int32, c_bool, c_bool]),
     "llama_token_to_piece": (c_int32, [_VOCAB, llama_token, c_char_p, c_int32, c_int32, c_bool]),

@@ -161,7 +161,7 @@ class LlamaCppEncoder(Backend):
     def describe(self) -> str:
         threads = "1 thread" if self._threads == 1 else f"{self._threads} threads"
         work = "ranks documents" if self.ranks else "embeds texts"
-        return f"llama.cpp (llama-cpp-python {self._library.version}, {threads}), {work}"
+        return f"llama.cpp ({self._library.package} {self._library.version}, {threads}), {work}"
 
     def _live(self) -> Any:
         if not self._context:

@@ -23,7 +23,7 @@ import torch
 from cllm.backends.base import Chunk, Logits, StepResult, asks_more
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, HostBatch, Tables, batch_on, read_chunks
-from cllm.backends.torch.block_bytes import BlocksAsBytes
+from cllm.backends.torch.blocks import Blocks
 from cllm.backends.torch.device import (
     choose_chooser,
     choose_device,
@@ -45,7 +45,7 @@ from cllm.backends.torch.sources import decoder_of, open_source, unsupported
 from cllm.backends.torch.staging import upload
 from cllm.backends.torch.weights import Loader, Progress, weight_bytes
 from cllm.errors import BackendError, CLLMError, ConfigError, ModelError, StepAbortedError
-from cllm.kv.ops import BlockGeometry, Geometry, Move
+from cllm.kv.ops import BlockGeometry, Geometry
 from cllm.machine import Room
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
@@ -71,7 +71,7 @@ class _Ticket:
     queued: Queued = field(default_factory=dict)
 
 
-class TorchBackend(BlocksAsBytes):
+class TorchBackend(Blocks):
     name = "torch"
     gives_memory_back = False
     depth = 2
@@ -234,45 +234,9 @@ class TorchBackend(BlocksAsBytes):
         return DecodeGraphs(PaddedStep(model, arena, last, self._chooser, **sizes), self._rows)
 
     @property
-    def kv_bytes(self) -> int:
-        return self._ready().arena.nbytes
-
-    @property
     def ops(self) -> TorchBackend:
         self._ready()
         return self
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        memory = self._ready()
-        self._check_blocks([block for pair in pairs for block in pair])
-        try:
-            memory.arena.copy(pairs)
-        except Exception as error:
-            raise self._failure(error, f"copying {len(pairs)} blocks") from error
-
-    def move_blocks(self, moves: Sequence[Move]) -> None:
-        arena = self._ready().arena
-        self._check_blocks([end for move in moves for end in (move.source, move.target)])
-        self._check_blocks([end + move.blocks - 1 for move in moves for end in (move.source, move.target)])
-        try:
-            arena.move(moves)
-        except Exception as error:
-            raise self._failure(error, f"moving {len(moves)} runs of blocks") from error
-
-    def release_pages(self, first: int, count: int) -> None:
-        """The arena is one piece of the device's memory: nothing of it can be given back alone."""
-
-    def prepare_pages(self, first: int, count: int) -> None:
-        """The arena is there since it was allocated."""
-
-    def resident_bytes(self) -> int:
-        return self.kv_bytes
-
-    def _check_blocks(self, blocks: Sequence[int]) -> None:
-        count = self._ready().geometry.blocks
-        wrong = next((block for block in blocks if not 0 <= block < count), None)
-        if wrong is not None:
-            raise BackendError(f"there is no block {wrong} to copy or to move, of {count} there are")
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -422,6 +386,9 @@ class TorchBackend(BlocksAsBytes):
 
     def _arena(self) -> Arena:
         return self._ready().arena
+
+    def _block_count(self) -> int:
+        return self._ready().geometry.blocks
 
     def _ready(self) -> Memory:
         if self._memory is None:

@@ -23,6 +23,7 @@ from cllm.bench.machine import describe_machine
 from cllm.bench.report import print_machine
 from cllm.machine import default_threads, read_cpus
 from cllm.models.registry import resolve
+from cllm.only_json import only_json
 
 DEFAULT_MODEL = "smollm2"
 INTERRUPTED = 130
@@ -65,7 +66,7 @@ PlotFile = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE", help="By threads: draw it as .png, .svg or .pdf.")
 ]
 InstructionSet = Annotated[str, typer.Option(help="cLLM's: auto, amx, avx512, avxvnni, avx2 or generic.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file (- is stdout).")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: to see that it runs, not for figures.")]
 Profile = Annotated[bool, typer.Option("--profile", help="Also where the time of a pass goes.")]
 
@@ -105,6 +106,7 @@ class Asked:
         return {each.peer.engine for each in self.plan.comparisons if each.work.key in wanted}
 
 
+@only_json
 def kernels(
     only: Only = None,
     against: Against = "all",

@@ -14,6 +14,7 @@ from cllm.bench.machine import describe_machine
 from cllm.machine import default_threads, read_cpus
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
+from cllm.only_json import only_json
 
 if TYPE_CHECKING:
     from cllm.bench.kv_types.measure import Subject
@@ -30,11 +31,12 @@ Text = Annotated[Path | None, typer.Option(help="A text file for quality, in UTF
 Repeats = Annotated[int, typer.Option(min=1, help="How often the speed of each pair is measured, in turn.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="[default: those that `cllm serve` takes]")]
 InstructionSet = Annotated[str, typer.Option(help="auto, amx, avx512, avxvnni, avx2 or generic.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file (- is stdout).")]
 ReportDir = Annotated[Path | None, typer.Option("--report", help="Write a page with plots into this directory.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: to see that it runs, not for figures.")]
 
 
+@only_json
 def kv_types(
     model: Model = "smollm2",
     text: Text = None,

@@ -15,6 +15,7 @@ from cllm.bench.machine import describe_machine
 from cllm.machine import default_threads, read_cpus
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
+from cllm.only_json import only_json
 
 INTERRUPTED = 130
 SLOW = "generic"
@@ -29,10 +30,11 @@ InstructionSet = Annotated[
     list[str] | None,
     typer.Option(help=f"cLLM's; may be repeated. [default: all that this CPU has but {SLOW}, which is slow]"),
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file (- is stdout).")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: to see that it runs, not for figures.")]
 
 
+@only_json
 def truth(
     model: Model = "smollm2",
     text: Text = None,

@@ -64,6 +64,11 @@ class Hostile(LocalWorkload):
     answer_tokens: int = 300
     digits: int = 4_000_000
     at_once: int = 8
+    source_mb: float = 1.0
+    inputs: int = 10_000
+    tools: int = 200
+    first: int = 0
+    """How many of the attacks to leave out."""
 
     name = "hostile"
     headline = "worst_gap_ms"
@@ -71,7 +76,7 @@ class Hostile(LocalWorkload):
 
     @property
     def title(self) -> str:
-        return f"hostile: {len(ATTACKS)} kinds of unkind clients beside {self.streams} streams"
+        return f"hostile: {len(ATTACKS[self.first :])} kinds of unkind clients beside {self.streams} streams"
 
     def quick(self) -> Hostile:
         return replace(
@@ -89,6 +94,9 @@ class Hostile(LocalWorkload):
             answer_tokens=20,
             digits=40_000,
             at_once=2,
+            source_mb=0.05,
+            inputs=100,
+            tools=20,
         )
 
     async def one_repeat(self, setup: Setup, repeat: int) -> list[Run]:
@@ -102,7 +110,7 @@ class Hostile(LocalWorkload):
         ):
             assert server.pid is not None
             await warm_up(client, setup.prompts("warm-up"))
-            for attack in ATTACKS:
+            for attack in ATTACKS[self.first :]:
                 setup.view.say(f"{self.title}: {attack.label}")
                 beside = _Beside(self, client, setup.prompts(f"{attack.key} {repeat}"), server.pid)
                 try:

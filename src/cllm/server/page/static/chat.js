@@ -37,6 +37,18 @@ export class Chat {
     this.field.focus();
   }
 
+  /** What holds where nothing is chosen. */
+  async showDefaults() {
+    try {
+      const response = await fetch(`model/info${models.query}`, { headers: key.headers(), cache: "no-store" });
+      if (!response.ok) return;
+      const { data } = await response.json();
+      byId("temperature").placeholder = data.sampling_defaults.temperature ?? "";
+    } catch {
+      // The stream says so when the server cannot be reached.
+    }
+  }
+
   async send() {
     const text = this.field.value.trim();
     if (!text || this.running) return;

@@ -39,7 +39,7 @@ onTheme(() => {
   list.render();
 });
 const list = new ModelList();
-new Chat();
+const chat = new Chat();
 models.follow();
 
 follow((kind, event) => {
@@ -51,6 +51,7 @@ follow((kind, event) => {
     setText(byId("backend"), `${event.backend}, context ${whole(event.context)}`);
     events.restart();
     told.restart();
+    chat.showDefaults();
     pace = [];
   }
   const { now } = event;
