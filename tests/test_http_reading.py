@@ -181,7 +181,7 @@ async def test_embeddings_in_both_forms(client: httpx.AsyncClient) -> None:
     [
         ({}, "input", "missing"),
         ({"input": ""}, "input", "empty"),
-        ({"input": []}, "input", "empty"),
+        ({"input": []}, "input", "input is empty"),
         ({"input": ["x", ""]}, "input", "input[1] is empty"),
         ({"input": [[]]}, "input", "empty"),
         ({"input": [[5], [400]]}, "input", "input[1] holds token 400"),

@@ -363,3 +363,14 @@ BAD = [
 async def test_bad_input_is_refused_by_name(llm: FakeLLM, body: dict[str, Any], param: str) -> None:
     refused = await post(llm, body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
+
+
+@pytest.mark.parametrize("given", [5, []])
+async def test_what_input_may_be(llm: FakeLLM, given: Any) -> None:
+    message = (await post(llm, {"input": given})).json()["error"]["message"]
+    assert "list of items" in message and "token ids" not in message
+
+
+async def test_too_long_an_input_is_named_as_such(llm: FakeLLM) -> None:
+    error = (await post(llm, {"input": "word " * 20_000})).json()["error"]
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from cllm.errors import InvalidRequestError
 from cllm.server.answers import unless_gone
 from cllm.server.bodies import taken
 from cllm.server.chat import ChatCall, NamedTool, ToolChoice, open_chat
@@ -47,7 +48,12 @@ async def create(
     call = _call_of(body, turns)
     if not call.messages:
         raise ApiError(400, "input holds nothing to answer; give at least one message.", param="input")
-    chat = await open_chat(state, request, call, "resp")
+    try:
+        chat = await open_chat(state, request, call, "resp")
+    except InvalidRequestError as error:
+        if error.param == "messages":  # as chats call what is the input here
+            error.param = "input"
+        raise
     if body.asker:
         log.info("%s user=%r", chat.head.id, body.asker)
     keeper = _Keeper(state, tenant_of(request), chat.head.id, turns, size) if _stores(state, body) else None
