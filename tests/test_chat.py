@@ -183,6 +183,12 @@ def test_private_use_characters_in_content_are_kept() -> None:
         template(BARE).encode(ByteTokenizer(), user(everything + "<eos>"))
 
 
+def test_a_mark_beyond_the_first_plane_is_found_however_it_is_written() -> None:
+    content = "".join(map(chr, range(0xE000, 0xF900))) + "<eos>"
+    for source in ("{{ messages[0].content | tojson(ensure_ascii=true) }}", BARE):
+        assert 257 not in template(source).encode(ByteTokenizer(), user(content))
+
+
 ATOMS = ["<eos>", "<bos>", "<", "eo", "s>", ">", "<e", " ", "\n", "x", "\ue000", "é"]
 
 

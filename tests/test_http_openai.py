@@ -120,7 +120,6 @@ async def test_every_parameter_arrives_in_the_engine(llm: FakeLLM) -> None:
         "timeout_s": 2.5,
         "tenant": NOBODY,
         "pins": [],
-        "grammar": None,
     }
 
 
@@ -135,7 +134,6 @@ async def test_null_and_absent_mean_the_default(llm: FakeLLM) -> None:
         "timeout_s": None,
         "tenant": NOBODY,
         "pins": [],
-        "grammar": None,
     }
 
 
@@ -246,6 +244,13 @@ async def test_a_small_answer_says_how_long_it_is(llm: FakeLLM) -> None:
     async with client_for(llm) as client:
         response = await client.post("/v1/completions", json={"prompt": "hi"})
     assert response.headers["content-length"] == str(len(response.content))
+
+
+async def test_best_of_is_named_where_its_log_probabilities_are_too_many() -> None:
+    async with client_for(FakeLLM(config_with(max_logprobs=10))) as client:
+        body = {"prompt": "hi", "best_of": 4, "max_tokens": 3}
+        response = await client.post("/v1/completions", json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -20,6 +20,8 @@ from cllm.errors import BackendError
 from cllm.server import responses as routes
 from cllm.server.chat import NamedTool
 from cllm.server.key_file import add_key
+from cllm.server.responses_items import MOST_ARGUMENT_VALUES, Turns
+from cllm.server.runs import Runs
 from http_fakes import FakeLLM, client_for, config_with, served
 from scripted_chat import CALLS, script
 
@@ -374,3 +376,14 @@ async def test_what_input_may_be(llm: FakeLLM, given: Any) -> None:
 async def test_too_long_an_input_is_named_as_such(llm: FakeLLM) -> None:
     error = (await post(llm, {"input": "word " * 20_000})).json()["error"]
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+
+
+def test_an_answer_is_kept_whatever_it_holds() -> None:
+    """A client's arguments may be refused; the model's go to the template as they are."""
+    arguments = '{"a": [' + "1," * MOST_ARGUMENT_VALUES + "1]}"
+    runs, turns = Runs(), Turns()
+    for piece in (CallBegin(0, 0, "c1", "f"), CallArguments(0, 0, arguments), ChatEnd(0, "tool_calls", None)):
+        runs.add(piece)
+    turns.add_answer(runs)
+    (message,) = turns.messages
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments

@@ -202,6 +202,19 @@ def test_the_python_face() -> None:
             llm.generate("x", SamplingParams(structured=Structure("regex", "(")))
 
 
+async def test_the_tool_whose_schema_is_wrong_is_named() -> None:
+    wrong = {"type": "object", "properties": {"a": {"type": "sting"}}}
+    tools = [
+        {"type": "function", "function": {"name": f"f{number}", "parameters": parameters, "strict": True}}
+        for number, parameters in enumerate([SCHEMA, wrong])
+    ]
+    async with client() as http:
+        reply = await http.post("/v1/chat/completions", json={**ENDPOINTS["/v1/chat/completions"], "tools": tools})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, "tools[1]"), error
+        assert "sting (at /properties/a)" in error["message"] and "start:" not in error["message"]
+
+
 @pytest.mark.parametrize(("source", "words"), [("{", "is not JSON"), ("[" * 100_000, "nested too deeply")])
 async def test_beside_tools_a_structure_is_refused_by_its_own_name(source: str, words: str) -> None:
     body = {**ENDPOINTS["/v1/chat/completions"], "tools": [{"type": "function", "function": {"name": "f"}}]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 
 from cllm.config.structured import StructuredConfig
-from cllm.errors import InvalidRequestError, OverloadedError
-from cllm.structured.compiler import Compiler
+from cllm.errors import InvalidRequestError, OverloadedError, ShuttingDownError
+from cllm.structured.compiler import THREADS, Compiler
 from cllm.structured.matcher import Grammar, Matcher
 from cllm.structured.structure import Structure
 from cllm.structured.vocabulary import Vocabulary
@@ -108,6 +109,22 @@ async def test_a_failure_that_is_not_the_structure_s_fault_is_not_kept(monkeypat
             await compiler.compile(WORD)
     assert isinstance(await compiler.compile(WORD), Grammar)
     compiler.close()
+
+
+async def test_whoever_waits_when_the_model_is_closed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = make()
+    going_on = threading.Event()
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler, "_compile", lambda structure: going_on.wait(30))
+        waiting = [asyncio.ensure_future(compiler.compile(Structure("regex", f"x{n}"))) for n in range(THREADS + 1)]
+        await asyncio.sleep(0)
+        compiler.close()
+        with pytest.raises(ShuttingDownError):
+            await waiting[-1]
+        with pytest.raises(ShuttingDownError):
+            await compiler.compile(WORD)
+        going_on.set()
+        await asyncio.gather(*waiting[:-1])
 
 
 async def test_more_than_may_wait_are_sent_away() -> None:

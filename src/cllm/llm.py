@@ -85,6 +85,7 @@ class AsyncLLM(LoadedModel):
             self._windows = Windows(
                 self.config.kv.window, parts.scheduler.kv, parts.max_context, parts.backend.no_window
             )
+            self._dialect = dialect_of(parts.chat_template, parts.tokenizer, self.config.chat)
             engine = self._engine_of(parts, turn)
             engine.start()
         except BaseException:
@@ -93,7 +94,6 @@ class AsyncLLM(LoadedModel):
             parts.close()
             raise
         self._parts, self._engine = parts, engine
-        self._dialect = dialect_of(parts.chat_template, parts.tokenizer, self.config.chat)
         STILL_OPEN.add(self)
 
     def _engine_of(self, parts: Parts, turn: Turn | None) -> Engine:

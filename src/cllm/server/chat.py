@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from cllm.dialect.answer import ChatAnswer
 from cllm.dialect.grammar import AnswerForm
 from cllm.dialect.pieces import ChatEnd, Piece, ReasoningPiece, TextPiece
 from cllm.dialect.tools import Tool
+from cllm.errors import InvalidRequestError
 from cllm.server.answers import Answers, Head
 from cllm.server.cache_control import CacheControl, Mark, pins_of_chat
 from cllm.server.limits import check_count, check_logprobs, check_params
+from cllm.server.sliced import as_json
 from cllm.server.state import tenant_of, time_left
 from cllm.structured.sources import RULES
 from cllm.structured.structure import Structure
@@ -28,6 +34,11 @@ if TYPE_CHECKING:
     from cllm.engine.sampling import TokenLogprob
     from cllm.generation import Delta, Generation
     from cllm.server.state import ModelState, ServerState
+    from cllm.structured.matcher import Grammar
+
+
+_LISTING = re.compile(r" \d+ \| .*$", re.DOTALL)
+"""The lines of a grammar at the end of an error, which the client did not write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +217,7 @@ async def open_chat(state: ServerState, request: Request, call: ChatCall, prefix
         timeout_s=time_left(request, model, call.timeout),
         tenant=tenant_of(request),
         pins=[pins],
-        grammar=None if structure is None else await model.llm.compile(structure),
+        grammar=None if structure is None else await _compiled(model, structure, call, tools),
         shown=dialect.shown(tools=bool(tools), reasoning=True) if reads else None,
     )
     names = [tool.name for tool in tools]
@@ -245,6 +256,29 @@ async def _structure(model: ModelState, call: ChatCall, tools: Sequence[Tool], t
     sources = [[tool.parameters for tool in tools], given.source if given is not None else ""]
     grammar = await model.texts.apart(sources, lambda: model.llm.dialect.grammar(form))
     return Structure("lark", grammar, given.param if given is not None and not tools else "tools")
+
+
+async def _compiled(model: ModelState, structure: Structure, call: ChatCall, tools: Sequence[Tool]) -> Grammar:
+    given = call.structure or call.params.structured
+    try:
+        return await model.llm.compile(structure)
+    except InvalidRequestError as error:
+        if structure is given:
+            raise
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_blame(model, given, tools), model.config.structured.compile_timeout_s)
+        raise InvalidRequestError(_LISTING.sub("", str(error)), error.param) from None
+
+
+async def _blame(model: ModelState, given: Structure | None, tools: Sequence[Tool]) -> None:
+    """Refuse the part of a grammar that is wrong by itself, by its name."""
+    parts = [] if given is None else [given]
+    for number, tool in enumerate(tools):
+        if tool.parameters is not None:
+            source = await model.texts.apart(tool.parameters, partial(as_json, tool.parameters))
+            parts.append(Structure("json_schema", source, f"tools[{number}]"))
+    for part in parts:
+        await model.llm.compile(part)
 
 
 def _read_plain(delta: Delta, pieces: list[Piece]) -> None:

@@ -86,7 +86,7 @@ async def completions(
     else:
         prompts = await model.texts.encode_prompts(texts, params)
     asked_by = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-    check_logprobs(model, prompts, params, "logprobs", asked_by)
+    check_logprobs(model, prompts, params, "best_of" if body.logprobs is None else "logprobs", asked_by)
     tokenizer = model.llm.tokenizer
     echoes = await _echoes(model, texts, n) if body.echo else {}
     head = _head(request, model, "cmpl")

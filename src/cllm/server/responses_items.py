@@ -115,14 +115,17 @@ def _refusal(param: str, reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param} {reason}.", param)
 
 
-def _call(call_id: str, name: str, arguments: str, where: str = "arguments") -> dict[str, Any]:
+def _call(call_id: str, name: str, arguments: str, where: str | None = None) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": _read(arguments, where)}}
 
 
-def _read(arguments: str, where: str) -> dict[str, Any] | str:
-    """What is no JSON object, such as a call that was cut off, goes to the template as it is."""
+def _read(arguments: str, where: str | None) -> dict[str, Any] | str:
+    """What is no JSON object, such as a call that was cut off, goes to the template as it is. So does what holds too
+    much, if it is the model's; clients are refused."""
     arguments = arguments.strip()
     if arguments.count(",") + arguments.count("[") + arguments.count("{") > MOST_ARGUMENT_VALUES:
+        if where is None:
+            return arguments
         raise _refusal(where, f"holds more than {MOST_ARGUMENT_VALUES} values")
     try:
         found = json.loads(arguments or "{}")

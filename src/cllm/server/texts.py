@@ -54,13 +54,17 @@ class Texts:
         limit = self._llm.prompt_limit(EMBEDDING)._replace(what="a text")
         encoded = await self._encode_all(inputs, limit, param, self._llm.reads.encode_input)
         vocabulary = self._llm.shape.n_vocab
-        for number, ids in enumerate(encoded):
-            if not len(ids):
-                raise InvalidRequestError(f"{param}[{number}] is empty: it needs at least one token", param)
-            if max(ids) >= vocabulary:
-                raise InvalidRequestError(
-                    f"{param}[{number}] holds token {max(ids)}; ids go from 0 to {vocabulary - 1}", param
-                )
+
+        def check() -> None:
+            for number, ids in enumerate(encoded):
+                if not len(ids):
+                    raise InvalidRequestError(f"{param}[{number}] is empty: it needs at least one token", param)
+                if max(ids) >= vocabulary:
+                    raise InvalidRequestError(
+                        f"{param}[{number}] holds token {max(ids)}; ids go from 0 to {vocabulary - 1}", param
+                    )
+
+        await self._lanes.run(sum(map(len, encoded)), check)
         return encoded
 
     async def encode_pairs(self, query: str, documents: Sequence[str]) -> list[Sequence[int]]:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from llguidance import LLMatcher, LLParserLimits
 
 from cllm.config.structured import StructuredConfig
-from cllm.errors import InvalidRequestError, OverloadedError, StructureError
+from cllm.errors import InvalidRequestError, OverloadedError, ShuttingDownError, StructureError
 from cllm.structured.matcher import Grammar, MaskFiller
 from cllm.structured.sources import located, source_of
 from cllm.structured.structure import Kind, Structure
@@ -62,6 +62,8 @@ class Compiler:
         if not future.done():
             seconds = self._config.compile_timeout_s
             raise _refusal(structure, f"takes longer than {seconds:g} s to compile (structured.compile_timeout_s)")
+        if future.cancelled():
+            raise _closed()
         if future.exception() is not None:  # not the structure's fault: the next who asks may have better luck
             self._kept.pop((structure.kind, structure.source), None)
         outcome = future.result()
@@ -91,6 +93,8 @@ class Compiler:
         usual = threading.stack_size(STACK_BYTES)
         try:
             return self._threads.submit(self._outcome, structure)
+        except RuntimeError as error:
+            raise _closed() from error
         finally:
             threading.stack_size(usual)
 
@@ -146,6 +150,10 @@ def _readable(error: str) -> str:
     if lines.startswith("oneOf constraints are not supported"):
         return "oneOf is not supported where its schemas do not plainly exclude each other; use anyOf"
     return re.sub(r"^NoExtensionBias$|^NoExtension$", "allows no answer at all", lines)[:500]
+
+
+def _closed() -> ShuttingDownError:
+    return ShuttingDownError("the model was closed before the structure was compiled")
 
 
 def _refusal(structure: Structure, reason: str) -> InvalidRequestError:

@@ -7,6 +7,7 @@ character after it is kept out of special tokens.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
@@ -73,7 +74,8 @@ def insert(text: str, spots: list[int], mark: str) -> str:
 
 def take_out(text: str, mark: str) -> tuple[str, list[int]]:
     """The text without marks, and the positions of the characters that followed one."""
-    text = text.replace(_escaped(mark), mark)
+    for escaped in _escapes(mark):
+        text = text.replace(escaped, mark)
     parts = text.split(mark)
     literal, length = [], 0
     for part in parts[:-1]:
@@ -131,13 +133,14 @@ def unused_character(texts: Iterable[str], param: str) -> str:
     for text in texts:
         for start in range(0, len(text), _SLICE):
             used.update(text[start : start + _SLICE])
-        escapes = escapes or "\\u" in text
+        escapes = escapes or "\\u" in text or "\\U" in text
     held = "".join(texts) if escapes else ""
     for code in (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE)):
-        if chr(code) not in used and not (escapes and _escaped(chr(code)) in held):
+        if chr(code) not in used and not (escapes and any(each in held for each in _escapes(chr(code)))):
             return chr(code)
     raise InvalidRequestError("the messages use every private-use character there is; leave one out", param)
 
 
-def _escaped(mark: str) -> str:
-    return ascii(mark)[1:-1]
+def _escapes(mark: str) -> tuple[str, ...]:
+    """As Python writes it, and as JSON does: beyond the first 65,536 characters those differ."""
+    return ascii(mark)[1:-1], json.dumps(mark)[1:-1]
