@@ -111,8 +111,8 @@ def tokens_per_second(generated: int, decode_s: float) -> float | None:
 
 
 class RequestLog:
-    """An engine observer: one line for each request that ended, however it did. One of several models is named. Of texts
-    to embed, which come by the hundred, whoever asked for them writes the line."""
+    """An engine observer: one line for each request that ended, however it did. One of several models is named. Of
+    texts to embed, which come by the hundred, whoever asked for them writes the line."""
 
     def __init__(self, model: str | None = None) -> None:
         self._model = model
