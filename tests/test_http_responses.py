@@ -387,3 +387,11 @@ def test_an_answer_is_kept_whatever_it_holds() -> None:
     turns.add_answer(runs)
     (message,) = turns.messages
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "input_tokens"), ("GET", "resp-1/input_items")])
+async def test_routes_that_are_not_here_say_so(llm: FakeLLM, method: str, path: str) -> None:
+    async with client_for(llm) as client:
+        refused = await client.request(method, f"/v1/responses/{path}")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported")
+    assert path.split("/")[-1] in refused.json()["error"]["message"]

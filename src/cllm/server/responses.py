@@ -70,6 +70,22 @@ async def create(
     return SlicedJson(await whole(runs))
 
 
+@router.post("/input_tokens", responses=error_responses(ErrorReply, 400, 401))
+async def count_input() -> ErrorReply:
+    """Not supported: POST /tokenize counts the tokens of messages."""
+    raise ApiError(
+        400, "input_tokens is not supported; POST /tokenize counts the tokens of messages.", code="unsupported"
+    )
+
+
+@router.get("/{response_id}/input_items", responses=error_responses(ErrorReply, 400, 401))
+async def input_items(response_id: str) -> ErrorReply:
+    """Not supported: a response is kept with its conversation, not with the items of its input."""
+    raise ApiError(
+        400, "input_items is not supported: the items of a response's input are not kept as such.", code="unsupported"
+    )
+
+
 @router.get("/{response_id}", response_model=ResponseReply, responses=_STORED_ERRORS)
 async def retrieve(response_id: str, request: Request, state: State) -> Response:
     """A response that is still stored."""
