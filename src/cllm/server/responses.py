@@ -70,7 +70,7 @@ async def create(
     return SlicedJson(await whole(runs))
 
 
-@router.post("/input_tokens", responses=error_responses(ErrorReply, 400, 401))
+@router.post("/input_tokens", include_in_schema=False)
 async def count_input() -> ErrorReply:
     """Not supported: POST /tokenize counts the tokens of messages."""
     raise ApiError(
@@ -78,7 +78,7 @@ async def count_input() -> ErrorReply:
     )
 
 
-@router.get("/{response_id}/input_items", responses=error_responses(ErrorReply, 400, 401))
+@router.get("/{response_id}/input_items", include_in_schema=False)
 async def input_items(response_id: str) -> ErrorReply:
     """Not supported: a response is kept with its conversation, not with the items of its input."""
     raise ApiError(
