@@ -8,7 +8,7 @@ import schemathesis
 
 STRUCTURES = frozenset(
     {
-        *("response_format", "structured_outputs", "json_schema", "grammar"),
+        *("response_format", "structured_outputs", "json_schema", "grammar", "format"),
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     }
 )

@@ -155,6 +155,27 @@ def test_arguments_that_are_cut_off_or_broken_end_the_answer(text: str, argument
     assert one.ended
 
 
+@pytest.mark.parametrize(
+    ("syntax", "text", "calls_only", "expected"),
+    [
+        ("json", CALL + '\n{"name": "f", "argu', False, [F]),
+        ("json", '{"name": "ge', True, []),
+        ("json", '{"name": "ge', False, [("text", '{"name": "ge')]),
+        ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_c", False, [F]),
+        ("hermes", '<tool_call>\n{"name": "', True, []),
+        ("hermes", "<tool_c", True, []),
+        ("hermes", f'<tool_call>{CALL}</tool_call>\nSo: <tool_call>{{"na', False,
+         [F, ("text", 'So: <tool_call>{"na')]),
+        ("mistral", f"[TOOL_CALLS][{CALL}, {{", False, [F]),
+    ],
+)  # fmt: skip
+def test_the_beginning_of_a_call_that_is_cut_off(syntax: str, text: str, calls_only: bool, expected: Read) -> None:
+    """Beside calls it is left out."""
+    one = reader(SYNTAXES[syntax], calls_only=calls_only)
+    assert joined([*one.push(text), *one.finish()]) == expected
+    assert one.finish_reason("length") == "length"
+
+
 def test_one_call_where_only_one_is_wanted() -> None:
     one = reader(HERMES, most_calls=1)
     assert joined(one.push(f"<tool_call>{CALL}</tool_call>more<tool_call>{CALL}")) == [F]

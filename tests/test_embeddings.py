@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from cllm.backends.base import Chunk, Pooling, PromptScores, Scoring
 from cllm.config import load_config
 from cllm.embedding import Embeddings
 from cllm.errors import InvalidRequestError, OverloadedError, StepAbortedError
-from cllm.kv.ops import BlockGeometry
+from cllm.kv.ops import BlockGeometry, SlotGeometry
 from native_kit import build_model, write_model
 
 SETTINGS: dict[str, Any] = {"kv.disk.enabled": False, "resources.kv_cache_max_memory_mb": 16, "backend.threads": 2}
@@ -73,6 +74,34 @@ def test_llama_cpp_embeds_and_scores_as_native_does(tmp_path: Path) -> None:
     for one, other in zip(scored, again, strict=True):
         assert one.prompt_logprobs is not None and other.prompt_logprobs is not None
         assert np.abs(one.prompt_logprobs.logprobs - other.prompt_logprobs.logprobs).max() < 0.2
+
+
+def test_llama_cpp_computes_short_texts_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alone would be a pass over the weights, and those who wait for a token would wait for all of them."""
+    from cllm.backends.llama_cpp import LlamaCppBackend
+    from cllm.backends.llama_cpp.context import Context
+
+    types: dict[str, Any] = {"kv_type_k": "f16", "kv_type_v": "f16", "flash_attention": True}
+    path, passes, decode = Path(file(tmp_path, 1)), list[int](), Context.decode
+
+    def counted(self: Context, chunks: Sequence[Chunk]) -> Any:
+        passes.append(len(chunks))
+        return decode(self, chunks)
+
+    texts = [array("i", range(1, 4 + 9 * number)) for number in range(6)]
+    with LlamaCppBackend(path, threads=1, n_batch=64, n_ubatch=64, mmap=True, mlock=False, **types) as backend:
+        backend.allocate(SlotGeometry(8, 64))
+        chunks = [Chunk(text, 0, 0, slot, asks=Pooling("mean")) for slot, text in enumerate(texts)]
+        alone = []
+        for chunk in chunks:
+            alone.append(backend.read_prompts([chunk]).read[0])
+            backend.ops.remove(chunk.slot, 0)
+        monkeypatch.setattr(Context, "decode", counted)
+        together = backend.read_prompts(chunks[::-1]).read
+    assert passes == [4, 2, 2, 1] and sorted(together) == list(range(6))
+    for number, one in enumerate(alone):
+        other = together[5 - number]
+        assert one @ other / np.linalg.norm(one) / np.linalg.norm(other) > 0.999
 
 
 def test_scores_are_equal_to_the_bit_and_those_of_the_logits(tmp_path: Path) -> None:

@@ -57,6 +57,20 @@ async def test_durations_are_the_engine_s_whether_streamed_or_not(
         assert found == [1_500_000_000, 2_000_000_000, 3_500_000_000]
 
 
+@pytest.mark.parametrize("raw", [None, False, True])
+async def test_a_format_is_followed(client: httpx.AsyncClient, raw: bool | None) -> None:
+    path, body = ("/api/chat", CHAT) if raw is None else ("/api/generate", {"model": "fake", "prompt": "x", "raw": raw})
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    options = {"options": {"repeat_penalty": 1.1, "seed": 1}, "stream": False}
+    whole = (await client.post(path, json={**body, **options, "format": schema})).json()
+    text = whole["response"] if raw is not None else whole["message"]["content"]
+    assert json.loads(text) in ({"a": 1}, {"a": 2})
+    begun = (await client.post(path, json={**body, "options": {"num_predict": 3}, "format": "json"})).text
+    assert json.loads(begun.splitlines()[0]).get("response", "{").startswith("{")
+    refused = await client.post(path, json={**body, "format": {"not": {}}})
+    assert refused.status_code == 400 and "format" in refused.json()["error"]
+
+
 async def test_a_prompt_is_answered_as_a_chat_or_raw(client: httpx.AsyncClient) -> None:
     body = {"model": "fake", "prompt": "hi", "stream": False, **SHORT}
     plain = (await client.post("/api/generate", json=body)).json()

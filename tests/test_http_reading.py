@@ -156,6 +156,13 @@ async def test_too_many_are_refused_by_name(client: httpx.AsyncClient) -> None:
 # -- embeddings ----------------------------------------------------------------------------------------------------
 
 
+async def test_many_texts_are_one_line_in_the_log(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "cllm"):
+        await post(client, "/v1/embeddings", {"input": ["the cat"] * 50})
+    (line,) = [each.getMessage() for each in caplog.records if "embd-" in each.getMessage()]
+    assert "embedded 50 of 50 texts: prompts 350 (" in line
+
+
 async def test_embeddings_in_both_forms(client: httpx.AsyncClient) -> None:
     texts = ["the cat", "a dog", "the cat"]
     reply = await post(client, "/v1/embeddings", {"input": texts, "user": "me", "model": "fake"})
@@ -181,7 +188,7 @@ async def test_embeddings_in_both_forms(client: httpx.AsyncClient) -> None:
     [
         ({}, "input", "missing"),
         ({"input": ""}, "input", "empty"),
-        ({"input": []}, "input", "empty"),
+        ({"input": []}, "input", "input is empty"),
         ({"input": ["x", ""]}, "input", "input[1] is empty"),
         ({"input": [[]]}, "input", "empty"),
         ({"input": [[5], [400]]}, "input", "input[1] holds token 400"),

@@ -367,6 +367,17 @@ async def test_bad_input_is_refused_by_name(llm: FakeLLM, body: dict[str, Any], 
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
 
 
+@pytest.mark.parametrize("given", [5, []])
+async def test_what_input_may_be(llm: FakeLLM, given: Any) -> None:
+    message = (await post(llm, {"input": given})).json()["error"]["message"]
+    assert "list of items" in message and "token ids" not in message
+
+
+async def test_too_long_an_input_is_named_as_such(llm: FakeLLM) -> None:
+    error = (await post(llm, {"input": "word " * 20_000})).json()["error"]
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+
+
 def test_an_answer_is_kept_whatever_it_holds() -> None:
     """A client's arguments may be refused; the model's go to the template as they are."""
     arguments = '{"a": [' + "1," * MOST_ARGUMENT_VALUES + "1]}"
@@ -376,3 +387,11 @@ def test_an_answer_is_kept_whatever_it_holds() -> None:
     turns.add_answer(runs)
     (message,) = turns.messages
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "input_tokens"), ("GET", "resp-1/input_items")])
+async def test_routes_that_are_not_here_say_so(llm: FakeLLM, method: str, path: str) -> None:
+    async with client_for(llm) as client:
+        refused = await client.request(method, f"/v1/responses/{path}")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported")
+    assert path.split("/")[-1] in refused.json()["error"]["message"]

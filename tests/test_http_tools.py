@@ -163,6 +163,24 @@ async def test_calls_that_must_be_certain_are_masked(body: dict[str, Any], maske
         assert (llm.compiled[0].kind, llm.compiled[0].param) == ("lark", "tools")
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_the_model_is_told_of_the_tools_that_are_allowed(mode: str) -> None:
+    llm = fake(f"<tool_call>{CALL}")
+    other = {"type": "function", "function": {"name": "other"}}
+    chosen = {"type": "function", "function": {"name": "f"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [chosen]}}
+    await choice(llm, tools=[other, TOOL], tool_choice=allowed)
+    assert llm.asked[0][1].tools == [TOOL] and bool(llm.compiled) == (mode == "required")
+    for bad, param in (
+        ({**allowed, "allowed_tools": {"mode": "none", "tools": [chosen]}}, "tool_choice.allowed_tools.mode"),
+        ({**allowed, "allowed_tools": {"mode": mode, "tools": []}}, "tool_choice.allowed_tools.tools"),
+        ({"type": "custom"}, "tool_choice.type"),
+        (allowed, "tool_choice"),
+    ):
+        refused = await ask(llm, tools=[other], tool_choice=bad)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     ("settings", "body", "reasoning", "content"),

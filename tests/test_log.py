@@ -92,6 +92,14 @@ def test_a_request_is_one_readable_line(capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
+def test_a_text_to_embed_has_a_line_only_if_it_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(LogConfig())
+    RequestLog().on_finished(record(embeds=True))
+    RequestLog().on_finished(record(embeds=True, reason="error", error="it broke"))
+    (line,) = written(capsys)
+    assert "it broke" in line
+
+
 def test_a_request_that_failed_before_its_first_token_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(LogConfig(level="warning"))
     RequestLog().on_finished(record())

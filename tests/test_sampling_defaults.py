@@ -15,6 +15,7 @@ from cllm.errors import ConfigError
 from cllm.llm import AsyncLLM
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
+from cllm.models.registry import recommended_by_authors
 from cllm.sampling_defaults import SamplingDefaults, sampling_defaults
 from cllm.server.openai_schema import ChatRequest
 from gguf_kit import LLAMA_KEYS, write_gguf
@@ -107,3 +108,9 @@ async def test_where_a_request_is_submitted(params: SamplingParams | None, tempe
     own = config(backend__type="fake", model__sampling__temperature=0.0)
     async with AsyncLLM(own) as llm, llm.submit("hello", params) as generation:
         assert generation._params.temperature == temperature
+
+
+def test_a_known_file_is_known_by_its_path_too() -> None:
+    by_name = recommended_by_authors("smollm2")
+    assert by_name and recommended_by_authors("/some/where/SmolLM2-135M-Instruct.Q4_1.gguf") == by_name
+    assert recommended_by_authors("/smollm2/other.gguf") == {}

@@ -4,6 +4,8 @@ engine's steps and leave room in its queue."""
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +21,8 @@ from cllm.errors import BackendError, InvalidRequestError, OverloadedError
 from cllm.generation import Generation
 from cllm.text.pairs import Pairs
 from cllm.text.tokenizer import Tokenizer
+
+log = logging.getLogger("cllm")
 
 EMBEDDING = SamplingParams(max_tokens=0, context_window=None)
 """How texts are computed of which nothing but the embedding is wanted."""
@@ -122,16 +126,27 @@ class Embeddings:
         """Whoever leaves ends those that are under way."""
         numbers = iter(range(len(self._texts)))
         workers = [asyncio.ensure_future(self._work(numbers)) for _ in range(min(AT_ONCE, len(self._texts)))]
+        began = time.monotonic()
         try:
             await asyncio.gather(*workers)
         finally:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
+            self._log(time.monotonic() - began)
         found = [vector for vector in self._found if vector is not None]
         if len(found) < len(self._found):
             raise BackendError(f"the backend gave no embedding for text {self._found.index(None)}")
         return found
+
+    def _log(self, seconds: float) -> None:
+        """One line, as of every request; those of single texts are for debugging."""
+        if self._request_id is not None:
+            done = sum(vector is not None for vector in self._found)
+            log.info(
+                "%s embedded %d of %d texts: prompts %d (%d cached), %.3f s",
+                *(self._request_id, done, len(self._texts), self.prompt_tokens, self.cached_tokens, seconds),
+            )
 
     async def _work(self, numbers: Iterator[int]) -> None:
         for number in numbers:

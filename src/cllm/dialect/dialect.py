@@ -117,6 +117,7 @@ class Dialect:
         thinking: Thinking,
         separate: bool,
         most_calls: int | None = None,
+        calls_only: bool = False,
     ) -> AnswerReader:
         thoughts = None
         if self.marks is not None and thinking != "closed":
@@ -127,6 +128,7 @@ class Dialect:
             syntax=self.format.syntax,
             names=frozenset(names),
             most_calls=most_calls,
+            calls_only=calls_only,
             new_id=self.new_id,
         )
 

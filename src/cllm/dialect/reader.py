@@ -2,7 +2,8 @@
 
 What comes out does not depend on how the text was cut up. Text before a call loses the blanks at its end, and text
 after one those at its beginning; where there is no call, all text is passed on as it is. A call that turns out not to
-be one before its name was certain is plain text, with its markers. One whose arguments turn out not to be JSON, or are
+be one before its name was certain is plain text, with its markers; one that is cut off there is left out after another
+call, and where nothing but calls may come. One whose arguments turn out not to be JSON, or are
 cut off, ends where it ends: the answer's end is then `length` or `stop`, never `tool_calls`.
 """
 
@@ -55,8 +56,10 @@ class AnswerReader:
         syntax: CallSyntax | None = None,
         names: AbstractSet[str] = frozenset(),
         most_calls: int | None = None,
+        calls_only: bool = False,
         new_id: Callable[[], str] = str,
     ) -> None:
+        """`calls_only`: a mask allows nothing else, beside reasoning."""
         self.ended = False
         """Whether what may still come does not count."""
         self._index = index
@@ -64,6 +67,7 @@ class AnswerReader:
         self._syntax = syntax if names else None
         self._names = names
         self._most_calls = most_calls
+        self._calls_only = calls_only
         self._new_id = new_id
         self._pieces: list[Piece] = []
         self._calls = 0
@@ -95,7 +99,7 @@ class AnswerReader:
                 for is_reasoning, text in self._reasoning.flush():
                     self._sort(is_reasoning, text)
             self._end_attempt()
-            if not self._closing:
+            if not self._closing and not self._cut_off:
                 self._say(self._text)
             self._emit(self._blanks)
             self.ended = True
@@ -224,8 +228,13 @@ class AnswerReader:
         attempt = self._attempt
         if attempt is None:
             return
-        if not self._announced:
+        if self._announced:
+            self._pass_on(attempt)
+            self._close_call(broken=not attempt.complete)
+        elif not self._cut_off:
             self._give_up("")
-            return
-        self._pass_on(attempt)
-        self._close_call(broken=not attempt.complete)
+
+    @property
+    def _cut_off(self) -> bool:
+        """Whether what may begin a call, where the answer ends, can have been nothing else."""
+        return self._calls_only or self._after_call

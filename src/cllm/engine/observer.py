@@ -31,6 +31,7 @@ class RequestRecord:
     inter_token_s: array[float]
     preemptions: int
     tenant: str = ""
+    embeds: bool = False
 
 
 def record_of(request: Request, now: float, error: Exception | None) -> RequestRecord:
@@ -52,6 +53,7 @@ def record_of(request: Request, now: float, error: Exception | None) -> RequestR
         inter_token_s=request.gaps,
         preemptions=request.preemptions,
         tenant=request.tenant.name,
+        embeds=request.embeds,
     )
 
 

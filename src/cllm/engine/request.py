@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cllm.backends.base import PromptScores
 from cllm.engine.constraint import Constraint
 from cllm.engine.params import SamplingParams
-from cllm.engine.reading import Embedding, Reading
+from cllm.engine.reading import Embedding, PromptPooling, Reading
 from cllm.engine.rows import RowSampler
 from cllm.engine.sampling import TokenChooser, TokenLogprob
 from cllm.engine.tenant import NOBODY, Tenant
@@ -237,6 +237,7 @@ class Request:
         "arrival",
         "cached_tokens",
         "deadline",
+        "embeds",
         "end_ids",
         "first_token_at",
         "gaps",
@@ -277,6 +278,8 @@ class Request:
         self.deadline = deadline
         self.priority = priority
         self.end_ids = end_ids
+        self.embeds = False
+        """Whether it is a text to embed, one of many perhaps."""
         self.state = RequestState.PENDING
         self.reason: FinishReason | None = None
         self.sequences: list[Sequence] = []
@@ -358,4 +361,5 @@ def build_request(
     first = request.sequences[0]
     first.twins = request.sequences[1:]
     first.reading = reading
+    request.embeds = isinstance(reading, PromptPooling)
     return request

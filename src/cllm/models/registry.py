@@ -71,8 +71,9 @@ def resolve(
 
 
 def recommended_by_authors(name: str) -> dict[str, int | float]:
-    """Sampling parameters for a model of a known name whose file does not have them."""
-    return dict(_RECOMMENDED.get(name, {}))
+    """Sampling parameters for a model of a known name, or its file, which does not have them."""
+    files = {model.file: known for known, model in _KNOWN.items()}
+    return dict(_RECOMMENDED.get(files.get(Path(name).name, name), {}))
 
 
 def local_models() -> list[tuple[str, Path | None]]:

@@ -111,7 +111,8 @@ def tokens_per_second(generated: int, decode_s: float) -> float | None:
 
 
 class RequestLog:
-    """An engine observer: one line for each request that ended, however it did. One of several models is named."""
+    """An engine observer: one line for each request that ended, however it did. One of several models is named. Of
+    texts to embed, which come by the hundred, whoever asked for them writes the line."""
 
     def __init__(self, model: str | None = None) -> None:
         self._model = model
@@ -156,7 +157,7 @@ class RequestLog:
             **({"model": self._model} if self._model else {}),
             **({"key": record.tenant} if record.tenant else {}),
         }
-        level = logging.WARNING if record.error else logging.INFO
+        level = logging.WARNING if record.error else logging.DEBUG if record.embeds else logging.INFO
         logger.log(level, ", ".join(parts), extra={"fields": fields})
 
 

@@ -220,9 +220,15 @@ async def open_chat(state: ServerState, request: Request, call: ChatCall, prefix
         shown=dialect.shown(tools=bool(tools), reasoning=True) if reads else None,
     )
     names = [tool.name for tool in tools]
-    most_calls = None if call.parallel_tool_calls else 1
     readers = [
-        dialect.reader(index, names=names, thinking=thinking, separate=separate, most_calls=most_calls)
+        dialect.reader(
+            index,
+            names=names,
+            thinking=thinking,
+            separate=separate,
+            most_calls=None if call.parallel_tool_calls else 1,
+            calls_only=call.tool_choice not in ("auto", "none"),
+        )
         for index in range(call.params.n if reads else 0)
     ]
     wrapped = [_Reader(reader, include_reasoning=call.include_reasoning) for reader in readers]

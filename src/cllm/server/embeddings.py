@@ -43,6 +43,8 @@ async def embeddings(
         raise InvalidRequestError(
             f"dimensions is {body.dimensions}; embeddings of this model have {size}", "dimensions"
         )
+    if not body.input:
+        raise InvalidRequestError("input is empty", "input")
     texts = await model.texts.encode_inputs(_split(body.input), "input")
     work = _embed(request, model, body, texts, "embd")
     vectors = await unless_gone(request.receive, work.compute())
@@ -73,7 +75,7 @@ def _split(given: str | list[str] | list[int] | list[list[int]]) -> list[str | l
     """A flat list of token ids is one text."""
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         return [given]
-    return [*cast("list[str] | list[list[int]]", given)] or [[]]
+    return [*cast("list[str] | list[list[int]]", given)]
 
 
 def _embed(

@@ -23,6 +23,7 @@ from cllm.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest, 
 from cllm.server.openai_replies import error_responses
 from cllm.server.sse import EventStream
 from cllm.server.state import ModelState, ServerState, State, tenant_of
+from cllm.server.structure_fields import compiled
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
@@ -172,7 +173,14 @@ async def _open_raw(prompt: str, name: str, params: SamplingParams, request: Req
     model = await state.model(name, request)
     tokens = await model.texts.encode_prompt(prompt, params)
     head = Head(f"ollama-{request.state.unique_id}", int(time.time()), model.served_name)
-    answers = Answers(model.llm, [tokens], params, request_id=head.id, tenant=tenant_of(request))
+    answers = Answers(
+        model.llm,
+        [tokens],
+        params,
+        request_id=head.id,
+        tenant=tenant_of(request),
+        grammar=await compiled(model.llm, params),
+    )
     return Chat(head, model, answers, 1, ())
 
 

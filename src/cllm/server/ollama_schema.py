@@ -9,7 +9,10 @@ from pydantic import ConfigDict, Field
 from cllm.engine.params import SamplingParams
 from cllm.server.openai_schema import ModelName
 from cllm.server.sampling_schema import StopString, StopStrings, in_range
+from cllm.server.sliced import as_json
+from cllm.server.tool_fields import JsonObject
 from cllm.server.validation import WHOLE, AtMost, Int32, Int64, RequestModel, Text, Unsupported
+from cllm.structured.structure import Structure
 
 _TO_PARAMS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 
@@ -24,7 +27,6 @@ class Options(RequestModel):
         "mirostat_eta": (),
         "mirostat_tau": (),
         "penalize_newline": (),
-        "repeat_penalty": (1, 1.0),
         "tfs_z": (1, 1.0),
         "typical_p": (1, 1.0),
     }
@@ -38,6 +40,7 @@ class Options(RequestModel):
     min_p: Annotated[float, in_range("min_p")] | None = None
     presence_penalty: Annotated[float, in_range("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, in_range("frequency_penalty")] | None = None
+    repeat_penalty: Annotated[float, in_range("repetition_penalty")] | None = None
     seed: Int64 | None = None
     stop: StopString | StopStrings | None = Field(None, description="The answer ends before any of these.")
 
@@ -45,7 +48,6 @@ class Options(RequestModel):
 class OllamaRequest(RequestModel):
     hints: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
     unsupported: ClassVar[Unsupported] = {
-        "format": ("",),
         "think": (False,),
         "logprobs": (False,),
         "top_logprobs": (0,),
@@ -54,6 +56,15 @@ class OllamaRequest(RequestModel):
     model: ModelName = Field(description="A name from GET /api/tags; `:latest` may follow it.")
     stream: bool | None = Field(None, description="Send the answer as lines of JSON while it grows. Default true.")
     options: Options | None = None
+    format: Literal["", "json"] | JsonObject | None = Field(
+        None, description='`"json"`: the answer is a JSON object; or the schema that it follows.'
+    )
+
+    @property
+    def structure(self) -> Structure | None:
+        if isinstance(self.format, dict):
+            return Structure("json_schema", as_json(self.format), "format")
+        return Structure("json", "", "format") if self.format else None
 
     @property
     def name(self) -> str:
@@ -62,10 +73,13 @@ class OllamaRequest(RequestModel):
     def sampling(self) -> SamplingParams:
         options = self.options or Options.model_validate({})
         given: dict[str, Any] = {name: value for name in _TO_PARAMS if (value := getattr(options, name)) is not None}
+        if options.repeat_penalty is not None:
+            given["repetition_penalty"] = options.repeat_penalty
         most = options.num_predict
         stop = options.stop
         return SamplingParams.with_model_defaults(
             **given,
+            structured=self.structure,
             max_tokens=None if most is None or most < 0 else most,
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         )

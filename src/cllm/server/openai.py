@@ -44,7 +44,7 @@ from cllm.server.sliced import SlicedJson
 from cllm.server.sse import EventStream
 from cllm.server.state import ModelState, ServerState, State, is_operators, tenant_of, time_left
 from cllm.server.structure_fields import compiled
-from cllm.server.tools_schema import choice_of
+from cllm.server.tools_schema import allowed_of, choice_of
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
@@ -190,7 +190,7 @@ def call_of(body: ChatRequest) -> ChatCall:
     return ChatCall(
         messages=[message.plain() for message in body.messages],
         params=_params(body, body.most_tokens, (body.top_logprobs or 0) if body.logprobs else None),
-        tools=[tool.tool() for tool in body.tools or ()],
+        tools=allowed_of(body.tools, body.tool_choice),
         tool_choice=choice_of(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_arguments=body.template_arguments,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from cllm.errors import InvalidRequestError
 from cllm.server.answers import unless_gone
 from cllm.server.bodies import taken
 from cllm.server.chat import ChatCall, NamedTool, ToolChoice, open_chat
@@ -47,7 +48,12 @@ async def create(
     call = _call_of(body, turns)
     if not call.messages:
         raise ApiError(400, "input holds nothing to answer; give at least one message.", param="input")
-    chat = await open_chat(state, request, call, "resp")
+    try:
+        chat = await open_chat(state, request, call, "resp")
+    except InvalidRequestError as error:
+        if error.param == "messages":  # as chats call what is the input here
+            error.param = "input"
+        raise
     if body.asker:
         log.info("%s user=%r", chat.head.id, body.asker)
     keeper = _Keeper(state, tenant_of(request), chat.head.id, turns, size) if _stores(state, body) else None
@@ -62,6 +68,22 @@ async def create(
     if not runs.all:
         runs.begin_empty()
     return SlicedJson(await whole(runs))
+
+
+@router.post("/input_tokens", include_in_schema=False)
+async def count_input() -> ErrorReply:
+    """Not supported: POST /tokenize counts the tokens of messages."""
+    raise ApiError(
+        400, "input_tokens is not supported; POST /tokenize counts the tokens of messages.", code="unsupported"
+    )
+
+
+@router.get("/{response_id}/input_items", include_in_schema=False)
+async def input_items(response_id: str) -> ErrorReply:
+    """Not supported: a response is kept with its conversation, not with the items of its input."""
+    raise ApiError(
+        400, "input_items is not supported: the items of a response's input are not kept as such.", code="unsupported"
+    )
 
 
 @router.get("/{response_id}", response_model=ResponseReply, responses=_STORED_ERRORS)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, Tag, model_validator
 
 from cllm.dialect.tools import Tool
 from cllm.server.chat import NamedTool, ToolChoice
-from cllm.server.tool_fields import ToolName, check_names, check_schema
+from cllm.server.tool_fields import ToolName, by_kind, check_names, check_schema, known_kinds
 from cllm.server.validation import RequestModel, Text, refusal
 
 MOST_TOOLS = 512
@@ -45,8 +45,25 @@ class ChosenTool(RequestModel):
     function: _ChosenFunction
 
 
+class _AllowedTools(RequestModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(fail_fast=True, min_length=1, max_length=MOST_TOOLS)]
+
+
+class AllowedTools(RequestModel):
+    """The model is told of these alone."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: _AllowedTools
+
+
 Tools = Annotated[list[ToolDefinition], Field(fail_fast=True, max_length=MOST_TOOLS)]
-Choice = Literal["auto", "none", "required"] | ChosenTool
+ChoiceObject = Annotated[
+    Annotated[ChosenTool, Tag("function object")] | Annotated[AllowedTools, Tag("allowed_tools object")],
+    by_kind(),
+    known_kinds(("function", "allowed_tools")),
+]
+Choice = Literal["auto", "none", "required"] | ChoiceObject
 
 
 class CalledFunction(RequestModel):
@@ -76,9 +93,24 @@ def check_tools(tools: list[ToolDefinition] | None, choice: Choice | None) -> No
     check_names(names, "tools", "function.name")
     if choice is not None and choice not in ("none", "auto") and not names:
         raise refusal("tool_choice", "is only allowed together with tools")
-    if isinstance(choice, ChosenTool) and choice.function.name not in names:
-        raise refusal("tool_choice", f"names {choice.function.name!r}, which is not among the tools")
+    for chosen in _chosen(choice):
+        if chosen.function.name not in names:
+            raise refusal("tool_choice", f"names {chosen.function.name!r}, which is not among the tools")
+
+
+def allowed_of(tools: list[ToolDefinition] | None, choice: Choice | None) -> list[Tool]:
+    """The tools that the model is told of."""
+    names = {chosen.function.name for chosen in _chosen(choice)} if isinstance(choice, AllowedTools) else None
+    return [tool.tool() for tool in tools or () if names is None or tool.function.name in names]
 
 
 def choice_of(choice: Choice | None) -> ToolChoice:
+    if isinstance(choice, AllowedTools):
+        return choice.allowed_tools.mode
     return NamedTool(choice.function.name) if isinstance(choice, ChosenTool) else choice or "auto"
+
+
+def _chosen(choice: Choice | None) -> list[ChosenTool]:
+    if isinstance(choice, AllowedTools):
+        return choice.allowed_tools.tools
+    return [choice] if isinstance(choice, ChosenTool) else []

@@ -37,6 +37,7 @@ _SHORT = Repr()  # looks at the beginning of a value only
 _SHORT.maxstring = _SHORT.maxother = _SHOWN
 _OWN_KINDS = frozenset({"refused", "wrong"})
 _TEXTS = "a string, a list of strings, a list of token ids or a list of lists of token ids"
+_ITEMS = "a string or a list of items, at least one"
 _MUST_BE = {
     "prompt": _TEXTS,
     "input": _TEXTS,
@@ -284,7 +285,8 @@ def _reason(error: Mapping[str, Any], name: str | int, errors: Sequence[Mapping[
         return f"must be an object, not {_show(error.get('input'))}"
     expected = _SHOULD.sub("must", str(error["msg"]))
     if name in _MUST_BE and len(errors) > 1:
-        expected = f"must be {_MUST_BE[str(name)]}"
+        texts_or_items = name == "input" and len(errors) == 2  # a response's, which takes no tokens
+        expected = f"must be {_ITEMS if texts_or_items else _MUST_BE[str(name)]}"
     return f"{expected}, not {_show(error.get('input'))}"
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from cllm.backends.base import Backend, Chunk, Hidden, Logits, Pooling, PoolingKind, PromptScores, Scoring, StepResult
 from cllm.backends.llama_cpp.batch import count_passes, cut
-from cllm.backends.llama_cpp.context import Context
+from cllm.backends.llama_cpp.context import Context, States
 from cllm.backends.llama_cpp.library import load_library
 from cllm.backends.llama_cpp.model import load_model, read_shape
 from cllm.backends.llama_cpp.slots import LlamaSlotOps
@@ -155,13 +155,15 @@ class LlamaCppBackend(Backend):
         return rows
 
     def read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
-        """Chunks that ask for more are computed one by one, in parts of as many tokens as there may be rows."""
+        """Chunks that ask for more are computed in parts of as many tokens as there may be rows: those to be scored one
+        by one, those to be embedded together."""
         context = self._live()
         plain = [chunk for chunk in chunks if chunk.asks is None]
         rows = np.empty((sum(chunk.wanted_logits for chunk in chunks), self.shape.n_vocab), np.float32)
         plain_rows, done, row = self.step(plain).copy(), 0, 0
         context.clear_abort()
         self._ops.settle()
+        pooled = self._pool(context, [chunk for chunk in chunks if isinstance(chunk.asks, Pooling)])
         read: dict[int, PromptScores | Hidden] = {}
         for index, chunk in enumerate(chunks):
             if chunk.asks is None:
@@ -171,7 +173,7 @@ class LlamaCppBackend(Backend):
                 read[index], last = self._score(context, chunk, chunk.asks)
                 rows[row : row + chunk.wanted_logits] = last
             else:
-                read[index] = self._pool(context, chunk, chunk.asks)
+                read[index] = pool_rows(pooled[chunk.slot], chunk, chunk.asks)
             row += chunk.wanted_logits
         return StepResult(rows, None, read)
 
@@ -186,13 +188,23 @@ class LlamaCppBackend(Backend):
             last = logits[len(part.tokens) - 1 :].copy()
         return join_scores(scores), last[-1:]
 
-    def _pool(self, context: Context, chunk: Chunk, asked: Pooling) -> Hidden:
-        states = []
+    def _pool(self, context: Context, chunks: Sequence[Chunk]) -> dict[int, States]:
+        """The hidden states of all tokens, by slot."""
+        if not chunks:
+            return {}
+        ordered = sorted(chunks, key=attrgetter("slot"))
+        self._check_chunks([replace(chunk, wanted_logits=0) for chunk in ordered], context)
+        wanted = [Chunk(chunk.tokens, chunk.start, len(chunk.tokens), chunk.slot) for chunk in ordered]
+        states: dict[int, list[States]] = {chunk.slot: [] for chunk in ordered}
         with context.embedding():
-            for _, part in self._parts(context, chunk):
-                context.decode([part])
-                states.append(context.states(len(part.tokens), self.shape.n_embd))
-        return pool_rows(np.concatenate(states), chunk, asked)
+            for batch in cut(wanted, min(context.most_rows, context.n_batch)):
+                context.decode(batch)
+                found = context.states(sum(len(part.tokens) for part in batch), self.shape.n_embd)
+                done = 0
+                for part in batch:
+                    states[part.slot].append(found[done : done + len(part.tokens)])
+                    done += len(part.tokens)
+        return {slot: np.concatenate(parts) for slot, parts in states.items()}
 
     def _parts(self, context: Context, chunk: Chunk) -> Iterator[tuple[int, Chunk]]:
         """A chunk in parts all of whose rows are wanted, each with the number of tokens before it."""

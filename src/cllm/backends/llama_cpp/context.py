@@ -16,6 +16,9 @@ from cllm.backends.llama_cpp.library import Library
 from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.ops import SlotGeometry
 
+States = NDArray[np.float32]
+"""Hidden states, a row for each token."""
+
 _NO_ROOM, _ABORTED, _REFUSED = 1, 2, -1  # what llama_decode returns; below _REFUSED the context is broken
 
 
@@ -112,12 +115,12 @@ class Context:
         finally:
             api.llama_set_embeddings(self.pointer, False)
 
-    def states(self, rows: int, size: int) -> NDArray[np.float32]:
+    def states(self, rows: int, size: int) -> States:
         """The hidden states of the tokens that were decoded last."""
         found = self.library.api.llama_get_embeddings(self.pointer)
         if not found:
             raise BackendError("llama.cpp gave no hidden states")
-        states: NDArray[np.float32] = np.ctypeslib.as_array(found, (rows, size)).copy()
+        states: States = np.ctypeslib.as_array(found, (rows, size)).copy()
         return states
 
     @contextmanager
