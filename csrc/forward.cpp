@@ -206,8 +206,9 @@ void Forward::keep_wanted_rows() {
 // Of all rows, or of those that are listed.
 Forward::Inputs Forward::normalised(const Vector& weight, const int* rows) {
     const float* factors = weight.data();
-    const auto make = [this, factors, rows](int64_t row, ThreadSpace& own, InputBuffer& to) {
-        const int64_t embd = model_.shape.n_embd, from = rows ? rows[row] : row;
+    listed_ = rows;  // a third capture would be memory from the heap in every layer
+    const auto make = [this, factors](int64_t row, ThreadSpace& own, InputBuffer& to) {
+        const int64_t embd = model_.shape.n_embd, from = listed_ ? listed_[row] : row;
         kernels_.rms_norm(work_.x.data() + from * embd, factors, embd, model_.shape.rms_eps, own.row.data());
         quantise(own.row.data(), embd, row, to);
     };

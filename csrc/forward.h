@@ -167,6 +167,7 @@ private:
     std::vector<int> logit_rows_;        // of those, the ones whose logits are wanted
     std::vector<int> scored_rows_;       // and the ones that are scored
     std::vector<Rows> pooled_;           // and those of each chunk whose hidden states are wanted
+    const int* listed_ = nullptr;        // rows that `normalised` is about; null: all
     std::vector<Tile> tiles_;
     std::vector<std::atomic<int>> open_splits_;  // of each tile and kv head, while splits are computed apart
     std::vector<int32_t> written_;       // blocks

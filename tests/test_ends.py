@@ -111,10 +111,10 @@ def test_an_interactive_session_ends_silently(model: Path) -> None:
 def test_threads_and_memory_are_really_given_back(script: Script) -> None:
     done = script(
         MADE
-        + "import atexit, os, cllm.llm\n"
+        + "import os, cllm.still_open\n"
         + "threads = lambda: len(os.listdir('/proc/self/task'))\n"
         + "before, parts = threads(), llm._llm._parts\n"
-        + "cllm.llm._release_all()\n"
+        + "cllm.still_open._release_all()\n"
         + "assert parts.backend._engine is None\n"
         + "assert not llm._llm._engine.alive\n"
         + "print(threads() < before)\n"
@@ -135,9 +135,9 @@ def test_what_comes_after_that_is_refused_and_does_not_hang(script: Script) -> N
             except Exception as error: print(type(error).__name__)
             llm.close()
         atexit.register(late)
-        import cllm.llm
-        atexit.unregister(cllm.llm._release_all)
-        atexit.register(cllm.llm._release_all)  # so that it comes before
+        import cllm.still_open
+        atexit.unregister(cllm.still_open._release_all)
+        atexit.register(cllm.still_open._release_all)  # so that it comes before
         """
     done = script(textwrap.dedent(late) + MADE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ShuttingDownError\n", "")

@@ -144,7 +144,7 @@ UNSUPPORTED: list[tuple[Callable[[TinyModel], TinyModel], str]] = [
     (with_keys(attn_logit_softcapping=50.0), "attn_logit_softcapping is 50.0"),
     (with_keys(final_logit_softcapping=30.0), "final_logit_softcapping is 30.0"),
     (with_keys(logit_scale=0.25), "logit_scale is 0.25"),
-    (with_keys(attention__causal=False), "attention.causal is False"),
+    (with_keys(attention__causal=False), "its tokens see those behind them"),
     (with_keys(rope__dimension_sections=[4, 4, 0, 0]), "rope.dimension_sections is [4, 4, 0, 0]"),
     (with_keys(rope__scaling__type="yarn", rope__scaling__factor=4.0), "RoPE scaling is yarn"),
     (with_keys(rope__scaling__type="longrope"), "RoPE scaling is longrope"),
