@@ -7,10 +7,11 @@ With --check nothing is changed, and the exit code is 1 if the table is out of d
 
 from __future__ import annotations
 
-import argparse
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+
+from markers import keep_in_step
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "clients.md"
@@ -20,23 +21,9 @@ BEGIN = "<!-- clients: written by scripts/client_table.py -->"
 END = "<!-- end of clients -->"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether the table is up to date")
-    check: bool = parser.parse_args().check
-    text = PAGE.read_text(encoding="utf-8")
-    wanted = with_table(text)
-    if check:
-        return int(text != wanted)
-    PAGE.write_text(wanted, encoding="utf-8")
-    return 0
-
-
-def with_table(text: str) -> str:
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
+def table() -> str:
     rows = "".join(row for name in ORDER for row in rows_of(TESTS / f"test_{name}.py"))
-    return f"{before}{BEGIN}\n| client | feature | works |\n|---|---|---|\n{rows}{END}{after}"
+    return f"| client | feature | works |\n|---|---|---|\n{rows}"
 
 
 def rows_of(file: Path) -> Iterator[str]:
@@ -56,4 +43,4 @@ def rows_of(file: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(keep_in_step(PAGE, BEGIN, END, table(), __doc__))

@@ -7,11 +7,12 @@ With --check nothing is changed, and the exit code is 1 if the tables are out of
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
+
+from markers import keep_in_step
 
 from cllm.server.openapi import OF_SEVERAL, REQUESTS
 from cllm.server.validation import RequestModel
@@ -21,22 +22,8 @@ BEGIN = "<!-- parameters: written by scripts/parameter_table.py -->"
 END = "<!-- end of parameters -->"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether the tables are up to date")
-    check: bool = parser.parse_args().check
-    text = PAGE.read_text(encoding="utf-8")
-    wanted = with_tables(text)
-    if check:
-        return int(text != wanted)
-    PAGE.write_text(wanted, encoding="utf-8")
-    return 0
-
-
-def with_tables(text: str) -> str:
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{''.join(sections())}{END}{after}"
+def table() -> str:
+    return "".join(sections())
 
 
 def sections() -> Iterator[str]:
@@ -75,4 +62,4 @@ def inner_models(annotation: Any, in_list: bool = False) -> Iterator[tuple[type[
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(keep_in_step(PAGE, BEGIN, END, table(), __doc__))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import os
 import re
@@ -161,13 +160,8 @@ def test_settings_that_are_named_exist(document: Path) -> None:
 
 
 def test_the_table_of_settings_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("config_table", ROOT / "scripts" / "config_table.py")
-    assert spec is not None and spec.loader is not None
-    config_table = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(config_table)
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert config_table.with_table(text) == text, "run scripts/config_table.py"
-    assert config_table.table().count("\n") > 40
+    command = [sys.executable, str(ROOT / "scripts" / "config_table.py"), "--check"]
+    assert subprocess.run(command, check=False).returncode == 0, "run python scripts/config_table.py"
 
 
 def test_the_example_configuration_is_valid() -> None:

@@ -24,6 +24,9 @@ PROMPT = "a prompt that is scored"
 TEXT_OF = ByteTokenizer(320).token_text
 
 
+USER = {"role": "user", "content": PROMPT}
+
+
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
     config = load_config(overrides={"backend.type": "fake", "scheduler.max_step_tokens": 8}).config
@@ -112,6 +115,19 @@ async def events(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
     lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_scored_stream_tells_its_progress_and_usage_too(client: httpx.AsyncClient, path: str) -> None:
+    given: dict[str, Any] = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [USER]}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {**given, "max_tokens": 3, "prompt_logprobs": 1, "return_progress": True, "stream_options": options}
+    told = await events(client, path, asked)
+    progress = [event["prompt_progress"] for event in told if "prompt_progress" in event]
+    assert progress and progress[-1]["processed"] == progress[-1]["total"]
+    answer = [event for event in told if event["choices"] and "prompt_progress" not in event]
+    assert all(event["usage"]["prompt_tokens"] == progress[-1]["total"] for event in answer)
+    assert sum("prompt_logprobs" in json.dumps(event) for event in told) == 1
 
 
 async def test_a_streams_first_event_tells_of_the_prompt(client: httpx.AsyncClient) -> None:

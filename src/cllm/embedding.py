@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -89,15 +89,8 @@ class TextReading:
 class Submits(Protocol):
     """A model that takes texts to embed."""
 
-    def submit_embedding(
-        self,
-        text: str | Sequence[int],
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        tenant: Tenant = NOBODY,
-    ) -> Generation: ...
+    @property
+    def submit_embedding(self) -> Callable[..., Generation]: ...
 
 
 class Embeddings:

@@ -118,7 +118,7 @@ class SamplingParams:
             _check_range(self, name, allowed)
         if self.prompt_logprobs is not None and isinstance(self.context_window, ContextWindow):
             raise InvalidRequestError(
-                "prompt_logprobs cannot be told of a prompt with a rolling window (context_window), which forgets "
+                "prompt_logprobs is not available with a rolling window (context_window), which forgets "
                 "parts of it; leave one of them out",
                 "prompt_logprobs",
             )

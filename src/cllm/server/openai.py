@@ -95,12 +95,12 @@ async def completions(
     grammar = await compiled(model.llm, params)
     answers = _answers(request, model, body, prompts, params, head.id, pins, grammar, batch)
     report = PromptReport(answers, tokenizer, n, echoed=echoed, told=body.prompt_logprobs)
-    if body.stream and params.prompt_logprobs is not None:
-        scored = ScoredCompletionEvents(head, tokenizer, report, include_usage=body.include_usage, echoes=echoes)
-        return PiecewiseStream(answers, scored)
     if body.stream:
-        counts = answers if body.continuous_usage else None
-        events = CompletionEvents(head, tokenizer, include_usage=body.include_usage, echoes=echoes, counts=counts)
+        usage, counts = body.include_usage, answers if body.continuous_usage else None
+        if params.prompt_logprobs is not None:
+            scored = ScoredCompletionEvents(head, tokenizer, report, include_usage=usage, echoes=echoes, counts=counts)
+            return PiecewiseStream(answers, scored, scored.progress if body.return_progress else None)
+        events = CompletionEvents(head, tokenizer, include_usage=usage, echoes=echoes, counts=counts)
         return EventStream(answers, events, events.progress if body.return_progress else None)
     whole = await unless_gone(request.receive, _collect(answers))
     if best_of > n:
@@ -117,12 +117,12 @@ async def chat_completions(
     _log_asker(body, chat.head.id)
     tokenizer = chat.model.llm.tokenizer
     report = PromptReport(chat, tokenizer, body.n or 1, told=body.prompt_logprobs)
-    if body.stream and body.prompt_logprobs is not None:
-        scored = ScoredChatEvents(chat.head, tokenizer, report, include_usage=body.include_usage)
-        return PiecewiseStream(chat, scored)
     if body.stream:
-        counts = chat if body.continuous_usage else None
-        events = ChatEvents(chat.head, tokenizer, include_usage=body.include_usage, counts=counts)
+        usage, counts = body.include_usage, chat if body.continuous_usage else None
+        if body.prompt_logprobs is not None:
+            scored = ScoredChatEvents(chat.head, tokenizer, report, include_usage=usage, counts=counts)
+            return PiecewiseStream(chat, scored, scored.progress if body.return_progress else None)
+        events = ChatEvents(chat.head, tokenizer, include_usage=usage, counts=counts)
         return EventStream(chat, events, events.progress if body.return_progress else None)
     whole = await unless_gone(request.receive, chat.collect())
     return SlicedJson(chat_pieces(chat.head, whole, usage_of(chat), tokenizer, report))

@@ -175,9 +175,16 @@ class ScoredCompletionEvents(CompletionEvents):
     """The first event of each answer tells of its prompt, too."""
 
     def __init__(
-        self, head: Head, tokenizer: Tokenizer, report: PromptReport, *, include_usage: bool, echoes: Mapping[int, str]
+        self,
+        head: Head,
+        tokenizer: Tokenizer,
+        report: PromptReport,
+        *,
+        include_usage: bool,
+        echoes: Mapping[int, str],
+        counts: Counts | None = None,
     ) -> None:
-        super().__init__(head, tokenizer, include_usage=include_usage, echoes=echoes)
+        super().__init__(head, tokenizer, include_usage=include_usage, echoes=echoes, counts=counts)
         self._report = report
         self._told: set[int] = set()
 
@@ -236,8 +243,16 @@ def _call_delta(piece: CallBegin | CallArguments) -> str:
 class ScoredChatEvents(ChatEvents):
     """The first event of all tells of the prompt, too."""
 
-    def __init__(self, head: Head, tokenizer: Tokenizer, report: PromptReport, *, include_usage: bool) -> None:
-        super().__init__(head, tokenizer, include_usage=include_usage)
+    def __init__(
+        self,
+        head: Head,
+        tokenizer: Tokenizer,
+        report: PromptReport,
+        *,
+        include_usage: bool,
+        counts: Counts | None = None,
+    ) -> None:
+        super().__init__(head, tokenizer, include_usage=include_usage, counts=counts)
         self._report: PromptReport | None = report
 
     def pieces(self, piece: Piece) -> Iterator[str]:

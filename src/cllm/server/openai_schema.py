@@ -153,7 +153,7 @@ class CompletionRequest(OpenAIRequest):
         if self.best_of is not None and self.best_of < n:
             yield refusal("best_of", f"is {self.best_of}, less than n ({n})")
         if self.best_of is not None and self.best_of > n and self.stream:
-            yield refusal("best_of", "is only allowed without stream: the best are known at the end")
+            yield refusal("best_of", "is not supported with stream = true: which are best is only known at the end")
         if self.suffix and self.echo:
             yield refusal("suffix", "is not allowed together with echo")
 

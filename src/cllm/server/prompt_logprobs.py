@@ -18,7 +18,7 @@ from cllm.server.sse import Events, EventStream, Source
 if TYPE_CHECKING:
     from cllm.backends.base import PromptScores
     from cllm.generation import Generation
-    from cllm.server.pulse import Wire
+    from cllm.server.pulse import Progress, Wire
     from cllm.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -126,8 +126,8 @@ class PiecewiseEvents(Events[In], Protocol[In]):
 class PiecewiseStream(EventStream):
     """A stream whose events are written a slice at a time: others' go out between two of them."""
 
-    def __init__(self, source: Source[T], events: PiecewiseEvents[T]) -> None:
-        super().__init__(source, events)
+    def __init__(self, source: Source[T], events: PiecewiseEvents[T], progress: Progress | None = None) -> None:
+        super().__init__(source, events, progress)
         self._pieces = events.pieces
 
     async def _write_batch(self, wire: Wire, before: str, batch: Sequence[Any]) -> None:

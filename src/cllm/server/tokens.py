@@ -68,7 +68,7 @@ class TokenizeRequest(RequestModel):
 
     def contradictions(self) -> Iterator[PydanticCustomError]:
         if [self.prompt, self.content, self.messages].count(None) != 2:
-            yield refusal("prompt", "or content or messages must be sent, and only one of them")
+            yield refusal("prompt", "is missing: send one of prompt, content and messages")
 
 
 class TokenPiece(BaseModel):

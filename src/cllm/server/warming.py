@@ -61,7 +61,7 @@ class WarmRequest(RequestModel):
 
     def contradictions(self) -> Iterator[PydanticCustomError]:
         if (self.prompt is None) == (self.messages is None):
-            yield refusal("prompt", "or messages must be sent, and not both")
+            yield refusal("prompt", "is missing: send either prompt or messages")
 
 
 class WarmReply(BaseModel):

@@ -221,7 +221,7 @@ def _as_text(call: Message) -> Message:
 def _check_options(messages: list[Message], options: PromptOptions) -> None:
     if given := sorted(_OURS & set(options.arguments)):
         raise InvalidRequestError(
-            f"chat_template_kwargs.{given[0]} is not for the request to say; leave it out", "chat_template_kwargs"
+            f"chat_template_kwargs.{given[0]} is set by the server; leave it out", "chat_template_kwargs"
         )
     if options.continues and (messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]):
         raise InvalidRequestError(
