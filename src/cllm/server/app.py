@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from cllm.engine.observer import Observers
     from cllm.llm import AsyncLLM
 
-_DESCRIPTION = """OpenAI's API and cLLM's own on one engine. Point any OpenAI client at `/v1`.
+_DESCRIPTION = """OpenAI's API, Anthropic's and cLLM's own on one engine. Point any OpenAI client at /v1.
 
 Every parameter is honoured, a documented hint, or refused with status 400 and its name; none is silently ignored."""
 
