@@ -1,4 +1,4 @@
-# The commands of this project. Each of them works as the first one on a bare machine with Python 3.10+ and a C++ compiler.
+# Every target works on a bare machine with Python 3.10+ and a C++ compiler.
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,45 +11,45 @@ ARGS ?=
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(VENV)/.ready ## prepare .venv with everything that serving needs
+install: $(VENV)/.ready ## install cLLM into .venv
 
-serve: install ## fetch the default model at first use and serve it on port 8000 (ARGS="--port 8001")
+serve: install ## serve the default model on port 8000, and download it first if needed (ARGS="--port 8001")
 	$(BIN)/cllm serve $(ARGS)
 
-test: $(VENV)/.ready-test ## run the whole test suite (ARGS="-k radix" for a part)
+test: $(VENV)/.ready-test ## run the test suite (ARGS="-k radix" for a part of it)
 	$(BIN)/cllm pull smollm2
 	$(BIN)/python -m pytest -m "not alone" -n auto --dist worksteal $(ARGS)
-	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? -eq 5 ]  # 5: the part that was asked for has none of them
+	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? -eq 5 ]  # 5: ARGS selects none of them
 
-test-exhaustive: $(VENV)/.ready-test ## what `make test` takes samples of: every call fails in turn, and sanitizers
+test-exhaustive: $(VENV)/.ready-test ## run the long tests: every call fails in turn, in every way; and sanitizers
 	$(BIN)/cllm pull smollm2
-	CLLM_TESTS=exhaustive $(BIN)/python -m pytest -m exhaustive -n auto --dist worksteal $(ARGS)
+	EXHAUSTIVE_TESTS=1 $(BIN)/python -m pytest -m exhaustive -n auto --dist worksteal $(ARGS)
 
-test-clients: $(VENV)/.ready-clients ## install clients (openai, anthropic, litellm ...), and try them with the default model
+test-clients: $(VENV)/.ready-clients ## install API clients (openai, anthropic, litellm ...) and test them with the default model
 	$(BIN)/cllm pull smollm2
 	$(BIN)/python -m pytest tests/clients $(ARGS)
 
-test-torch: $(VENV)/.ready-torch ## install torch, and run the tests that need it (ARGS="-k gguf" for a part)
+test-torch: $(VENV)/.ready-torch ## install torch and run the tests that need it (ARGS="-k gguf" for a part of them)
 	$(BIN)/cllm pull smollm2
 	$(BIN)/python -m pytest tests/on_torch $(ARGS)
 
-lint: $(VENV)/.ready-dev ## ruff and mypy
+lint: $(VENV)/.ready-dev ## run ruff and mypy
 	$(BIN)/ruff check src tests benchmarks scripts
 	$(BIN)/ruff format --check src tests benchmarks scripts
 	$(BIN)/mypy
 
-bench: $(VENV)/.ready-bench ## measure cLLM beside llama.cpp's own server (under ten minutes); bench-results/index.html
+bench: $(VENV)/.ready-bench ## benchmark cLLM against llama.cpp's server (under ten minutes); writes bench-results/index.html
 	$(BIN)/cllm bench all --json bench-results/latest.json --report bench-results $(ARGS)
 
-clean: ## remove .venv and everything that was built
+clean: ## remove .venv and all build output
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(BIN)/python:
-	@echo "cLLM: making the virtual environment $(VENV)"
+	@echo "cLLM: creating the virtual environment $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 
-# Each stamp stands for one part of the environment, so that nothing is compiled twice, and nothing that is not needed.
-$(VENV)/.ready: pyproject.toml CMakeLists.txt $(wildcard csrc/*) scripts/install.py | $(BIN)/python
+# One stamp file per part of the environment, so that nothing is compiled twice or without need.
+$(VENV)/.ready: pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/bench/*) scripts/install.py | $(BIN)/python
 	$(BIN)/python scripts/install.py
 	@touch $@
 

@@ -28,8 +28,8 @@ from statistics import median
 from typing import Any
 
 from cllm import LLM, SamplingParams
-from cllm.kv.keeping import Offer
-from cllm.kv.tier import Tier
+from cllm.kv.paged.disk_offload import OffloadCandidate
+from cllm.kv.tiers.disk_tier import DiskTier
 
 TURN = 20
 """Tokens of the next message."""
@@ -135,21 +135,21 @@ class Streams:
 class Feed:
     """Offers the K/V of one prompt by ever other names: as many bytes as are wanted, by the way that all others go."""
 
-    def __init__(self, tier: Tier, tokens: list[int]) -> None:
+    def __init__(self, tier: DiskTier, tokens: list[int]) -> None:
         self._tier = tier
         whole = len(tokens) // tier.block_tokens * tier.block_tokens
         self._key = array("i", tokens[:whole]).tobytes()
         self._number = 0
         self.bytes = whole // tier.block_tokens * tier.block_bytes
 
-    def offers(self, count: int) -> list[Offer]:
-        space = self._tier.space
-        assert space is not None
+    def offers(self, count: int) -> list[OffloadCandidate]:
+        model_store = self._tier.model_store
+        assert model_store is not None
         made = []
         for _ in range(count):
             self._number += 1
-            offer = Offer(b"", self._key, 0)
-            offer.names = self._tier.names(space, b"%d" % self._number, self._key)
+            offer = OffloadCandidate(b"", self._key, 0)
+            offer.names = self._tier.names(model_store, b"%d" % self._number, self._key)
             made.append(offer)
         return made
 
@@ -160,7 +160,7 @@ def writing(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=args.directory) as directory, opened(args, directory) as llm:
         parts, engine = llm._llm._parts, llm._llm._engine
         assert parts is not None and parts.disk is not None and engine is not None
-        store, keeping = parts.disk.store, engine.scheduler.kv._keeping
+        store, keeping = parts.disk.store, engine.scheduler.kv._offloader
         llm.generate([chat(args.tokens)], SamplingParams(max_tokens=1))
         while len(keeping):
             time.sleep(0.1)
@@ -172,12 +172,12 @@ def writing(args: argparse.Namespace) -> dict[str, Any]:
         while written < args.mb << 20 and time.perf_counter() - began < args.seconds:
             found["quiet"] += streams.gaps(QUIET_S)
             names = feed.offers(max(1, (512 << 20) // feed.bytes))
-            engine.ask(lambda names=names: keeping.take(names)).result()
+            engine.call(lambda names=names: keeping.take(names)).result()
             before = store.writer.speed.total
             found["writing"] += streams.gaps(WRITING_S)
             busy_s += WRITING_S
             written += store.writer.speed.total - before
-            engine.ask(keeping.clear).result()
+            engine.call(keeping.clear).result()
             while store.writer.queued_bytes:
                 time.sleep(0.05)
         streams.stop()

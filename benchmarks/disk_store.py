@@ -25,8 +25,8 @@ from statistics import median
 
 import numpy as np
 
-from cllm.kv.disk.names import chain, fingerprint
-from cllm.kv.disk.store import DiskStore, Space
+from cllm.kv.block_names import chain, fingerprint
+from cllm.kv.disk.store import DiskStore, ModelStore
 
 BLOCK_TOKENS, BLOCK_BYTES = 16, 16 * 23_040
 """smollm2, f16."""
@@ -66,14 +66,16 @@ def forget(directory: Path) -> None:
         os.close(file)
 
 
-def store_write(store: DiskStore, space: Space, chains: list[list[bytes]], blocks: np.ndarray) -> float:
+def store_write(store: DiskStore, model_store: ModelStore, chains: list[list[bytes]], blocks: np.ndarray) -> float:
     """Hand over as fast as the store takes it, until all is written."""
     began = time.perf_counter()
     for names in chains:
         done = 0
         while done < len(names):
-            parent = names[done - 1] if done else space.root()
-            kept = space.put(parent, done, names[done:], [blocks[i % len(blocks)] for i in range(done, len(names))])
+            parent = names[done - 1] if done else model_store.root()
+            kept = model_store.put(
+                parent, done, names[done:], [blocks[i % len(blocks)] for i in range(done, len(names))]
+            )
             done += kept
             if done < len(names):
                 time.sleep(0.01)
@@ -81,12 +83,12 @@ def store_write(store: DiskStore, space: Space, chains: list[list[bytes]], block
     return sum(map(len, chains)) * BLOCK_BYTES / (time.perf_counter() - began)
 
 
-def store_read(space: Space, chains: list[list[bytes]], buffer: np.ndarray) -> tuple[float, float]:
+def store_read(model_store: ModelStore, chains: list[list[bytes]], buffer: np.ndarray) -> tuple[float, float]:
     """Bytes per second over all chains, and the median seconds of one."""
     began, each = time.perf_counter(), []
     for names in chains:
         start = time.perf_counter()
-        ticket = space.load(names, buffer[: len(names)])
+        ticket = model_store.load(names, buffer[: len(names)])
         ticket.wait()
         assert ticket.complete, ticket.error
         each.append(time.perf_counter() - start)
@@ -102,15 +104,17 @@ def one_round(place: Path, number: int, mb: int, blocks: np.ndarray) -> dict[str
         figures["plain_write"] = plain_write(plain, flat, total)
     store = DiskStore(kv, limit=4 * total)
     model = fingerprint(b"benchmark", {"round": number})
-    space = store.space(model, block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES, about={"model": "benchmark"})
-    space.ready(10)
+    model_store = store.open_model(
+        model, block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES, about={"model": "benchmark"}
+    )
+    model_store.ready(10)
     draw = np.random.default_rng(number)
     chains = [
-        chain(space.root(), draw.integers(0, 49_000, CHAIN_BLOCKS * BLOCK_TOKENS, np.int32), BLOCK_TOKENS)
+        chain(model_store.root(), draw.integers(0, 49_000, CHAIN_BLOCKS * BLOCK_TOKENS, np.int32), BLOCK_TOKENS)
         for _ in range(count)
     ]
     busy = time.process_time()
-    figures["store_write"] = store_write(store, space, chains, blocks)
+    figures["store_write"] = store_write(store, model_store, chains, blocks)
     figures["write_cpu_s_per_gb"] = (time.process_time() - busy) / total * 1e9
     if number % 2:
         figures["plain_write"] = plain_write(plain, flat, total)
@@ -121,13 +125,13 @@ def one_round(place: Path, number: int, mb: int, blocks: np.ndarray) -> dict[str
     figures["plain_read"] = plain_read(plain, buffer.reshape(-1))
     forget(place)
     busy = time.process_time()
-    figures["store_read"], figures["chain_s"] = store_read(space, chains, buffer)
+    figures["store_read"], figures["chain_s"] = store_read(model_store, chains, buffer)
     figures["read_cpu_s_per_gb"] = (time.process_time() - busy) / total * 1e9
-    figures["store_read_cached"], figures["chain_cached_s"] = store_read(space, chains[-1:], buffer)
+    figures["store_read_cached"], figures["chain_cached_s"] = store_read(model_store, chains[-1:], buffer)
     store.close()
     began = time.perf_counter()
     store = DiskStore(kv, limit=4 * total)
-    store.space(model, block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES, about={}).ready(60)
+    store.open_model(model, block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES, about={}).ready(60)
     figures["open_s"] = time.perf_counter() - began
     store.close()
     shutil.rmtree(kv)

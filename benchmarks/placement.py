@@ -17,9 +17,9 @@ import random
 from pathlib import Path
 from statistics import fmean
 
-from cllm.kv.fragmentation import blocks_to_move, contiguity, extents_needed
 from cllm.kv.ops import BlockGeometry
-from cllm.kv.paged import PagedKVManager
+from cllm.kv.paged.fragmentation import blocks_to_move, contiguity, extents_needed
+from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.sequence import KVSequence
 from cllm.simulate.backend import SimulatedBlocks
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from cllm.engine import draw
 from cllm.engine.params import SamplingParams
-from cllm.engine.rows import RowSampler, fastest
+from cllm.engine.row_sampler import RowSampler, fastest_sampler
 from cllm.engine.sampling import TokenChooser, choose
 
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": 0.5}
@@ -81,9 +81,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    if fastest() is draw:
+    if fastest_sampler() is draw:
         raise SystemExit("the extension is not built, so there is nothing to compare")
-    samplers: dict[str, RowSampler] = {"numpy": draw, "native": fastest()}
+    samplers: dict[str, RowSampler] = {"numpy": draw, "native": fastest_sampler()}
     results: dict[str, dict[str, dict[str, float]]] = {}
     print(f"{'ms a step':24}" + "".join(f"{rows:>8} rows: numpy   native  of step" for rows in options.rows))
     for name, params in CASES.items():

@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from cllm.server.key_file import KeyFile, NamedKey, digest, new_salt
+from cllm.server.auth.key_file import KeyFile, NamedKey, digest, new_salt
 
 READY = re.compile(r"cLLM is ready: http://127\.0\.0\.1:(\d+)")
 ROLES = ("one key", "many keys", "one key again")

@@ -26,7 +26,7 @@ from cllm.bench.stats import percentile
 from cllm.config import Config, load_config
 from cllm.engine.params import SamplingParams
 from cllm.kv.memory import MIB
-from cllm.served import Served, ServedModels
+from cllm.served import ServedModel, ServedModels
 
 WORDS = ("red", "blue", "green", "dog", "cat", "house", "tree", "river", "stone", "cloud", "bread", "light")
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
@@ -99,7 +99,7 @@ def config_of(args: argparse.Namespace, names: list[str], budget: float, disk: s
     return load_config(None, settings, {}).config
 
 
-async def ask(models: ServedModels, served: Served, prompt: str) -> int:
+async def ask(models: ServedModels, served: ServedModel, prompt: str) -> int:
     """How many of the prompt's tokens were cached."""
     llm = await models.acquire(served)
     generation = llm.submit(prompt, ONE)
@@ -161,7 +161,7 @@ async def busy(args: argparse.Namespace) -> dict[str, list[float]]:
     first, second = models.models
     dice = random.Random(11)
 
-    async def answer(served: Served) -> list[float]:
+    async def answer(served: ServedModel) -> list[float]:
         llm = await models.acquire(served)
         params = SamplingParams(max_tokens=args.busy, temperature=0.0, ignore_eos=True)
         times = [perf_counter() async for _ in llm.submit(text(dice, 20), params)]

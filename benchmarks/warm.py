@@ -18,7 +18,7 @@ from time import perf_counter
 from cllm.config import load_config
 from cllm.engine.params import SamplingParams
 from cllm.llm import AsyncLLM
-from cllm.warm import warm
+from cllm.tasks.warm import warm
 
 QUESTION = "\nIn one word, what is this about?"
 

@@ -211,7 +211,7 @@ struct Attention {
 
     // Turns scores into weights, those of positions that follow in the last tile into 0, and adds them up. Apart from
     // find_peaks, so that rows overlap in the pipeline.
-    void soften(const RowBlock& of, float* states) const {
+    void exponentiate(const RowBlock& of, float* states) const {
         for (int row = of.first; row < of.first + of.rows; ++row) {
             float* x = scores + size_t(row) * kScoreStride;
             float* sum_and_peak = states + size_t(row) * (head_dim + 2) + head_dim;
@@ -309,7 +309,7 @@ static void attend(const AttendJob& job, int begin, int end, float* states, uint
     k_halves ? attention.score_halves() : attention.score_quants();
     for (int b = 0; b < attention.n_blocks; ++b) {
         attention.find_peaks(attention.block(b), states);
-        attention.soften(attention.block(b), states);
+        attention.exponentiate(attention.block(b), states);
     }
     v_halves ? attention.add_halves(states) : attention.add_quants(states);
 }

@@ -117,7 +117,7 @@ size_t Region::resident() const {
     return count * page;
 }
 
-uint8_t* Shelf::take(size_t bytes) {
+uint8_t* WeightArena::take(size_t bytes) {
     const size_t rounded = (bytes + 63) / 64 * 64;
     if (regions_.empty() || regions_.back().size() - used_ < rounded) {
         regions_.emplace_back(std::max(kShelfRegion, round_up(rounded, kLargePage)));

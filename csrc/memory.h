@@ -42,7 +42,7 @@ private:
 };
 
 // Weights, one after another in large regions, so that big pages can be used; freed together.
-class Shelf {
+class WeightArena {
 public:
     uint8_t* take(size_t bytes);  // aligned to 64
     size_t taken() const { return taken_; }

@@ -26,7 +26,7 @@ struct Slot {
     Vector Layer::*vector;
     PackedMatrix Layer::*matrix;
     int64_t rows, cols;
-    Beside beside = {};
+    FusedRows fused = {};
 };
 
 std::vector<Slot> layer_slots(const Shape& s) {
@@ -89,7 +89,7 @@ void Model::load(int layer, const std::string& role, GgmlType type, int64_t rows
             const std::string what = "layer " + std::to_string(layer) + " " + role;
             Layer& to = layers[size_t(layer)];
             if (slot.vector) return load_vector(to.*slot.vector, what, source, slot.rows);
-            return load_matrix(to.*slot.matrix, what, source, slot.rows, slot.cols, slot.beside);
+            return load_matrix(to.*slot.matrix, what, source, slot.rows, slot.cols, slot.fused);
         }
     }
     refuse("there is no tensor " + role + " in layer " + std::to_string(layer));
@@ -104,12 +104,12 @@ void Model::load_vector(Vector& to, const std::string& what, const Source& sourc
 }
 
 void Model::load_matrix(PackedMatrix& to, const std::string& what, const Source& source, int64_t expected_rows,
-                        int64_t expected_cols, Beside beside) {
+                        int64_t expected_cols, FusedRows fused) {
     if (source.rows != expected_rows || source.cols != expected_cols)
         refuse(what + " is " + std::to_string(source.rows) + " x " + std::to_string(source.cols) + ", not " +
                std::to_string(expected_rows) + " x " + std::to_string(expected_cols));
     if (to.data) refuse(what + " was loaded before");
-    if (source.first_row == 0) begin(to, what, source, beside);
+    if (source.first_row == 0) begin(to, what, source, fused);
     const Packing packing = packed_form(source.type, source.rows, source.cols).packing;
     if (filling_.to != &to || filling_.next_row != source.first_row || filling_.form.packing != packing)
         refuse(what + " does not go on at row " + std::to_string(source.first_row));
@@ -127,12 +127,12 @@ void Model::load_matrix(PackedMatrix& to, const std::string& what, const Source&
 // Takes the memory of a matrix. Each thread touches first what will be its share of the product, so that the system takes
 // that memory from near it. A large matrix takes several turns, each for some tiles of every share, so that the steps of
 // other engines come in between.
-void Model::begin(PackedMatrix& to, const std::string& what, const Source& source, Beside beside) {
+void Model::begin(PackedMatrix& to, const std::string& what, const Source& source, FusedRows fused) {
     if (filling_.to) refuse(filling_.what + " is incomplete: " + std::to_string(filling_.next_row) + " of its rows were loaded");
     const PackedMatrix form = packed_form(source.type, source.rows, source.cols);
-    uint8_t* target = shelf_.take(form.bytes());
+    uint8_t* target = arena_.take(form.bytes());
     filling_ = {&to, form, target, 0, what};
-    const int64_t before = beside.rows_before / kTileRows, tiles = form.tiles(), after = beside.rows_after / kTileRows;
+    const int64_t before = fused.before / kTileRows, tiles = form.tiles(), after = fused.after / kTileRows;
     const int64_t turns = (int64_t(form.bytes()) + kTurnBytes - 1) / kTurnBytes;
     const int64_t items = (before + tiles + after + turns - 1) / turns;
     for (int64_t turn = 0; turn < turns; ++turn) {

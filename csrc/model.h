@@ -32,9 +32,9 @@ struct Layer {
     PackedMatrix q, k, v, output, gate, up, down;
 };
 
-// Rows of the matrices that are multiplied in one phase with one of them.
-struct Beside {
-    int64_t rows_before = 0, rows_after = 0;
+// Rows of the other matrices that are multiplied in the same phase, before and after a matrix.
+struct FusedRows {
+    int64_t before = 0, after = 0;
 };
 
 class Model {
@@ -47,7 +47,7 @@ public:
     static constexpr int64_t kWhole = -1;
     void seal();
     bool sealed() const { return sealed_; }
-    size_t weight_bytes() const { return shelf_.taken(); }
+    size_t weight_bytes() const { return arena_.taken(); }
 
     const Shape shape;
     const Kernels& kernels;
@@ -76,12 +76,12 @@ private:
     };
     void load_vector(Vector& to, const std::string& what, const Source& source, int64_t expected);
     void load_matrix(PackedMatrix& to, const std::string& what, const Source& source, int64_t expected_rows,
-                     int64_t expected_cols, Beside beside = {});
-    void begin(PackedMatrix& to, const std::string& what, const Source& source, Beside beside);
+                     int64_t expected_cols, FusedRows fused = {});
+    void begin(PackedMatrix& to, const std::string& what, const Source& source, FusedRows fused);
     bool pack(const Source& source);
 
     Team& team_;
-    Shelf shelf_;
+    WeightArena arena_;
     Filling filling_;
     Vector rope_factors_;
     bool sealed_ = false;

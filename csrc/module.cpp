@@ -17,7 +17,6 @@
 #include "dispatch.h"
 #include "forward.h"
 #include "key_shifts.h"
-#include "limits.h"
 #include "sampling.h"
 
 namespace nb = nanobind;
@@ -346,14 +345,6 @@ nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> largest(const RowSampler& sampler, 
     return {ids->data(), {ids->size()}, owner};
 }
 
-std::map<std::string, double> limits(const std::string& instruction_set, int threads, double seconds, size_t model_bytes) {
-    const MachineLimits found = measure_limits(select_kernels(instruction_set).name, threads, seconds, model_bytes);
-    return {{"int8_macs_per_s", found.int8_macs_per_s},
-            {"grouped_int8_macs_per_s", found.grouped_int8_macs_per_s},
-            {"read_bytes_per_s", found.read_bytes_per_s},
-            {"model_read_bytes_per_s", found.model_read_bytes_per_s}};
-}
-
 }  // namespace
 }  // namespace cllm
 
@@ -366,8 +357,6 @@ NB_MODULE(_native, m) {
     m.def("end_on_bus_error", &end_on_bus_error, "line"_a, "exit_code"_a);
     m.def("pack_roundtrip", &pack_roundtrip, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a);
     m.def("product", &product, "instruction_set"_a, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a, "inputs"_a);
-    m.def("measure_limits", &limits, "instruction_set"_a, "threads"_a, "seconds"_a, "model_bytes"_a);
-    m.def("measure_copy", &measure_copy, "threads"_a, "seconds"_a, "bytes"_a, no_gil);
     nb::class_<RowSampler>(m, "RowSampler")
         .def(
             "__init__",

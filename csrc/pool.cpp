@@ -60,15 +60,15 @@ int current_core() {
 
 }  // namespace
 
-ThreadPool::ThreadPool() : pauses_per_us_(measure_pauses()), seats_(new Seat[kMostThreads]) {}
+ThreadPool::ThreadPool() : pauses_per_us_(measure_pauses()), states_(new ThreadState[kMostThreads]) {}
 
 ThreadPool::~ThreadPool() {
     closing_.store(true);
     const uint64_t last = phase_.load() + 1;
     jobs_[last & 1].count.store(0);
     phase_.store(last);
-    phases_.ring(INT_MAX);
-    larger_.ring(INT_MAX);
+    phases_.notify(INT_MAX);
+    larger_.notify(INT_MAX);
     for (auto& worker : workers_) worker.join();
 }
 
@@ -84,12 +84,12 @@ void ThreadPool::grow(int threads) {
 }
 
 void ThreadPool::begin_turn(int threads) {
-    turns_.take();
+    turn_.lock();
     const int before = team_.exchange(threads);
-    if (before < threads && larger_.anybody()) larger_.ring(INT_MAX);
+    if (before < threads && larger_.has_waiters()) larger_.notify(INT_MAX);
 }
 
-void ThreadPool::end_turn() { turns_.pass_on(); }
+void ThreadPool::end_turn() { turn_.unlock(); }
 
 void ThreadPool::run_phase(Entry entry, const void* context, int64_t count, int64_t grain, int shares) {
     if (count <= 0) return;
@@ -105,22 +105,22 @@ void ThreadPool::run_phase(Entry entry, const void* context, int64_t count, int6
     const auto over = [&] { return all_done(phase, count); };
     int64_t done = work_on(phase, 0, 0, 0);
     const auto lend_a_hand = [&] { done += help(phase, 0, done); };
-    while (!wait(0, over, lend_a_hand)) finished_.sleep(over);
+    while (!wait(0, over, lend_a_hand)) finished_.wait(over);
 }
 
 void ThreadPool::publish(uint64_t phase) {
     phase_.store(phase);
-    if (!phases_.anybody()) return;
+    if (!phases_.has_waiters()) return;
     const auto now = std::chrono::steady_clock::now();
     if (now - rung_ < std::chrono::microseconds(kRingEvery)) return;
     rung_ = now;
-    phases_.ring(2);  // who wakes rings for two more
+    phases_.notify(2);  // each that wakes wakes two more
 }
 
 bool ThreadPool::all_done(uint64_t phase, int64_t count) const {
     const int team = team_.load(std::memory_order_relaxed);
     for (int thread = 0; thread < team; ++thread) {
-        const uint64_t done = seats_[size_t(thread)].done.load();
+        const uint64_t done = states_[size_t(thread)].done.load();
         if (is_of(done, phase)) count -= items_of(done);
     }
     return count == 0;
@@ -137,7 +137,7 @@ bool ThreadPool::claim(uint64_t phase, int share, int thread, Range& range) {
     const int64_t count = job.count.load(), grain = job.grain.load(), shares = job.shares.load();
     share %= int(shares);
     const int64_t begin = count * share / shares, end = count * (share + 1) / shares;
-    std::atomic<uint64_t>& taken = seats_[size_t(share)].taken;
+    std::atomic<uint64_t>& taken = states_[size_t(share)].taken;
     uint64_t seen = taken.load();
     do {
         range.first = is_of(seen, phase) ? items_of(seen) : begin;
@@ -154,7 +154,7 @@ bool ThreadPool::claim(uint64_t phase, int share, int thread, Range& range) {
 int64_t ThreadPool::work_on(uint64_t phase, int share, int thread, int64_t done_before) {
     int64_t done = 0;
     Range range;
-    std::atomic<int>& busy_on = seats_[size_t(thread)].busy_on;
+    std::atomic<int>& busy_on = states_[size_t(thread)].busy_on;
     while (claim(phase, share, thread, range)) {
         if (done == 0) busy_on.store(current_core(), std::memory_order_relaxed);
         const Job& job = jobs_[phase & 1];
@@ -168,8 +168,8 @@ int64_t ThreadPool::work_on(uint64_t phase, int share, int thread, int64_t done_
 }
 
 void ThreadPool::report(uint64_t phase, int thread, int64_t done) {
-    seats_[size_t(thread)].done.store(word(phase, done));
-    if (finished_.anybody()) finished_.ring(1);
+    states_[size_t(thread)].done.store(word(phase, done));
+    if (finished_.has_waiters()) finished_.notify(1);
 }
 
 int64_t ThreadPool::help(uint64_t phase, int thread, int64_t done_before) {
@@ -193,7 +193,7 @@ bool ThreadPool::spin(int us, const Over& over) const {
 bool ThreadPool::in_the_way(int thread) const {
     const int core = current_core(), team = team_.load(std::memory_order_relaxed);
     for (int other = 0; core >= 0 && other < team; ++other)
-        if (other != thread && seats_[size_t(other)].busy_on.load(std::memory_order_relaxed) == core) return true;
+        if (other != thread && states_[size_t(other)].busy_on.load(std::memory_order_relaxed) == core) return true;
     return false;
 }
 
@@ -225,7 +225,7 @@ void ThreadPool::serve(int thread) {
     const auto lend_a_hand = [&] { done += help(phase, thread, done); };
     while (!closing_.load()) {
         if (!called()) {
-            larger_.sleep(called);
+            larger_.wait(called);
             continue;
         }
         if (over()) {
@@ -233,8 +233,8 @@ void ThreadPool::serve(int thread) {
             done = work_on(phase, thread, thread, 0);
         }
         if (wait(thread, over, lend_a_hand)) continue;
-        phases_.sleep(over);
-        if (phases_.anybody()) phases_.ring(2);
+        phases_.wait(over);
+        if (phases_.has_waiters()) phases_.notify(2);
     }
 }
 

@@ -23,8 +23,8 @@
 #include <thread>
 #include <vector>
 
-#include "sleep.h"
-#include "turns.h"
+#include "event_count.h"
+#include "fair_lock.h"
 
 namespace cllm {
 
@@ -59,7 +59,7 @@ private:
         std::atomic<int> shares{1};
     };
     // Both words hold the number of a phase and a number of items.
-    struct Seat {
+    struct ThreadState {
         alignas(64) std::atomic<uint64_t> taken{0};  // of this share, as a position among all items
         alignas(64) std::atomic<uint64_t> done{0};   // by this thread
         alignas(64) std::atomic<int> busy_on{-1};    // the core on which this thread was when it began to work
@@ -82,16 +82,16 @@ private:
     bool in_the_way(int thread) const;
 
     const int pauses_per_us_;
-    std::unique_ptr<Seat[]> seats_;
+    std::unique_ptr<ThreadState[]> states_;
     std::vector<std::thread> workers_;
-    Turns turns_;
+    FairLock turn_;
     Job jobs_[2];  // of even and of odd phases
     alignas(64) std::atomic<uint64_t> phase_{0};
     std::atomic<int> team_{0};  // so many threads work in this turn; changes between phases alone
     std::atomic<bool> closing_{false};
-    alignas(64) Bell phases_;    // workers sleep until the next one
-    alignas(64) Bell finished_;  // the owner sleeps until somebody has done more
-    alignas(64) Bell larger_;    // workers that are not in the team sleep until there is a larger one
+    alignas(64) EventCount phases_;    // workers sleep until the next one
+    alignas(64) EventCount finished_;  // the owner sleeps until somebody has done more
+    alignas(64) EventCount larger_;    // workers that are not in the team sleep until there is a larger one
     std::chrono::steady_clock::time_point rung_{};
 };
 

@@ -2,7 +2,7 @@
 
     python scripts/client_table.py [--check]
 
-With --check nothing is changed, and the exit code is 1 if the table is out of date.
+With --check nothing is written, and the exit code is 1 if the table is out of date.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from markers import keep_in_step
+from page_table import update_page
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "clients.md"
@@ -38,9 +38,9 @@ def rows_of(file: Path) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
             feature = ast.get_docstring(node)
             if not feature:
-                raise SystemExit(f"{file.name}::{node.name} has no docstring to name its feature")
+                raise SystemExit(f"{file.name}::{node.name} needs a docstring that names the feature")
             yield f"| {client} | {feature} | yes: `clients/{file.name}::{node.name}` |\n"
 
 
 if __name__ == "__main__":
-    raise SystemExit(keep_in_step(PAGE, BEGIN, END, table(), __doc__))
+    raise SystemExit(update_page(PAGE, BEGIN, END, table(), __doc__))

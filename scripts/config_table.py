@@ -1,8 +1,8 @@
-"""Write the table of all settings into README.md, between its two markers, from the settings' own descriptions.
+"""Write the table of docs/settings.md, between its two markers, from the settings' own descriptions.
 
     python scripts/config_table.py [--check]
 
-With --check nothing is changed, and the exit code is 1 if the table is out of date.
+With --check nothing is written, and the exit code is 1 if the table is out of date.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from markers import keep_in_step
+from page_table import update_page
 from pydantic.fields import FieldInfo
 
+from cllm.config.errors import as_yaml
 from cllm.config.keys import KEYS
-from cllm.config.problems import as_written
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 BEGIN = "<!-- settings: written by scripts/config_table.py -->"
 END = "<!-- end of settings -->"
 
 
 def table() -> str:
-    rows = [f"| `{key}` | `{as_written(field.default)}` | {_meaning(field)} |" for key, field in KEYS.items()]
+    rows = [f"| `{key}` | `{as_yaml(field.default)}` | {_meaning(field)} |" for key, field in KEYS.items()]
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows, ""])
 
 
@@ -34,4 +34,4 @@ def _meaning(field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(keep_in_step(README, BEGIN, END, table(), __doc__))
+    raise SystemExit(update_page(PAGE, BEGIN, END, table(), __doc__))

@@ -1,12 +1,12 @@
 """Install into the environment of the Python that runs this.
 
-    python scripts/install.py                    cLLM itself, with its native engine
-    python scripts/install.py test               what these extras of it need; cLLM is there already
-    python scripts/install.py llama-cpp          llama.cpp compiled for this processor, instead of the wheel's
-    python scripts/install.py browser            Chromium for the tests of the page, if apt may install it
+    python scripts/install.py                    cLLM, with its native engine
+    python scripts/install.py test hf            the requirements of these extras; cLLM must be installed
+    python scripts/install.py llama-cpp          llama.cpp compiled for this CPU, instead of the wheel
+    python scripts/install.py browser            Chromium for browser tests, with apt
 
-The first and the third compile for a while. This says so before it starts and shows a line of progress while it runs,
-from the compiler's own "[12/193]" counts. Only the standard library is used: nothing is installed yet when this runs.
+The first and the third compile for a while, and show their progress from the compiler's "[12/193]" lines. Only the
+standard library is used, since nothing is installed yet.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ BROWSER_PACKAGES = ("chromium", "chromium-driver")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("extras", nargs="*", metavar="EXTRA", help=f"extras of pyproject.toml, and {BROWSER}")
+    parser.add_argument("extras", nargs="*", metavar="EXTRA", help=f"extras of pyproject.toml, or {BROWSER}")
     extras: list[str] = parser.parse_args().extras
     return install_extras(extras) if extras else install_package()
 
 
 def install_package() -> int:
-    print("cLLM: installing cLLM. Compiling its native engine takes about two minutes on two cores.", flush=True)
-    # Verbose, because pip hides the compiler's counts otherwise.
+    print("cLLM: installing cLLM; compiling its native engine takes about two minutes on two cores", flush=True)
+    # Verbose, because pip hides the compiler's progress otherwise.
     return pip("install", "--verbose", "--editable", str(ROOT), what="compiling and installing cLLM")
 
 
 def install_extras(extras: list[str]) -> int:
-    """Their requirements alone: installing cLLM with them would compile its engine once more."""
+    """Install only their requirements: installing cLLM again would compile its engine again."""
     for extra in extras:
         if extra == BROWSER:
             install_browser()
             continue
         arguments = ["install", "--quiet"]
-        what = f"installing what {extra} needs"
+        what = f"installing the requirements of {extra}"
         if extra == LLAMA_CPP:
             if importlib.util.find_spec("llama_cpp") is not None:
                 continue
             print(
-                "cLLM: compiling llama.cpp for this processor. It takes about ten minutes on two cores, once.",
+                "cLLM: compiling llama.cpp for this CPU, once; this takes about ten minutes on two cores",
                 flush=True,
             )
             arguments, what = ["install", "--verbose"], "compiling llama.cpp"
@@ -67,7 +67,7 @@ def install_extras(extras: list[str]) -> int:
 
 
 def requirements(extra: str) -> list[str]:
-    """What the installed cLLM declares for an extra, as pip takes it."""
+    """The requirements of an extra of the installed cLLM, in pip's format."""
     declared = [line.partition(";") for line in importlib.metadata.requires("cllm") or []]
     return [
         requirement.strip() for requirement, _, marker in declared if re.search(rf"extra == ['\"]{extra}['\"]", marker)
@@ -75,21 +75,21 @@ def requirements(extra: str) -> list[str]:
 
 
 def install_browser() -> None:
-    """With apt, where it is and may be used. Without a browser its tests are skipped; all others run."""
+    """Install Chromium with apt if possible. Without it, only the browser tests are skipped."""
     if all(map(shutil.which, BROWSER_PROGRAMS)):
         return
     if (apt := apt_command()) is None:
-        print(f"cLLM: tests of the page in a browser are skipped: it needs {' and '.join(BROWSER_PACKAGES)}")
+        print(f"cLLM: browser tests will be skipped: install {' and '.join(BROWSER_PACKAGES)} to run them")
         return
     quiet = ("--yes", "--quiet", "--no-install-recommends")
     for arguments in (("update", "--quiet"), ("install", *quiet, *BROWSER_PACKAGES)):
-        if run([*apt, *arguments], what=f"installing Chromium for tests: apt-get {arguments[0]}"):
-            print("cLLM: without Chromium, tests of the page in a browser are skipped")
+        if run([*apt, *arguments], what=f"installing Chromium for tests (apt-get {arguments[0]})"):
+            print("cLLM: no Chromium: browser tests will be skipped")
             return
 
 
 def apt_command() -> list[str] | None:
-    """apt-get as root, if we are or may be without a password."""
+    """apt-get as root, if this user is root or has passwordless sudo."""
     if shutil.which("apt-get") is None:
         return None
     command = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get"]
@@ -105,7 +105,7 @@ def pip(*arguments: str, what: str) -> int:
 
 
 def run(command: list[str], what: str) -> int:
-    """Run a program; show progress on one line, and its last output only if it fails."""
+    """Run a program; show its progress on one line, and its last output if it fails."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     assert process.stdout is not None
     kept: deque[str] = deque(maxlen=LINES_KEPT)
@@ -117,12 +117,12 @@ def run(command: list[str], what: str) -> int:
     progress.end(code == 0)
     if code:
         sys.stderr.writelines(kept)
-        print(f"cLLM: {what} failed; see its last lines above", file=sys.stderr)
+        print(f"cLLM: {what} failed; see the output above", file=sys.stderr)
     return code
 
 
 class ProgressLine:
-    """A line that is rewritten on a terminal, and repeated every half minute where it cannot be."""
+    """A progress line: updated in place on a terminal, repeated every half minute elsewhere."""
 
     def __init__(self, what: str) -> None:
         self._what = what

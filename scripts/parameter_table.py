@@ -2,7 +2,7 @@
 
     python scripts/parameter_table.py [--check]
 
-With --check nothing is changed, and the exit code is 1 if the tables are out of date.
+With --check nothing is written, and the exit code is 1 if the tables are out of date.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from markers import keep_in_step
+from page_table import update_page
 
 from cllm.server.openapi import OF_SEVERAL, REQUESTS
-from cllm.server.validation import RequestModel
+from cllm.server.schema.validation import RequestModel
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "parameters.md"
 BEGIN = "<!-- parameters: written by scripts/parameter_table.py -->"
@@ -62,4 +62,4 @@ def inner_models(annotation: Any, in_list: bool = False) -> Iterator[tuple[type[
 
 
 if __name__ == "__main__":
-    raise SystemExit(keep_in_step(PAGE, BEGIN, END, table(), __doc__))
+    raise SystemExit(update_page(PAGE, BEGIN, END, table(), __doc__))

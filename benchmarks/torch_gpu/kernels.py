@@ -17,7 +17,7 @@ from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.device import choose_operations
 from cllm.backends.torch.linear import quantise_rows
 from cllm.backends.torch.operations import Operations, PlainOperations
-from cllm.backends.torch.sharing import SharedPrefixes, find_shared
+from cllm.backends.torch.shared_prefixes import SharedPrefixes, find_shared
 from cllm.kv.ops import BlockGeometry
 
 from .work import Keep, Measures, Place

@@ -117,7 +117,7 @@ async def _round(clients: list[Process]) -> Measures:
 
 
 def serve(settings: str, device: str) -> int:
-    from cllm.cli.serving import run_server
+    from cllm.cli.http_server import run_server
     from cllm.config import load_config
 
     from .models import use_random_weights

@@ -1,4 +1,4 @@
-"""cLLM: an LLM inference server whose KV cache is managed well.
+"""cLLM: an LLM inference server built around its KV cache.
 
 `from cllm import LLM, SamplingParams`
 """
@@ -24,7 +24,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Heavy modules are imported when they are first used, so that `cllm --help` answers at once."""
+    """Imports heavy modules on first use, so that `cllm --help` is fast."""
     if name not in _HOMES:
         raise AttributeError(f"module 'cllm' has no attribute {name!r}")
     from importlib import import_module

@@ -1,7 +1,7 @@
-"""Every error cLLM raises on purpose.
+"""The errors that cLLM raises on purpose.
 
-Each one carries a message for the person who can act on it: what was wrong, with which value, and what to do.
-The HTTP layer maps classes to status codes, the command line prints the message on one line.
+Each message is for the person who can act on it: what is wrong, with which value, and what to do. The HTTP layer maps
+classes to status codes; the command line prints the message on one line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class CLLMError(Exception):
-    """Base of all errors that are meant to be read by a user."""
+    """The base class: errors meant for users."""
 
 
 class ConfigError(CLLMError):
@@ -20,15 +20,14 @@ class ConfigError(CLLMError):
 
 
 class ModelError(CLLMError):
-    """The model file is missing, damaged or of a kind that cannot be run. One line, whatever values it quotes."""
+    """The model is missing, damaged or not supported. The message is one line, whatever values it quotes."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", message))
 
 
 class InvalidRequestError(CLLMError):
-    """A request that can never succeed as it is. `param` names the offending field, `code` the kind of error where
-    programs look for it."""
+    """A request that can never succeed. `param`: the invalid parameter; `code`: an error code for programs."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -53,11 +52,11 @@ class RequestCancelledError(CLLMError):
 
 
 class ShuttingDownError(CLLMError):
-    """The server no longer takes requests, or stopped before this one was done."""
+    """The server is shutting down: it accepts no requests, or stopped before this one was done."""
 
 
 class ModelUnavailableError(CLLMError):
-    """One of several models cannot be used now. Clients are told `public`, and may try again after `retry_after_s`."""
+    """A model cannot be used now. Clients see `public`, and may try again after `retry_after_s`."""
 
     def __init__(self, message: str, retry_after_s: float = 5.0, public: str | None = None) -> None:
         super().__init__(message)
@@ -70,10 +69,7 @@ class ModelBusyError(CLLMError):
 
 
 class BackendError(CLLMError):
-    """The backend failed on this request.
-
-    `fatal` says that the backend's whole context is suspect and has to be rebuilt.
-    """
+    """The backend failed on this request. `fatal`: its whole context is suspect and must be rebuilt."""
 
     def __init__(self, message: str, *, fatal: bool = False) -> None:
         super().__init__(message)
@@ -81,11 +77,11 @@ class BackendError(CLLMError):
 
 
 class UnsupportedOperationError(BackendError):
-    """The backend, or the way its memory is laid out, cannot do this at all."""
+    """The backend, or its memory layout, does not support this operation."""
 
 
 class StructureError(BackendError):
-    """An answer cannot go on within the limits of its structure."""
+    """The answer cannot continue within its structure (schema or grammar)."""
 
 
 class StepAbortedError(BackendError):
@@ -93,6 +89,6 @@ class StepAbortedError(BackendError):
 
 
 def describe(error: BaseException) -> str:
-    """An unexpected exception in a message: its kind too, since its own text often says nothing without."""
+    """An unexpected exception as a message, with its class, since its text alone often says little."""
     kind = type(error).__name__
     return f"internal error: {kind}: {error}" if str(error) else f"internal error: {kind}"

@@ -1,4 +1,4 @@
-"""One submitted prompt, from the caller's side: an async iterator over pieces of text."""
+"""One submitted prompt, from the caller's side: deltas of text as they come, or whole completions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cllm.backends.base import PromptScores
+from cllm.dialect.deltas import ChatDelta, Delta, ReasoningDelta, ToolCallStart
+from cllm.dialect.reader import AnswerReader
 from cllm.engine.reading import Embedding
 from cllm.engine.request import FinishReason, Output, Request
 from cllm.engine.sampling import TokenLogprob
 from cllm.errors import RequestCancelledError
-from cllm.text.stream import TextStream
+from cllm.text.detokenizer import Detokenizer
 from cllm.text.tokenizer import Tokenizer
 
 MOST_TOKENS = 64
@@ -22,24 +24,66 @@ MOST_TOKENS = 64
 
 
 @dataclass(slots=True)
-class Delta:
-    """A piece of one answer: the text that became certain and the tokens it came from."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] | None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-
-@dataclass(slots=True)
 class Timings:
-    """Seconds, as the caller sees them; filled in as the generation goes on."""
+    """Seconds since the prompt was submitted, updated with every token."""
 
     ttft_s: float = 0.0
     decode_s: float = 0.0
     total_s: float = 0.0
+
+
+@dataclass(slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str
+    """The text of a JSON object."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """One whole answer: `add` its deltas as they come. What they do not say, such as `token_ids` and the prompt's cost,
+    is filled in by `Generation.collect`."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    """Empty until the answer has ended."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    """None if the request did not ask for them."""
+    timings: Timings = field(default_factory=Timings)
+    prompt_logprobs: PromptScores | None = None
+    """Of the prompt's tokens, from the second one on, with `SamplingParams.prompt_logprobs`."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """All complete if the finish_reason is tool_calls; otherwise the last one is cut off."""
+    reasoning: str = ""
+    """Left in `text` by `LLM.generate`, and by `LLM.chat` without tools."""
+    stop_reason: str | int | None = None
+    completion_tokens: int = 0
+    """Of all answers to the prompt."""
+
+    def add(self, delta: ChatDelta) -> None:
+        if delta.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
+        if isinstance(delta, Delta):
+            if delta.text:
+                # A local variable that alone refers to the text grows in place; `self.text +=` copies all of it.
+                text, self.text = self.text, ""
+                text += delta.text
+                self.text = text
+            if delta.finish_reason is not None:
+                self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        elif isinstance(delta, ReasoningDelta):
+            text, self.reasoning = self.reasoning, ""
+            text += delta.text
+            self.reasoning = text
+        elif isinstance(delta, ToolCallStart):
+            self.tool_calls.append(ToolCall(delta.id, delta.name, ""))
+        else:
+            self.tool_calls[delta.number].arguments += delta.text
 
 
 class Canceller(Protocol):
@@ -47,17 +91,17 @@ class Canceller(Protocol):
 
 
 @dataclass(slots=True)
-class _Answer:
-    """What is known of one answer and not passed on yet."""
+class _Pending:
+    """Tokens of one answer that are not part of a delta yet."""
 
-    stream: TextStream
+    stream: Detokenizer
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     done: bool = False
 
 
 class Generation:
-    """Iterate for `Delta`s, or `listen` and `drain`. `aclose` (or leaving `async with`) cancels whatever still runs.
+    """Iterate over its deltas, or `collect` them. `aclose` (or leaving `async with`) cancels what still runs.
 
     Everything happens on the event loop of the thread that submitted it.
     """
@@ -72,22 +116,22 @@ class Generation:
         """`shown`: special tokens that are part of the text."""
         params = request.params
         self.request = request
-        """What the engine works on."""
         self.request_id = request.id
         self.prompt_ids: Sequence[int] = request.prompt
         self.completion_tokens = 0
         self.timings = Timings()
         self.prompt_scores: PromptScores | None = None
-        """Of all tokens of the prompt but the first, if asked for; there before the first delta."""
+        """Of all tokens of the prompt but the first, if asked for; known before the first delta."""
         self.embedding: Embedding | None = None
         self._params = params
         self._cancel = cancel
-        self._answers = [_Answer(TextStream(tokenizer, params.stop, shown=shown)) for _ in range(params.n)]
+        self._answers = [_Pending(Detokenizer(tokenizer, params.stop, shown=shown)) for _ in range(params.n)]
         self._unfinished = params.n
-        self._ready: deque[Delta] = deque()
+        self._deltas: deque[Delta] = deque()
+        self._first_index = 0
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._on_news: Callable[[], None] | None = None
+        self._notify: Callable[[Generation], None] | None = None
         self._started = time.monotonic()
 
     # -- the caller --------------------------------------------------------------------------------------------
@@ -96,26 +140,47 @@ class Generation:
         return self
 
     async def __anext__(self) -> Delta:
-        while not self._ready:
+        while not self._deltas:
             if self._error is not None:
                 raise self._error
             if self._unfinished == 0:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self._ready.popleft()
+        return self._deltas.popleft()
 
-    def listen(self, on_news: Callable[[], None]) -> None:
-        """Have `on_news` called whenever there is something to drain, now or later: for who reads many at once."""
-        self._on_news = on_news
-        if self._ready or self.done:
-            on_news()
+    async def collect(
+        self, reader: AnswerReader | None = None, on_delta: Callable[[ChatDelta], object] | None = None
+    ) -> list[Completion]:
+        """Wait for the end of all answers. `reader` finds reasoning and tool calls in the text of the only answer;
+        `on_delta` is called with every delta as it comes."""
+        with_logprobs = self._params.logprobs is not None
+        completions = [Completion(logprobs=[] if with_logprobs else None) for _ in range(self._params.n)]
+        async with self:
+            async for delta in self:
+                completions[delta.index].token_ids += delta.token_ids
+                for each in (delta,) if reader is None else reader.read(delta):
+                    completions[each.index].add(each)
+                    if on_delta is not None:
+                        on_delta(each)
+                if reader is not None and reader.ended:
+                    self.stop(delta.index)
+        for completion in completions:
+            completion.prompt_tokens, completion.cached_tokens = len(self.prompt_ids), self.cached_tokens
+            completion.completion_tokens, completion.timings = self.completion_tokens, self.timings
+            completion.prompt_logprobs = self.prompt_scores
+        return completions
 
-    def drain(self) -> list[Delta]:
-        """What has come since the last time. Once it is `done`, there is no more."""
-        deltas = list(self._ready)
-        self._ready.clear()
-        return deltas
+    def forward(self, queue: deque[Delta], notify: Callable[[Generation], None], first_index: int = 0) -> None:
+        """From now on put deltas into `queue`, numbered from `first_index`, and call `notify` after each and at the
+        end. For readers of many generations."""
+        for delta in self._deltas:
+            delta.index += first_index
+            queue.append(delta)
+        has_news = bool(self._deltas) or self.done
+        self._deltas, self._first_index, self._notify = queue, first_index, notify
+        if has_news:
+            notify(self)
 
     @property
     def done(self) -> bool:
@@ -123,11 +188,11 @@ class Generation:
 
     @property
     def error(self) -> Exception | None:
-        """What it ended with, if that is no answer."""
+        """Why it failed, if it did."""
         return self._error
 
     def stop(self, index: int) -> None:
-        """Let one answer end here; nothing more of it comes."""
+        """End one answer here; no more of its deltas come."""
         answer = self._answers[index]
         if answer.done or self._error is not None:
             return
@@ -139,19 +204,19 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompt, found in the cache."""
+        """Prompt tokens found in the cache."""
         return self.request.cached_tokens
 
     @property
     def computed_tokens(self) -> int:
-        """Of the prompt, so far, those from the cache included."""
+        """Prompt tokens that are computed so far, cached ones included."""
         return self.request.computed
 
     async def aclose(self) -> None:
         if not self.done:
             self._cancel(self.request_id)
             self.fail(RequestCancelledError(f"request {self.request_id} was cancelled"))
-        self._on_news = None  # whoever listened holds this one: without the collector neither would go
+        self._notify = None  # it refers back to here: the garbage collector would have to break the cycle
 
     async def __aenter__(self) -> Generation:
         return self
@@ -191,13 +256,13 @@ class Generation:
             self._error = error
             self._wake()
 
-    def _take_token(self, answer: _Answer, output: Output) -> str:
+    def _take_token(self, answer: _Pending, output: Output) -> str:
         """Count a token and turn it into text. A token that ends the answer is counted but is not part of it."""
         if output.token_id is None:
             return ""
         self.completion_tokens += 1
         if output.stop_token is not None:
-            # Who scores a prompt together with the token behind it counts on that one being there, whatever it is.
+            # Clients that score a prompt together with the token after it rely on that one being there, whatever it is.
             if output.logprob is not None and self._params.prompt_logprobs is not None:
                 answer.logprobs.append(output.logprob)
             return ""
@@ -206,21 +271,21 @@ class Generation:
             answer.logprobs.append(output.logprob)
         return answer.stream.push(output.token_id)
 
-    def _finish(self, answer: _Answer, output: Output, text: str, reason: str, stop: str | int | None) -> None:
+    def _finish(self, answer: _Pending, output: Output, text: str, reason: str, stop: str | int | None) -> None:
         answer.done = True
         self._unfinished -= 1
         self._pass_on(answer, output.answer, text, reason, stop)
 
     def _pass_on(
-        self, answer: _Answer, index: int, text: str, reason: str | None = None, stop: str | int | None = None
+        self, answer: _Pending, index: int, text: str, reason: str | None = None, stop: str | int | None = None
     ) -> None:
         logprobs = answer.logprobs if self._params.logprobs is not None else None
-        self._ready.append(Delta(index, text, answer.token_ids, logprobs, reason, stop))
+        self._deltas.append(Delta(self._first_index + index, text, answer.token_ids, logprobs, reason, stop))
         answer.token_ids, answer.logprobs = [], []
         self._wake()
 
     def _stop_reason(self, output: Output) -> int | None:
-        """The stop token the caller asked for; the model's own end of text needs no naming."""
+        """The stop token the caller asked for, not the model's own end of text."""
         return output.stop_token if output.stop_token in self._params.stop_token_ids else None
 
     def _note_time(self, now: float) -> None:
@@ -232,7 +297,7 @@ class Generation:
         timings.total_s = elapsed
 
     def _wake(self) -> None:
-        if self._on_news is not None:
-            self._on_news()
+        if self._notify is not None:
+            self._notify(self)
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

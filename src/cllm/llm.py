@@ -1,8 +1,10 @@
-"""The asynchronous face of a loaded model, which the server and everything else stand on."""
+"""`AsyncLLM`: a loaded model on the event loop. The server, the command line and `LLM` are built on it."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import secrets
 import sys
 import time
@@ -11,110 +13,102 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cllm.assemble import Parts, assemble
 from cllm.config import Config
-from cllm.dialect.dialect import dialect_of
-from cllm.embedding import EMBEDDING
 from cllm.engine.loop import Engine
 from cllm.engine.observer import Observers
 from cllm.engine.params import SamplingParams
-from cllm.engine.reading import Reading
+from cllm.engine.reading import PromptScoring, Reading
 from cllm.engine.request import FinishReason, Output, Request, build_request
-from cllm.engine.rows import RowSampler, fastest
-from cllm.engine.tenant import NOBODY, Tenant
-from cllm.engine.turns import Turn, Turns
+from cllm.engine.tenant import ANONYMOUS, Tenant
+from cllm.engine.time_sharing import TimeShare
 from cllm.errors import InvalidRequestError, RequestCancelledError, ShuttingDownError
 from cllm.generation import Generation
 from cllm.kv.events import Listener
 from cllm.kv.manager import KVManager
 from cllm.kv.pins import LostPin, PinMark
-from cllm.loaded import LoadedModel
-from cllm.opening import Place
-from cllm.still_open import STILL_OPEN
+from cllm.loading.embedder import EMBEDDING
+from cllm.loading.loaded_model import LoadedModel
+from cllm.loading.open_model import ModelShare
+from cllm.loading.parts import ModelParts, load_model
 from cllm.structured.matcher import Grammar
 from cllm.structured.structure import Structure
-from cllm.text.bounded import TokenLimit, checked_ids
-from cllm.text.chat import PLAIN, PromptOptions
-from cllm.text.volatile import VolatileHeads
-from cllm.windows import Windows
+from cllm.text.chat_template import PLAIN, PromptOptions
+from cllm.text.token_limit import TokenLimit, validate_ids
+from cllm.text.volatile import VolatilePatterns
 
 GIL_SWITCH_S = 5e-4
-"""How long Python lets one thread hold the interpreter while another waits; the engine must not wait 5 ms a step."""
+"""How long one thread may hold the interpreter while another waits. Python's 5 ms would add up in every step."""
+
+_OPEN: set[AsyncLLM] = set()
+"""Models to close when the program ends."""
 
 
 class AsyncLLM(LoadedModel):
-    """A loaded model that takes prompts. `async with AsyncLLM(config) as llm:` loads and, at the end, frees it."""
+    """`async with AsyncLLM(config) as llm:` loads a model and frees it at the end; `submit` gives it work."""
 
     def __init__(
         self,
         config: Config,
         *,
+        share: ModelShare | None = None,
         before_mapping: Callable[[], None] | None = None,
-        place: Place | None = None,
-        turns: Turns | None = None,
     ) -> None:
-        """`before_mapping` is called, in a thread, before the model file is mapped, if it is. One of several models has
-        a `place` among them, and takes `turns` with them."""
+        """`share`: what one of several models gets of the process. `before_mapping` is called, in a thread, before the
+        model file is mapped, if it is."""
         super().__init__(config)
+        self._share = share
         self._before_mapping = before_mapping
-        self._place = place
-        self._turns = turns
         self.observers = Observers()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._live: dict[str, Generation] = {}
-        self.deaf = False
-        """Whether what the engine says is no longer passed on."""
-        self._rows: RowSampler | None = None
-        self._volatile = VolatileHeads(config.prompt.volatile_patterns)
-        self.pin_again: Callable[[AsyncLLM], Coroutine[Any, Any, None]] | None = None
-        """Computes anew what was pinned, when its memory was lost."""
+        self._muted = False
+        """Whether the engine's outputs are dropped: the program is ending."""
+        self._volatile = VolatilePatterns(config.prompt.volatile_patterns)
+        self.restore_pins: Callable[[AsyncLLM], Coroutine[Any, Any, None]] | None = None
+        """Called when pinned prefixes were lost with their memory, to compute them again."""
         self._pinning: asyncio.Task[None] | None = None
         self._pins_lost = False
-        """Whether some were lost that nobody has looked for since."""
+        """Whether some were lost since `restore_pins` was last called."""
 
-    # -- life --------------------------------------------------------------------------------------------------
+    # -- lifecycle ---------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         sys.setswitchinterval(GIL_SWITCH_S)
         self._loop = asyncio.get_running_loop()
-        self._rows = fastest(self.config.backend.native.instruction_set)
-        parts = await asyncio.to_thread(assemble, self.config, self._before_mapping, self._place)
-        # A backend that computes ahead has a device of its own to share.
-        turn = self._turns.join() if self._turns is not None and parts.backend.depth == 1 else None
+        parts = await asyncio.to_thread(load_model, self.config, self._share, self._before_mapping)
+        sharing = None if self._share is None else self._share.time_sharing
+        # A backend that computes ahead has a device of its own.
+        time_share = sharing.join() if sharing is not None and parts.backend.depth == 1 else None
         try:
-            self._windows = Windows(
-                self.config.kv.window, parts.scheduler.kv, parts.max_context, parts.backend.no_window
-            )
-            self._dialect = dialect_of(parts.chat_template, parts.tokenizer, self.config.chat)
-            engine = self._engine_of(parts, turn)
+            engine = self._build_engine(parts, time_share)
             engine.start()
         except BaseException:
-            if turn is not None:
-                turn.leave()
+            if time_share is not None:
+                time_share.leave()
             parts.close()
             raise
         self._parts, self._engine = parts, engine
-        STILL_OPEN.add(self)
+        _OPEN.add(self)
 
-    def _engine_of(self, parts: Parts, turn: Turn | None) -> Engine:
+    def _build_engine(self, parts: ModelParts, time_share: TimeShare | None) -> Engine:
         engine = Engine(
             parts.backend,
             parts.scheduler,
             self._deliver,
             max_queue=self.config.scheduler.max_queue,
             upkeep_share=self.config.kv.compaction_share,
-            turn=turn,
+            time_share=time_share,
         )
-        if self._place is not None and self._place.account is not None:
-            self._place.account.wake = engine.wake
-        # The same list, so that whoever adds an observer later is heard too.
+        if self._share is not None and self._share.account is not None:
+            self._share.account.wake = engine.wake
+        # The same list, so that observers may be added later.
         parts.scheduler.observers = self.observers
         parts.scheduler.kv.on_eviction = self.observers.evicted
         engine.on_rebuilt = lambda: self._on_rebuilt(parts.scheduler.kv)
         return engine
 
     async def shutdown(self, grace_s: float | None = None) -> None:
-        """Let running requests end within `grace_s`, refuse the rest, free everything. Safe to call again."""
+        """Let running requests finish within `grace_s`, refuse the rest, free everything. Safe to call again."""
         engine, parts = self._engine, self._parts
         if engine is None:
             return
@@ -122,27 +116,27 @@ class AsyncLLM(LoadedModel):
             self._pinning.cancel()
         if parts is not None:
             await asyncio.to_thread(engine.stop, self.config.server.shutdown_grace_s if grace_s is None else grace_s)
-        # The engine's last outputs are on their way through the loop; what has none by then is told directly.
+        # Let the loop deliver the engine's last outputs; requests that are still open after that fail here.
         await asyncio.sleep(0)
         for generation in list(self._live.values()):
-            generation.fail(ShuttingDownError("the server shut down before the request was done"))
+            generation.fail(ShuttingDownError("the server shut down before the request finished"))
         self._live.clear()
         if parts is not None:
             await asyncio.to_thread(parts.close)
         self._parts = None
-        STILL_OPEN.discard(self)
+        _OPEN.discard(self)
 
     def release(self) -> None:
-        """What of `shutdown(0)` needs no event loop: stop the engine and free its memory, in the calling thread.
+        """The part of `shutdown(0)` that needs no event loop: stop the engine and free its memory, in this thread.
 
-        At the end of the interpreter there is no other thread to do it in.
+        When the interpreter ends there is no other thread to do it in.
         """
         engine, parts = self._engine, self._parts
         if engine is not None and parts is not None:
             engine.stop(0)
             parts.close()
         self._parts = None
-        STILL_OPEN.discard(self)
+        _OPEN.discard(self)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -151,7 +145,7 @@ class AsyncLLM(LoadedModel):
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
-    # -- work --------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------
 
     def encode_chat(
         self,
@@ -160,7 +154,7 @@ class AsyncLLM(LoadedModel):
         options: PromptOptions = PLAIN,
         limit: TokenLimit | None = None,
     ) -> list[int]:
-        """The prompt for the next message, which may be as long as `limit` or requests with these parameters allow."""
+        """The prompt for the next message. `limit`: how long it may be, by default what `params` allow."""
         prepared, options = self.dialect.prepare(self._volatile.strip(messages), options)
         return self.chat_template.encode(self.tokenizer, prepared, limit or self.prompt_limit(params), options)
 
@@ -170,11 +164,11 @@ class AsyncLLM(LoadedModel):
         params: SamplingParams | None = None,
         options: PromptOptions = PLAIN,
     ) -> list[int]:
-        """What prompts begin with whose first messages are these."""
+        """What every prompt begins with whose first messages are these."""
         return self.encode_chat(messages, params, replace(options, asks=False, continues=False))
 
     async def compile(self, structure: Structure) -> Grammar:
-        """What `submit` takes for answers of that structure. Raises `InvalidRequestError` where it cannot be had."""
+        """The `grammar` that `submit` takes. Raises `InvalidRequestError` if the structure cannot be compiled."""
         return await self._loaded.compiler.compile(structure)
 
     def submit(
@@ -185,22 +179,22 @@ class AsyncLLM(LoadedModel):
         request_id: str | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
-        tenant: Tenant = NOBODY,
+        tenant: Tenant = ANONYMOUS,
         pins: Sequence[PinMark] = (),
         grammar: Grammar | None = None,
         shown: Mapping[int, bytes] | None = None,
     ) -> Generation:
-        """Queue a prompt; without `params`, with the model's defaults. Raises at once what can be known at once: see
-        `cllm.errors`.
+        """Queue a prompt, by default with the model's sampling parameters. Raises at once if the request cannot work
+        (see `cllm.errors`).
 
         `timeout_s` may shorten scheduler.request_timeout_s, never lengthen it. Prefixes are shared with requests whose
-        `tenant` has the same space. `pins` are what of the prompt is to stay in the cache; they say what came of it
-        when the generation has ended. `grammar` is what `compile` made of `params.structured`.
-        `shown` are special tokens that are part of the answer's text.
+        `tenant` has the same space. `pins` are the parts of the prompt to keep in the cache, and hold the outcome once
+        the generation has ended. `grammar` is `params.structured`, compiled. `shown` are special tokens that are part
+        of the answer's text.
         """
         params = (params or SamplingParams.with_model_defaults()).completed(self.sampling_defaults.values)
-        reading = self.reads.begin_answer(params)
-        return self._submit(prompt, params, reading, request_id, priority, timeout_s, tenant, pins, grammar, shown)
+        scoring = self._prompt_scoring(params)
+        return self._submit(prompt, params, scoring, request_id, priority, timeout_s, tenant, pins, grammar, shown)
 
     def submit_embedding(
         self,
@@ -209,11 +203,22 @@ class AsyncLLM(LoadedModel):
         request_id: str | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
-        tenant: Tenant = NOBODY,
+        tenant: Tenant = ANONYMOUS,
     ) -> Generation:
-        """Queue a text to be embedded: its `embedding` is there when the generation, which generates nothing, is done.
-        Raises as `submit` does."""
-        return self._submit(text, EMBEDDING, self.reads.begin(), request_id, priority, timeout_s, tenant)
+        """Queue a text to embed. The generation has no text, and an `embedding` once it is done. Raises as `submit`
+        does."""
+        return self._submit(text, EMBEDDING, self.embedder.pooling(), request_id, priority, timeout_s, tenant)
+
+    def _prompt_scoring(self, params: SamplingParams) -> PromptScoring | None:
+        """Raises `InvalidRequestError` if the model cannot generate, or not with prompt_logprobs."""
+        backend = self._loaded.backend
+        if backend.no_answers is not None:
+            raise InvalidRequestError(backend.no_answers, "model")
+        if params.prompt_logprobs is None:
+            return None
+        if backend.no_reading is not None:
+            raise InvalidRequestError(f"prompt_logprobs: {backend.no_reading}", "prompt_logprobs")
+        return PromptScoring(params.prompt_logprobs, backend.score_weight)
 
     def _submit(
         self,
@@ -230,13 +235,13 @@ class AsyncLLM(LoadedModel):
     ) -> Generation:
         engine, limit = self._running, self.prompt_limit(params)
         tokens = self._encode(prompt, limit) if isinstance(prompt, str) else prompt
-        ids = checked_ids(tokens, limit, self.shape.n_vocab)
+        ids = validate_ids(tokens, limit, self.shape.n_vocab)
         if grammar is None and params.structured is not None:
-            raise InvalidRequestError("give grammar=await compile(params.structured)", params.structured.param)
+            raise InvalidRequestError("pass grammar=await compile(params.structured)", params.structured.param)
         longest_s = self.config.scheduler.request_timeout_s
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         if request_id in self._live:
-            raise InvalidRequestError(f"a request with the id {request_id} is running already", "request_id")
+            raise InvalidRequestError(f"a request with the id {request_id} is already running", "request_id")
         request = build_request(
             request_id,
             ids,
@@ -249,7 +254,7 @@ class AsyncLLM(LoadedModel):
             max_context=self.max_context,
             vocab_size=self.shape.n_vocab,
             window=self._window_of(params),
-            rows=self._rows,
+            rows=self._loaded.row_sampler,
             tenant=tenant,
             pins=pins,
             constraint=None if grammar is None else grammar.start(),
@@ -265,11 +270,11 @@ class AsyncLLM(LoadedModel):
         return generation
 
     def requests(self) -> list[Request]:
-        """Those that wait or run."""
+        """All that are waiting or running."""
         return [generation.request for generation in self._live.values()]
 
     def end(self, request_id: str, why: str) -> bool:
-        """End a request with an error that says why. False: there is none of that id."""
+        """End a request with an error. False if there is none with that id."""
         generation = self._live.get(request_id)
         if generation is None:
             return False
@@ -278,19 +283,19 @@ class AsyncLLM(LoadedModel):
         return True
 
     async def unpin(self, name: str, space: bytes | None = None) -> bool:
-        """End a pin. False: there is none of that name (in that space)."""
+        """Remove a pin. False if there is none with that name (in that space)."""
         kv = self._loaded.scheduler.kv
-        return await asyncio.wrap_future(self._running.ask(lambda: kv.unpin(name, space)))
+        return await asyncio.wrap_future(self._running.call(lambda: kv.unpin(name, space)))
 
     async def lost_pins(self) -> list[LostPin]:
-        """Those that are to be computed again."""
-        return await asyncio.wrap_future(self._running.ask(self._loaded.scheduler.kv.lost_pins))
+        """Pins whose memory was lost and that have not been computed again."""
+        return await asyncio.wrap_future(self._running.call(self._loaded.scheduler.kv.lost_pins))
 
     async def listen(self) -> Listener | None:
-        """What comes into the cache of prefixes and leaves it, from now on. None: there is no such cache."""
-        return await asyncio.wrap_future(self._running.ask(self._loaded.scheduler.kv.listen))
+        """Subscribe to what enters and leaves the prefix cache. None if there is no such cache."""
+        return await asyncio.wrap_future(self._running.call(self._loaded.scheduler.kv.listen))
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------
 
     def _encode(self, prompt: str, limit: TokenLimit) -> list[int]:
         limit.check_text(self.tokenizer, prompt, "prompt")
@@ -305,25 +310,25 @@ class AsyncLLM(LoadedModel):
     def _deliver(self, outputs: list[Output]) -> None:
         """On the engine's thread: hand a step's outputs to the event loop, in one call."""
         assert self._loop is not None
-        if not self.deaf and not self._loop.is_closed():
+        if not self._muted and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._dispatch, outputs)
 
     def _on_rebuilt(self, kv: KVManager) -> None:
-        """On the engine's thread: what was pinned in the memory that is lost is computed again, behind all others."""
+        """On the engine's thread: have prefixes that were pinned in the lost memory computed again, at low priority."""
         assert self._loop is not None
-        if kv.lost_pins() and not self.deaf and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._pin_again)
+        if kv.lost_pins() and not self._muted and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._restore_pins)
 
-    def _pin_again(self) -> None:
+    def _restore_pins(self) -> None:
         self._pins_lost = True
-        if self.pin_again is not None and (self._pinning is None or self._pinning.done()):
-            self._pinning = asyncio.create_task(self._pin_lost(self.pin_again))
+        if self.restore_pins is not None and (self._pinning is None or self._pinning.done()):
+            self._pinning = asyncio.create_task(self._pin_lost(self.restore_pins))
 
-    async def _pin_lost(self, pin_again: Callable[[AsyncLLM], Coroutine[Any, Any, None]]) -> None:
-        """Once more if memory was lost meanwhile: the last look may have been before that."""
+    async def _pin_lost(self, restore_pins: Callable[[AsyncLLM], Coroutine[Any, Any, None]]) -> None:
+        """Again if more memory is lost meanwhile: `restore_pins` may have looked before that."""
         while self._pins_lost:
             self._pins_lost = False
-            await pin_again(self)
+            await restore_pins(self)
 
     def _dispatch(self, outputs: list[Output]) -> None:
         now = time.monotonic()
@@ -334,3 +339,17 @@ class AsyncLLM(LoadedModel):
             generation.take(output, now)
             if generation.done:
                 del self._live[output.request_id]
+
+
+@atexit.register
+def _release_all() -> None:
+    """Stop the engines' threads while Python can still run them: later they would be cut off wherever they are."""
+    for llm in list(_OPEN):
+        # Only daemon threads may still wait for outputs, and they end with the program: errors would be noise.
+        llm._muted = True
+        llm.release()
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked process has a copy of everything but the threads: there is nothing to stop.
+    os.register_at_fork(after_in_child=_OPEN.clear)

@@ -1,4 +1,4 @@
-"""The same engine without `await` and without HTTP: for scripts and notebooks."""
+"""`LLM`: the engine without `await` and without HTTP, for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,39 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cllm.asking import open_question
-from cllm.backends.base import PromptScores
 from cllm.config import load_config
-from cllm.dialect.answer import ChatAnswer, ToolCall
 from cllm.dialect.tools import Tool, read_tools
-from cllm.embedding import Embeddings, shortened
 from cllm.engine.params import SamplingParams
-from cllm.engine.sampling import TokenLogprob
 from cllm.errors import CLLMError, InvalidRequestError, ShuttingDownError
-from cllm.generation import Delta, Generation, Timings
+from cllm.generation import Completion
 from cllm.llm import AsyncLLM
 from cllm.structured.matcher import Grammar
+from cllm.tasks.chat import prepare_chat
+from cllm.tasks.embedding import EmbeddingJob, shortened
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
-
-
-@dataclass(slots=True)
-class Completion:
-    """One answer, whole."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    logprobs: list[TokenLogprob] | None
-    timings: Timings
-    prompt_logprobs: PromptScores | None = None
-    """Of the prompt's tokens, from the second one on, with `SamplingParams.prompt_logprobs`."""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    reasoning: str = ""
-    """Told apart from the text where tools were given."""
 
 
 class LLM:
@@ -85,9 +64,9 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Answers in the order of the prompts; with `params.n` > 1 the answers to one prompt stand together.
+        """Answers in the order of the prompts; with `params.n` > 1, all answers to a prompt in a row.
 
-        `SamplingParams()` means what it says, whatever the model; without `params` the model's own defaults hold.
+        Without `params`, the model's own sampling defaults are used; `SamplingParams()` overrides them.
         """
         many = _as_list(prompts)
         params = params or SamplingParams.with_model_defaults()
@@ -103,14 +82,16 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Completion:
-        """The assistant's next message. `tools` are in OpenAI's form; a message with calls has the finish_reason
-        `tool_calls`, and is followed by a message of the role `tool` for each of them."""
+        """The assistant's next message. `tools` are in OpenAI's format. If the answer's finish_reason is `tool_calls`,
+        continue with one message of role `tool` per call."""
         if tools:
             return self._wait(self._chat(messages, params or SamplingParams.with_model_defaults(), read_tools(tools)))
         return self.generate([self._llm.encode_chat(messages, params)], params, progress=False)[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Text as it comes. Leaving the loop early cancels the rest."""
+        """Yields text as it is generated. Leaving the loop early cancels the rest."""
+        if params is not None and params.n > 1:
+            raise InvalidRequestError(f"n is {params.n}; stream gives one answer, use generate for several", "n")
         pieces: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
         task = self._begin(self._pump(prompt, params, pieces))
         try:
@@ -122,11 +103,11 @@ class LLM:
             task.cancel()
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> NDArray[np.float32]:
-        """Each text as a row of length 1; `dimensions`: only so many of the first ones."""
+        """One normalised row per text, cut to the first `dimensions` if given."""
         return self._wait(self._embed_all(_as_list(texts), dimensions))
 
     def kv(self) -> dict[str, Any]:
-        """The cache as it is, as `GET /kv` shows it."""
+        """The state of the KV cache, as in `GET /kv`."""
         return self._llm.kv()
 
     def close(self) -> None:
@@ -144,7 +125,7 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         future = self._begin(work)
@@ -155,12 +136,12 @@ class LLM:
             raise
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """On the loop's thread, which must be there: nobody would ever answer otherwise."""
+        """Run it on the loop's thread. Raises if that is gone, since nothing would ever answer."""
         refusal: CLLMError | None = None
         if self._process != os.getpid():
             refusal = CLLMError(
-                f"this LLM belongs to process {self._process}, and its threads are not in this one, "
-                "which was forked from it; make an LLM in each process"
+                f"this LLM belongs to process {self._process}; a forked process does not have its threads; "
+                "make an LLM in each process"
             )
         elif self._loop.is_closed():
             refusal = ShuttingDownError("this LLM is closed")
@@ -172,7 +153,7 @@ class LLM:
     async def _generate_all(
         self, prompts: Sequence[Prompt], params: SamplingParams, done: Any
     ) -> list[list[Completion]]:
-        # As many as the queue takes at once; the rest are submitted as others finish.
+        # As many at once as the queue holds; the rest are submitted as others finish.
         limit = asyncio.Semaphore(self._llm.config.scheduler.max_queue)
 
         async def one(prompt: Prompt) -> list[Completion]:
@@ -191,57 +172,27 @@ class LLM:
     async def _chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, tools: Sequence[Tool]
     ) -> Completion:
-        question = await open_question(self._llm, messages, replace(params, n=1), tools)
-        (completion,) = await self._collect(question.submit(), question.params)
-        answer = ChatAnswer()
-        for piece in (*question.reader.push(completion.text), *question.reader.finish()):
-            answer.add(piece)
-        return replace(
-            completion,
-            text=answer.text,
-            tool_calls=answer.calls,
-            reasoning=answer.reasoning,
-            finish_reason=question.reader.finish_reason(completion.finish_reason),
-        )
+        turn = await prepare_chat(self._llm, messages, replace(params, n=1), tools)
+        (completion,) = await turn.submit().collect(turn.reader)
+        return completion
 
     async def _complete(self, prompt: Prompt, params: SamplingParams) -> list[Completion]:
-        return await self._collect(self._llm.submit(prompt, params, grammar=await self._compile(params)), params)
-
-    async def _collect(self, generation: Generation, params: SamplingParams) -> list[Completion]:
-        async with generation:
-            pieces: list[list[Delta]] = [[] for _ in range(params.n)]
-            async for delta in generation:
-                pieces[delta.index].append(delta)
-        return [
-            Completion(
-                text="".join(delta.text for delta in deltas),
-                token_ids=[token for delta in deltas for token in delta.token_ids],
-                finish_reason=deltas[-1].finish_reason or "",
-                prompt_tokens=len(generation.prompt_ids),
-                cached_tokens=generation.cached_tokens,
-                logprobs=None
-                if params.logprobs is None
-                else [logprob for delta in deltas for logprob in delta.logprobs or []],
-                timings=generation.timings,
-                prompt_logprobs=generation.prompt_scores,
-            )
-            for deltas in pieces
-        ]
+        return await self._llm.submit(prompt, params, grammar=await self._compile(params)).collect()
 
     async def _compile(self, params: SamplingParams | None) -> Grammar | None:
-        """Those of earlier prompts are kept: only the first one waits."""
+        """Compiled once: later prompts find it in the compiler's cache."""
         structure = None if params is None else params.structured
         return None if structure is None else await self._llm.compile(structure)
 
     async def _embed_all(self, texts: Sequence[Prompt], dimensions: int | None) -> NDArray[np.float32]:
-        if (reason := self._llm.reads.no_embeddings) is not None:
+        if (reason := self._llm.embedder.no_embeddings) is not None:
             raise InvalidRequestError(reason, "model")
         size = self._llm.shape.n_embd
         if dimensions is not None and not 1 <= dimensions <= size:
             raise InvalidRequestError(f"dimensions is {dimensions}; it must be 1 to {size}", "dimensions")
-        encode = self._llm.reads.encode_input
+        encode = self._llm.embedder.encode_text
         ids = [encode(text) if isinstance(text, str) else text for text in texts]
-        vectors = await Embeddings(self._llm, ids).compute()
+        vectors = await EmbeddingJob(self._llm, ids).compute()
         if not vectors:
             return np.empty((0, dimensions or size), np.float32)
         return np.stack([shortened(vector, dimensions) for vector in vectors])

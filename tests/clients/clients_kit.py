@@ -5,14 +5,8 @@ choices or short, so that they end; messages show the form where nothing else do
 
 from __future__ import annotations
 
-import os
-import re
 import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -20,13 +14,12 @@ from typing import Any, Literal
 import httpx
 from pydantic import BaseModel, ConfigDict
 
-from cllm.server.key_file import add_key
+from cllm.server.auth.key_file import add_key
+from server_process import LIMIT_S, serving
 
 MODEL = "smollm2"
 OPERATOR_KEY = "sk-for-tests"
 CONTEXT = 2048
-LIMIT_S = 60.0
-"""A guard against hanging, not a demand on speed."""
 
 QUESTION = "What is the capital of France? Answer in one word."
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -115,40 +108,15 @@ class ServedModel:
 @contextmanager
 def serve_model(keys: Path, *settings: str) -> Iterator[ServedModel]:
     limited_key = add_key(keys, "one-at-a-time", 1)
-    command = [sys.executable, "-m", "cllm", "serve", MODEL, "--port", "0"]
-    for setting in (
+    settings = (
         f"resources.max_context_length={CONTEXT}",
         "resources.kv_cache_max_memory_mb=400",
         f"server.api_key={OPERATOR_KEY}",
         f"server.api_keys={keys}",
         *settings,
-    ):
-        command += ["--set", setting]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CLLM_")}
-    environment["CLLM_KV__DISK__ENABLED"] = "false"
-    if cache := os.environ.get("CLLM_CACHE_DIR"):
-        environment["CLLM_CACHE_DIR"] = cache
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
-        log: list[str] = []
-        reader = threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True)
-        reader.start()
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            found = re.search(r"http://[\d.]+:\d+", line)
-            assert found, f"not ready: {line!r} {''.join(log)}"
-            yield ServedModel(found[0], limited_key)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(LIMIT_S) == 0, "".join(log)
-            reader.join(LIMIT_S)
-            assert "Traceback" not in "".join(log), "".join(log)
-        finally:
-            process.kill()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never held"
-        time.sleep(0.02)
+    )
+    with serving(*settings, model=MODEL) as served:
+        yield ServedModel(served.url, limited_key)
+        served.send(signal.SIGINT)
+        assert served.end() == 0, served.lines
+        assert not served.logged("Traceback"), served.lines

@@ -21,8 +21,8 @@ from clients_kit import (
     City,
     ServedModel,
     Weather,
-    until,
 )
+from server_process import until
 
 CLIENT = "anthropic"
 pytestmark = pytest.mark.model

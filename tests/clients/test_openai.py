@@ -25,8 +25,8 @@ from clients_kit import (
     City,
     ServedModel,
     Weather,
-    until,
 )
+from server_process import until
 
 CLIENT = "openai (Python)"
 pytestmark = pytest.mark.model

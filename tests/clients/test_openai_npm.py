@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from clients_kit import ServedModel, until
+from clients_kit import ServedModel
 from npm_kit import node_environment
+from server_process import until
 
 CLIENT = "openai (npm)"
 pytestmark = [

@@ -8,8 +8,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cllm.backends.torch import draw_kernels as kernels
-from cllm.backends.torch import triton_drawing as sizes
+from cllm.backends.torch import sampling_kernels as kernels
+from cllm.backends.torch import triton_sampling as sizes
 
 POINTERS = {"totals": "*fp64", "draws": "*fp64", "values": "*fp64", "rates": "*fp64", "found": "*i64"}
 INTS = ("bests", "counts", "tokens", "last", "owners", "ids", "starts", "follows", "table", "firsts", "tables")

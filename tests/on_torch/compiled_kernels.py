@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cllm.backends.torch import attention_kernels, matrix_kernels, skinny
+from cllm.backends.torch import attention_kernels, gemv, matrix_kernels
 from cllm.backends.torch import triton_operations as sizes
 
 INTS = ("tables", "lengths", "firsts", "starts", "arrivals", "members", "extents")
@@ -45,7 +45,7 @@ def products() -> None:
         kinds = {"weight": NARROW[weight], "scales": "*fp32", "eps": "fp32"}
         scaled = weight == "fp8"
         for gated in (False, True):
-            tile = skinny.tile_of(1 if scaled else 2, 4096, gated)
+            tile = gemv.tile_of(1 if scaled else 2, 4096, gated)
             shape = {"width": 4096, "padded": 4096, "tile_rows": tile.rows, "tile": tile.columns}
             flags = {
                 "norms": True,

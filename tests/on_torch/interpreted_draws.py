@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from cllm.backends.base import Bias, Chunk, Draw, Seen
-from cllm.backends.torch import triton_drawing
-from cllm.backends.torch.drawing import choose, read_draws
-from cllm.backends.torch.plain_drawing import PlainChooser
+from cllm.backends.torch import triton_sampling
+from cllm.backends.torch.plain_sampling import PlainSampler
+from cllm.backends.torch.sampling import choose, read_draws
 from cllm.backends.torch.staging import upload
-from cllm.backends.torch.triton_drawing import TritonChooser
+from cllm.backends.torch.triton_sampling import TritonSampler
 from draw_kit import agrees, host_choice
 
-KERNELS = TritonChooser()
+KERNELS = TritonSampler()
 SPECIAL = ("plain", "equal values", "half forbidden", "not sound", "flat", "steep")
 
 
@@ -42,8 +42,8 @@ def rows(kind: str, width: int, chance: np.random.Generator) -> np.ndarray:
 
 def draws(chance: np.random.Generator) -> list[str]:
     """All kinds of rows with all kinds of parameters, in parts and tiles so small that there are several."""
-    triton_drawing.PART = triton_drawing.TILE = 256
-    triton_drawing.FEW, triton_drawing.RANK, triton_drawing.GROUPS = 32, 12, 64
+    triton_sampling.PART = triton_sampling.TILE = 256
+    triton_sampling.FEW, triton_sampling.RANK, triton_sampling.GROUPS = 32, 12, 64
     wrong = []
     for kind in SPECIAL:
         for width in (3, 300, 700):
@@ -74,7 +74,7 @@ def draws(chance: np.random.Generator) -> list[str]:
 
 def adjusted(chance: np.random.Generator) -> list[str]:
     """Biases, penalties and masks: every logit as plain torch has it."""
-    triton_drawing.LIST_TILE = 16
+    triton_sampling.LIST_TILE = 16
     width, chunks = 90, []
     logits = torch.from_numpy((chance.normal(size=(12, width)) * 4).astype(np.float32))
     logits[3, 7], logits[4, 8] = torch.inf, torch.nan
@@ -95,7 +95,7 @@ def adjusted(chance: np.random.Generator) -> list[str]:
     draws = read_draws(chunks, width)
     moved = upload(draws.parts(), logits.device)
     told = choose(found, draws, moved, KERNELS, last.clone()).read()
-    known = choose(expected, draws, moved, PlainChooser(), last.clone()).read()
+    known = choose(expected, draws, moved, PlainSampler(), last.clone()).read()
     same = torch.equal(found.nan_to_num(nan=12345.0), expected.nan_to_num(nan=12345.0)) and told == known
     return [] if same and not torch.equal(found, logits) else ["adjusted logits differ"]
 
@@ -106,7 +106,7 @@ def prepared(chance: np.random.Generator) -> list[str]:
     table = torch.from_numpy(chance.integers(0, 99, sum(counts)).astype(np.int32))
     follows, last = torch.tensor([-1, 3, 0, -1], dtype=torch.int32), torch.tensor([50, 51, 52, 53], dtype=torch.int32)
     results = []
-    for chooser in (KERNELS, PlainChooser()):
+    for chooser in (KERNELS, PlainSampler()):
         tokens, tables = torch.tensor([1, 2, 3, 4], dtype=torch.int32), torch.zeros((4, 41), dtype=torch.int32)
         chooser.prepare(tokens, follows, last, table, firsts, tables)
         results.append((tokens.tolist(), tables.tolist()))

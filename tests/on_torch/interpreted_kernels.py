@@ -16,14 +16,14 @@ import torch
 from triton.runtime import interpreter
 
 from cllm.backends.base import Chunk
-from cllm.backends.torch import sharing, skinny, triton_linear, triton_operations
+from cllm.backends.torch import gemv, shared_prefixes, triton_linear, triton_operations
 from cllm.backends.torch.arena import KV_DTYPES, Arena
 from cllm.backends.torch.batch import StepBatch, make_batch
 from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.linear import dequantise, quantise_rows
 from cllm.backends.torch.model import Layer, Model, Weights
 from cllm.backends.torch.operations import PlainOperations
-from cllm.backends.torch.sharing import SharedPrefixes, find_shared
+from cllm.backends.torch.shared_prefixes import SharedPrefixes, find_shared
 from cllm.backends.torch.triton_linear import ProductTile
 from cllm.backends.torch.triton_operations import TritonOperations
 from cllm.kv.ops import BlockGeometry
@@ -44,8 +44,8 @@ def small_tiles() -> None:
     triton_operations.INVARIANT_SPLIT, triton_operations.INVARIANT_QUERIES = 16, 16
     triton_operations.INVARIANT_TILE = 16
     triton_operations.STATE_BYTES = 1
-    sharing.SHARED_SPLIT, sharing.LEAST_TOKENS = 32, 32
-    skinny.tile_of = lambda *_: skinny.Tile(8, 32, 4)
+    shared_prefixes.SHARED_SPLIT, shared_prefixes.LEAST_TOKENS = 32, 32
+    gemv.tile_of = lambda *_: gemv.Tile(8, 32, 4)
     triton_linear.fast_tile = lambda rows: ProductTile(16 if rows < 16 else 32, 32, 64, 4, 2)
     triton_linear.invariant_tile = lambda _: ProductTile(16, 32, 32, 4, 2)
 

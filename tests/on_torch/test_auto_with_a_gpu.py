@@ -11,13 +11,13 @@ import torch
 
 from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.device import choose_dtype, is_out_of_memory
-from cllm.choosing import choose_backend
 from cllm.config import load_config
 from cllm.errors import BackendError, ConfigError, ModelError
+from cllm.loading.backend_choice import choose_backend
+from cllm.loading.resources import Weights
+from cllm.loading.torch_model import _gpu_kv_bytes, open_torch
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
-from cllm.on_torch import _gpu_kv_bytes, open_torch
-from cllm.resources import Weights
 from native_kit import write_model
 from torch_kit import build, save_whole
 
@@ -41,7 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "mem_get_info": lambda device: (found.free, 16 << 30),
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    monkeypatch.setattr("cllm.choosing.has_gpu", lambda config: True)
+    monkeypatch.setattr("cllm.loading.backend_choice.has_gpu", lambda config: True)
     monkeypatch.setattr("cllm.backends.torch.device.choose_operations", lambda device: None)
     return found
 
@@ -60,7 +60,7 @@ def left_to_native(model: GGUFModel, caplog: pytest.LogCaptureFixture, **changes
     with caplog.at_level(logging.WARNING, "cllm"):
         assert choose_backend(config_of(**changes), model) == "native"
     (line,) = caplog.messages
-    assert "\n" not in line and line.startswith("the GPU is not used: torch cannot run tiny.gguf: ")
+    assert "\n" not in line and line.startswith("not using the GPU: torch cannot run tiny.gguf: ")
     return line
 
 
@@ -76,8 +76,8 @@ def test_a_gpu_that_can_is_used(gpu: Gpu, model: GGUFModel, changes: dict[str, s
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (kv_type("q8_0"), "resources.kv_type_k is q8_0: torch has f16, bf16"),
-        (kv_type("q4_0"), "resources.kv_type_k is q4_0: torch has f16, bf16"),
+        (kv_type("q8_0"), "resources.kv_type_k is q8_0: torch supports f16, bf16"),
+        (kv_type("q4_0"), "resources.kv_type_k is q4_0: torch supports f16, bf16"),
         ({"kv__window__recent": 512}, "kv.window.recent is 512, and torch has no rolling windows"),
     ],
 )
@@ -132,7 +132,7 @@ def test_auto_is_a_type_that_the_gpu_has(gpu: Gpu, model: GGUFModel) -> None:
     assert choose_dtype("auto", torch.device("cpu")) == torch.float32
     assert choose_backend(config_of(), model) == "torch"
     with pytest.raises(
-        ConfigError, match=r"dtype is bf16, but cuda:0, A GPU has compute capability 7\.5, .* needs 8\.0"
+        ConfigError, match=r"dtype is bf16, which needs compute capability 8\.0, but cuda:0, A GPU has 7\.5"
     ):
         choose_dtype("bf16", GPU)
 
@@ -144,7 +144,7 @@ def test_fp8_needs_a_gpu_that_has_it(gpu: Gpu, model: GGUFModel, monkeypatch: py
     monkeypatch.setattr(TorchBackend, "__init__", never)
     gpu.capability = (8, 0)
     for changes, setting in ((kv_type("fp8"), "kv_type_k"), ({"backend__torch__dtype": "fp8"}, "dtype")):
-        with pytest.raises(ConfigError, match=rf"{setting} is fp8, but .* compute capability 8\.0, and it needs 8\.9"):
+        with pytest.raises(ConfigError, match=rf"{setting} is fp8, which needs .* 8\.9, but .* has 8\.0"):
             open_torch(config_of(**changes), model, "tiny", 1, 256)
     gpu.capability = (8, 9)
     with pytest.raises(AssertionError, match="loaded"):
@@ -170,7 +170,7 @@ def test_a_step_that_does_not_fit_says_what_helps(error: Exception) -> None:
     with pytest.raises(ConfigError) as caught:
         _gpu_kv_bytes(config_of(), backend, Weights("tiny", 4 << 30), 256)
     assert str(caught.value) == (
-        "the weights of tiny take 4,096 MiB of the GPU's memory, and the rest is too little for a step of 8448 tokens; "
+        "the weights of tiny take 4,096 MiB of the GPU's memory, which leaves too little for a step of 8448 tokens; "
         "lower scheduler.max_step_tokens (now 8192) and scheduler.max_running (now 256), or use a smaller model or "
         "backend.torch.dtype"
     )

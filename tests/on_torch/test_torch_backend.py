@@ -134,7 +134,7 @@ def test_a_block_that_comes_back_goes_on_like_before(backend: TorchBackend) -> N
         place[:] = content
     backend.land([41, 40], places)
     assert_same(row(backend, part(24, 30, [41, 40])), expected)
-    with pytest.raises(BackendError, match=f"there is no block {BLOCKS}"):
+    with pytest.raises(BackendError, match=f"block {BLOCKS} does not exist"):
         backend.read_blocks([BLOCKS])
 
 
@@ -200,7 +200,7 @@ def test_answers_before_and_after_a_move(backend: TorchBackend) -> None:
 )  # fmt: skip
 def test_blocks_that_are_not_there(backend: TorchBackend, wrong: Any) -> None:
     before = backend._ready().arena.data.clone()
-    with pytest.raises(BackendError, match="there is no block") as caught:
+    with pytest.raises(BackendError, match="does not exist") as caught:
         wrong(backend)
     assert not caught.value.fatal and torch.equal(backend._ready().arena.data, before)
 
@@ -269,7 +269,7 @@ def test_loading_takes_the_weights_and_little_beside_them(kind: str, dtype: str,
     ran = subprocess.run([sys.executable, "-c", PEAK, str(path), dtype], capture_output=True, text=True, check=True)
     taken, weights = map(int, ran.stdout.split())
     # The embedding alone takes 80 MiB in the files; as float32, 160 or more.
-    assert 0.9 * weights < taken < weights + (64 << 20), (taken >> 20, weights >> 20)
+    assert 0.9 * weights < taken < weights + (96 << 20), (taken >> 20, weights >> 20)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "fp8"])
@@ -440,9 +440,7 @@ def test_tensors_that_are_missing_wrong_or_unknown(tmp_path: Path) -> None:
         tmp_path, shapes=tensors() | {name: (32, 48)}
     )
     more = {"model.layers.0.mlp.up_proj.bias": (48,)}
-    assert "has the tensor model.layers.0.mlp.up_proj.bias, whose use is unknown" in refused(
-        tmp_path, shapes=tensors() | more
-    )
+    assert "the tensor model.layers.0.mlp.up_proj.bias is unknown" in refused(tmp_path, shapes=tensors() | more)
     assert "is of type F64" in refused(tmp_path, dtype="F64")
     assert "model.layers.2.input_layernorm.weight is missing" in refused(tmp_path, config={"num_hidden_layers": 2**30})
 
@@ -457,11 +455,11 @@ def test_what_a_tied_model_need_not_have_is_not_looked_at(tmp_path: Path) -> Non
 def test_weights_that_are_cut_short_while_they_are_loaded(tmp_path: Path) -> None:
     model = HFModel.open(write_directory(tmp_path))
     write_safetensors(tmp_path / "model.safetensors", header_of(tensors()), 100)
-    with pytest.raises(ModelError, match="has changed while it was being loaded"):
+    with pytest.raises(ModelError, match="changed while it was being loaded"):
         TorchBackend(model, device="cpu")
 
 
 def test_a_gguf_file_that_torch_cannot_run(tmp_path: Path) -> None:
     model = GGUFModel.open(write_model(tmp_path / "yarn.gguf", rope_scaling="yarn"))
-    with pytest.raises(ModelError, match=r"torch cannot run it: its RoPE scaling is yarn"):
+    with pytest.raises(ModelError, match=r"the torch backend cannot run this model: its RoPE scaling is yarn"):
         TorchBackend(model, device="cpu")

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cllm.backends.base import Chunk, Draw, Drawn
-from cllm.backends.torch.drawing import choose, read_draws
-from cllm.backends.torch.plain_drawing import PlainChooser
+from cllm.backends.torch.plain_sampling import PlainSampler
+from cllm.backends.torch.sampling import choose, read_draws
 from cllm.backends.torch.staging import upload
 from cllm.engine.params import SamplingParams
 from cllm.engine.sampling import TokenChooser
@@ -83,7 +83,7 @@ def test_plain_torch_chooses_what_the_host_chooses(
     params = [numbers[name] for name in ("temperature", "top_k", "top_p", "min_p", "uniform")]
     last, owners = torch.zeros(2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     (token,) = (
-        PlainChooser().choose(torch.from_numpy(values[None]), torch.tensor([params]).double(), owners, last).tolist()
+        PlainSampler().choose(torch.from_numpy(values[None]), torch.tensor([params]).double(), owners, last).tolist()
     )
     assert agrees(token, values, *params)
     assert last.tolist() == [0, max(token, 0)]
@@ -117,11 +117,11 @@ def test_an_answer_on_the_device_is_the_hosts(data: st.DataObject) -> None:
     last, unknown = torch.zeros(4, dtype=torch.int32), None
     for step in range(5):
         logits = np.random.default_rng(data.draw(st.integers(0, 2**32))).normal(size=SIZE).astype(np.float32) * 4
-        assert device.foresees(unknown is not None)
-        draw = device.foresee(0 if unknown is None else 1)
+        assert device.can_draw_ahead(unknown is not None)
+        draw = device.draw_ahead(0 if unknown is None else 1)
         made = Chunk(array("i", [0]), 0, True, row=3, follows=unknown is not None, draws=(draw,))
         draws, row = read_draws([made], SIZE), torch.from_numpy(logits.copy()[None])
-        ((drawn,),) = choose(row, draws, upload(draws.parts(), row.device), PlainChooser(), last).read()
+        ((drawn,),) = choose(row, draws, upload(draws.parts(), row.device), PlainSampler(), last).read()
         if unknown is not None:
             device.take(unknown)
         expected = host.choose(logits, None)
@@ -143,16 +143,16 @@ def same_logprobs(drawn: Drawn, expected: Any) -> None:
 
 
 def test_more_unknown_tokens_than_one_wait_for_penalties() -> None:
-    assert chooser(SamplingParams(temperature=0), [3]).foresees(2)
+    assert chooser(SamplingParams(temperature=0), [3]).can_draw_ahead(2)
     penalised = chooser(SamplingParams(temperature=0, presence_penalty=0.5), [3])
-    assert penalised.foresees(1) and not penalised.foresees(2)
+    assert penalised.can_draw_ahead(1) and not penalised.can_draw_ahead(2)
 
 
 def test_a_greedy_draw_is_made_once() -> None:
     plain = chooser(SamplingParams(temperature=0, min_tokens=2), [3])
-    early, late = plain.foresee(1), plain.foresee(2)
+    early, late = plain.draw_ahead(1), plain.draw_ahead(2)
     assert early.bias is not None and early.bias.ids.tolist() == [1] and late.bias is None
-    assert plain.foresee(0) is early and plain.foresee(7) is late
+    assert plain.draw_ahead(0) is early and plain.draw_ahead(7) is late
 
 
 def test_everybody_is_told_as_many_likely_tokens_as_they_asked_for() -> None:
@@ -164,6 +164,6 @@ def test_everybody_is_told_as_many_likely_tokens_as_they_asked_for() -> None:
     ]
     draws = read_draws(chunks, SIZE)
     last = torch.zeros(8, dtype=torch.int32)
-    drawn = choose(logits, draws, upload(draws.parts(), torch.device("cpu")), PlainChooser(), last).read()
+    drawn = choose(logits, draws, upload(draws.parts(), torch.device("cpu")), PlainSampler(), last).read()
     assert [len(each.top) for (each,) in drawn] == [2, 5, 0, 0]
     assert [each.top[0][0] for (each,) in drawn[:2]] == logits[:2].argmax(1).tolist()

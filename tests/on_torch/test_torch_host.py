@@ -19,9 +19,9 @@ from cllm.engine.request import FinishReason
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
 from cllm.errors import BackendError, ConfigError
-from cllm.kv.host import HostTier
 from cllm.kv.ops import BlockGeometry
-from cllm.kv.paged import PagedKVManager
+from cllm.kv.paged.manager import PagedKVManager
+from cllm.kv.tiers.host_tier import HostTier
 from engine_kit import make_request
 from torch_kit import BLOCK, build, open_backend, random_tokens, save, save_whole
 
@@ -193,5 +193,5 @@ def test_through_the_settings(tmp_path: Path) -> None:
 def test_more_than_there_is_is_refused(tmp_path: Path) -> None:
     path = save_whole(build("llama"), tmp_path / "model")
     settings = {"backend.torch.device": "cpu", "kv.disk.enabled": False, "kv.host.max_mb": 1e9}
-    with pytest.raises(ConfigError, match=r"kv\.host\.max_mb is 1e\+09, but .* MiB of memory are free; lower it"):
+    with pytest.raises(ConfigError, match=r"kv\.host\.max_mb is 1e\+09, but only .* MiB of memory are free; lower it"):
         LLM(str(path), settings=settings)

@@ -15,8 +15,8 @@ from cllm.backends.base import Bias, Chunk, Draw, Seen
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, Tables, batch_on, make_batch, read_chunks
-from cllm.backends.torch.drawing import choose, read_draws
-from cllm.backends.torch.padded import PaddedStep
+from cllm.backends.torch.padded_step import PaddedStep
+from cllm.backends.torch.sampling import choose, read_draws
 from cllm.engine.budget import StepBudget
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Output
@@ -24,7 +24,7 @@ from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
 from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.ops import BlockGeometry
-from cllm.kv.paged import PagedKVManager
+from cllm.kv.paged.manager import PagedKVManager
 from engine_kit import make_request
 from sampling_kit import packed
 from torch_kit import BLOCK, N_VOCAB, build, chunk, open_backend, random_tokens, save, table
@@ -293,10 +293,10 @@ def test_impossible_draws_are_errors(backend: TorchBackend, wrong: Chunk) -> Non
 def test_a_padded_step_is_the_step(backend: TorchBackend, rows: int, kind: str) -> None:
     """What CUDA graphs are made of, computed without one."""
     memory, cpu = backend._ready(), torch.device("cpu")
-    model, chooser, size = memory.model, backend._chooser, BlockGeometry(BLOCKS, BLOCK)
+    model, sampler, size = memory.model, backend._sampler, BlockGeometry(BLOCKS, BLOCK)
     arena = Arena(model.decoder, size, "f32", cpu, 1)
     last = torch.full((16,), 7, dtype=torch.int32)
-    step = PaddedStep(model, arena, last, chooser, blocks_per_row=20, rows=8)
+    step = PaddedStep(model, arena, last, sampler, blocks_per_row=20, rows=8)
     starts = (0, 30, 17)
     for row, start in enumerate(starts):
         prompt = chunk(PROMPTS[5][: max(start, 1)], 0, table(40, 4 * row))
@@ -308,7 +308,7 @@ def test_a_padded_step_is_the_step(backend: TorchBackend, rows: int, kind: str) 
     chunks = [drawing([9], start, row, draw, follows=row == 1) for row, start in enumerate(starts)]
     host, draws = read_chunks(chunks, BLOCK, memory.bounds), read_draws(chunks, N_VOCAB)
     with torch.inference_mode():
-        batch, parts = batch_on(host, cpu, last, chooser.prepare, draws.parts())
+        batch, parts = batch_on(host, cpu, last, sampler.prepare, draws.parts())
         assert batch.tokens.tolist() == [9, 7, 9]
         expected = model.forward(batch, arena)
         step.load_nothing(rows)
@@ -317,14 +317,14 @@ def test_a_padded_step_is_the_step(backend: TorchBackend, rows: int, kind: str) 
         moved, chooses = step.load(host, draws, rows)
         logits, tokens = step.compute(rows, 320)
         kept = logits[:3].clone()
-        wanted = choose(expected.clone(), draws, parts, chooser, torch.zeros_like(last)).read()
+        wanted = choose(expected.clone(), draws, parts, sampler, torch.zeros_like(last)).read()
         assert chooses == (kind in ("best", "without some"))
         if chooses:
             assert [[token] for token in tokens[:3].tolist()] == [[each.token_id for each in row] for row in wanted]
             assert last[:3].tolist() == tokens[:3].tolist()
         else:
             assert torch.allclose(kept, expected, atol=1e-4) and last.tolist() == [7] * 16
-            assert choose(kept, draws, moved, chooser, last).read() == wanted
+            assert choose(kept, draws, moved, sampler, last).read() == wanted
 
 
 # -- tables --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from cllm.errors import ModelError
 from cllm.models.safetensors_file import read_header
-from cllm.models.stamped_file import StampedFile
+from cllm.models.unchanged_file import UnchangedFile
 
 TENSORS = {
     "a": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Path:
 def test_the_librarys_files_are_read(file: Path) -> None:
     stamp, found = read_header(file)
     assert found.keys() == TENSORS.keys()
-    with StampedFile(file, stamp, "") as opened:
+    with UnchangedFile(file, stamp, "") as opened:
         for name, tensor in TENSORS.items():
             raw = opened.read_bytes(found[name].offset, found[name].size, name).copy()
             assert found[name].shape == tensor.shape and raw.tobytes() == tensor.tobytes()

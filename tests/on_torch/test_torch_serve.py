@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from serve_kit import Served, serving, until
+from server_process import Served, serving, until
 from torch_kit import build, save_whole
 
 SETTINGS = (
@@ -138,7 +138,7 @@ def test_a_client_that_leaves_frees_everything(server: Served) -> None:
 def test_a_rolling_window_is_refused_by_name(server: Served, path: str, body: dict[str, Any]) -> None:
     window = {"context_window": {"keep": 4, "recent": 64}}
     reply = httpx.post(f"{server.url}{path}", json=body | window, timeout=60)
-    assert reply.status_code == 400 and "there is no rolling window here: torch cannot drop tokens" in reply.text
+    assert reply.status_code == 400 and "rolling windows are not available: torch cannot drop tokens" in reply.text
     assert "context_window" in reply.text
 
 
@@ -189,7 +189,7 @@ def test_generate(directory: Path, client: openai.OpenAI) -> None:
     [
         (["--device", "cuda"], "backend.torch.device is cuda, but "),
         (["--backend", "torch", "--device", "cuda:7"], "backend.torch.device is cuda:7, but "),
-        (["--set", "kv.window.recent=64"], "kv.window: there is no rolling window here: torch cannot"),
+        (["--set", "kv.window.recent=64"], "kv.window: rolling windows are not available: torch cannot"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], said: str, directory: Path) -> None:

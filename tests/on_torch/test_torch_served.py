@@ -91,7 +91,7 @@ async def test_those_that_do_not_fit_together_take_each_others_place(directories
                 assert llm.max_context == 512
                 assert len(await tokens(llm, PROMPTS[0])) == 8
                 model.release()
-                assert [each.name for each in served.memory_of(model).ledger.standings()] == [model.name]
+                assert [each.name for each in served.memory_of(model).ledger.account_status()] == [model.name]
     finally:
         await served.shutdown(0)
 
@@ -112,7 +112,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
         "mem_get_info": lambda device: (free[torch.device(device).index], 200 * MIB),
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    monkeypatch.setattr("cllm.choosing.has_gpu", lambda config: config.backend.torch.device != "cpu")
+    monkeypatch.setattr("cllm.loading.backend_choice.has_gpu", lambda config: config.backend.torch.device != "cpu")
     monkeypatch.setattr("cllm.backends.torch.device.choose_operations", lambda device: None)
     return free
 

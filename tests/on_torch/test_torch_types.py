@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from cllm.backends.torch import twin
+from cllm.backends.torch import reference
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import StepBatch, make_batch
 from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.linear import dequantise, quantise_rows
 from cllm.backends.torch.model import Layer, Model, Weights
 from cllm.backends.torch.operations import PlainOperations
-from cllm.backends.torch.sharing import (
+from cllm.backends.torch.shared_prefixes import (
     FEWEST_ROWS,
     LEAST_TOKENS,
     Groups,
@@ -96,8 +96,8 @@ def test_attention_over_small_types_is_near_the_exact_one(kv_type: str, limit: f
     attended = []
     for each in (kv_type, "f32"):
         arena = arena_of(each)
-        twin.store(keys, values, arena, 1, batch.slots)
-        attended.append(twin.attend(queries, arena, 1, batch))
+        reference.store(keys, values, arena, 1, batch.slots)
+        attended.append(reference.attend(queries, arena, 1, batch))
     assert float((attended[0] - attended[1]).norm() / attended[1].norm()) < limit
 
 
@@ -106,7 +106,7 @@ def test_what_does_not_fit_into_fp8_is_cut_off_and_zeros_stay_zero() -> None:
     vectors = torch.tensor([[1e6, -1e6] * 16, [0.0] * 32]).view(2, 1, 32).expand(2, SHAPE.n_kv_heads, 32)
     for kv_type, largest in (("fp8", 448.0), ("int8", 1e6)):
         arena = arena_of(kv_type)
-        twin.store(vectors, vectors, arena, 0, batch.slots)
+        reference.store(vectors, vectors, arena, 0, batch.slots)
         stored = arena.data[3, 0].float()
         if arena.scales is not None:
             stored *= arena.scales[3, 0].float()[..., None]

@@ -1,7 +1,7 @@
 """The one interface every backend implements.
 
-A backend runs a model over chunks of tokens and keeps their K/V where the KV manager says. It knows nothing of
-requests. Only the engine thread calls it, except `abort`, which any thread may call.
+A backend runs a model over chunks of tokens and keeps their K/V where the KV manager says. It knows nothing about
+requests. Only the engine's thread calls it, except `abort`, which any thread may call.
 """
 
 from __future__ import annotations
@@ -25,51 +25,52 @@ Logits = NDArray[np.float32]
 
 @dataclass(slots=True)
 class Chunk:
-    """The tokens of one sequence that this step computes: positions [start, start + len(tokens)) of its memory.
+    """The tokens of one sequence to compute in this step: positions [start, start + len(tokens)) of its memory.
 
     Everything before `start` is already in the sequence's slot or blocks. `blocks` covers at least
-    `start + len(tokens)` positions. Of a sequence with a rolling window, `dropped` tokens were taken out of memory
-    behind the first `kept` ones; the distance to what was kept is the one in memory.
+    `start + len(tokens)` positions. With a rolling window, `dropped` tokens were removed after the first `kept` ones;
+    distances to the kept ones are those in memory.
     """
 
     tokens: array[int]
     start: int
     wanted_logits: int
-    """Of so many of its last tokens; 0: of none."""
+    """For how many of its last tokens logits are wanted."""
     slot: int = 0
     blocks: list[int] = field(default_factory=list)
     dropped: int = 0
     kept: int = 0
     row: int = -1
-    """A number of its sequence's own among all that run; backends that choose tokens know it by that."""
+    """Identifies its sequence among all that run, for backends that sample."""
     follows: bool = False
-    """Its one token is what the step before chose for its row, and not known yet; the number in `tokens` is none."""
+    """Its one token is the one that the previous step sampled for its row, not known yet; the one in `tokens` is a
+    placeholder."""
     draws: tuple[Draw, ...] = ()
-    """How to choose from its logits, where the backend does that: one token for each."""
+    """How to sample from its logits, if the backend does that: one token for each."""
     asks: Scoring | Pooling | None = None
-    """What is wanted of it beside logits. Steps with such chunks are `read_prompts`."""
+    """What is wanted besides logits. Steps with such chunks go to `read_prompts`."""
 
 
 class Scoring(NamedTuple):
-    """How likely the model finds tokens that are there already."""
+    """Asks how likely the model finds the tokens of a prompt."""
 
     targets: array[int]
     """What follows each of the chunk's first tokens."""
     top: int
-    """Of how many of the most likely tokens to tell the log probabilities, too."""
+    """How many of the most likely tokens to report as well."""
 
 
 class Pooling(NamedTuple):
-    """The hidden state after the last norm: of the chunk's `last` token, of the text's first one (`cls`), or the sum of
-    all (`mean`), added to that of the chunks `before`."""
+    """Asks for the hidden state after the last norm: of the chunk's `last` token, of the text's first one (`cls`), or
+    the sum over all (`mean`), added to that of the chunks `before`."""
 
     kind: PoolingKind
     before: Hidden | None = None
 
 
 class PromptScores(NamedTuple):
-    """Of each token that was scored its log probability and its rank among all (from 1 on), and the most likely tokens
-    with theirs, best first; an id of -1: there are no more."""
+    """For each scored token its log probability and its rank (from 1), and the most likely tokens with their log
+    probabilities, best first; an id of -1: there are no more."""
 
     logprobs: NDArray[np.float64]
     ranks: NDArray[np.int32]
@@ -82,17 +83,17 @@ Hidden = NDArray[np.float64]
 
 
 class Bias(NamedTuple):
-    """What is added to the logits of tokens, each of which is there once; -inf forbids one."""
+    """Values added to the logits of distinct tokens; -inf forbids one."""
 
     ids: NDArray[np.int32]
     values: NDArray[np.float64]
 
 
 class Seen(NamedTuple):
-    """Tokens that are penalised, each of which is there once, and how.
+    """Distinct tokens to penalise, and how.
 
-    What is positive is divided by `repetition`, the rest multiplied with it. Of a token that the answer has `counts`
-    times (of the prompt's tokens, none), `frequency` times that and `presence` are taken off then.
+    Positive logits are divided by `repetition`, others multiplied by it. Then, for a token that occurs `counts` times
+    in the answer (not the prompt), `frequency` times that and `presence` are subtracted.
     """
 
     ids: NDArray[np.int32]
@@ -103,10 +104,10 @@ class Seen(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """How one token is chosen: the best if `temperature` is 0, else the one that `uniform`, in [0, 1), selects.
+    """How to sample one token: the best if `temperature` is 0, else the one that `uniform`, in [0, 1), selects.
 
-    Arrays are those of who chooses, and may change once the step is submitted. Where the chunk `follows`, the token it
-    follows on is not in `penalties`: it counts once more.
+    Arrays belong to the caller and may change once the step is submitted. If the chunk `follows`, the token it follows
+    is not in `penalties` yet: it counts once more.
     """
 
     temperature: float
@@ -115,15 +116,15 @@ class Draw(NamedTuple):
     min_p: float
     uniform: float
     logprobs: int | None
-    """How many of the most likely tokens to tell, with the chosen one; None: nothing."""
+    """How many of the most likely tokens to report besides the sampled one; None: no log probabilities."""
     bias: Bias | None
     penalties: Seen | None
     mask: NDArray[np.int32] | None
-    """A bit for every token, the lowest of a word first: may it be chosen? None: any may."""
+    """One bit per token, the lowest of a word first: whether it may be sampled. None: any may."""
 
 
 class Drawn(NamedTuple):
-    """A token that a backend chose; -1: the logits have no finite best."""
+    """A token that a backend sampled; -1: the logits have no finite maximum."""
 
     token_id: int
     logprob: float = 0.0
@@ -135,23 +136,23 @@ NOTHING_READ: Mapping[int, PromptScores | Hidden] = {}
 
 
 class StepResult(NamedTuple):
-    """What a step gave."""
+    """The result of a step."""
 
     logits: Logits | None
-    """The rows that the chunks want, in order, for the host to choose from; valid until the next step."""
+    """The wanted rows of all chunks, in order, to sample from on the host; valid until the next step."""
     drawn: Sequence[Sequence[Drawn]] | None = None
-    """Instead: for each chunk that wants any what its draws chose."""
+    """Instead of logits: the tokens sampled for each chunk that wants any."""
     read: Mapping[int, PromptScores | Hidden] = NOTHING_READ
-    """By the number of the chunk: what it `asks`."""
+    """What each chunk `asks` for, by its index."""
 
 
 Layout = Literal["blocks", "slots"]
 
 
 class Backend(ABC):
-    """A loaded model. Life: construct (weights) -> `allocate` (K/V memory) -> steps... -> `close`.
+    """A loaded model: construct (weights) -> `allocate` (K/V memory) -> steps... -> `close`.
 
-    What it says of itself is all that others go by; nobody asks for its name.
+    Callers go by the attributes below, never by the backend's name.
     """
 
     name: str
@@ -159,56 +160,56 @@ class Backend(ABC):
     layout: Layout = "blocks"
     """How it keeps K/V, and so which manager it needs."""
     depth: int = 1
-    """Steps that may be submitted before the first is collected. With more than one, the backend chooses tokens."""
+    """Steps that may be submitted before the first is collected. If more than one, the backend samples."""
     most_drafts: int = 0
-    """Drafted tokens that a step may have in all; 0: it takes no drafts, and chunks want one row of logits at most."""
+    """Most draft tokens in a step; 0: it takes no drafts, and chunks want at most one row of logits."""
     preferred_step_tokens: int = 512
-    """Most prompt tokens in a step, unless the configuration says."""
+    """Default for the most prompt tokens in a step."""
     context_cap: int | None = 8192
-    """Longest context that a model gets unasked; None: its own."""
+    """Default limit of the context length; None: the model's own."""
     chunk_gap_ms: float = 0.0
-    """How long a step with prompts has to be for them to be computed at nearly full speed; 0: short ones do."""
+    """How long a step must be to compute prompts at nearly full speed; 0: short ones are as fast."""
     default_gap_ms: float = 250.0
-    """`scheduler.max_gap_ms`, unless the configuration says."""
+    """Default of `scheduler.max_gap_ms`."""
     gives_memory_back: bool = True
-    """Whether free memory can go back to the system; otherwise there is no use in making any free for that."""
+    """Whether free memory can go back to the system; if not, nothing is freed for that."""
     batch_splits: int = 0
-    """How often a step had to be computed in more parts than one."""
+    """How often a step had to be split."""
     score_weight: float = 1.5
-    """What a token of a prompt costs that is scored, if others cost 1."""
+    """The cost of scoring a prompt token, relative to just computing it."""
     pooling: PoolingKind | None = "last"
     """Which hidden states make an embedding; None: there are no embeddings."""
     no_answers: str | None = None
-    """Why it generates nothing; None: it does. One that does not computes prompts whole, each in one step."""
+    """Why it cannot generate; None: it can. One that cannot computes each prompt in one step."""
     ranks: bool = False
     """Whether its embeddings are a single number: how well a document answers a query."""
     no_reading: str | None = None
-    """Why it neither scores prompts nor makes embeddings; None: it can."""
+    """Why it can neither score prompts nor make embeddings; None: it can."""
 
     @property
     def no_window(self) -> str | None:
-        """Why sequences cannot have a rolling window; None: they can. Asked after `allocate`."""
+        """Why sequences cannot have a rolling window; None: they can. Valid after `allocate`."""
         return None
 
     @property
     def resizes_slots(self) -> bool:
-        """Whether it keeps its K/V in slots whose number can change, and what is saved can be loaded afterwards."""
+        """Whether the number of its slots can change, and saved sequences can be loaded afterwards."""
         return False
 
     @property
     def kv_identity(self) -> Mapping[str, str | int] | None:
-        """All that the bits of its K/V depend on beside the model's files, the types of K and V, the tokens in a block
-        and the version of cLLM; None: its K/V cannot be kept outside its memory."""
+        """Everything that the bits of its K/V depend on besides the model's files, the types of K and V, the block size
+        and the version of cLLM; None: its K/V cannot be kept elsewhere."""
         return None
 
     @abstractmethod
     def allocate(self, geometry: Geometry) -> None:
-        """Take the K/V memory, of slots the first ones. Called once before the first step."""
+        """Allocate the K/V memory; of slots, the first ones. Called once before the first step."""
 
     @property
     @abstractmethod
     def kv_bytes(self) -> int:
-        """Bytes of K/V memory that there is room for now."""
+        """Bytes of K/V memory allocated now."""
 
     @property
     @abstractmethod
@@ -217,30 +218,30 @@ class Backend(ABC):
 
     @abstractmethod
     def step(self, chunks: Sequence[Chunk]) -> Logits:
-        """Compute all chunks; the rows of logits that they want, in order.
+        """Compute all chunks and return the rows of logits they want, in order.
 
-        A row is that of the token alone: what the chunk has behind it makes no difference to it.
+        A row depends only on its token and those before it, not on what follows in the chunk.
 
-        The rows are valid until the next step. Raises `BackendError`, or `StepAbortedError` after `abort`; in both
-        cases part of the chunks may have been written, and the caller trims what it does not want.
+        Rows are valid until the next step. Raises `BackendError`, or `StepAbortedError` after `abort`; K/V of some
+        chunks may have been written, and the caller trims what it does not want.
         """
 
     def submit(self, chunks: Sequence[Chunk]) -> Any:
-        """Begin a step and return its ticket, at once where the backend is pipelined.
+        """Start a step and return its ticket; without waiting if the backend is pipelined.
 
-        All that is needed of the chunks is read before this returns: block tables, and what draws refer to, are those
-        of the sequences, and change with them.
+        Everything is read from the chunks before this returns, because block tables and arrays belong to the sequences
+        and change with them.
 
-        Steps and memory operations take effect in the order in which they are asked for. So memory that is freed while
-        a step is under way may be handed out, or moved, at once. A step that is begun though an earlier one will turn
-        out to have failed computes something, or nothing; its result is collected and dropped.
+        Steps and memory operations take effect in the order submitted, so memory freed while a step is under way can be
+        reused or moved at once. A step started after one that turns out to have failed may compute anything; its result
+        is collected and dropped.
 
-        Raises as `step` does; then nothing of it is under way, and it is not collected.
+        Raises as `step` does; the step is then not under way, and not collected.
         """
         return chunks
 
     def collect(self, ticket: Any) -> StepResult:
-        """The result of the oldest step that was not collected yet. Raises as `step` does; either way it is over."""
+        """The result of the oldest uncollected step. Raises as `step` does; the step has ended either way."""
         if asks_more(ticket):
             return self.read_prompts(ticket)
         return StepResult(self.step(ticket))
@@ -251,18 +252,18 @@ class Backend(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Interrupt the steps in progress, if any, from any thread; where that cannot be done, they are short."""
+        """Interrupt the steps in progress, if any, from any thread; backends that cannot have short steps."""
 
     @abstractmethod
     def rebuild(self) -> None:
-        """Throw the context away, with what is under way, and make a new, empty one, as `allocate` did."""
+        """Discard the context with everything under way, and make a new, empty one as `allocate` did."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything; calling it again does nothing."""
+        """Free everything. May be called again."""
 
     def describe(self) -> str:
-        """One line for the log: what runs the model, and how."""
+        """One line for the log."""
         return self.name
 
     def __enter__(self) -> Backend:
@@ -275,20 +276,20 @@ class Backend(ABC):
 
 
 def asks_more(chunks: Sequence[Chunk]) -> bool:
-    """Whether any of them asks for more than logits."""
+    """Whether any chunk asks for more than logits."""
     return any(chunk.asks is not None for chunk in chunks)
 
 
 @runtime_checkable
 class OpensHostRows(Protocol):
-    """A backend whose K/V are not in the host's memory, or need not be, and that copies blocks to it and back."""
+    """A backend whose K/V need not be in host memory, and that can copy blocks to it and back."""
 
     @property
     def on_gpu(self) -> bool: ...
 
     @property
     def kv_bytes(self) -> int:
-        """Of all blocks, once there is memory for them."""
+        """Bytes of all blocks, once allocated."""
 
     def open_host_rows(self, limit: int) -> HostRows:
-        """At most so many bytes of the host's memory. They are there until the backend is closed."""
+        """Rows of at most `limit` bytes of host memory, which exist until the backend is closed."""

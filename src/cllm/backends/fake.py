@@ -120,7 +120,7 @@ class FakeBackend(Backend):
         return [self._row(chunk, length) for length in range(end - chunk.wanted_logits + 1, end + 1)]
 
     def _row(self, chunk: Chunk, length: int) -> Logits:
-        """The logits of the last one of so many positions."""
+        """The logits of the last of these positions."""
         context = self.memory.read(chunk, length).astype(np.uint64) + np.uint64(1)
         context += self.memory.dropped_before(chunk, length).astype(np.uint64) << np.uint64(20)
         mixed = int((context * self._weights[: len(context)]).sum(dtype=np.uint64))
@@ -217,10 +217,10 @@ class _FakeBlocks:
 
     def _check_run(self, first: int, count: int) -> None:
         if first < 0 or count < 0 or first + count > len(self._arena):
-            raise BackendError(f"{count} blocks from {first} on are not among {len(self._arena)}")
+            raise BackendError(f"there are not {count} blocks from {first} on: the arena has {len(self._arena)}")
 
     def wipe(self) -> None:
-        """With new memory: somebody may still write to the old one."""
+        """With new memory: a loader may still write to the old one."""
         self._cells = np.zeros((self._geometry.blocks, 2, self._size), np.int32)
         self._arena, self._dropped = self._cells[:, 0], self._cells[:, 1]
         self._arena.fill(-1)

@@ -1,4 +1,4 @@
-"""Scores from rows of logits, and pooled rows of hidden states, for backends that have those in the host's memory."""
+"""Scoring and pooling on the host, for backends that return logits and hidden states there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cllm.backends.base import Chunk, Hidden, Logits, Pooling, PromptScores
 
 
 def score_rows(logits: Logits, targets: Sequence[int], top: int) -> PromptScores:
-    """Of each target by its row. A row without a finite best gives NaN."""
+    """Score each target by its row. A row without a finite maximum gives NaN."""
     rows = np.arange(len(targets))
     top = min(top, logits.shape[1])
     values = logits.astype(np.float64)
@@ -33,7 +33,7 @@ def score_rows(logits: Logits, targets: Sequence[int], top: int) -> PromptScores
 
 
 def _largest(values: NDArray[np.float64], top: int) -> NDArray[np.intp]:
-    """Of each row the ids of its largest values, best first; of equal ones the lowest id."""
+    """The ids of each row's largest values, best first; the lowest id of equals."""
     found = np.zeros((len(values), top), np.intp)
     for row, to in zip(values, found, strict=True):
         if top:
@@ -45,20 +45,20 @@ def _largest(values: NDArray[np.float64], top: int) -> NDArray[np.intp]:
 
 
 def join_scores(parts: Sequence[PromptScores]) -> PromptScores:
-    """Scores of one token after another, as one."""
+    """Concatenate the scores of consecutive tokens."""
     if len(parts) == 1:
         return parts[0]
     return PromptScores(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 def pool_rows(states: NDArray[np.floating], chunk: Chunk, asked: Pooling) -> Hidden:
-    """What a chunk asks for, of the hidden states of all its tokens."""
+    """Pool the hidden states of a chunk's tokens as it asks."""
     if asked.kind == "last":
         last: Hidden = states[-1].astype(np.float64)
         return last
     pooled = np.zeros(states.shape[1]) if asked.before is None else asked.before.copy()
     if asked.kind == "mean":
-        for row in states:  # one after another, so that it does not matter where a text is cut
+        for row in states:  # one by one, so that the result does not depend on chunking
             pooled += row
     elif chunk.start == 0:
         pooled += states[0]

@@ -3,11 +3,10 @@
 workloads/     one small file each: what is asked, in which order, and which figures come out
 peers/         the engines we compare with, and their best settings
 runners/       programs that run in a process of their own: servers of peers, a fake one, the bare library
-kernels/       the engine without a server
+kernels/       engines without a server, each in a process of its own
 drafts/        texts that repeat themselves, and some that do not
 random_model.py  GGUF files of real shapes with random weights (random_blocks.py)
-truth/         the distance to the same weights in float32, ours and llama.cpp's
-kv_types/      quality, speed and bytes of every pair of K and V types
+quality/       how far an engine's predictions are from those of another
 client.py      a light streaming client: asks, and writes down when text arrived (http.py, sse.py, load.py)
 servers.py     starts and stops what is measured, one at a time
 watch.py       CPU, memory and cache of a server, sampled beside the load
@@ -16,5 +15,5 @@ figures.py     figures, what they must reach (required.py), and the verdict
 run.py         one call of `cllm bench`, from options to results
 live.py        what is seen while it runs
 report.py      the table and the JSON file
-page/          the page with plots
+page.py        the page with plots, by the parts in report/
 """

@@ -11,8 +11,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cllm.bench.http import BenchError
-from cllm.machine.files import allow_open_files
+from cllm.bench.errors import BenchError
+from cllm.machine.open_files import raise_open_file_limit
 
 ANSWER_LIMIT_S = 300.0
 ENDED_LIMIT_S = 20.0
@@ -93,7 +93,7 @@ def _headers(place: Place, sizes: AttackSizes, _: bytes) -> list[int]:
 
 
 def _hold(place: Place, sizes: AttackSizes, says: Sequence[bytes]) -> list[int]:
-    """Connections that send a byte a second of what they say, or nothing; meanwhile, is the server's health told?"""
+    """Connections that send a byte a second of what they say, or nothing. Meanwhile, is /health still answered?"""
     statuses = []
     with ExitStack() as stack:
         held = [stack.enter_context(socket.create_connection(place, timeout=10)) for _ in range(sizes.connections)]
@@ -266,6 +266,6 @@ ATTACKS = (
 def allow_connections(number: int) -> None:
     """Raise this process's limit of open files, if that is needed and permitted."""
     wanted = number + 256
-    allowed = allow_open_files(wanted)
+    allowed = raise_open_file_limit(wanted)
     if allowed is not None and allowed < wanted:
         raise BenchError(f"{number} connections need more open files than {allowed}: take --size connections=100")

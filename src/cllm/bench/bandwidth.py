@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
 
-from cllm.bench.answer import Answer
+from cllm.bench.response import TimedResponse
 
 CACHE_LINE = 64
 _EVENTS = ("LLC-load-misses", "LLC-store-misses")
 _STOP_LIMIT_S = 5.0
 
 
-def bytes_read(answers: Iterable[Answer], steps: float, weight_bytes: float, kv_bytes_per_token: float) -> float:
+def bytes_read(answers: Iterable[TimedResponse], steps: float, weight_bytes: float, kv_bytes_per_token: float) -> float:
     """The least that was read: all weights once a step, and for every generated token the K/V of its context.
 
     What prompts read of their own K/V is left out: a chunk reads it once, however many tokens are in it.

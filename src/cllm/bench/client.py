@@ -9,8 +9,9 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from cllm.bench.answer import Answer
-from cllm.bench.http import Address, BenchError, HttpError
+from cllm.bench.errors import BenchError
+from cllm.bench.http import Address, HttpError
+from cllm.bench.response import TimedResponse
 from cllm.bench.sse import EventReader
 
 Message = Mapping[str, str]
@@ -35,7 +36,7 @@ class Client:
 
     def __init__(self, url: str, *, api_key: str | None = None, extra: Mapping[str, Any] | None = None) -> None:
         self.address = Address(url, {"authorization": f"Bearer {api_key}"} if api_key else None)
-        self.answers: list[Answer] = []
+        self.answers: list[TimedResponse] = []
         self.model = ""
         self._extra = dict(extra or {})
 
@@ -59,13 +60,17 @@ class Client:
         """Why the first request failed that did."""
         return next((answer.error for answer in self.answers if answer.error), None)
 
+    def raise_for_errors(self) -> None:
+        if self.first_error:
+            raise BenchError(f"{self.address.url} failed a request: {self.first_error}")
+
     async def complete(
         self, prompt: str, max_tokens: int, on_text: OnText | None = None, leave_after: int | None = None
-    ) -> Answer:
+    ) -> TimedResponse:
         """`leave_after`: go away when so many pieces of text have come."""
         return await self._stream("/v1/completions", {"prompt": prompt, "max_tokens": max_tokens}, on_text, leave_after)
 
-    async def chat(self, messages: Sequence[Message], max_tokens: int, leave_after: int | None = None) -> Answer:
+    async def chat(self, messages: Sequence[Message], max_tokens: int, leave_after: int | None = None) -> TimedResponse:
         body = {"messages": list(messages), "max_tokens": max_tokens}
         return await self._stream("/v1/chat/completions", body, None, leave_after)
 
@@ -77,7 +82,9 @@ class Client:
                 return body.decode(errors="replace")
         return ""
 
-    async def _stream(self, path: str, body: dict[str, Any], on_text: OnText | None, leave_after: int | None) -> Answer:
+    async def _stream(
+        self, path: str, body: dict[str, Any], on_text: OnText | None, leave_after: int | None
+    ) -> TimedResponse:
         body |= {
             "model": self.model,
             "temperature": 0,
@@ -86,7 +93,7 @@ class Client:
             "stream_options": {"include_usage": True},
             **self._extra,
         }
-        answer = Answer()
+        answer = TimedResponse()
         self.answers.append(answer)
         reading = _Reading(answer, body["max_tokens"], on_text, leave_after)
         try:
@@ -113,7 +120,7 @@ class Client:
 class _Reading:
     """One answer while it is read."""
 
-    def __init__(self, answer: Answer, asked: int, on_text: OnText | None, leave_after: int | None) -> None:
+    def __init__(self, answer: TimedResponse, asked: int, on_text: OnText | None, leave_after: int | None) -> None:
         self._answer = answer
         self._asked = asked
         self._on_text = on_text
@@ -131,7 +138,7 @@ class _Reading:
             try:
                 has_text = self._add(json.loads(payload), now)
             except (ValueError, LookupError, TypeError, AttributeError):
-                raise BenchError(f"the server sent an event that is none of OpenAI's: {payload[:80]!r}") from None
+                raise BenchError(f"the server sent an event that is not in OpenAI's format: {payload[:80]!r}") from None
             if has_text:
                 arrivals = len(self._answer.arrivals)
                 if self._on_text:
@@ -148,8 +155,8 @@ class _Reading:
             answer.completion_tokens = self._asked if self._finish_reason == "length" else len(answer.arrivals)
         if answer.completion_tokens != self._asked:
             return (
-                f"{answer.completion_tokens} tokens came where {self._asked} were asked for with ignore_eos; "
-                "the figures would not compare"
+                f"got {answer.completion_tokens} tokens instead of {self._asked} (ignore_eos); "
+                "the results are not comparable"
             )
         return None
 
@@ -157,7 +164,7 @@ class _Reading:
         """Take in one event; says whether it held text. The role event of a chat holds none."""
         answer = self._answer
         if event.get("error"):
-            raise BenchError(f"the server broke off its answer: {event['error']}")
+            raise BenchError(f"the server aborted its answer: {event['error']}")
         if usage := event.get("usage"):
             answer.prompt_tokens = usage["prompt_tokens"]
             answer.completion_tokens = usage["completion_tokens"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from cllm.bench.answer import Answer
+from cllm.bench.response import TimedResponse
 from cllm.bench.stats import Interval, ratio_interval
 from cllm.bench.watch import Sample
 
@@ -54,6 +54,10 @@ class Figure:
     unit: str
     better: Literal["lower", "higher"] = "lower"
     limit: Limit | None = None
+    format: str = ""
+    """Of its values, as in an f-string; otherwise three digits that matter."""
+    compared: bool = True
+    """False: a ratio of two such values means nothing."""
 
     def required(self, peer: str | None = None) -> str:
         """What must be reached, beside this peer or (None) by our own value; empty if nothing."""
@@ -67,7 +71,7 @@ class Figure:
 
     def ratio(self, ours: float, peer: float) -> float | None:
         """How many times better ours is: more than 1 is in our favour, whichever way is better."""
-        if ours <= 0 or peer <= 0:
+        if ours <= 0 or peer <= 0 or not self.compared:
             return None
         return peer / ours if self.better == "lower" else ours / peer
 
@@ -82,10 +86,14 @@ class Curve:
     x_label: str
     y_label: str
     points: Sequence[tuple[float, float]]
+    caption: str = ""
+    """A sentence that says what the plot shows."""
+    marks: Mapping[float, str] = field(default_factory=dict)
+    """Texts at values of x, such as the default number of threads."""
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
+class SweepPoint:
     """One of several sizes of the same work."""
 
     work: str
@@ -102,7 +110,7 @@ class Run:
     metrics: Mapping[str, float]
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Circumstances worth keeping: the server's settings, how busy the machine was before."""
-    answers: Sequence[Answer] = ()
+    answers: Sequence[TimedResponse] = ()
     samples: Sequence[Sample] = ()
     curves: Sequence[Curve] = ()
     partial: str | None = None
@@ -125,15 +133,16 @@ class Spread:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     met: bool
+    """The whole interval is on the right side of the bound."""
     clear: bool
-    """False where the bound lies within the noise: the verdict might turn in the next run."""
+    """False where the bound is inside the interval: the next run might say otherwise."""
 
     def __str__(self) -> str:
-        return ("met" if self.met else "not met") + ("" if self.clear else ", within noise")
+        return "met" if self.met else "not met" if self.clear else "uncertain"
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class PeerFigure:
     """A peer's value of a figure, and how many times better ours is."""
 
     value: Spread | None
@@ -144,7 +153,7 @@ class Beside:
 class Row:
     figure: Figure
     ours: Spread | None
-    peers: Mapping[str, Beside]
+    peers: Mapping[str, PeerFigure]
 
     def verdict(self, peer: str | None = None) -> Verdict | None:
         """Beside this peer or (None) on our own value; None where nothing is required or it was not measured."""
@@ -155,9 +164,11 @@ class Row:
         measured = self._own if peer is None else self.peers[peer].ratio
         if bound is None or measured is None:
             return None
-        lower_is_better = peer is None and self.figure.better == "lower"
-        met = measured.estimate <= bound if lower_is_better else measured.estimate >= bound
-        return Verdict(met, not measured.holds(bound))
+        if peer is None and self.figure.better == "lower":
+            met, missed = measured.high <= bound, measured.low > bound
+        else:
+            met, missed = measured.low >= bound, measured.high < bound
+        return Verdict(met, met or missed)
 
     @property
     def _own(self) -> Interval | None:
@@ -185,7 +196,7 @@ def _row(figure: Figure, runs: Sequence[Run]) -> Row:
         theirs = _whole(figure, side, runs)
         ratios = [figure.ratio(ours[repeat], theirs[repeat]) for repeat in sorted(ours.keys() & theirs.keys())]
         known = [ratio for ratio in ratios if ratio is not None]
-        peers[side] = Beside(_spread(figure, side, runs), ratio_interval(known) if known else None)
+        peers[side] = PeerFigure(_spread(figure, side, runs), ratio_interval(known) if known else None)
     return Row(figure, _spread(figure, OURS, runs), peers)
 
 

@@ -1,4 +1,4 @@
-"""Just enough HTTP/1.1 to read thousands of streamed events a second and to know when each of them came.
+"""Just enough of an HTTP client to read thousands of streamed events a second and to know when each of them came.
 
 A general client spends more time on an event than a small model on a token, and that time would be reported as the
 server's. This one stamps bytes the moment the event loop hands them over, before anything is parsed.
@@ -12,18 +12,15 @@ from collections.abc import Callable, Mapping
 from time import perf_counter
 from urllib.parse import urlsplit
 
-from cllm.errors import CLLMError
+import httptools
+
+from cllm.bench.errors import BenchError
 
 CONNECT_LIMIT_S = 10.0
 ANSWER_LIMIT_S = 900.0
-_MOST_HEAD = 65_536
 
 OnBody = Callable[[bytes, float], None]
 """Gets each piece of a body and when it arrived."""
-
-
-class BenchError(CLLMError):
-    """A benchmark could not be run, or a server did not do what it was asked."""
 
 
 class HttpError(BenchError):
@@ -31,98 +28,44 @@ class HttpError(BenchError):
 
 
 class ResponseReader:
-    """Cuts one response into status and body, wherever the network cut the bytes."""
+    """The status and body of one response, wherever the network cut the bytes."""
 
     def __init__(self) -> None:
         self.status = 0
         self.done = False
-        self._rest = b""
-        self._chunked = False
-        self._left: int | None = None
-        """Bytes to come: of the body, or of the chunk with its line end. None: until the connection closes."""
+        self._parser = httptools.HttpResponseParser(self)
+        self._body: list[bytes] = []
+        self._until_close = True
 
     def feed(self, data: bytes) -> bytes:
         """The bytes of the body in `data`."""
-        if not self.status:
-            data = self._read_head(data)
-            if not self.status:
-                return b""
-        if self._chunked:
-            return self._dechunk(data)
-        if self._left is None:
-            return data
-        body = data[: self._left]
-        self._left -= len(body)
-        self.done = self._left == 0
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            raise HttpError(f"the server does not speak HTTP/1.1: {data[:80]!r} ({error})") from None
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body.clear()
         return body
 
     def close(self) -> None:
         """The connection has ended; it may have ended too soon."""
-        if self.status and not self._chunked and self._left is None:
-            self.done = True
+        self.done = self.done or (self.status > 0 and self._until_close)
         if not self.done:
             raise HttpError("the connection was closed in the middle of an answer")
 
-    def _read_head(self, data: bytes) -> bytes:
-        """Take in the head once it is whole; what comes after it."""
-        head, end, rest = (self._rest + data).partition(b"\r\n\r\n")
-        if not end:
-            self._rest = head
-            if len(head) > _MOST_HEAD:
-                raise HttpError("the server sent no end of its headers")
-            return b""
-        first, *lines = head.split(b"\r\n")
-        version, _, status = first.partition(b" ")
-        if not version.startswith(b"HTTP/1.") or not status[:3].isdigit():
-            raise HttpError(f"the server does not speak HTTP/1.1: {first[:80]!r}")
-        self._rest = b""
-        if status.startswith(b"1"):  # such as "100 Continue": the real response follows
-            return self._read_head(rest)
-        self.status = int(status[:3])
-        headers = dict(_header(line) for line in lines)
-        self._chunked = headers.get(b"transfer-encoding", b"").lower().endswith(b"chunked")
-        if self._chunked:
-            self._left = 0
-        elif b"content-length" in headers:
-            self._left = int(headers[b"content-length"])
-            self.done = self._left == 0
-        return rest
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._until_close = False
 
-    def _dechunk(self, data: bytes) -> bytes:
-        data = self._rest + data
-        self._rest = b""
-        position = 0
-        body = []
-        left = self._left or 0
-        while position < len(data) and not self.done:
-            if left == 0:
-                end = data.find(b"\r\n", position)
-                if end < 0:
-                    self._rest = data[position:]
-                    break
-                left = _chunk_size(data[position:end]) + 2
-                position = end + 2
-                self.done = left == 2
-            else:
-                # The last two bytes of a chunk are its line end.
-                body.append(data[position : position + left - 2] if left > 2 else b"")
-                taken = min(left, len(data) - position)
-                left -= taken
-                position += taken
-        self._left = left
-        return b"".join(body)
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        self.status = status if status >= 200 else 0  # such as 100, Continue: the real response follows
 
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
 
-def _header(line: bytes) -> tuple[bytes, bytes]:
-    name, _, value = line.partition(b":")
-    return name.strip().lower(), value.strip()
-
-
-def _chunk_size(line: bytes) -> int:
-    try:
-        return int(line.partition(b";")[0], 16)
-    except ValueError:
-        raise HttpError(f"the server sent {line[:40]!r} where the size of a chunk must stand") from None
+    def on_message_complete(self) -> None:
+        self.done = self.status > 0
 
 
 class _Exchange(asyncio.Protocol):
@@ -187,7 +130,7 @@ class Address:
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BenchError(f"{url!r} is no address of a server; it must be such as http://127.0.0.1:8000")
+            raise BenchError(f"{url!r} is not the address of a server, such as http://127.0.0.1:8000")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path}"
         self._host, self._path = parts.hostname, parts.path
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None

@@ -14,8 +14,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from cllm.bench.answer import Answer
 from cllm.bench.client import Client
+from cllm.bench.response import TimedResponse
 from cllm.bench.stats import percentile
 from cllm.bench.watch import Sample, Watcher
 
@@ -90,7 +90,7 @@ class LiveView(View):
         return Group(head, *(Text(f"  {line}", style="dim") for line in lines))
 
 
-def figures(answers: Sequence[Answer], samples: Sequence[Sample]) -> list[str]:
+def figures(answers: Sequence[TimedResponse], samples: Sequence[Sample]) -> list[str]:
     """The pass so far in a few lines: counts over all of it, latencies over its latest answers."""
     ended = sum(answer.finished is not None for answer in answers)
     failed = sum(answer.error is not None for answer in answers)

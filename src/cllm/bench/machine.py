@@ -8,7 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cllm.machine import default_threads, read_cpus, read_rooms, tightest, total_memory
+import psutil
+
+from cllm.machine import default_threads, read_cpus, read_memory_limits, tightest, total_memory
 
 _FEATURES = ("avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp")
 _PACKAGES = ("cllm", "llama-cpp-python", "xllamacpp", "openvino-genai", "numpy", "uvicorn")
@@ -16,7 +18,7 @@ _PACKAGES = ("cllm", "llama-cpp-python", "xllamacpp", "openvino-genai", "numpy",
 
 def describe_machine() -> dict[str, Any]:
     """What of it this process may use: in a container, not the host's numbers."""
-    cpus, rooms = read_cpus(), read_rooms()
+    cpus, rooms = read_cpus(), read_memory_limits()
     return {
         "cpu": _cpu_line("model name") or platform.processor() or platform.machine(),
         "physical_cores": min(cpus.cores, cpus.usable),
@@ -35,8 +37,6 @@ def describe_machine() -> dict[str, Any]:
 
 def busy_percent(seconds: float = 0.3) -> float:
     """How busy all cores together were over the next `seconds`: near 0 if nothing else runs and no server spins."""
-    import psutil  # only here: machines that measure kernels need not have it
-
     return psutil.cpu_percent(interval=seconds)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from cllm.bench.answer import Answer
 from cllm.bench.figures import Figure, Metrics
+from cllm.bench.response import TimedResponse
 from cllm.bench.stats import percentile, slope_interval
 from cllm.bench.watch import Sample
 
@@ -21,7 +21,7 @@ class Targets:
     ttft_ms: float = 1000.0
     inter_token_ms: float = 100.0
 
-    def met_by(self, answer: Answer) -> bool:
+    def met_by(self, answer: TimedResponse) -> bool:
         return answer.ttft * 1e3 <= self.ttft_ms and answer.seconds_per_token * 1e3 <= self.inter_token_ms
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ COMMON: tuple[Figure, ...] = (
     *(Figure(f"ttft_p{p}_ms", f"first token, P{p}", "ms") for p in PERCENTS),
     *(Figure(f"inter_token_p{p}_ms", f"between tokens, P{p}", "ms") for p in PERCENTS),
     *(Figure(f"request_p{p}_ms", f"whole request, P{p}", "ms") for p in PERCENTS),
-    Figure("slope_ms", "slope per request", "ms"),
+    Figure("slope_ms", "slope per request", "ms", compared=False),
     Figure("seconds", "total", "s"),
     Figure("tokens_per_s", "tokens out", "tok/s", "higher"),
     Figure("prompt_tokens_per_s", "prompt tokens in", "tok/s", "higher"),
@@ -54,7 +54,7 @@ def with_common(own: Sequence[Figure]) -> list[Figure]:
     return [*own, *(figure for figure in COMMON if figure.key not in named)]
 
 
-def measure(answers: Sequence[Answer], samples: Sequence[Sample], targets: Targets) -> Metrics:
+def measure(answers: Sequence[TimedResponse], samples: Sequence[Sample], targets: Targets) -> Metrics:
     """All that can be said of what was answered; nothing is said of what was not."""
     complete = [answer for answer in answers if answer.complete]
     metrics: Metrics = {"errors": sum(answer.error is not None for answer in answers)}
@@ -67,7 +67,7 @@ def measure(answers: Sequence[Answer], samples: Sequence[Sample], targets: Targe
     return metrics | resources(samples)
 
 
-def latencies(answers: Sequence[Answer]) -> Metrics:
+def latencies(answers: Sequence[TimedResponse]) -> Metrics:
     """Percentiles over all answers, in milliseconds."""
     values = {
         "ttft": [answer.ttft for answer in answers],
@@ -82,7 +82,7 @@ def latencies(answers: Sequence[Answer]) -> Metrics:
     }
 
 
-def totals(answers: Sequence[Answer]) -> Metrics:
+def totals(answers: Sequence[TimedResponse]) -> Metrics:
     """What all answers took together, and how much of the prompts the server had in its cache."""
     seconds = max(answer.started + answer.seconds for answer in answers) - min(answer.started for answer in answers)
     prompt_tokens = sum(answer.prompt_tokens for answer in answers)
@@ -99,7 +99,7 @@ def totals(answers: Sequence[Answer]) -> Metrics:
     return metrics
 
 
-def degradation(answers: Sequence[Answer]) -> Metrics:
+def degradation(answers: Sequence[TimedResponse]) -> Metrics:
     """How much longer each request takes than the one before, with its interval."""
     if len(answers) < 2:
         return {}

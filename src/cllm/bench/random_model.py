@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
-from cllm.bench.http import BenchError
+from cllm.bench.atomic_file import atomic_file
+from cllm.bench.errors import BenchError
 from cllm.bench.kernels.shapes import RMS_EPS, ROPE_BASE, Mix, Shape, matrices, norms, pick, weight_bytes
-from cllm.bench.made_files import made
 from cllm.machine import mib
 from cllm.models.registry import cache_dir
 
@@ -41,7 +41,7 @@ def random_file(shape_name: str, type_name: str, say: Say = lambda line: None) -
                 f"{shape_name} as {type_name} takes {mib(needed)}, and {target.parent} has {mib(free)} left: "
                 "make room, take a smaller shape, or name another place with CLLM_CACHE_DIR"
             )
-        with made(target) as place:
+        with atomic_file(target) as place:
             write(place, shape, mix, f"random {shape_name} {type_name}", say)
     except OSError as error:
         raise BenchError(f"cannot write {target}: {error.strerror or error}") from error

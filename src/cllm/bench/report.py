@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,18 @@ from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 
-from cllm.bench.figures import OURS, Beside, Figure, Row, Run, Spread, Swept, sides
-from cllm.bench.http import BenchError
+from cllm.bench.errors import BenchError
+from cllm.bench.figures import OURS, Figure, PeerFigure, Row, Run, Spread, SweepPoint, sides, summarise
 from cllm.bench.stats import Interval
 
+QUICK = "Small sizes (--quick): this shows that everything runs; the figures and verdicts mean nothing."
 _BUSY_PERCENT = 10.0
 """A machine busier than this before a pass makes its figures doubtful."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Result:
-    """All that one workload gave."""
+    """Everything that one workload gave."""
 
     name: str
     title: str
@@ -38,11 +39,16 @@ class Result:
     """The key of the figure that stands for the whole."""
     label: str = ""
     """The title in a few words."""
-    swept: Swept | None = None
+    swept: SweepPoint | None = None
+    by_side: str | None = None
+    """The table has a row for each side and a column for each figure, beside those of this side."""
 
     @property
     def peers(self) -> list[str]:
         return sides(self.runs)[1:]
+
+    def runs_of(self, side: str) -> list[Run]:
+        return [run for run in self.runs if run.side == side]
 
     def shown(self, side: str) -> str:
         return self.driven if side == OURS else side
@@ -67,6 +73,10 @@ class Result:
             errors = [fact["first_error"] for fact in facts if "first_error" in fact]
             if errors:
                 notes.append(f"{self.shown(side)} failed some requests, first: {errors[0]}")
+            notes += dict.fromkeys(
+                f"left out: {self.shown(side)}: {fact['left_out']}" for fact in facts if "left_out" in fact
+            )
+        notes += dict.fromkeys(note for run in self.runs for note in run.facts.get("notes", ()))
         notes += [
             f"{peer} was built without {', '.join(lacking)}, which cLLM's llama.cpp uses"
             for peer in self.peers
@@ -108,11 +118,18 @@ class Report:
     results: list[Result] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     interrupted: bool = False
+    details: dict[str, Any] = field(default_factory=dict)
+    """More for the JSON file, by key: what a workload says in its own form."""
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
 
     @property
     def ok(self) -> bool:
         return not self.failures and not any(result.broken_off for result in self.results)
+
+    def add_details(self, details: Mapping[str, Any]) -> None:
+        """Of several workloads, lists are joined."""
+        for key, value in details.items():
+            self.details[key] = [*self.details.get(key, ()), *value] if isinstance(value, list) else value
 
     def save(self) -> list[Path]:
         """Write what there is; it is called after every workload, so that little is ever lost."""
@@ -123,9 +140,9 @@ class Report:
                 self.file.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
                 written.append(self.file)
             if self.directory is not None:
-                from cllm.bench.page.html import write_page
+                from cllm.bench.page import write_report
 
-                written.append(write_page(self, self.directory))
+                written.append(write_report(self, self.directory))
         except OSError as error:
             raise BenchError(f"cannot write {error.filename or 'the report'}: {error.strerror}") from error
         return written
@@ -138,10 +155,14 @@ class Report:
             "interrupted": self.interrupted,
             "workloads": [result.to_json() for result in self.results],
             "failures": self.failures,
+            **self.details,
         }
 
 
 def print_result(console: Console, result: Result) -> None:
+    if result.by_side is not None:
+        console.print("\n".join(markdown(result)), markup=False, highlight=False, soft_wrap=True)
+        return
     table = Table(title=escape(result.title), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for number_of_column, heading in enumerate(headings(result)):
         justify: JustifyMethod = "left" if heading in ("", "against", "verdict") else "right"
@@ -155,6 +176,8 @@ def print_result(console: Console, result: Result) -> None:
 
 def headings(result: Result) -> list[str]:
     """Of the table of a result: a peer has a column by its name; several share two."""
+    if result.by_side is not None:
+        return ["", *(f"{figure.label}, {figure.unit}".rstrip(", ") for figure in _measured(result))]
     peers = result.peers
     beside = ["against", "its figure", "ratio"] if len(peers) > 1 else [*peers, "ratio"] if peers else []
     return ["", result.driven, *beside, "required", "verdict"]
@@ -162,6 +185,8 @@ def headings(result: Result) -> list[str]:
 
 def table_lines(result: Result) -> list[list[str]]:
     """What stands below the headings: a line for each figure that was measured, and for each peer after the first."""
+    if result.by_side is not None:
+        return _side_lines(result)
     lines = [line for row in result.rows for line in lines_of(row)]
     if len(result.peers) == 1:
         return [[*line[:2], *line[3:]] for line in lines]
@@ -175,8 +200,8 @@ def lines_of(row: Row) -> list[list[str]]:
         return []
     lines = []
     first = True
-    measured: list[tuple[str | None, Beside]] = [(peer, each) for peer, each in row.peers.items() if each.value]
-    for peer, beside in measured or [(None, Beside(None, None))]:
+    measured: list[tuple[str | None, PeerFigure]] = [(peer, each) for peer, each in row.peers.items() if each.value]
+    for peer, beside in measured or [(None, PeerFigure(None, None))]:
         judged = peer if figure.limit is None or figure.limit.on == "ratio" else None
         counts = first or judged is not None
         lines.append(
@@ -197,7 +222,7 @@ def lines_of(row: Row) -> list[list[str]]:
 def _coloured(verdict: str) -> str:
     if not verdict:
         return ""
-    colour = "yellow" if "noise" in verdict else "green" if verdict == "met" else "red"
+    colour = {"met": "green", "not met": "red"}.get(verdict, "yellow")
     return f"[{colour}]{verdict}[/{colour}]"
 
 
@@ -229,6 +254,63 @@ def with_unit(value: Spread | Interval | None, unit: str) -> str:
     if value.low == value.high:
         return text
     return f"{text} ({number(value.low)}..{number(value.high)})"
+
+
+def markdown(result: Result) -> list[str]:
+    """A table with a row for each side, aligned, and what is said below it."""
+    rows = [headings(result), *table_lines(result)]
+    return [result.title, "", *_markdown_table(rows), "", *verdict_lines(result), *result.notes]
+
+
+def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The first row is that of headings."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
+    return lines
+
+
+def verdict_lines(result: Result) -> list[str]:
+    """What must be reached by the side under test."""
+    lines = []
+    for row in result.rows:
+        for peer in (None, *row.peers):
+            verdict = row.verdict(peer)
+            if verdict is not None:
+                value = with_unit(row.ours, row.figure.unit) if peer is None else with_unit(row.peers[peer].ratio, "x")
+                required = row.figure.required(peer)
+                lines.append(f"{result.driven}: {row.figure.label}: {value}, must be {required}: {verdict}")
+    return lines
+
+
+def times_reference(result: Result, figure: Figure, side: str) -> Interval | None:
+    """How many times better than the side they are all compared with, in the same repeats."""
+    renamed = {side: OURS, result.by_side: "reference"} if side != result.by_side else {}
+    runs = [replace(run, side=renamed[run.side]) for run in result.runs if run.side in renamed]
+    peers = summarise([figure], runs)[0].peers
+    return peers["reference"].ratio if "reference" in peers else None
+
+
+def _measured(result: Result) -> list[Figure]:
+    return [figure for figure in result.figures if any(figure.key in run.metrics for run in result.runs)]
+
+
+def _side_lines(result: Result) -> list[list[str]]:
+    lines = []
+    for side in dict.fromkeys(run.side for run in result.runs):
+        rows = summarise(_measured(result), [replace(run, side=OURS) for run in result.runs if run.side == side])
+        lines.append([result.shown(side), *(_side_cell(result, row, side) for row in rows)])
+    return lines
+
+
+def _side_cell(result: Result, row: Row, side: str) -> str:
+    if row.ours is None:
+        return ""
+    value = format(row.ours.median, row.figure.format) if row.figure.format else number(row.ours.median)
+    times = times_reference(result, row.figure, side)
+    return value if times is None else f"{value} ({times.estimate:.2f}x)"
 
 
 def _row_json(row: Row) -> dict[str, Any]:

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
 
 from cllm.bench.figures import OURS, Run
 from cllm.bench.http import Address
+from cllm.bench.live import LiveView, PlainView, View
 from cllm.bench.measures import Targets
 from cllm.bench.peers import PEERS, check
 from cllm.bench.peers.base import describe
 from cllm.bench.prompts import Encode
-from cllm.bench.report import Report, Result, number, print_result
+from cllm.bench.report import QUICK, Report, Result, number, print_machine, print_result
 from cllm.bench.required import for_backend
-from cllm.bench.workloads.base import Setup, Workload
+from cllm.bench.servers import start_cllm
+from cllm.bench.workloads.base import PartsFailedError, Setup, Workload
 from cllm.bench.workloads.over_http import HttpWorkload
 from cllm.errors import CLLMError
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
+from cllm.observe.json_option import goes_to_stdout
 from cllm.text.tokenizer import load_tokenizer
+
+INTERRUPTED = 130
 
 
 def make_setup(
@@ -63,6 +72,37 @@ def make_setup(
     )
 
 
+def run_and_report(workloads: Sequence[Workload], setup: Setup, report: Report, *, tune: bool = False) -> int:
+    """Measure with what a user sees around it: progress, tables, files. The exit code."""
+    console = _console()
+    report.save()  # if it cannot be written, that is better known now
+    print_machine(console, report.machine)
+    if report.settings.get("quick"):
+        console.print(QUICK)
+    with _view(console) as view:
+        seen = replace(setup, view=view)
+        run = _run_quick if report.settings.get("quick") else run_all
+        work = tune_peers(workloads, seen, console) if tune else run(workloads, seen, report, console)
+        if not _run(work):
+            report.interrupted = True
+    for file in report.save():
+        if not goes_to_stdout(file):
+            console.print(f"written: {file}", highlight=False, soft_wrap=True)
+    if report.interrupted:
+        Console(stderr=True).print("interrupted; the results so far are shown above")
+        return INTERRUPTED
+    return 0 if report.ok else 1
+
+
+async def _run_quick(workloads: Sequence[Workload], setup: Setup, report: Report, console: Console) -> None:
+    """All work over HTTP on one server."""
+    async with AsyncExitStack() as stack:
+        if setup.url is None and sum(workload.over_http for workload in workloads) > 1:
+            server = start_cllm(setup.model, setup.threads, setup.backend, setup.settings)
+            setup = replace(setup, running=await stack.enter_async_context(server))
+        await run_all(workloads, setup, report, console)
+
+
 async def run_all(workloads: Sequence[Workload], setup: Setup, report: Report, console: Console) -> None:
     """One after another. A workload that fails is reported, and the others still run; what was measured is saved."""
     for workload in workloads:
@@ -70,17 +110,21 @@ async def run_all(workloads: Sequence[Workload], setup: Setup, report: Report, c
         try:
             await workload.measure(setup, runs.append)
         except CLLMError as error:
-            report.failures[workload.title] = str(error)
-            console.print("failed:", f"{workload.title}: {error}", style="red", markup=False, highlight=False)
+            reasons = error.reasons if isinstance(error, PartsFailedError) else {workload.title: str(error)}
+            report.failures.update(reasons)
+            for part, reason in reasons.items():
+                console.print("failed:", f"{part}: {reason}", style="red", markup=False, highlight=False)
         except (asyncio.CancelledError, KeyboardInterrupt):
             report.interrupted = True
             raise
         finally:
             if runs:
-                report.results.append(make_result(workload, setup, runs))
+                result = make_result(workload, setup, runs)
+                report.results.append(result)
+                report.add_details(workload.details(result))
             report.save()
             if runs:
-                print_result(console, report.results[-1])
+                print_result(console, result)
 
 
 def make_result(workload: Workload, setup: Setup, runs: Sequence[Run]) -> Result:
@@ -96,6 +140,7 @@ def make_result(workload: Workload, setup: Setup, runs: Sequence[Run]) -> Result
         headline=workload.headline,
         label=workload.label,
         swept=workload.swept,
+        by_side=workload.by_side,
     )
 
 
@@ -133,3 +178,46 @@ def _encoder(model: str, backend: str, workloads: Sequence[Workload]) -> Encode:
     if backend == "fake" or not any(workload.needs_model for workload in workloads):
         return str.encode
     return load_tokenizer(GGUFModel.open(resolve(model))).encode
+
+
+def _console() -> Console:
+    """Where no terminal sets a width, tables get the one they need."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
+@contextmanager
+def _view(console: Console) -> Iterator[View]:
+    if console.is_terminal:
+        with LiveView.on(console) as view:
+            yield view
+    else:
+        yield PlainView(Console(stderr=True))
+
+
+def _run(work: Coroutine[Any, Any, None]) -> bool:
+    """Run the coroutine to its end; False if the user had enough. Everything it started is then closed, too."""
+    with _interruptible():
+        try:
+            asyncio.run(work)
+        except KeyboardInterrupt:
+            return False
+    return True
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """The first Ctrl-C ends the work wherever it is; others are ignored while servers are stopped and files written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt

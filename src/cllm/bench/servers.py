@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from cllm.backends.llama_cpp.library import load_library
-from cllm.bench.http import Address, BenchError, HttpError
+from cllm.bench.errors import BenchError
+from cllm.bench.http import Address, HttpError
 from cllm.bench.watch import pid_behind
 from cllm.errors import ModelError
 
 _START_LIMIT_S = 180.0
+_ANSWER_LIMIT_S = 900.0
 _STOP_LIMIT_S = 15.0
 _LOG_TAIL = 600
 _LINE_LIMIT = 1 << 20
@@ -37,22 +39,32 @@ class Server:
     """What its requests must hold besides, to do the same work as others."""
 
 
-class Bare:
-    """A process that runs llama.cpp with nothing around it; see `runners/bare.py`."""
+class Runner:
+    """One of `cllm.bench.runners` in a process of its own; it answers each line of JSON with another."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: IO[bytes]) -> None:
+        self._name = name
         self._process = process
+        self._log = log
         self.pid = process.pid
+        self.ready: dict[str, Any] = {}
+        """What it said when it was ready."""
 
-    async def generate(self, prompt: Sequence[int], tokens: int) -> list[float]:
-        """Seconds from the start to each token."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"prompt": list(prompt), "tokens": tokens}).encode() + b"\n")
-        line = await self._process.stdout.readline()
-        if not line:
-            raise BenchError("the bare llama.cpp process ended in the middle of the work")
-        times: list[float] = json.loads(line)["times"]
-        return times
+    async def ask(self, **request: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        return await self.read_line(_ANSWER_LIMIT_S)
+
+    async def read_line(self, limit_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        try:
+            line = await asyncio.wait_for(self._process.stdout.readline(), limit_s)
+            answer: dict[str, Any] = json.loads(line)
+        except (asyncio.TimeoutError, ValueError):
+            raise BenchError(f"{self._name} gave no answer; the end of its log: {_tail(self._log)}") from None
+        if "error" in answer:
+            raise BenchError(f"{self._name} failed: {answer['error']}")
+        return answer
 
 
 @asynccontextmanager
@@ -85,32 +97,33 @@ async def start_cllm(
 
 
 @asynccontextmanager
-async def start_runner(name: str, module: str, wanted: Mapping[str, Any]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-    """One of `cllm.bench.runners`: its process id, and what it said when it was ready."""
-    async with start_talker(name, module, wanted) as (process, ready):
-        yield process.pid, ready
+async def start_runner(name: str, module: str, wanted: Mapping[str, Any]) -> AsyncIterator[Runner]:
+    """One of `cllm.bench.runners`, ready."""
+    command = [sys.executable, "-m", f"cllm.bench.runners.{module}", json.dumps(dict(wanted))]
+    with tempfile.TemporaryFile() as log:
+        async with running(command, log, stdout=asyncio.subprocess.PIPE) as process:
+            runner = Runner(name, process, log)
+            runner.ready = await runner.read_line(_START_LIMIT_S)
+            yield runner
 
 
 @asynccontextmanager
-async def start_bare(model: Path, threads: int, slots: int, slot_tokens: int) -> AsyncIterator[Bare]:
+async def start_bare(model: Path, threads: int, slots: int, slot_tokens: int) -> AsyncIterator[Runner]:
+    """llama.cpp with nothing around it; see `runners/bare.py`."""
     wanted = {"model": str(model), "threads": threads, "slots": slots, "slot_tokens": slot_tokens}
-    async with start_talker("the bare llama.cpp process", "bare", wanted) as (process, _):
-        yield Bare(process)
+    async with start_runner("the bare llama.cpp process", "bare", wanted) as runner:
+        yield runner
+
+
+async def bare_times(bare: Runner, prompt: Sequence[int], tokens: int) -> list[float]:
+    """Seconds from the start to each token."""
+    times: list[float] = (await bare.ask(prompt=list(prompt), tokens=tokens))["times"]
+    return times
 
 
 @asynccontextmanager
 async def already_running(url: str) -> AsyncIterator[Server]:
     yield Server(url, pid_behind(url), await _model_facts(Address(url)) | {"url": url})
-
-
-@asynccontextmanager
-async def start_talker(
-    name: str, module: str, wanted: Mapping[str, Any]
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
-    command = [sys.executable, "-m", f"cllm.bench.runners.{module}", json.dumps(dict(wanted))]
-    with tempfile.TemporaryFile() as log:
-        async with running(command, log, stdout=asyncio.subprocess.PIPE) as process:
-            yield process, await _read_ready_line(name, process, log)
 
 
 @asynccontextmanager
@@ -170,23 +183,12 @@ async def _until_ready(address: Address, name: str, process: asyncio.subprocess.
             if (await address.fetch("/ready"))[0] == 200:
                 return
         await asyncio.sleep(0.1)
-    raise _start_failed(name, log)
+    raise BenchError(f"{name} did not start; the end of its log: {_tail(log)}")
 
 
-async def _read_ready_line(name: str, process: asyncio.subprocess.Process, log: IO[bytes]) -> dict[str, Any]:
-    """The line of JSON that our runners print when they are ready."""
-    assert process.stdout is not None
-    with suppress(asyncio.TimeoutError, ValueError):
-        line = await asyncio.wait_for(process.stdout.readline(), _START_LIMIT_S)
-        ready: dict[str, Any] = json.loads(line)
-        return ready
-    raise _start_failed(name, log)
-
-
-def _start_failed(name: str, log: IO[bytes]) -> BenchError:
+def _tail(log: IO[bytes]) -> str:
     log.seek(0)
-    tail = log.read()[-_LOG_TAIL:].decode(errors="replace").strip()
-    return BenchError(f"{name} did not start; the end of its log: {tail or '(empty)'}")
+    return log.read()[-_LOG_TAIL:].decode(errors="replace").strip() or "(empty)"
 
 
 def _free_port() -> int:

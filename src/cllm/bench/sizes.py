@@ -8,7 +8,7 @@ from dataclasses import Field, fields, replace
 from itertools import product
 from typing import Any, cast
 
-from cllm.bench.http import BenchError
+from cllm.bench.errors import BenchError
 from cllm.bench.workloads.base import Workload
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -32,7 +32,7 @@ def resize(workloads: Sequence[Workload], assignments: Sequence[str]) -> list[Wo
     return list(resized)
 
 
-def last(workloads: Sequence[Workload], duration: str) -> list[Workload]:
+def with_duration(workloads: Sequence[Workload], duration: str) -> list[Workload]:
     """The workloads for as long as `--duration` says."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", duration)
     if not found or not float(found[1]):

@@ -1,4 +1,4 @@
-"""The command `cllm`. What a command needs is imported when it runs, so that --help answers at once."""
+"""The `cllm` command. Each subcommand imports what it needs when it runs, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from cllm.cli import standard
-from cllm.cli.cache import cache_commands
-from cllm.cli.chat import chat
+from cllm.cli import stdio
+from cllm.cli.cache import app as cache_commands
+from cllm.cli.chat.command import chat
+from cllm.cli.config import app as config_commands
 from cllm.cli.export_tokenizer import export_tokenizer
 from cllm.cli.generate import generate
 from cllm.cli.keys import app as key_commands
@@ -25,21 +26,21 @@ from cllm.cli.memory import NO_MEMORY, is_out_of_memory
 from cllm.cli.models import models
 from cllm.cli.pull import pull
 from cllm.cli.serve import serve
-from cllm.cli.settings import check, show
 from cllm.errors import CLLMError
 from cllm.simulate.cli import app as simulate_commands
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SIGNALLED = 128
-"""An exit code above it is that of a signal."""
+"""Exit codes above this one mean: ended by a signal."""
 
 app = typer.Typer(
     name="cllm",
-    help="Serve and use language models, with a KV cache that is managed well.",
+    help="An LLM inference server built around its KV cache.",
+    epilog="Exit codes: 0: success; 2: fix your input; 1: an unexpected error, or a benchmark that failed.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help is shorter, and there in half the time
+    rich_markup_mode=None,  # plain help is shorter, and twice as fast
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(serve)
@@ -49,9 +50,6 @@ app.command()(pull)
 app.command()(models)
 app.command()(export_tokenizer)
 
-config_commands = typer.Typer(help="Show or check the configuration.", no_args_is_help=True, rich_markup_mode=None)
-config_commands.command()(show)
-config_commands.command()(check)
 app.add_typer(config_commands, name="config")
 app.add_typer(key_commands, name="keys")
 app.add_typer(cache_commands, name="cache")
@@ -63,7 +61,7 @@ app.add_typer(simulate_commands, name="simulate")
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 def bench(context: typer.Context) -> None:
-    """Measure cLLM and its peers on this machine."""
+    """Benchmark cLLM against other servers on this machine."""
     from cllm.bench.cli import app as bench_app
 
     bench_app(args=context.args, prog_name="cllm bench")
@@ -87,11 +85,12 @@ def root(
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit: 0 is well, 2 is the caller's to mend (one line says what), 1 is ours.
+    """Run a command and exit. 0: success; 2: the user has to fix something (one line says what); 1: an unexpected
+    error, or a benchmark that failed; 128 + N: ended by signal N.
 
-    1 is also, without a word, that nobody reads what is printed, as in `cllm config show | head -1`.
+    The code is also 1, without a message, if the reader of stdout went away, as in `cllm config show | head -1`.
     """
-    standard.open_missing()
+    stdio.open_closed()
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _interrupt)
     _use_utf8()
@@ -99,34 +98,34 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run(args: Sequence[str] | None) -> int:
-    """The exit code; every exception has become one, and a line."""
+    """Turn every exception into an exit code and one line on stderr."""
     try:
         app(args=args, prog_name="cllm")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except CLLMError as error:
         return _report(str(error), error, 2)
-    except KeyboardInterrupt:  # before click, which turns it into a SystemExit, has begun
+    except KeyboardInterrupt:  # before click started, which turns it into a SystemExit
         return _SIGNALLED + signal.SIGINT
     except BrokenPipeError:
         return 1
     except Exception as error:
         if is_out_of_memory(error):
             return _report(NO_MEMORY, error, 2)
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            where = error.filename or "what was to be printed"
-            return _report(f"cannot write {where}: {error.strerror}", error, 2)
-        hint = "" if _debugging() else " (CLLM_LOG__LEVEL=debug shows where)"
+        if isinstance(error, OSError) and error.errno in _DISK_FULL:
+            target = error.filename or "the output"
+            return _report(f"cannot write {target}: {error.strerror}", error, 2)
+        hint = "" if _debugging() else " (set CLLM_LOG__LEVEL=debug for a traceback)"
         return _report(f"unexpected {type(error).__name__}: {error}{hint}", error, 1)
     return 0
 
 
 def _finish(code: int) -> int:
-    """Write what is still in Python's buffers. After a signal nobody is waited for, and a signal ends the waiting."""
+    """Flush stdout. After a signal do not wait for a reader; a signal also ends the waiting."""
     try:
         if code > _SIGNALLED:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            standard.let_go()
+            stdio.discard_unread()
         sys.stdout.flush()
         return code
     except SystemExit as end:
@@ -136,14 +135,14 @@ def _finish(code: int) -> int:
     except BrokenPipeError:
         code = code or 1
     except OSError as error:
-        code = code or _report(f"cannot write what was to be printed: {error.strerror}", error, 2)
-        standard.discard(1)
-    standard.let_go()
+        code = code or _report(f"cannot write the output: {error.strerror}", error, 2)
+        stdio.discard(1)
+    stdio.discard_unread()
     return code
 
 
 def _use_utf8() -> None:
-    """Whatever the locale says: prompts are UTF-8 or refused, and no answer fails to print."""
+    """Whatever the locale: read prompts as UTF-8 or refuse them, and never fail to print an answer."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -151,12 +150,12 @@ def _use_utf8() -> None:
 
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:
-    """Turn the signal into an exception, so that whatever is open is closed."""
+    """Turn the signal into an exception, so that open files and sockets are closed."""
     sys.exit(_SIGNALLED + signum)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    """What Python's own handler does. But asyncio replaces that one, and then waits for a print that is stuck."""
+    """The same as Python's own handler, which asyncio would replace; it would then wait for a print that is stuck."""
     raise KeyboardInterrupt
 
 
@@ -165,7 +164,7 @@ def _debugging() -> bool:
 
 
 def _report(message: str, error: Exception, code: int) -> int:
-    with suppress(OSError):  # nobody may be there to read it
+    with suppress(OSError):  # stderr may be closed
         if _debugging():
             import traceback
 

@@ -1,4 +1,4 @@
-"""`cllm cache`: what K/V of prompts lie on disk, and how to get rid of them."""
+"""`cllm cache`: show or clear the KV cache on disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cllm.cli.options import ConfigOption, JsonOption, SetOption, is_stdout, load_settings, write_json
+from cllm.cli.options import ConfigOption, JsonOption, SetOption, is_stdout, load_settings, open_console, write_json
 from cllm.errors import CLLMError
 
 if TYPE_CHECKING:
@@ -15,19 +15,17 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 
-cache_commands = typer.Typer(
-    help="Show or clear the K/V of prompts that are kept on disk.", invoke_without_command=True, rich_markup_mode=None
-)
+app = typer.Typer(help="Show or clear the KV cache on disk.", invoke_without_command=True, rich_markup_mode=None)
 
 
-@cache_commands.callback()
+@app.callback()
 def show(
     context: typer.Context,
     config_file: ConfigOption = None,
     assignments: SetOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Show or clear the K/V of prompts that are kept on disk."""
+    """Show or clear the KV cache on disk."""
     directory, limit = _where(config_file, assignments)
     context.obj = directory
     if context.invoked_subcommand is not None:
@@ -39,31 +37,31 @@ def show(
         _print(found, directory, limit)
 
 
-@cache_commands.command()
+@app.command()
 def clear(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", metavar="NAME", help="Only this one: a name or id that `cllm cache` shows."),
+        typer.Option("--model", "-m", metavar="NAME", help="Only this model: a name or id from `cllm cache`."),
     ] = None,
 ) -> None:
-    """Remove the K/V of prompts from disk: all of them, or those of one model. Servers may be running."""
+    """Delete the KV cache on disk, of all models or of one. Servers may keep running."""
     from cllm.kv.disk.overview import clear as clear_directory
 
     def wanted(found: ModelOnDisk) -> bool:
-        return model is None or found.name == model or (len(model) >= 4 and found.space.startswith(model))
+        return model is None or found.name == model or (len(model) >= 4 and found.folder.startswith(model))
 
     directory: Path = context.obj
     known = _look(directory).models
     if model is not None and not any(map(wanted, known)):
         names = ", ".join(sorted({found.name for found in known}))
-        there = f"there are K/V of: {names}" if names else "there are none"
-        raise CLLMError(f"no K/V of {model!r} in {directory}; {there}")
+        there = f"models there: {names}" if names else "it is empty"
+        raise CLLMError(f"{directory} has no K/V of {model!r}; {there}")
     try:
         files, size = clear_directory(directory, wanted)
     except OSError as error:
         raise CLLMError(f"cannot clear {directory}: {error.strerror or error}") from error
-    typer.echo(f"removed {_files(files)}, {size / MIB:.1f} MiB, from {directory}")
+    typer.echo(f"removed {_files(files)} ({size / MIB:.1f} MiB) from {directory}")
 
 
 def _files(count: int) -> str:
@@ -82,7 +80,7 @@ def _look(directory: Path) -> Overview:
 
     try:
         if directory.exists() and not directory.is_dir():
-            raise CLLMError(f"{directory} is no directory: choose another kv.disk.directory")
+            raise CLLMError(f"{directory} is not a directory: choose another kv.disk.directory")
         return overview(directory)
     except OSError as error:
         raise CLLMError(f"cannot read {directory}: {error.strerror or error}") from error
@@ -96,7 +94,7 @@ def _as_json(found: Overview, directory: Path, limit: int) -> dict[str, Any]:
         "foreign_files": found.foreign,
         "models": [
             {
-                "id": model.space,
+                "id": model.folder,
                 "about": model.about,
                 "files": model.segments,
                 "bytes": model.bytes,
@@ -116,14 +114,13 @@ def _as_json(found: Overview, directory: Path, limit: int) -> dict[str, Any]:
 def _print(found: Overview, directory: Path, limit: int) -> None:
     from datetime import datetime
 
-    from rich.console import Console
     from rich.table import Table
 
     typer.echo(f"{directory}: {found.bytes / MIB:.1f} MiB of K/V, at most {limit / MIB:.0f} MiB (kv.disk.max_mb)")
     if found.foreign:
-        typer.echo(f"not cLLM's, and left alone: {_files(found.foreign)}")
+        typer.echo(f"{_files(found.foreign)} not written by cLLM, left alone")
     if unreadable := sum(model.unreadable for model in found.models):
-        typer.echo(f"cannot be read: {_files(unreadable)}; see to whom they belong, and whether the disk works")
+        typer.echo(f"{_files(unreadable)} cannot be read: check the permissions and the disk")
     if not found.models:
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -137,14 +134,11 @@ def _print(found: Overview, directory: Path, limit: int) -> None:
             used = "?"
         numbers = (model.tokens, model.sequences, model.segments, model.damaged)
         table.add_row(
-            model.space[:12],
+            model.folder[:12],
             model.name,
             kinds,
             *(f"{number:,}" for number in numbers),
             f"{model.bytes / MIB:.1f}",
             used,
         )
-    console = Console(markup=False, highlight=False)
-    if not console.is_terminal:
-        console.width = 200
-    console.print(table)
+    open_console().print(table)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cllm.cli.memory import check_room, explain_bus_errors
+from cllm.cli.memory import check_memory, explain_bus_errors
 from cllm.cli.options import (
     BackendOption,
     ConfigOption,
@@ -22,8 +22,8 @@ from cllm.cli.options import (
     TopKOption,
     TopPOption,
     is_stdout,
+    print_status,
     sampling_flags,
-    say,
     write_json,
 )
 from cllm.errors import InvalidRequestError
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 def generate(
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="PROMPT", help="Text to go on from; - or nothing reads stdin.", show_default=False),
+        typer.Argument(metavar="PROMPT", help="Text to continue; - or no argument reads stdin.", show_default=False),
     ] = None,
     model: ModelOption = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 128,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.")] = 128,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     top_k: TopKOption = None,
@@ -51,8 +51,8 @@ def generate(
     assignments: SetOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Continue a text: streamed to stdout, statistics to stderr."""
-    check_room()
+    """Continue a text. It is streamed to stdout, statistics go to stderr."""
+    check_memory()
     import asyncio
 
     from cllm.cli.local import prepare
@@ -69,21 +69,22 @@ def generate(
 
 
 async def _generate(config: Config, prompt: str, params: SamplingParams, json_file: Path | None) -> None:
-    from cllm.cli.local import stream_answer
+    from cllm.cli.local import as_json, statistics
+    from cllm.dialect.deltas import ChatDelta, Delta
     from cllm.llm import AsyncLLM
 
-    only_json = is_stdout(json_file)
+    json_on_stdout = is_stdout(json_file)
 
-    def write(piece: str) -> None:
-        if not only_json:
-            print(piece, end="", flush=True)
+    def write(delta: ChatDelta) -> None:
+        if isinstance(delta, Delta) and not json_on_stdout:
+            print(delta.text, end="", flush=True)
 
     async with AsyncLLM(config, before_mapping=explain_bus_errors) as llm:
-        answer = await stream_answer(llm, prompt, params, write)
-        result = {"model": llm.model_name, "backend": llm.backend_name, "prompt": prompt, **answer.as_json()}
-    if not only_json:
+        (completion,) = await llm.submit(prompt, params).collect(on_delta=write)
+        result = {"model": llm.model_name, "backend": llm.backend_name, "prompt": prompt, **as_json(completion)}
+    if not json_on_stdout:
         print()
-    say(answer.statistics())
+    print_status(statistics(completion))
     if json_file:
         write_json(json_file, result)
 
@@ -92,7 +93,7 @@ def _read_prompt(argument: str | None) -> str:
     if argument is not None and argument != "-":
         return argument
     if argument is None and sys.stdin.isatty():
-        raise InvalidRequestError("there is no prompt: give one, or pipe it in", "prompt")
+        raise InvalidRequestError("no prompt: give one as an argument, or pipe it in", "prompt")
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Telling a lack of memory from a mistake of ours: it has many faces, as every library meets it in its own way."""
+"""Recognising that memory ran out, which every library reports in its own way."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import errno
 import os
 
 from cllm.errors import CLLMError
-from cllm.models.room import has_room
+from cllm.machine import can_reserve
 
 START_BYTES = 384 << 20
 """Address space for Python, its libraries and a few threads, before any model."""
 NO_MEMORY = (
-    "there is not enough memory to start, or not enough address space or threads are allowed (ulimit -v, ulimit -u); "
-    "raise the limit, or give a smaller model or a smaller resources.kv_cache_max_memory_mb"
+    "not enough memory, address space (ulimit -v) or threads (ulimit -u) to start; raise the limit, use a smaller "
+    "model or lower resources.kv_cache_max_memory_mb"
 )
 _SIGNS = (
     "cannot allocate memory",
@@ -23,30 +23,30 @@ _SIGNS = (
 )
 
 
-def check_room() -> None:
-    """Raise if there is no room to begin with. To be called before anything large is imported."""
-    # numpy's BLAS takes memory for every core when it is imported, and has nothing to do here.
+def check_memory() -> None:
+    """Raise if there is too little memory to start. Call it before importing anything large."""
+    # numpy's BLAS allocates memory for every core when it is imported, and is not used here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if not has_room(START_BYTES):
+    if not can_reserve(START_BYTES):
         raise CLLMError(NO_MEMORY)
 
 
 def explain_bus_errors() -> None:
-    """For a model file that is mapped, as llama.cpp does: if it is cut short, the next read is a signal, not an error.
-    Where nothing is mapped, such a signal means something else."""
+    """Print a message on SIGBUS. llama.cpp maps the model file, and reading a truncated file then raises this signal.
+    Call it only before mapping a file; otherwise the signal means something else."""
     try:
         from cllm._native import end_on_bus_error
-    except ImportError:  # llama.cpp works without our engine
+    except ImportError:  # llama.cpp works without the native engine
         return
     end_on_bus_error(
-        "cllm: the model file was cut short or could not be read while it was in use; start again when it is complete, "
-        "or with backend.llama_cpp.mmap=false\n",
+        "cllm: the model file was truncated or became unreadable while in use; start again when it is complete, or set "
+        "backend.llama_cpp.mmap=false\n",
         2,
     )
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether the error, or one that led to it, is that there was no memory or no room for another thread."""
+    """Whether the error, or one of its causes, is a lack of memory or threads."""
     while error is not None:
         if isinstance(error, MemoryError):
             return True

@@ -1,4 +1,4 @@
-"""`cllm models`: what can be served here, and what it takes."""
+"""`cllm models`: the models on this machine, and the memory they need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cllm.cli.options import BackendOption, ConfigOption, JsonOption, SetOption, is_stdout, load_settings, write_json
+from cllm.cli.options import (
+    BackendOption,
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    is_stdout,
+    load_settings,
+    open_console,
+    write_json,
+)
 from cllm.errors import CLLMError
 
 if TYPE_CHECKING:
@@ -20,26 +29,26 @@ MIB = 1 << 20
 def models(
     places: Annotated[
         list[str] | None,
-        typer.Argument(metavar="MODEL", help="Models, or directories of them, instead of those in the cache."),
+        typer.Argument(metavar="MODEL", help="Models or directories to list, instead of the caches."),
     ] = None,
     backend: BackendOption = None,
     config_file: ConfigOption = None,
     assignments: SetOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """List the models that are here, in cLLM's cache and the Hugging Face client's, with the memory they take: weights,
-    and K/V for 1,000 tokens; and the names of models that can be fetched."""
+    """List the models on this machine and their memory use. Searches cLLM's cache and Hugging Face's, and shows the
+    memory for the weights and for the K/V of 1,000 tokens."""
     from cllm.models.registry import local_models
 
     config = load_settings(config_file, assignments, {"backend.type": backend}).config
-    logging.getLogger("cllm").setLevel(logging.ERROR)  # which backend it would be is in the table
+    logging.getLogger("cllm").setLevel(logging.ERROR)  # the table shows which backend would run it
     found = _named(places) if places else local_models()
     rows = [_row(config, name, path) for name, path in found]
     if json_file:
         write_json(json_file, rows)
     if not is_stdout(json_file):
         _print(rows)
-    if any("problem" in row and row["name"] in (places or ()) for row in rows):  # one that was asked for by name
+    if any("problem" in row and row["name"] in (places or ()) for row in rows):  # only for models given by name
         raise typer.Exit(2)
 
 
@@ -54,13 +63,13 @@ def _named(places: list[str]) -> list[tuple[str, Path | None]]:
 
 
 def _row(config: Config, name: str, path: Path | None) -> dict[str, Any]:
-    """One that cannot be run has a reason instead of numbers."""
-    from cllm.choosing import estimate
+    """A model that cannot be run has a "problem" instead of numbers."""
     from cllm.config import ModelEntry, config_of
+    from cllm.loading.estimate import estimate
 
     row: dict[str, Any] = {"name": name, "path": None if path is None else str(path)}
     if path is None:
-        return {**row, "problem": f"not here yet; fetch it with: cllm pull {name}"}
+        return {**row, "problem": f"not downloaded yet; run: cllm pull {name}"}
     try:
         about = estimate(config_of(config, ModelEntry(name=name)))
     except CLLMError as error:
@@ -79,18 +88,25 @@ def _row(config: Config, name: str, path: Path | None) -> dict[str, Any]:
 
 
 def _size(path: Path) -> int | None:
-    """Of the file, or of what is in the directory."""
+    """The size of the file, or of the files in the directory."""
     files = [path] if path.is_file() else [each for each in path.iterdir() if each.is_file()] if path.is_dir() else []
     return sum(file.stat().st_size for file in files) if files else None
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("model", no_wrap=True)
-    for column in ("file MiB", "type", "backend", "weights MiB", "K/V MiB / 1,000 tokens", "context", "its K/V MiB"):
+    for column in (
+        "file MiB",
+        "type",
+        "backend",
+        "weights MiB",
+        "K/V MiB / 1,000 tokens",
+        "context",
+        "K/V MiB / context",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("sampling")
     for row in (row for row in rows if "problem" not in row):
@@ -106,14 +122,11 @@ def _print(rows: list[dict[str, Any]]) -> None:
             ", ".join(f"{name} {value:g}" for name, value in row["sampling_defaults"].items()),
         )
     if table.row_count:
-        console = Console(markup=False, highlight=False)
-        if not console.is_terminal:
-            console.width = 200
-        console.print(table)
+        open_console().print(table)
     for row in rows:
         if "problem" in row:
-            problem = row["problem"].removeprefix(f"{row['name']}: ")
-            typer.echo(f"{row['name']}: {problem}")
+            name, problem = row["name"], row["problem"]
+            typer.echo(problem if "/" in name and name in problem else f"{name}: {problem}")
 
 
 def _mib(size: int) -> str:

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they become a configuration."""
+"""Options that several commands share, and loading the configuration from them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ import typer
 from cllm.errors import CLLMError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from cllm.config import LoadedConfig
 
+PIPED_WIDTH = 200
+"""Columns of a table if stdout is not a terminal."""
+
 MODEL_HELP = (
-    "A known name, a .gguf file, a Hugging Face directory, hf:org/repo, hf:org/repo:Q4_K_M or hf:org/repo/file.gguf. "
+    "smollm2, a .gguf file, a Hugging Face directory, hf:org/repo, hf:org/repo:Q4_K_M or hf:org/repo/file.gguf. "
     "[default: smollm2]"
 )
 
@@ -27,40 +32,51 @@ BackendOption = Annotated[
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option("--device", metavar="NAME", help="Where torch computes: auto, cpu, cuda or cuda:1. [default: auto]"),
+    typer.Option("--device", metavar="NAME", help="Device for torch: auto, cpu, cuda or cuda:1. [default: auto]"),
 ]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML configuration file.", show_default=False)
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Any key of `cllm config show`; may be repeated."),
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Set any key that `cllm config show` lists; repeatable."),
 ]
 JsonOption = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the result as JSON (- is stdout).", show_default=False),
+    typer.Option("--json", metavar="FILE", help="Write the result as JSON to FILE (- for stdout).", show_default=False),
 ]
 TemperatureOption = Annotated[
-    float | None, typer.Option("--temperature", "-t", help="0 is greedy. [default: the model's]", show_default=False)
+    float | None,
+    typer.Option(
+        "--temperature", "-t", help="Sampling temperature; 0 is greedy. [default: the model's]", show_default=False
+    ),
 ]
 TopPOption = Annotated[
     float | None,
     typer.Option(
-        "--top-p", help="Sample from the likeliest tokens up to this share. [default: the model's]", show_default=False
+        "--top-p",
+        help="Sample from the most likely tokens that add up to this probability. [default: the model's]",
+        show_default=False,
     ),
 ]
 TopKOption = Annotated[
     int | None,
-    typer.Option("--top-k", help="Sample from this many tokens; 0 is all. [default: the model's]", show_default=False),
+    typer.Option(
+        "--top-k", help="Sample from the K most likely tokens; 0: all. [default: the model's]", show_default=False
+    ),
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Same seed, same output.", show_default=False)]
-StopOption = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at it; may be repeated.")]
+SeedOption = Annotated[
+    int | None, typer.Option("--seed", help="Random seed; the same seed gives the same output.", show_default=False)
+]
+StopOption = Annotated[
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop before this text; repeatable.")
+]
 
 
 def load_settings(
     file: Path | None, assignments: Sequence[str] | None, flags: Mapping[str, Any] | None = None
 ) -> LoadedConfig:
-    """The effective configuration; `flags` are dotted keys, and those that are None were not given."""
+    """Load the configuration. `flags` maps dotted keys to values; None means that the flag was not given."""
     from cllm.config import load_config, parse_assignment
 
     overrides = dict(parse_assignment(text) for text in assignments or ())
@@ -71,7 +87,7 @@ def load_settings(
 def sampling_flags(
     temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None, stop: Sequence[str] | None
 ) -> dict[str, Any]:
-    """The sampling parameters that were given; the others are the model's to say."""
+    """The sampling parameters that were given; the model's defaults apply to the others."""
     flags = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     return given | ({"stop": tuple(stop)} if stop else {})
@@ -92,6 +108,16 @@ def write_json(path: Path, data: object) -> None:
         raise CLLMError(f"cannot write {path}: {error.strerror}") from error
 
 
-def say(message: str) -> None:
-    """A line for the person at the terminal; stdout is for results."""
+def open_console() -> Console:
+    """For tables. Lines are not wrapped unless stdout is a terminal, so that grep works."""
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    return console
+
+
+def print_status(message: str) -> None:
+    """Print a line to stderr; stdout is for results."""
     typer.secho(message, err=True, dim=sys.stderr.isatty())

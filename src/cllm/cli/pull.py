@@ -1,4 +1,4 @@
-"""`cllm pull`: fetch a model before it is needed."""
+"""`cllm pull`: download a model before it is needed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cllm.cli.options import MODEL_HELP, say
+from cllm.cli.options import MODEL_HELP, print_status
 
 if TYPE_CHECKING:
     from cllm.models.gguf_choice import Choice
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def pull(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)] = None,
 ) -> None:
-    """Fetch a model into the cache, or a newer version of it, and print where it is. Of a repository with several .gguf
-    files, list them and take the one that suits: Q4_K_M, if it fits the memory."""
+    """Download or update a model, and print its path. If a repository has several .gguf files, all are listed and the
+    best one that fits into memory is chosen, Q4_K_M if possible."""
     from cllm.models.registry import DEFAULT_MODEL, resolve
 
     typer.echo(resolve(model or DEFAULT_MODEL, refresh=True, on_choice=_show))
@@ -25,5 +25,5 @@ def pull(
 def _show(choice: Choice) -> None:
     for file in choice.files:
         mark = "→" if file is choice.chosen else " "
-        say(f"{mark} {file.quantisation or '?':8} {file}")
-    say(f"taking {choice.chosen.name}, {choice.why}")
+        print_status(f"{mark} {file.quantisation or '?':8} {file}")
+    print_status(f"using {choice.chosen.name}, {choice.why}")

@@ -1,4 +1,4 @@
-"""`cllm serve`: the options. The work is in `serving.py`."""
+"""`cllm serve`: the options. http_server.py does the work."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from cllm.cli.memory import check_room
+from cllm.cli.memory import check_memory
 from cllm.cli.options import MODEL_HELP, BackendOption, ConfigOption, DeviceOption, SetOption, load_settings
 
 
 def serve(
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Several, or a directory of them, share memory."),
+        typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Several models, or a directory of them, share the memory."),
     ] = None,
     backend: BackendOption = None,
     device: DeviceOption = None,
@@ -21,13 +21,13 @@ def serve(
         str | None, typer.Option(metavar="ADDRESS", help="Address to listen on. [default: 127.0.0.1]")
     ] = None,
     port: Annotated[
-        int | None, typer.Option("--port", "-p", help="Port to listen on; 0 takes any free one. [default: 8000]")
+        int | None, typer.Option("--port", "-p", help="Port to listen on; 0: any free port. [default: 8000]")
     ] = None,
     config_file: ConfigOption = None,
     assignments: SetOption = None,
 ) -> None:
-    """Serve a model, or several, over HTTP: OpenAI's API and cLLM's own."""
-    check_room()
+    """Serve one or more models over HTTP, with the APIs of OpenAI, Anthropic and Ollama, and cLLM's own."""
+    check_memory()
     flags = {
         **_flags_of(models or []),
         "backend.type": backend,
@@ -37,16 +37,16 @@ def serve(
     }
     config = load_settings(config_file, assignments, flags).config
 
-    from cllm.cli import standard
-    from cllm.cli.serving import run_server
+    from cllm.cli import stdio
+    from cllm.cli.http_server import run_server
 
-    standard.never_block()
+    stdio.limit_blocking()
 
     raise typer.Exit(run_server(config))
 
 
 def _flags_of(models: list[str]) -> dict[str, object]:
-    """One model is `model.name` as ever; several, or a directory of models, are entries."""
+    """One model sets `model.name`; several, or a directory of models, set `models`."""
     from cllm.models.registry import models_in
 
     if not models:

@@ -1,22 +1,21 @@
-"""Configuration: one validated tree; defaults < YAML file < CLLM_* environment < flags."""
+"""The configuration: defaults < YAML file < CLLM_* environment variables < flags, validated as a whole.
 
-from cllm.config.entries import ModelEntry
+schema.py         `Config` and most sections; backend.py, kv.py, server.py hold the largest ones
+model_entry.py    an entry of `models`: one of several models with its own settings
+sources.py        reading settings from files, the environment and flags
+load.py           merging and validating them, and explaining errors
+consistency.py    checks between settings
+keys.py           all dotted keys, and suggestions for misspelt ones
+linear_regex.py   regular expressions that take linear time, for `prompt.volatile_patterns`
+"""
+
+from cllm.config.backend import BackendConfig, FakeConfig, LlamaCppConfig, NativeConfig
+from cllm.config.errors import InvalidConfigError
 from cllm.config.load import LoadedConfig, config_of, load_config
-from cllm.config.problems import InvalidConfigError
+from cllm.config.model_entry import ModelEntry
+from cllm.config.schema import Config, LogConfig, ModelConfig, PromptConfig, ResourcesConfig, SchedulerConfig
 from cllm.config.server import ServerConfig
 from cllm.config.sources import parse_assignment
-from cllm.config.tree import (
-    BackendConfig,
-    Config,
-    FakeConfig,
-    LlamaCppConfig,
-    LogConfig,
-    ModelConfig,
-    NativeConfig,
-    PromptConfig,
-    ResourcesConfig,
-    SchedulerConfig,
-)
 
 __all__ = [
     "BackendConfig",

@@ -1,4 +1,4 @@
-"""The dotted names of all settings, and which of them a wrong name probably meant."""
+"""The dotted keys of all settings, and suggestions for unknown ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from cllm.config.tree import Config
+from cllm.config.schema import Config
 
 
 def _walk(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo | None]]:
@@ -30,7 +30,7 @@ SECRET_KEYS = frozenset({"server.api_key"})
 
 
 def is_text(key: str) -> bool:
-    """Whether the key's value is taken as written (text, a choice, a path) instead of read as YAML."""
+    """Whether the value is plain text (a string, choice or path) and not parsed as YAML."""
     return not {int, float, bool, tuple} & _plain_types(KEYS[key].annotation)
 
 
@@ -39,7 +39,7 @@ def is_nullable(key: str) -> bool:
 
 
 def holds_objects(key: str) -> bool:
-    """Whether the key's value is a list of objects."""
+    """Whether the value is a list of objects."""
     parts = get_args(KEYS[key].annotation)
     return bool(parts) and isinstance(parts[0], type) and issubclass(parts[0], BaseModel)
 
@@ -53,7 +53,7 @@ def _plain_types(annotation: Any) -> set[Any]:
 
 
 def suggest(key: str, spell: Callable[[str], str] = str) -> str:
-    """What an unknown key probably meant; `spell` turns a dotted key into what the user would write."""
+    """A hint for an unknown key; `spell` turns a dotted key into what the user would write."""
     if meant := _nearest(key):
         return f"did you mean {' or '.join(map(spell, meant))}?"
     section = key.rpartition(".")[0]
@@ -67,7 +67,7 @@ def children(section: str) -> list[str]:
 
 
 def _nearest(key: str) -> list[str]:
-    """Same name in another section or spelling first, then what looks alike."""
+    """Keys with the same name in another section or spelling first, then similar ones."""
     plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).replace("-", "_").lower()
     if plain in _ALL:
         return [plain]
@@ -77,7 +77,7 @@ def _nearest(key: str) -> list[str]:
     name = plain.rpartition(".")[2]
     if name in by_name:
         return by_name[name]
-    # A section alone is no help to who named it already.
+    # Do not suggest a section that the key already names.
     known_keys = [known for known in _ALL if not plain.startswith(f"{known}.")]
     if close := get_close_matches(plain, known_keys, n=1, cutoff=0.75):
         return close

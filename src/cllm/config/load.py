@@ -1,4 +1,4 @@
-"""Putting the sources on top of each other, validating the result, and explaining what is wrong with it."""
+"""Merges the sources of settings, validates the result, and explains what is wrong with it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from cllm.config.entries import OF_ALL, ModelEntry, called_alike
+from cllm.config.errors import REDACTED, InvalidConfigError, as_yaml
 from cllm.config.keys import KEYS, SECRET_KEYS, holds_objects, is_nullable
-from cllm.config.problems import HIDDEN, InvalidConfigError, as_written
-from cllm.config.sources import Misfit, Setting, read_environment, read_file, read_overrides
-from cllm.config.tree import Config
+from cllm.config.model_entry import SHARED_KEYS, ModelEntry, find_name_clashes
+from cllm.config.schema import Config
+from cllm.config.sources import InvalidSetting, Setting, read_environment, read_file, read_overrides
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-_SHORT = Repr()  # of what may be a whole prompt, the beginning and the end
+_SHORT = Repr()  # a value may be a whole prompt: show its beginning and end
 _SHORT.maxstring = 60
 
 
@@ -28,7 +28,7 @@ _SHORT.maxstring = 60
 class LoadedConfig:
     config: Config
     sources: dict[str, str]
-    """Every dotted key: "default", "file PATH", "env NAME" or "flag"."""
+    """For every key: "default", "file PATH", "env NAME" or "flag"."""
 
 
 def load_config(
@@ -44,7 +44,7 @@ def load_config(
         *read_environment(environ),
         *read_overrides(overrides or {}),
     ):
-        if isinstance(found, Misfit):
+        if isinstance(found, InvalidSetting):
             problems.append(found.problem)
         else:
             settings[found.key] = found
@@ -66,21 +66,23 @@ def _check_entries(config: Config) -> list[str]:
         except InvalidConfigError as error:
             problems += [f"models[{number}]: {problem}" for problem in error.problems]
         backends.append(backend)
-    return problems + called_alike(config.models, backends)
+    return problems + find_name_clashes(config.models, backends)
 
 
 def config_of(config: Config, entry: ModelEntry) -> Config:
-    """The configuration of one of several models: what all have in common, covered by the entry's own settings."""
+    """The configuration of one of several models: the common settings, overridden by its own."""
     common = config.model_dump(exclude_unset=True, exclude={"model", "models"})
     settings: dict[str, Setting] = {}
     problems: list[str] = []
-    for tree, origin in ((common, "for all models"), (entry.own(), entry.name)):
+    for tree, origin in ((common, "for all models"), (entry.overrides(), entry.name)):
         for found in read_overrides(tree):
-            if isinstance(found, Misfit):
+            if isinstance(found, InvalidSetting):
                 problems.append(found.problem)
-            elif tree is not common and found.key in OF_ALL:
-                shown = as_written(found.value)
-                problems.append(f"{found.key} is {shown} ({origin}): it is for all models; set it outside of models")
+            elif tree is not common and found.key in SHARED_KEYS:
+                shown = as_yaml(found.value)
+                problems.append(
+                    f"{found.key} is {shown} ({origin}): it applies to all models, so set it outside of models"
+                )
             else:
                 settings[found.key] = replace(found, origin=origin)
     validated = _validated(settings, problems)
@@ -90,7 +92,7 @@ def config_of(config: Config, entry: ModelEntry) -> Config:
 
 
 def _validated(settings: Mapping[str, Setting], problems: list[str]) -> Config | None:
-    """None: it is wrong, and `problems` says why."""
+    """None if it is invalid; the reasons are added to `problems`."""
     origins = {key: settings[key].origin if key in settings else "default" for key in KEYS}
     try:
         return Config.model_validate(_nest(settings), context={"origins": origins})
@@ -123,27 +125,27 @@ def _explain(detail: ErrorDetails, settings: Mapping[str, Setting]) -> str:
         return f"{place} is {_SHORT.repr(detail['input'])} ({settings[key].origin}): it must be {_wanted(detail)}"
     value = settings[key].value
     secret = key in SECRET_KEYS and str(value).strip()
-    shown = HIDDEN if secret else repr(value) if isinstance(value, str) else as_written(value)
+    shown = REDACTED if secret else repr(value) if isinstance(value, str) else as_yaml(value)
     wanted = _wanted(detail)
     if len(path) > len(key.split(".")):
-        wanted = f"a list whose items are {wanted}"
+        wanted = f"a list in which each item is {wanted}"
     if is_nullable(key):
         wanted += " or null"
-    default = as_written(KEYS[key].default)
+    default = as_yaml(KEYS[key].default)
     return f"{key} is {shown} ({settings[key].origin}): it must be {wanted} (default {default})"
 
 
 def _explain_entry(detail: ErrorDetails, setting: Setting) -> str:
-    """What is wrong with one of several models."""
+    """Explain an error in an entry of `models`."""
     _, number, *names = detail["loc"]
     field = f"models[{number}]" + "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
     if detail["type"] == "extra_forbidden":
         return f"unknown key {field} ({setting.origin}): choose from {', '.join(ModelEntry.model_fields)}"
     if detail["type"] == "missing":
-        return f"{field} is missing ({setting.origin}): every model has a name"
+        return f"{field} is missing ({setting.origin}): every model needs a name"
     value = detail["input"]
-    shown = repr(value) if isinstance(value, str) else as_written(value)
-    wanted = "a name, or a name with settings" if not names else _wanted(detail)
+    shown = repr(value) if isinstance(value, str) else as_yaml(value)
+    wanted = "a name, or an object with a name and settings" if not names else _wanted(detail)
     return f"{field} is {shown} ({setting.origin}): it must be {wanted}"
 
 
@@ -152,15 +154,15 @@ _TYPES = {
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
-    "string_type": "text (put it in quotes)",
-    "path_type": "the path of a file",
+    "string_type": "a string (put it in quotes)",
+    "path_type": "a path",
     "tuple_type": "a list such as [a, b]",
-    "dict_type": "settings with their values",
-    "string_too_short": "text that is not empty",
-    "too_short": "a list that is not empty",
-    "model_type": "text, or an object",
-    "extra_forbidden": "left out: there is no such name",
-    "missing": "an object in which nothing is missing",
+    "dict_type": "an object of settings and values",
+    "string_too_short": "a non-empty string",
+    "too_short": "a non-empty list",
+    "model_type": "a string or an object",
+    "extra_forbidden": "removed: there is no such key",
+    "missing": "given",
 }
 _LIMITS = {
     "greater_than_equal": ("at least", "ge"),
@@ -179,7 +181,7 @@ def _wanted(detail: ErrorDetails) -> str:
     if kind == "literal_error":
         return str(context["expected"]).replace("'", "")
     if kind == "string_pattern_mismatch":
-        return f"text that matches {context['pattern']}"
+        return f"a string that matches {context['pattern']}"
     if kind == "pattern":
         return detail["msg"]
     return _TYPES.get(kind, detail["msg"].lower())

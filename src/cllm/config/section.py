@@ -1,4 +1,4 @@
-"""What all sections of the settings are."""
+"""The base class of all sections."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Strict, so that `port: true` or `port: "8000"` is an error and not a guess."""
+    """Strict: `port: true` or `port: "8000"` is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

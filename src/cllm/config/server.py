@@ -1,4 +1,4 @@
-"""Settings of the HTTP server."""
+"""Settings of the HTTP server, of stored responses and of structured output."""
 
 from __future__ import annotations
 
@@ -11,79 +11,84 @@ from cllm.config.section import Section
 
 
 class ServerConfig(Section):
-    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 is every one")
-    port: int = Field(default=8000, ge=0, le=65_535, description="port to listen on; 0 takes any free one")
+    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0: all addresses")
+    port: int = Field(default=8000, ge=0, le=65_535, description="port to listen on; 0: any free port")
     api_key: str | None = Field(
-        default=None, min_length=1, repr=False, description="key that clients must send (null: none)"
+        default=None, min_length=1, repr=False, description="API key that clients must send (null: no key)"
     )
     api_keys: Path | None = Field(
         default=None,
         strict=False,
-        description="file of named keys that clients may send, made by `cllm keys add`; each has cached prefixes of "
-        "its own (null: none)",
+        description="file of named API keys, created by `cllm keys add`; each key has its own cached prefixes (null: "
+        "none)",
     )
     share_prefixes: bool = Field(
         default=False,
-        description="share cached prefixes, and recent answers for drafts, between all keys; cached_tokens and timing "
-        "then tell others' prompts and answers",
+        description="share cached prefixes, and recent answers for drafts, between all keys; clients can then guess "
+        "each other's prompts and answers from cached_tokens and timing",
     )
     cors_origins: tuple[str, ...] = Field(
-        default=(), strict=False, description='web origins that browsers may call from; ["*"] is any'
+        default=(), strict=False, description='web origins that may call the API from a browser; ["*"]: any'
     )
     max_connections: int = Field(
-        default=1024, ge=1, description="most connections at once; fewer where the process may open fewer files"
+        default=1024, ge=1, description="maximum number of connections; fewer if the open-file limit is lower"
     )
-    max_header_bytes: int = Field(default=65_536, ge=1024, description="largest request line and headers together")
-    max_body_bytes: int = Field(default=4_194_304, ge=1024, description="largest request body")
+    max_header_bytes: int = Field(default=65_536, ge=1024, description="maximum size of the request line and headers")
+    max_body_bytes: int = Field(default=4_194_304, ge=1024, description="maximum size of a request body")
     max_bodies_bytes: int = Field(
         default=67_108_864,
         ge=1024,
-        description="most bytes of unfinished bodies of all clients together; beyond it the newest have to wait",
+        description="maximum size of all request bodies being received; beyond it, the newest clients wait",
     )
-    header_timeout_s: float = Field(default=10.0, gt=0, description="time a client has to send its headers")
-    body_timeout_s: float = Field(default=60.0, gt=0, description="time a client has to send a request's body")
+    header_timeout_s: float = Field(default=10.0, gt=0, description="time a client has to send the headers")
+    body_timeout_s: float = Field(default=60.0, gt=0, description="time a client has to send the body")
     write_timeout_s: float = Field(
-        default=30.0, gt=0, description="a client that has not read its answer for this long is cut off"
+        default=30.0, gt=0, description="disconnect a client that has not read its answer for this long"
     )
     sse_keepalive_s: float = Field(
         default=15.0,
         ge=0,
-        description="silence after which a stream gets a comment, so that proxies keep it open; 0: none",
+        description="send a comment on a stream that has been silent for this long, so that proxies keep it open; 0: "
+        "never",
     )
     max_json_values: int = Field(
-        default=262_144, ge=16_384, description="most values in the JSON of a body; a long text is one"
+        default=262_144, ge=16_384, description="maximum number of values in a JSON body; a string counts as one"
     )
-    max_json_keys: int = Field(default=32_768, ge=16_384, description="most keys in the JSON of a body")
-    max_messages: int = Field(default=4096, ge=1, description="most messages in a chat")
-    max_prompts: int = Field(default=128, ge=1, description="most answers to a request: its prompts times n")
-    max_inputs: int = Field(default=2048, ge=1, description="most texts to embed, or documents to rank, in a request")
-    max_stop_strings: int = Field(default=16, ge=0, description="most stop strings in a request")
-    max_stop_token_ids: int = Field(default=1024, ge=0, description="most stop tokens in a request")
-    max_logit_bias: int = Field(default=1024, ge=0, description="most tokens in a request's logit_bias")
+    max_json_keys: int = Field(default=32_768, ge=16_384, description="maximum number of keys in a JSON body")
+    max_messages: int = Field(default=4096, ge=1, description="maximum number of messages in a chat")
+    max_prompts: int = Field(default=128, ge=1, description="maximum number of answers per request: prompts x n")
+    max_inputs: int = Field(
+        default=2048, ge=1, description="maximum number of texts to embed, or documents to rank, per request"
+    )
+    max_stop_strings: int = Field(default=16, ge=0, description="maximum number of stop strings per request")
+    max_stop_token_ids: int = Field(default=1024, ge=0, description="maximum number of stop tokens per request")
+    max_logit_bias: int = Field(default=1024, ge=0, description="maximum number of tokens in logit_bias")
     max_logprobs: int = Field(
         default=1_000_000,
         ge=0,
-        description="most log probabilities in an answer to a request: n x tokens x (1 + alternatives asked for)",
+        description="maximum number of log probabilities per request: n x tokens x (1 + top_logprobs)",
     )
     max_encode_tokens: int = Field(
         default=131_072,
         ge=1,
-        description="most tokens that POST /encode counts in a text, and in a prompt with a rolling window",
+        description="maximum number of tokens that POST /encode counts, and of a prompt with a rolling window",
     )
     root_path: str = Field(
         default="",
         pattern=r"^(/[A-Za-z0-9._~-]+)*$",
-        description="path that the server has behind a proxy, such as /llm; taken off where the proxy passes it on",
+        description="path prefix of the server behind a proxy, such as /llm; removed from requests that include it",
     )
-    page: bool = Field(default=True, description="the page at / and its stream of events at /kv/stream")
+    page: bool = Field(default=True, description="serve the web page at / and its event stream at /kv/stream")
     page_shows_prompts: bool = Field(
-        default=False, description="show on the page how cached prompts begin, to whoever may open it"
+        default=False, description="show the beginning of cached prompts on the page, to everyone who can open it"
     )
-    max_watchers: int = Field(default=32, ge=1, description="most pages open at once; more are refused with 503")
+    max_watchers: int = Field(default=32, ge=1, description="maximum number of open pages; more are refused with 503")
     metrics_prefix: str = Field(
-        default="cllm", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", description="first part of every metric's name"
+        default="cllm", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", description="prefix of all metric names"
     )
-    shutdown_grace_s: float = Field(default=10.0, ge=0, description="time running requests get to finish at shutdown")
+    shutdown_grace_s: float = Field(
+        default=10.0, ge=0, description="time that running requests have to finish at shutdown"
+    )
 
     @property
     def needs_key(self) -> bool:
@@ -92,7 +97,39 @@ class ServerConfig(Section):
     @field_validator("api_key")
     @classmethod
     def _key_is_one(cls, key: str | None) -> str | None:
-        """Blanks are the mark of a variable that was never set, not of somebody who wants no key."""
+        """A blank key comes from an unset variable, not from someone who wants no key."""
         if key is not None and not key.strip():
             raise PydanticKnownError("string_too_short", {"min_length": 1})
         return key
+
+
+class ResponsesConfig(Section):
+    max_stored: int = Field(
+        default=1024,
+        ge=0,
+        le=1 << 20,
+        description="maximum number of responses stored for previous_response_id and GET, over all keys; each key "
+        "sees only its own; 0: store none",
+    )
+    max_stored_bytes: int = Field(
+        default=67_108_864, ge=0, description="maximum size of the stored responses, each with its whole conversation"
+    )
+    stored_s: float = Field(default=3600.0, gt=0, description="time that a response is stored after its last use")
+
+
+class StructuredConfig(Section):
+    max_source_kb: int = Field(
+        default=256, ge=1, le=1 << 14, description="maximum size of a schema, regular expression or grammar, in KiB"
+    )
+    compile_timeout_s: float = Field(
+        default=5.0, gt=0, le=600, description="time that compiling a schema or grammar may take"
+    )
+    max_compiling: int = Field(
+        default=64,
+        ge=1,
+        le=4096,
+        description="maximum number of schemas and grammars waiting to be compiled; more are refused with 429",
+    )
+    max_cached: int = Field(
+        default=128, ge=0, le=1 << 16, description="number of compiled schemas and grammars to cache"
+    )

@@ -7,7 +7,7 @@ arguments are passed on as they come, for as long as they are the beginning of a
 from __future__ import annotations
 
 import json
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
 
@@ -16,7 +16,11 @@ from cllm.dialect.json_scan import JsonScanner, repaired
 _ARGUMENTS = ("arguments", "parameters")
 _NAME = "name"
 _KEYS = frozenset({_NAME, *_ARGUMENTS, "type", "function", "id"})
-"""Those of calls, where nothing but its keys says that an object is one."""
+"""Keys of a call, if only its keys mark an object as one."""
+
+
+Tools = Mapping[str, Mapping[str, Any] | None]
+"""Names of the tools that may be called, and the schemas of their arguments."""
 
 
 class State(Enum):
@@ -33,13 +37,13 @@ class State(Enum):
 class CallReader:
     """Feed it characters. `name` is set once it is certain, `arguments` collects what is to be passed on."""
 
-    def __init__(self, names: AbstractSet[str], *, needs_arguments: bool = False) -> None:
+    def __init__(self, tools: Tools, *, needs_arguments: bool = False) -> None:
         """`needs_arguments`: nothing else says that this is a call, so a name alone, or other keys, make none."""
         self.name: str | None = None
         self.arguments: list[str] = []
         self.took_last = True
         """Whether the last character belonged to the call."""
-        self._names = names
+        self._tools = tools
         self._needs_arguments = needs_arguments
         self._scanner = JsonScanner()
         self._seen: list[str] = []
@@ -66,7 +70,7 @@ class CallReader:
         self._seen.append(clean)
         if depth == 1 and (scanner.in_string or was_string):
             self._read_string(char, clean, began=not was_string)
-        if self._named is not None and self._named not in self._names:
+        if self._named is not None and self._named not in self._tools:
             return State.FAILED
         if self._needs_arguments and self._key and self._key not in _KEYS:
             return State.FAILED
@@ -102,7 +106,7 @@ class CallReader:
             value = json.loads("".join(self._seen))
         except ValueError:  # an integer of more digits than Python reads
             return State.FAILED
-        call = read_call(value, self._names, needs_arguments=self._needs_arguments)
+        call = read_call(value, self._tools, needs_arguments=self._needs_arguments)
         if call is None:
             return State.FAILED
         self.name, arguments = call
@@ -111,14 +115,14 @@ class CallReader:
         return State.DONE
 
 
-def read_call(value: Any, names: AbstractSet[str], *, needs_arguments: bool = False) -> tuple[str, str] | None:
+def read_call(value: Any, tools: Tools, *, needs_arguments: bool = False) -> tuple[str, str] | None:
     """Name and arguments of a whole call, in one of the forms that models write."""
     if not isinstance(value, dict):
         return None
     if isinstance(value.get("function"), dict):
         value = value["function"]
     name = value.get(_NAME, value.get("function"))
-    if not isinstance(name, str) or name not in names:
+    if not isinstance(name, str) or name not in tools:
         return None
     arguments = next((value[key] for key in _ARGUMENTS if key in value), "" if needs_arguments else None)
     if arguments == "" and needs_arguments:

@@ -1,4 +1,4 @@
-"""How one model is told of tools, and how its answers are read: chosen from its chat template."""
+"""How tools are shown to one model, and how its answers are read: chosen from its chat template."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from cllm.dialect import formats, reasoning
 from cllm.dialect.grammar import AnswerForm, AnswerGrammar
 from cllm.dialect.reader import AnswerReader
 from cllm.dialect.reasoning import Marks, ReasoningReader, Thinking
-from cllm.text.chat import ChatTemplate, PromptOptions
+from cllm.dialect.tools import Tool
+from cllm.text.chat_template import ChatTemplate, PromptOptions
 from cllm.text.messages import Message, read_messages
 from cllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from cllm.config.chat import ChatConfig
+    from cllm.config.schema import ChatConfig
 
 _ALPHABET = string.ascii_letters + string.digits
 _MISTRAL_ID = 9
-"""Characters in the ids that Mistral's templates insist on."""
+"""Length of the ids that Mistral's templates require."""
 _TAIL = 16
-"""Tokens at the end of a prompt that may say whether it has begun the reasoning."""
+"""Tokens at the end of a prompt that may open the reasoning."""
 
 
 class Dialect:
@@ -43,27 +44,27 @@ class Dialect:
         self._template = template
         self._tokenizer = tokenizer
         self._native = spoken is self.format and "tools" in template.variables
-        """Whether the template itself tells the model of tools, in this format."""
+        """Whether the template itself shows tools to the model, in this format."""
         found = reasoning.detect_format(template.source) if reasoning_format == "auto" else reasoning_format
         self.marks: Marks | None = reasoning.FORMATS[found] if found else None
         if reasoning_mode == "on" and self.marks is None:
             self.marks = reasoning.FORMATS["think"]
         self.separates = reasoning_mode != "off"
-        """Whether reasoning is told apart where a request does not say."""
+        """Whether reasoning is separated if a request does not say."""
 
     # -- prompts -----------------------------------------------------------------------------------------------
 
     def prepare(
         self, messages: Sequence[Mapping[str, Any]], options: PromptOptions
     ) -> tuple[Sequence[Mapping[str, Any]], PromptOptions]:
-        """Messages and options as the template can take them."""
+        """Messages and options as the template takes them."""
         if not options.tools and not any(_is_of_tools(message) for message in messages):
             return messages, options
         read = _with_names(read_messages(messages))
         if self._native:
             return self._for_template(read), options
-        told = self._tell(_flatten(read, self.format), options.tools) if options.tools else _flatten(read, self.format)
-        return told, replace(options, tools=())
+        flat = _flatten(read, self.format)
+        return self._describe(flat, options.tools) if options.tools else flat, replace(options, tools=())
 
     def _for_template(self, messages: list[Message]) -> list[Message]:
         if self.format is not formats.MISTRAL:
@@ -78,17 +79,17 @@ class Dialect:
             prepared.append(message)
         return prepared
 
-    def _tell(self, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Put the tools into the system message, for templates that know of none."""
+    def _describe(self, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """Put the tools into the system message, for templates without tools."""
         listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         form = self.format.write([{"name": "the tool's name", "arguments": {"an argument's name": "its value"}}])
-        told = f"You can call these tools:\n{listed}\n\nTo call a tool, answer with nothing but:\n{form}"
+        description = f"You can call these tools:\n{listed}\n\nTo call a tool, answer with nothing but:\n{form}"
         first = messages[0]
         if first["role"] in ("system", "developer"):
-            return [{**first, "content": f"{first['content']}\n\n{told}"}, *messages[1:]]
+            return [{**first, "content": f"{first['content']}\n\n{description}"}, *messages[1:]]
         if self._template.takes_system:
-            return [{"role": "system", "content": told}, *messages]
-        return [{**first, "content": f"{told}\n\n{first['content']}"}, *messages[1:]]
+            return [{"role": "system", "content": description}, *messages]
+        return [{**first, "content": f"{description}\n\n{first['content']}"}, *messages[1:]]
 
     # -- answers -----------------------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class Dialect:
         return {special[name]: name.encode() for name in names if name in special}
 
     def thinking_after(self, prompt: Sequence[int], continued: str | None) -> Thinking:
-        """Given the prompt and, where the answer continues a message, that message."""
+        """Whether the prompt, or the message that the answer continues, has opened or closed the reasoning."""
         if self.marks is None:
             return "none"
         begin, end = self.marks
@@ -113,11 +114,12 @@ class Dialect:
         self,
         index: int,
         *,
-        names: Sequence[str],
+        tools: Sequence[Tool],
         thinking: Thinking,
         separate: bool,
         most_calls: int | None = None,
         calls_only: bool = False,
+        include_reasoning: bool = True,
     ) -> AnswerReader:
         thoughts = None
         if self.marks is not None and thinking != "closed":
@@ -126,14 +128,15 @@ class Dialect:
             index,
             reasoning=thoughts,
             syntax=self.format.syntax,
-            names=frozenset(names),
+            tools={tool.name: tool.parameters for tool in tools},
             most_calls=most_calls,
             calls_only=calls_only,
+            include_reasoning=include_reasoning,
             new_id=self.new_id,
         )
 
     def grammar(self, form: AnswerForm) -> str:
-        """What a mask allows, so that answers of this form are read as such."""
+        """The grammar that a mask enforces, so that answers are read as this form."""
         named = "[ARGS]" in self._template.source
         grammar = AnswerGrammar(self.format.name, self._tokenizer.special_tokens, named_arguments=named)
         return grammar.write(form)
@@ -155,12 +158,12 @@ def dialect_of(template: ChatTemplate, tokenizer: Tokenizer, settings: ChatConfi
 
 
 def _is_of_tools(message: Mapping[str, Any]) -> bool:
-    """What is wrong with messages is for others to say."""
+    """Invalid messages are reported elsewhere."""
     return isinstance(message, Mapping) and (message.get("role") == "tool" or bool(message.get("tool_calls")))
 
 
 def _with_names(messages: list[Message]) -> list[Message]:
-    """Results with the names of the tools that gave them, which some templates want."""
+    """Tool results with the names of their tools, which some templates need."""
     names = {call.get("id"): call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
     return [
         {**message, "name": names[message["tool_call_id"]]}
@@ -171,7 +174,7 @@ def _with_names(messages: list[Message]) -> list[Message]:
 
 
 def _flatten(messages: list[Message], form: formats.ToolFormat) -> list[Message]:
-    """Calls and their results as text of the assistant and the user, for templates that know neither."""
+    """Calls and results as assistant and user text, for templates without tools."""
     flat: list[Message] = []
     after_result = False
     for message in messages:
@@ -194,7 +197,7 @@ def _flatten(messages: list[Message], form: formats.ToolFormat) -> list[Message]
 
 
 def _nine(call_id: str) -> str:
-    """An id as Mistral's templates want it: its own, or one made from it."""
+    """An id as Mistral's templates require it: unchanged, or derived."""
     if len(call_id) == _MISTRAL_ID and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(blake2b(call_id.encode(), digest_size=8).digest(), "big")

@@ -1,4 +1,4 @@
-"""The formats of tool calls: which a chat template speaks, how each is shown to a model, read, and made certain."""
+"""The formats of tool calls: detecting the one of a chat template, writing calls in it, and reading them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 from cllm.dialect.reader import CallSyntax
 from cllm.dialect.syntax import JsonSyntax, MistralSyntax
+from cllm.dialect.xml_calls import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, XmlSyntax
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     name: str
     markers: tuple[str, ...]
-    """Texts that are special tokens in some vocabularies and are to be seen all the same."""
+    """Texts that are special tokens in some vocabularies and must stay visible in answers."""
     syntax: CallSyntax
     write: Callable[[Sequence[Mapping[str, Any]]], str]
     """Calls, each with name and arguments, as the model would write them."""
@@ -27,6 +28,20 @@ def _object(call: Mapping[str, Any], arguments: str = "arguments") -> str:
 
 def _hermes(calls: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(f"<tool_call>\n{_object(call)}\n</tool_call>" for call in calls)
+
+
+def _qwen3_coder(calls: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(f"<tool_call>\n{_function(call)}\n</tool_call>" for call in calls)
+
+
+def _function(call: Mapping[str, Any]) -> str:
+    given = call["arguments"]
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in (given.items() if isinstance(given, Mapping) else ())
+    }
+    values = [f"{PARAMETER}{key}>\n{text}\n{END_PARAMETER}" for key, text in texts.items()]
+    return "\n".join([f"{FUNCTION}{call['name']}>", *values, END_FUNCTION])
 
 
 def _llama3(calls: Sequence[Mapping[str, Any]]) -> str:
@@ -47,18 +62,19 @@ HERMES = ToolFormat(
     JsonSyntax("<tool_call>", close=("</tool_call>",)),
     _hermes,
 )
+QWEN3_CODER = ToolFormat("qwen3_coder", ("<tool_call>", "</tool_call>"), XmlSyntax(), _qwen3_coder)
 LLAMA3 = ToolFormat("llama3", ("<|python_tag|>",), JsonSyntax("<|python_tag|>", bare=True), _llama3)
 MISTRAL = ToolFormat("mistral", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), MistralSyntax(), _mistral)
 JSON = ToolFormat("json", (), JsonSyntax(bare=True), _json)
-FORMATS = {each.name: each for each in (HERMES, LLAMA3, MISTRAL, JSON)}
+FORMATS = {each.name: each for each in (HERMES, QWEN3_CODER, LLAMA3, MISTRAL, JSON)}
 
 
 def detect_format(template: str) -> ToolFormat | None:
-    """The format that a chat template speaks; None: none of these."""
+    """The format that a chat template uses; None: none of these."""
     if "[TOOL_CALLS]" in template:
         return MISTRAL
-    if "<tool_call>" in template and "<function=" not in template:
-        return HERMES
+    if "<tool_call>" in template:
+        return QWEN3_CODER if FUNCTION in template else HERMES
     if "<|python_tag|>" in template or '"parameters": ' in template:
         return LLAMA3
     return None

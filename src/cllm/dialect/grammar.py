@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cllm.dialect.reasoning import Marks, Thinking
+from cllm.dialect.xml_calls import (
+    END_FUNCTION,
+    END_PARAMETER,
+    FUNCTION,
+    PARAMETER,
+    TEXT,
+    plain_arguments,
+    types_of,
+)
 from cllm.errors import InvalidRequestError
 from cllm.structured.sources import RULES, rule_of, schema_rule
 from cllm.structured.structure import Structure
 
 _ANYTHING = {"type": "object"}
+_TAGGED = ("hermes", "qwen3_coder")
+"""Formats with calls between <tool_call> and </tool_call>."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What an answer may be made of."""
+    """What an answer may consist of."""
 
     tools: Sequence[tuple[str, Mapping[str, Any] | None]]
     """Names and schemas of the tools that may be called."""
@@ -53,6 +64,9 @@ class AnswerGrammar:
             assert answer is not None
             return answer
         for number, (name, schema) in enumerate(form.tools):
+            if self._format == "qwen3_coder" and (arguments := plain_arguments(schema)) is not None:
+                rules += self._xml_call(name, number, arguments)
+                continue
             rules.append(f"call_{number}: {self._call(name, number)}")
             rules.append(f"args_{number}: {schema_rule(schema or _ANYTHING)}")
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(form.tools))))
@@ -65,7 +79,7 @@ class AnswerGrammar:
         return self._free(form, rules)
 
     def _call(self, name: str, number: int) -> str:
-        if self._format == "hermes":
+        if self._format in _TAGGED:
             head = json.dumps(f'\n{{"name": {json.dumps(name)}, "arguments": ')
             return f'{head} args_{number} "}}\\n" {self._mark("</tool_call>")}'
         if self._format == "llama3":
@@ -76,9 +90,27 @@ class AnswerGrammar:
         begin = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
         return f'{begin} args_{number} "}}"'
 
+    def _xml_call(self, name: str, number: int, arguments: Sequence[tuple[str, Any, bool]]) -> Iterator[str]:
+        parts = []
+        for place, (key, schema, required) in enumerate(arguments):
+            value = f"value_{number}_{place}"
+            choices = [schema["const"]] if "const" in schema else schema.get("enum")
+            end = json.dumps(f"\n{END_PARAMETER}\n")
+            if types_of(schema) != TEXT:
+                yield f"{value}: {schema_rule(schema)} {end}"
+            elif choices is not None:
+                yield f"{value}: ({rule_of(Structure('choice', json.dumps(choices)))}) {end}"
+            else:
+                yield f"{value}_text[lazy]: /(.|\\n)*/ {json.dumps(END_PARAMETER)}"
+                yield f'{value}: {value}_text "\\n"'
+            begin = json.dumps(f"{PARAMETER}{key}>\n")
+            parts.append(f"({begin} {value}){'' if required else '?'}")
+        head, tail = json.dumps(f"\n{FUNCTION}{name}>\n"), json.dumps(f"{END_FUNCTION}\n")
+        yield f"call_{number}: {head} {' '.join(parts)} {tail} {self._mark('</tool_call>')}"
+
     def _calls(self, *, several: bool) -> str:
         """With all markers."""
-        if self._format == "hermes":
+        if self._format in _TAGGED:
             opened = f"{self._mark('<tool_call>')} call"
             return f'{opened} ("\\n" {opened})*' if several else opened
         if self._format == "mistral":
@@ -91,7 +123,9 @@ class AnswerGrammar:
 
     def _free(self, form: AnswerForm, rules: list[str]) -> str:
         """Text, in which a call may begin."""
-        opener = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>"}.get(self._format, "")
+        opener = {**dict.fromkeys(_TAGGED, "<tool_call>"), "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>"}.get(
+            self._format, ""
+        )
         if self._format in ("llama3", "json"):
             rules.append(r"TEXT: /([^{\[`\s<](.|\n)*)?/")
             tagged = f" | {self._mark(opener)} calls" if opener in self._special else ""
@@ -106,7 +140,7 @@ class AnswerGrammar:
         return "(called* TEXT)" if form.several else "(called | TEXT)"
 
     def _after_opener(self, form: AnswerForm) -> str:
-        if self._format == "hermes" or self._named_arguments:
+        if self._format in _TAGGED or self._named_arguments:
             return "call"
         return '"[" call (", " call)* "]"' if form.several else '"[" call "]"'
 

@@ -1,4 +1,4 @@
-"""JSON read character by character: at every moment it is known whether what came so far can still become a value."""
+"""Scans JSON character by character and knows at every point whether the text so far can become a value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AFTER: Mapping[str, Mapping[str, str]] = {
     "e+": dict.fromkeys("0123456789", "exp"),
     "exp": dict.fromkeys("0123456789", "exp"),
 }
-"""What a number's next character makes of it."""
+"""States of a number after its next character."""
 _WHOLE_NUMBERS = frozenset({"0", "int", "frac", "exp"})
 MOST_NESTED = 128
 
@@ -42,7 +42,7 @@ class JsonScanner:
         self._literal = ""
 
     def feed(self, char: str) -> bool:
-        """False: this cannot become JSON any more."""
+        """False: this can no longer become JSON."""
         if self.done:
             return False
         if self.in_string:

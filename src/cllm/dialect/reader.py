@@ -1,4 +1,4 @@
-"""An answer's text, as it comes, to pieces: reasoning first, then text and tool calls in the model's format.
+"""A model's text, as it comes, to deltas: reasoning first, then text and tool calls in the model's format.
 
 What comes out does not depend on how the text was cut up. Text before a call loses the blanks at its end, and text
 after one those at its beginning; where there is no call, all text is passed on as it is. A call that turns out not to
@@ -10,16 +10,19 @@ cut off, ends where it ends: the answer's end is then `length` or `stop`, never 
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Set as AbstractSet
-from typing import Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
 
-from cllm.dialect.calls import State
-from cllm.dialect.pieces import CallArguments, CallBegin, Piece, ReasoningPiece, TextPiece
+from cllm.dialect.calls import State, Tools
+from cllm.dialect.deltas import ChatDelta, Delta, ReasoningDelta, ToolCallDelta, ToolCallStart
 from cllm.dialect.reasoning import ReasoningReader
+
+if TYPE_CHECKING:
+    from cllm.engine.sampling import TokenLogprob
 
 
 class Attempt(Protocol):
-    """Reads what may be a tool call, or several."""
+    """Reads a possible tool call, or several."""
 
     @property
     def name(self) -> str | None: ...
@@ -33,20 +36,20 @@ class Attempt(Protocol):
 
 
 class CallSyntax(Protocol):
-    """Where in text tool calls begin, and how they are read."""
+    """Where tool calls begin in a text, and how they are read."""
 
     def begins(self, text: str, *, at_start: bool, after_call: bool) -> tuple[int, int, int]:
         """(first, last, held): the text from `first` to `last` begins a call; `held` characters at the end may become
         such a beginning. No call: `first` and `last` are -1."""
 
-    def attempt(self, opening: str, names: AbstractSet[str]) -> Attempt: ...
+    def attempt(self, opening: str, tools: Tools) -> Attempt: ...
 
     def closing(self, text: str) -> tuple[int, bool]:
         """How many characters at the beginning of what follows a call belong to it, and whether more may."""
 
 
 class AnswerReader:
-    """Feed it text with `push`, and end with `finish`."""
+    """`read` every delta of the answer, or `push` its text and end with `finish`."""
 
     def __init__(
         self,
@@ -54,46 +57,94 @@ class AnswerReader:
         *,
         reasoning: ReasoningReader | None = None,
         syntax: CallSyntax | None = None,
-        names: AbstractSet[str] = frozenset(),
+        tools: Tools = MappingProxyType({}),
         most_calls: int | None = None,
         calls_only: bool = False,
+        include_reasoning: bool = True,
         new_id: Callable[[], str] = str,
     ) -> None:
         """`calls_only`: a mask allows nothing else, beside reasoning."""
         self.ended = False
-        """Whether what may still come does not count."""
+        """Whether the rest of the model's text is ignored."""
+        self.reasoning_tokens = 0
+        self._include_reasoning = include_reasoning
+        self._finished = False
+        """Whether `read` has returned the last delta."""
+        self._logprobs: list[TokenLogprob] = []
+        """Of tokens that are not known to belong to anything yet."""
+        self._in_text = False
+        """Whether the last delta was text."""
+        self._tokens = 0
+        """Since the last delta."""
         self._index = index
         self._reasoning = reasoning
-        self._syntax = syntax if names else None
-        self._names = names
+        self._syntax = syntax if tools else None
+        self._tools = tools
         self._most_calls = most_calls
         self._calls_only = calls_only
         self._new_id = new_id
-        self._pieces: list[Piece] = []
+        self._deltas: list[ChatDelta] = []
         self._calls = 0
         self._unfinished = False
-        """Whether the last call's arguments are not whole."""
+        """Whether the last call's arguments are incomplete."""
         self._text = ""
-        """What is not certain to be text yet."""
+        """Text that may still turn out to begin a call."""
         self._blanks = ""
         self._anything = False
-        """Whether there was any text but blanks."""
+        """Whether there was any text other than blanks."""
         self._after_call = False
-        """Whether nothing but blanks has come since the last call."""
+        """Whether only blanks have come since the last call."""
         self._closing = False
         """Whether its end may still come."""
         self._attempt: Attempt | None = None
         self._seen = ""
-        """All of the attempt, for the case that it is none."""
+        """The whole attempt, in case it is not a call."""
         self._announced = False
 
-    def push(self, text: str) -> list[Piece]:
-        self._take(text)
-        pieces, self._pieces = self._pieces, []
-        return pieces
+    def read(self, delta: Delta) -> list[ChatDelta]:
+        """What a delta of the model's text is: reasoning, text, tool calls, and at last a delta with the finish_reason.
+        Log probabilities go with a delta of what their tokens belong to."""
+        if self._finished:
+            return []
+        self._logprobs += delta.logprobs or ()
+        new = self.push(delta.text)
+        silent = self._silent_delta() if self._logprobs and not new else None
+        rest: list[ChatDelta] = []
+        reason = delta.finish_reason
+        if reason is not None or self.ended:
+            self._finished = True
+            rest = self.finish()
+            reason = self.finish_reason(reason or "stop")
+            rest.append(Delta(self._index, "", finish_reason=reason, stop_reason=delta.stop_reason))
+        self._tokens += len(delta.token_ids)
+        if new or rest:
+            self.reasoning_tokens += self._tokens if isinstance((new or rest)[0], ReasoningDelta) else 0
+            self._tokens = 0
+        if self._logprobs:
+            if silent is not None:
+                new.append(silent)
+            self._add_logprobs(new, rest)
+        new += rest
+        if not self._include_reasoning:
+            new = [each for each in new if not isinstance(each, ReasoningDelta)]
+        return new
 
-    def finish(self) -> list[Piece]:
-        """The rest, when no more text comes."""
+    def _add_logprobs(self, new: list[ChatDelta], rest: list[ChatDelta]) -> None:
+        """`rest`: what the answer's end adds."""
+        if new:
+            self._in_text = isinstance(new[-1], Delta)
+        elif self._in_text and len(rest) == 1:
+            rest.insert(0, Delta(self._index, ""))
+        if new or rest:
+            (new or rest)[0].logprobs, self._logprobs = self._logprobs, []
+
+    def push(self, text: str) -> list[ChatDelta]:
+        self._take(text)
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def finish(self) -> list[ChatDelta]:
+        """The rest, once there is no more text."""
         if not self.ended:
             if self._reasoning is not None:
                 for is_reasoning, text in self._reasoning.flush():
@@ -103,14 +154,28 @@ class AnswerReader:
                 self._say(self._text)
             self._emit(self._blanks)
             self.ended = True
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def finish_reason(self, reason: str) -> str:
-        """What the answer ended with, given what the model ended with."""
+        """The answer's finish_reason, given the model's."""
         if self._unfinished:
             return "length" if reason == "length" else "stop"
         return "tool_calls" if self._calls and reason == "stop" else reason
+
+    def _silent_delta(self) -> ChatDelta | None:
+        """An empty delta of what the last text belongs to, if that gave no delta: the marks of reasoning and calls.
+        None: not known yet."""
+        if self._reasoning is not None and self._reasoning.inside:
+            return ReasoningDelta(self._index, "") if self._reasoning.separate else None
+        in_call = self._announced if self._attempt is not None else self._after_call and not self._pending_text()
+        return ToolCallDelta(self._index, self._calls - 1, "") if in_call else None
+
+    def _pending_text(self) -> str:
+        """What has come since the last call and its closing marks."""
+        if not self._closing or self._syntax is None:
+            return self._text
+        return self._text[self._syntax.closing(self._text)[0] :]
 
     # -- reasoning and text ------------------------------------------------------------------------------------
 
@@ -127,8 +192,8 @@ class AnswerReader:
         if not is_reasoning:
             self._read(text)
         elif text and self._reasoning is not None:
-            kind = ReasoningPiece if self._reasoning.separate else TextPiece
-            self._pieces.append(kind(self._index, text))
+            kind = ReasoningDelta if self._reasoning.separate else Delta
+            self._deltas.append(kind(self._index, text))
 
     def _read(self, text: str) -> None:
         if self._syntax is None:
@@ -138,7 +203,7 @@ class AnswerReader:
             text = self._read_attempt(text) if self._attempt is not None else self._read_text(self._syntax, text)
 
     def _read_text(self, syntax: CallSyntax, text: str) -> str:
-        """Pass on what is certain to be text. What is returned is to be read as part of a call."""
+        """Pass on what is certainly text. The return value must be read as part of a call."""
         self._text += text
         if self._closing:
             skipped, more = syntax.closing(self._text)
@@ -155,12 +220,12 @@ class AnswerReader:
             return ""
         self._say(known[:first])
         self._seen = known[first:last]
-        self._attempt = syntax.attempt(self._seen, self._names)
+        self._attempt = syntax.attempt(self._seen, self._tools)
         self._announced = False
         return known[last:]
 
     def _say(self, text: str) -> None:
-        """Text for the client; blanks at its end wait, for a call may follow."""
+        """Text for the client; trailing blanks wait, since a call may follow."""
         text = text.lstrip() if self._after_call else text
         body = text.rstrip()
         if not body:
@@ -172,7 +237,7 @@ class AnswerReader:
 
     def _emit(self, text: str) -> None:
         if text:
-            self._pieces.append(TextPiece(self._index, text))
+            self._deltas.append(Delta(self._index, text))
 
     # -- calls -------------------------------------------------------------------------------------------------
 
@@ -204,12 +269,12 @@ class AnswerReader:
         assert attempt.name is not None
         self._announced = True
         self._blanks = ""
-        self._pieces.append(CallBegin(self._index, self._calls, self._new_id(), attempt.name))
+        self._deltas.append(ToolCallStart(self._index, self._calls, self._new_id(), attempt.name))
         self._calls += 1
 
     def _pass_on(self, attempt: Attempt) -> None:
         if self._announced and attempt.arguments:
-            self._pieces.append(CallArguments(self._index, self._calls - 1, "".join(attempt.arguments)))
+            self._deltas.append(ToolCallDelta(self._index, self._calls - 1, "".join(attempt.arguments)))
             attempt.arguments.clear()
 
     def _close_call(self, *, broken: bool) -> None:
@@ -220,7 +285,7 @@ class AnswerReader:
             self.ended = True
 
     def _give_up(self, last: str) -> None:
-        """It is none: plain text, all of it."""
+        """It is not a call: all of it is plain text."""
         text, self._seen, self._attempt = self._seen + last, "", None
         self._say(text)
 
@@ -236,5 +301,5 @@ class AnswerReader:
 
     @property
     def _cut_off(self) -> bool:
-        """Whether what may begin a call, where the answer ends, can have been nothing else."""
+        """Whether an unfinished beginning of a call at the end can only be a call."""
         return self._calls_only or self._after_call

@@ -1,11 +1,11 @@
-"""Reasoning at the beginning of an answer, told apart from the answer itself."""
+"""Separates the reasoning at the beginning of an answer from the answer itself."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
 Thinking = Literal["none", "opened", "closed"]
-"""Whether what stands before an answer has begun its reasoning, or ended it."""
+"""Whether the prompt has opened the reasoning, or closed it."""
 
 
 class Marks(NamedTuple):
@@ -22,7 +22,7 @@ FORMATS = {
 
 
 def detect_format(template: str) -> str | None:
-    """The format that a chat template speaks of."""
+    """The reasoning format of a chat template."""
     return next((name for name, marks in FORMATS.items() if marks.end in template), None)
 
 
@@ -38,6 +38,11 @@ class ReasoningReader:
         self._fresh = opened
         """Whether no reasoning has come yet."""
         self._held = ""
+
+    @property
+    def inside(self) -> bool:
+        """Whether the last text belongs to the reasoning, its marks and the blanks around them included."""
+        return self._state in ("in", "gap")
 
     def push(self, text: str) -> list[tuple[bool, str]]:
         """(is it reasoning?, text), as far as it is certain."""
@@ -103,7 +108,7 @@ class ReasoningReader:
 
 
 def held_back(text: str, mark: str) -> int:
-    """How many characters at the end of the text may be the beginning of the mark."""
+    """How many characters at the end of the text may begin the mark."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:length]):
             return length

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 
-from cllm.dialect.calls import CallReader, State
+from cllm.dialect.calls import CallReader, State, Tools
 from cllm.dialect.json_scan import JsonScanner, repaired
 from cllm.dialect.reader import Attempt
 from cllm.dialect.reasoning import held_back
@@ -36,8 +35,8 @@ class JsonSyntax:
             return *min(places), 0
         return -1, -1, max((held_back(text, marker) for marker in self.markers), default=0)
 
-    def attempt(self, opening: str, names: AbstractSet[str]) -> Attempt:
-        return JsonAttempt(names, bare=not any(marker in opening for marker in self.markers))
+    def attempt(self, opening: str, tools: Tools) -> Attempt:
+        return JsonAttempt(tools, bare=not any(marker in opening for marker in self.markers))
 
     def closing(self, text: str) -> tuple[int, bool]:
         rest, unused = text.lstrip(), list(self._close)
@@ -53,14 +52,14 @@ class MistralSyntax(JsonSyntax):
     def __init__(self) -> None:
         super().__init__("[TOOL_CALLS]")
 
-    def attempt(self, opening: str, names: AbstractSet[str]) -> Attempt:
-        return MistralAttempt(names) if self.markers[0] in opening else super().attempt(opening, names)
+    def attempt(self, opening: str, tools: Tools) -> Attempt:
+        return MistralAttempt(tools) if self.markers[0] in opening else super().attempt(opening, tools)
 
 
 class JsonAttempt:
-    def __init__(self, names: AbstractSet[str], *, bare: bool) -> None:
+    def __init__(self, tools: Tools, *, bare: bool) -> None:
         self.took_last = True
-        self._reader = CallReader(names, needs_arguments=bare)
+        self._reader = CallReader(tools, needs_arguments=bare)
         self._leads = "" if bare else "["
         self._began = False
 
@@ -89,25 +88,16 @@ class JsonAttempt:
         return state
 
 
-class MistralAttempt:
-    def __init__(self, names: AbstractSet[str]) -> None:
+class OrJsonAttempt:
+    """A call in a format of its own, or in JSON."""
+
+    def __init__(self, tools: Tools) -> None:
         self.name: str | None = None
         self.arguments: list[str] = []
         self.took_last = True
         self.complete = False
-        self._names = names
-        self._head = ""
+        self._tools = tools
         self._json: JsonAttempt | None = None
-        self._scanner: JsonScanner | None = None
-
-    def feed(self, char: str) -> State:
-        if self._scanner is not None:
-            return self._feed_arguments(self._scanner, char)
-        if self._json is None and not self._head.strip() and char in "[{":
-            self._json = JsonAttempt(self._names, bare=False)
-        if self._json is not None:
-            return self._feed_json(self._json, char)
-        return self._feed_name(char)
 
     def _feed_json(self, attempt: JsonAttempt, char: str) -> State:
         state = attempt.feed(char)
@@ -116,10 +106,26 @@ class MistralAttempt:
         attempt.arguments.clear()
         return state
 
+
+class MistralAttempt(OrJsonAttempt):
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
+        self._head = ""
+        self._scanner: JsonScanner | None = None
+
+    def feed(self, char: str) -> State:
+        if self._scanner is not None:
+            return self._feed_arguments(self._scanner, char)
+        if self._json is None and not self._head.strip() and char in "[{":
+            self._json = JsonAttempt(self._tools, bare=False)
+        if self._json is not None:
+            return self._feed_json(self._json, char)
+        return self._feed_name(char)
+
     def _feed_name(self, char: str) -> State:
         if char == "{":
             found = _MISTRAL_NAME.fullmatch(self._head)
-            if found is None or found[1] not in self._names:
+            if found is None or found[1] not in self._tools:
                 self.took_last = False
                 return State.FAILED
             self.name, self._scanner = found[1], JsonScanner()

@@ -1,4 +1,4 @@
-"""Drafts without a draft model: what may come next, found in what was written before, and how much of it to try."""
+"""Speculative decoding without a draft model: drafts are looked up in the sequence itself and in recent answers."""
 
 from cllm.drafts.drafter import Drafter
 

@@ -1,10 +1,10 @@
-"""How likely the next token of a match is the one that the model chooses.
+"""Acceptance rates: how likely the model chooses the next token of a match.
 
-That depends on where the match is and on how long it has been already, and it is known without drafting anything: every
-token that the model chooses while there is a match either continues it or not. So a sequence whose drafts are not worth
-their time costs nothing but the look at its matches, and is drafted for again as soon as those come true.
+That depends on where the match was found and on its length, and is measured without drafting: every token that the
+model chooses while there is a match either continues it or not. So a sequence whose drafts do not pay costs only the
+lookups, and is drafted for again as soon as its matches come true.
 
-A sequence begins with what is known of its space, and a space with the figures below.
+A sequence starts with the rates of its space, and a space with the figures below.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """Where a match is."""
+    """Where a match was found."""
 
     OWN = 0
     """In the sequence itself."""
     NEAR = 1
-    """In the sequence, by its last token, shortly behind where a longer match ended: a copy with changes goes on."""
+    """In the sequence, by its last token alone, shortly after a longer match ended: a copy with changes."""
     RECENT = 2
-    """In an answer that was generated lately."""
+    """In a recent answer."""
 
 
 BUCKETS = 7
@@ -33,7 +33,7 @@ _EXPECTED = (
 )
 _SPACE_TRUST, _SPACE_MEMORY = 16.0, 1.0 - 1.0 / 400.0
 _OWN_TRUST, _OWN_MEMORY = 6.0, 1.0 - 1.0 / 40.0
-"""Outcomes that what is known already counts as, and how much of an old outcome is left after a new one."""
+"""How many outcomes the starting rate counts as, and how much of old outcomes is left after a new one."""
 
 
 def bucket_of(length: int) -> int:
@@ -41,23 +41,23 @@ def bucket_of(length: int) -> int:
 
 
 class Acceptance:
-    """Outcomes of a sequence (`of` a space) or of a space, recent ones counting more."""
+    """Outcomes of a sequence (`of` a space) or of a space; recent ones count more."""
 
-    __slots__ = ("_came_true", "_memory", "_of", "_seen", "_trust")
+    __slots__ = ("_accepted", "_memory", "_of", "_seen", "_trust")
 
     def __init__(self, of: Acceptance | None = None) -> None:
         self._of = of
         self._trust, self._memory = (_SPACE_TRUST, _SPACE_MEMORY) if of is None else (_OWN_TRUST, _OWN_MEMORY)
-        self._came_true = [0.0] * (len(Kind) * BUCKETS)
+        self._accepted = [0.0] * (len(Kind) * BUCKETS)
         self._seen = [0.0] * (len(Kind) * BUCKETS)
 
     def rate(self, kind: Kind, bucket: int) -> float:
         cell = kind * BUCKETS + bucket
         known = _EXPECTED[kind][bucket] if self._of is None else self._of.rate(kind, bucket)
-        return (self._came_true[cell] + self._trust * known) / (self._seen[cell] + self._trust)
+        return (self._accepted[cell] + self._trust * known) / (self._seen[cell] + self._trust)
 
     def rates(self, kind: Kind, length: int, most: int) -> list[float]:
-        """For each of the next `most` tokens of a match, if all before it come true."""
+        """For each of the next `most` tokens of a match, given that all before it are accepted."""
         found: list[float] = []
         while len(found) < most:
             bucket = bucket_of(length + len(found))
@@ -65,12 +65,12 @@ class Acceptance:
             found += [self.rate(kind, bucket)] * (until - len(found))
         return found
 
-    def saw(self, kind: Kind, length: int, came_true: int, failed: bool) -> None:
-        """A match of this length went on for so many tokens, and then, if it failed, did not."""
+    def observe(self, kind: Kind, length: int, accepted: int, failed: bool) -> None:
+        """A match of this length went on for `accepted` tokens, and then, if it `failed`, did not."""
         if self._of is not None:
-            self._of.saw(kind, length, came_true, failed)
+            self._of.observe(kind, length, accepted, failed)
         memory = self._memory
-        for step in range(came_true + failed):
+        for step in range(accepted + failed):
             cell = kind * BUCKETS + bucket_of(length + step)
             self._seen[cell] = self._seen[cell] * memory + 1.0
-            self._came_true[cell] = self._came_true[cell] * memory + (step < came_true)
+            self._accepted[cell] = self._accepted[cell] * memory + (step < accepted)

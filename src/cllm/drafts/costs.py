@@ -1,18 +1,17 @@
-"""What a step takes, by its number of rows, learnt from the steps themselves.
+"""How long a step takes, by its number of rows, learnt from the steps themselves.
 
     seconds = pace x shape[rows]
 
-The pace follows everything that changes from moment to moment (other programs, longer contexts), the shape is what is
-left: how much more many rows take than one. It is measured where there were steps, and lies on a line between what was
-measured elsewhere. Where nothing was measured it is what is expected of some machine, so that a first draft is tried;
-what was not measured for long is forgotten, so that one bad moment does not count for ever.
+The pace follows everything that changes from moment to moment (other programs, longer contexts); the shape is what
+remains: how much longer many rows take than one. It is measured, and interpolated between measurements. Without any, it
+is a guess, so that a first draft is tried. Old measurements are dropped, so that one bad moment does not count forever.
 """
 
 from __future__ import annotations
 
 MOST_ROWS = 192
 EXPECTED_ROW = 0.2
-"""What another row takes, in times of one row alone, as long as nothing is known."""
+"""What another row takes, relative to the first, until it is measured."""
 
 _PACE_WEIGHT, _SHAPE_WEIGHT = 0.2, 0.2
 _LARGEST_SURPRISE = 1.5
@@ -25,21 +24,21 @@ _REFRESH_EVERY = 64
 class StepCosts:
     def __init__(self) -> None:
         self.changes = 0
-        """How often `of` was made anew."""
+        """How often `of` was rebuilt."""
         self._pace = 0.0
         self._steps = 0
         self._measured: dict[int, tuple[float, int]] = {}
         """Rows -> their shape, and the step when it was last measured."""
         self.most_rows = 0
-        """Steps of so many can be relied on: three times what was measured, as what lies far beyond is guessed."""
-        self._make()
+        """How far to trust `of`: up to three times what was measured; beyond that it is a guess."""
+        self._rebuild()
 
     def of(self, rows: int) -> float:
-        """A step of so many rows, at most `MOST_ROWS`, in times of one whose shape is 1."""
+        """The relative time of a step of `rows` rows, at most `MOST_ROWS`."""
         return self._shape[rows]
 
     def knows(self, rows: int) -> bool:
-        """Whether a step of so many was measured lately."""
+        """Whether a step of `rows` rows was measured recently."""
         known = self._measured.get(rows)
         return known is not None and self._steps - known[1] < _KNOWN_FOR
 
@@ -52,17 +51,17 @@ class StepCosts:
         known = self._measured.get(rows)
         shape = seconds / self._pace
         if known is not None:
-            # The pace takes the blame for a surprise before the shape does.
+            # A surprise changes the pace before the shape.
             surprise = min(max(shape / known[0], 1 / _LARGEST_SURPRISE), _LARGEST_SURPRISE)
             self._pace *= 1.0 + _PACE_WEIGHT * (surprise - 1.0)
             shape = known[0] * (1.0 + _SHAPE_WEIGHT * (surprise - 1.0))
             self._shape[rows] = shape
         self._measured[rows] = (shape, self._steps)
         if known is None or self._steps % _REFRESH_EVERY == 0:
-            self._make()
+            self._rebuild()
 
-    def _make(self) -> None:
-        """Have the whole shape, from what was measured."""
+    def _rebuild(self) -> None:
+        """The whole shape, from the measurements."""
         self.changes += 1
         oldest = self._steps - _FORGET_AFTER
         self._measured = {rows: known for rows, known in self._measured.items() if known[1] >= oldest}
@@ -85,7 +84,7 @@ def _expected(rows: int) -> float:
 
 
 def _slope(points: list[tuple[int, float]]) -> float:
-    """What a row beyond the most that were measured takes: as much as the ones of the upper half did."""
+    """What each row beyond the largest measurement takes: as much as those of its upper half."""
     rows, value = points[-1]
     for other, known in reversed(points[:-1]):
         if 2 * other <= rows or rows - other >= 8:

@@ -1,11 +1,10 @@
-"""A sequence and the place in some text that it follows: what stands there may be what comes next.
+"""Follows a sequence along a text with the same tokens: what comes next there may come next here.
 
     text     … f o r   i   i n   r a n g e …
-    tokens   … f o r   i   i n                    the last tokens stand in the text, too: `place` is behind them,
-                            └─ place              and as long as the tokens that come are those of the text, it goes on
+    tokens   … f o r   i   i n                    the last tokens are in the text, too: `place` is after them,
+                            └─ place              and moves on as long as new tokens are those of the text
 
-The longest match stays the longest one while it goes on. Only when a token comes that is not the one of the text,
-another place is looked for.
+The longest match stays the longest while it continues. Only when a new token differs is another one looked up.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from __future__ import annotations
 from array import array
 
 from cllm.drafts.acceptance import Acceptance, Kind, bucket_of
-from cllm.drafts.grams import GRAM, Grams
-from cllm.drafts.recent import END, Space
+from cllm.drafts.ngram_index import NGRAM, NgramIndex
+from cllm.drafts.recent_answers import END, Space
 from cllm.engine.request import DraftState
 
 NEAR_TOKENS = 16
-"""How far behind the end of a match it may go on, and for how many tokens that is looked for."""
+"""How far after the end of a match it may resume, and for how many tokens that is tried."""
 WORTH_RESUMING = 8
-"""A match this long is a copy, in which something was changed if it ends."""
+"""A match this long is a copy; if it ends, something was changed in it."""
 
 
 class Follower(DraftState):
@@ -42,49 +41,49 @@ class Follower(DraftState):
     def __init__(self, tokens: array[int], space: Space) -> None:
         self.space = space
         self.acceptance = Acceptance(space.acceptance)
-        self.grams = Grams(len(tokens))
+        self.grams = NgramIndex(len(tokens))
         self.in_vain = 0
-        """Looks in a row of which no draft came."""
+        """Lookups in a row without a draft."""
         self.rest = 0
-        """Steps until the next look."""
+        """Steps until the next lookup."""
         self.kind = Kind.OWN
         self.place = 0
         self.length = 0
         """Of the match; 0: there is none."""
         self._text: array[int] | None = None
-        """The text that is followed, if it is not the sequence's own: of that there may be a copy with more tokens."""
+        """The text that is followed; None: the sequence's own tokens, which may be replaced by a longer copy."""
         self._seen = len(tokens)
         self._lost_place = 0
         self._lost_at = -NEAR_TOKENS
 
     def follow(self, tokens: array[int]) -> None:
-        """Take the tokens in that have come, and have the best match."""
+        """Take in new tokens, and find the best match."""
         count = len(tokens)
         if self.length and count > self._seen:
-            self._go_on(tokens, count)
+            self._advance(tokens, count)
         self._seen = count
         if self.length == 0:
-            self._look(tokens, count)
-        elif self.kind is Kind.NEAR and self.length <= GRAM:
-            self._look_closer(tokens)
+            self._find(tokens, count)
+        elif self.kind is Kind.NEAR and self.length <= NGRAM:
+            self._find_longer(tokens)
 
-    def _go_on(self, tokens: array[int], count: int) -> None:
+    def _advance(self, tokens: array[int], count: int) -> None:
         text = tokens if self._text is None else self._text
-        came = count - self._seen
-        ahead, there = tokens[self._seen :], text[self.place : self.place + came]
-        came_true = came if ahead == there else _common(ahead, there)
-        over = self.place + came_true >= len(text) or text[self.place + came_true] == END
-        # Where the text itself ends, nothing was foretold that could fail.
-        failed = came_true < came and not over
-        self.acceptance.saw(self.kind, self.length, came_true, failed)
-        self.place += came_true
-        self.length += came_true
-        if came_true < came or over:
+        new = count - self._seen
+        found, expected = tokens[self._seen :], text[self.place : self.place + new]
+        accepted = new if found == expected else _common(found, expected)
+        over = self.place + accepted >= len(text) or text[self.place + accepted] == END
+        # Where the text ends, there was no prediction that could fail.
+        failed = accepted < new and not over
+        self.acceptance.observe(self.kind, self.length, accepted, failed)
+        self.place += accepted
+        self.length += accepted
+        if accepted < new or over:
             if self.length >= WORTH_RESUMING and self._text is None:
                 self._lost_place, self._lost_at = self.place, count
             self.length = 0
 
-    def _look(self, tokens: array[int], count: int) -> None:
+    def _find(self, tokens: array[int], count: int) -> None:
         best = 0.0
         if (own := self.grams.find(tokens, tokens)) is not None:
             best = self._rate(Kind.OWN, own.length)
@@ -102,8 +101,8 @@ class Follower(DraftState):
                 return
             self._take(Kind.NEAR, place, 1, None)
 
-    def _look_closer(self, tokens: array[int]) -> None:
-        """Where a match may go on is a guess by one token, until a longer one is found elsewhere."""
+    def _find_longer(self, tokens: array[int]) -> None:
+        """A resumed match is a guess from one token, until a longer one is found elsewhere."""
         own = self.grams.find(tokens, tokens)
         if own is not None and own.length > self.length and own.place != self.place:
             self._take(Kind.OWN, own.place, own.length, None)
@@ -115,8 +114,7 @@ class Follower(DraftState):
         self.kind, self.place, self.length, self._text = kind, place, length, text
 
     def ahead(self, tokens: array[int], count: int) -> array[int]:
-        """The next tokens of what is followed, `count` at most. Where that are the sequence's own last ones, they go
-        round: what repeats itself does so again."""
+        """The next tokens of the match, up to `count`. If they run into the end of the sequence itself, they repeat."""
         if self._text is None:
             found = tokens[self.place : self.place + count]
             while 0 < len(found) < count:
@@ -130,7 +128,7 @@ class Follower(DraftState):
 
 
 def _common(ones: array[int], others: array[int]) -> int:
-    """How many tokens both begin with."""
+    """The length of the common prefix."""
     count = 0
     for one, other in zip(ones, others, strict=False):
         if one != other:

@@ -1,22 +1,22 @@
-"""How many prompt tokens a step computes beside the answers that are running. What steps cost is learnt (`costs.py`).
+"""How many prompt tokens a step computes beside running answers. What steps cost is learnt (`costs.py`).
 
-Two settings say what prompts may do to answers. `max_gap_s` is a promise: no step beside answers is planned longer,
-with all that belongs to a gap between two tokens (the rows, the chunk, what the host does between steps, and a margin
-for what is known to be unsure). `inter_token_s` is what a gap should be on average while fewer wait for their first
-token than for their next; where more do, steps take as long as the promise permits.
+Two settings limit how much prompts may slow answers down. `max_gap_s` is a promise: no step with answers is planned
+longer, counting everything that makes the gap between two tokens (the rows, the chunk, the host's work between steps,
+and a margin for uncertainty). `inter_token_s` is what a gap should be on average while fewer sequences wait for their
+first token than for their next; while more do, steps take as long as the promise permits.
 
     few prompts    rows ▇ chunk ▇▇▇           up to the target, or up to three times what the rows take
     many prompts   rows ▇ chunk ▇▇▇▇▇▇▇▇▇▇    up to the longest gap
 
-That suits a backend to which small chunks cost no more than large ones, for each token. Where they do cost more
-(`chunk_gap_s`: llama.cpp on two cores computes 16 tokens at 149 a second, 64 at 194, 256 at 223), a few prompts save up
-for chunks that are worth their while: every step earns them what the target leaves.
+That suits a backend where small chunks cost no more per token than large ones. Where they do cost more (`chunk_gap_s`:
+llama.cpp on two cores computes 16 tokens at 149 a second, 64 at 194, 256 at 223), prompts save up for larger chunks:
+every step earns them what the target leaves.
 
     step        decode  decode  decode+chunk  decode  decode  decode+chunk
     allowance     ▂       ▅        █ → 0        ▂       ▅        █ → 0
 
-Prompts always advance. If the rows alone take as long as the promise, it cannot be kept, whatever prompts do: they get
-a little, and the engine says so (`take_unmet`).
+Prompts always advance. If the rows alone take as long as the promise, it cannot be kept: prompts get a little all the
+same, and the engine logs a warning (`take_warning`).
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from cllm.engine.costs import StepCosts
 
 FIRST_CHUNK = 64
 SMALLEST_CHUNK = 4
-"""Prompts always advance by so many tokens,"""
+"""Prompts always advance by at least this many tokens,"""
 LEAST_SHARE = 1 / 3
-"""or by what takes this share of the time of the rows beside them, if that is more."""
+"""or by what takes this share of the rows' time, if that is more."""
 
 PROMPT_SHARE = 2.0
-"""While few prompts wait, they take at most so many times as long as the rows, if the target leaves less than that,"""
+"""While few prompts wait, they take at most this many times as long as the rows, or what the target leaves,"""
 CHUNK_SHARE = 5.0
 """and a chunk that was saved up for this many times."""
 
 MANY_ROWS = 32
-"""So many rows are always computed together: fewer would cost almost as much."""
+"""Up to this many rows are always computed together: fewer would cost almost as much."""
 
 REMEASURE_ROWS_EVERY = 16
-"""After so many steps with prompts one goes without, so that the cost of rows stays known."""
+"""After this many steps with prompts one goes without, so that the cost of rows stays known."""
 
 PAUSE_STEPS = 8
 CAREFUL_STEPS = 2
 CAREFUL_SHARE = 0.6
-"""After so many steps without prompts, so many with them get this share of what the promise leaves: those who have just
-come are still being read in on the same cores, and what prompts cost was measured long ago."""
+"""After `PAUSE_STEPS` without prompts, the next `CAREFUL_STEPS` with them get this share of what the promise leaves:
+new requests are still being tokenized on the same cores, and the cost of prompts was measured long ago."""
 
 UNMET_STEPS = 16
-"""The promise cannot be kept if so many steps in a row had to be planned longer."""
+"""The promise cannot be kept if this many steps in a row had to be planned longer."""
 
 
 class Allowance:
-    """What the prompts of one step may take. It is handed out in the order in which they ask."""
+    """The time and tokens that the prompts of one step may take, first come, first served."""
 
     def __init__(self, costs: StepCosts, seconds: float, tokens: int) -> None:
         self._costs = costs
@@ -62,10 +62,10 @@ class Allowance:
         self._least = SMALLEST_CHUNK
 
     def take(self, wanted: int, position: int, weight: float = 1.0) -> int:
-        """How many tokens a prompt may compute of those it wants, if so many are computed; 0: none are left. `weight`:
-        what each of them costs, if others cost 1."""
+        """How many of `wanted` tokens a prompt may compute after `position` others; 0: none are left. `weight`: what
+        each costs, relative to others."""
         most = min(wanted, self._tokens)
-        # Clamped before the conversion: a fast backend makes it huge. A cost that is not known does not limit.
+        # Clamped before the conversion: a fast backend makes it huge. An unknown cost does not limit.
         if self._costs.token_s:
             most = int(min(max(self._costs.tokens_within(self._seconds / weight, position), self._least), most))
         if most < min(SMALLEST_CHUNK, wanted, self._tokens):
@@ -86,8 +86,8 @@ class StepBudget:
         max_tokens: int,
         chunk_gap_s: float = 0.0,
     ) -> None:
-        """`prompt_only_s`: what a step takes while nobody waits for a next token. `chunk_gap_s`: what one with a chunk
-        should take where small chunks cost more for each token; 0: they do not."""
+        """`prompt_only_s`: how long a step may take while no answer waits for a token. `chunk_gap_s`: how long a step
+        with a chunk should take where small chunks cost more per token; 0: they do not."""
         self.costs = StepCosts()
         self._inter_token_s = inter_token_s
         self.max_gap_s = max_gap_s
@@ -102,20 +102,20 @@ class StepBudget:
         self._share = 1.0
         self._others_answer = False
         self._unmet_steps = 0
-        self._unmet: str | None = None
-        self._told = False
+        self._warning: str | None = None
+        self._warned = False
 
     def share(self, part: float, others_answer: bool) -> None:
-        """Other models compute in turns with this one: of what a step may take, so much is its own. Where they have
-        answers waiting for it, a step without any of its own keeps to what one beside answers may take."""
+        """Other models compute in turns with this one: `part` of a step's time is its own. If they have answers
+        waiting, a step without answers is planned as short as one with answers."""
         self._share, self._others_answer = part, others_answer
 
     def rows_at_once(self, rows: int, requests: int) -> int:
-        """How many of the answers' rows the next step computes. Every request has one in every step; those that asked
-        for many answers wait for them."""
+        """How many rows the next step computes. Every request has one in every step; requests for many answers wait for
+        the rest."""
         if rows <= MANY_ROWS or rows <= requests or self.chunk_gap_s:
             return rows
-        # Rows together cost no more than fewer do, each. So what is measured while some wait tells when they need not.
+        # More rows cost no more each than fewer. So what is measured while some wait tells when they need not.
         row_s = self.costs.cheapest_row_s(rows)
         longest_s = self._share * self._inter_token_s
         if rows * row_s <= longest_s:
@@ -123,8 +123,8 @@ class StepBudget:
         return max(MANY_ROWS, requests, int(longest_s / row_s))
 
     def most_drafts(self, decode_rows: int) -> int | None:
-        """How many drafted tokens a step of so many answers has time for within the promise; None: any number. Where
-        the rows alone take longer, it cannot be kept, and drafts may take as long as prompts at least."""
+        """How many drafted tokens fit into a step within the promise; None: any number. If the rows alone take longer,
+        it cannot be kept anyway, and drafts get what prompts get at least."""
         rows_s = self.costs.rows_s(decode_rows)
         seconds = self._room_s(rows_s) if rows_s <= self._longest_s else LEAST_SHARE * rows_s
         most = self.costs.drafts_within(seconds, decode_rows)
@@ -137,9 +137,9 @@ class StepBudget:
     def allowance(
         self, decode_rows: int, prompts: int, wanted_s: float, answering: bool, drafted: int = 0
     ) -> Allowance | None:
-        """For prompts in the next step, of which there are so many, and which would all take `wanted_s`; None: this
-        step is the answers'. `answering`: some wait for their next token, whether they have a row or not. `drafted`:
-        tokens that are computed behind theirs."""
+        """For `prompts` prompts in the next step, which would take `wanted_s` in all; None: no prompts in this step.
+        `answering`: some sequences wait for their next token, whether they have a row or not. `drafted`: tokens that
+        are computed with the rows."""
         self._crowded = prompts > decode_rows
         costs = self.costs
         if decode_rows == 0:
@@ -156,7 +156,7 @@ class StepBudget:
         self, prompt_tokens: float, decode_rows: int, seconds: float, pairs: float = 0.0, drafted: int = 0
     ) -> None:
         """Learn from a step, and keep the account. `pairs`: see `costs.pairs`. `drafted`: tokens that were computed
-        behind those of the rows."""
+        with the rows."""
         costs = self.costs
         if prompt_tokens == 0:
             if drafted:
@@ -182,10 +182,10 @@ class StepBudget:
         if decode_rows:
             self._check_promise(decode_rows, prompt_tokens)
 
-    def take_unmet(self) -> str | None:
-        """Why the promise cannot be kept, in plain words, if that was found out; it is told once."""
-        unmet, self._unmet = self._unmet, None
-        return unmet
+    def take_warning(self) -> str | None:
+        """Why the promise cannot be kept, once."""
+        warning, self._warning = self._warning, None
+        return warning
 
     def _allowance(self, decode_rows: int, answering: bool, drafts_s: float = 0.0) -> Allowance:
         costs = self.costs
@@ -193,13 +193,13 @@ class StepBudget:
         seconds = self._chunk_s(decode_rows, answering) - costs.pass_s(decode_rows) - drafts_s
         most = self._max_tokens
         if costs.token_s == 0.0:
-            # A token of a prompt costs no more than a row, and that may be all that is known.
+            # All that is known is that a prompt's token costs no more than a row.
             known = int(min(seconds / row_s, FIRST_CHUNK)) if answering and row_s else FIRST_CHUNK
             most = min(most, max(known, SMALLEST_CHUNK))
         return Allowance(costs, seconds, most)
 
     def _chunk_s(self, decode_rows: int, answering: bool) -> float:
-        """What prompts may take of the next step."""
+        """How long the prompts of the next step may take."""
         answering = answering or self._others_answer
         if not answering:
             return self._prompt_only_s
@@ -214,7 +214,7 @@ class StepBudget:
         return max(room_s, LEAST_SHARE * rows_s)
 
     def _room_s(self, rows_s: float) -> float:
-        """What the promise leaves beside rows that take so long."""
+        """What the promise leaves after the rows."""
         return self._longest_s / (1 + self.costs.margin) - rows_s
 
     @property
@@ -222,34 +222,30 @@ class StepBudget:
         return self._share * self.max_gap_s - self.costs.host_s
 
     def _earned_s(self, rows_s: float) -> float:
-        """What prompts get of a step on average, while few of them wait."""
+        """What prompts get of a step on average while few of them wait."""
         return max(self._share * self._inter_token_s - rows_s, PROMPT_SHARE * rows_s)
 
     def _check_promise(self, rows: int, prompt_tokens: float) -> None:
-        if self._told:
+        if self._warned:
             return
         costs = self.costs
         rows_s = costs.rows_s(rows)
         least_s = rows_s + costs.pass_s(rows) + SMALLEST_CHUNK * costs.token_s if prompt_tokens else rows_s
         self._unmet_steps = self._unmet_steps + 1 if least_s > self._longest_s else 0
         if self._unmet_steps >= UNMET_STEPS:
-            self._told = True
-            self._unmet = self._why_unmet(rows, rows_s, least_s)
+            self._warned = True
+            self._warning = self._why_unmet(rows, rows_s, least_s)
 
     def _why_unmet(self, rows: int, rows_s: float, least_s: float) -> str:
-        part = f" (of which this model has {self._share:.0%})" if self._share < 1 else ""
-        answers = "one answer alone takes" if rows == 1 else f"{rows} answers at once take"
-        shorter = (
-            "a smaller model or more cores make"
-            if rows == 1
-            else ("a lower scheduler.max_running or a smaller model makes")
-        )
-        beside = ""
+        part = f" (this model's share is {self._share:.0%})" if self._share < 1 else ""
+        answers = "one answer takes" if rows == 1 else f"{rows} answers at once take"
+        remedy = "a smaller model or more cores" if rows == 1 else "a lower scheduler.max_running or a smaller model"
+        with_prompt = ""
         if rows_s <= self._longest_s:
-            beside = f", and {least_s * 1e3:.0f} ms with {SMALLEST_CHUNK} tokens of a prompt beside that"
+            with_prompt = f", {least_s * 1e3:.0f} ms with {SMALLEST_CHUNK} tokens of a prompt"
         return (
             f"scheduler.max_gap_ms is {self.max_gap_s * 1e3:g}{part}, which cannot be kept: "
-            f"{answers} {rows_s * 1e3:.0f} ms for the next token{beside}, "
-            f"and {self.costs.host_s * 1e3:.0f} ms pass between two steps. Gaps are as short as that permits; "
-            f"{shorter} them shorter"
+            f"{answers} {rows_s * 1e3:.0f} ms for the next token{with_prompt}, "
+            f"and {self.costs.host_s * 1e3:.0f} ms pass between two steps. Gaps are as short as possible; "
+            f"for shorter ones use {remedy}"
         )

@@ -1,11 +1,11 @@
-"""What an answer must look like, as the engine sees it: which tokens may come next, and which must.
+"""Constraints on an answer, as the engine sees them: which tokens may come next, and which must.
 
-A constraint is a function of the answer's tokens. It is shown each one as it is chosen, and so needs nothing saved when
-its sequence waits, is preempted or is computed again.
+A constraint depends on the answer's tokens alone. It is given each one as it is chosen, so nothing has to be saved when
+its sequence waits, is preempted or is recomputed.
 
-    accepted   … {"name":            what the answer has
-    forced               ␣"          one way to go on: taken as they are, without a draw, and computed as one chunk
-    mask                    a b c …  several ways: the next token is chosen from these
+    accepted   … {"name":            the answer so far
+    forced               ␣"          the only way to continue: taken without sampling, and computed as one chunk
+    mask                    a b c …  several ways: the next token is sampled from these
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 Mask = NDArray[np.int32]
-"""A bit for every token, the lowest of a word first: may it be chosen? What stands behind the last one says nothing."""
+"""A bit per token, lowest first: may it be chosen? Bits after the last token have no meaning."""
 
 
 class Constraint(Protocol):
     @property
     def masks(self) -> Masks:
-        """What fills the masks of this constraint and of others of the same model, together."""
+        """Fills the masks of all constraints of this model together."""
 
     @property
     def forced(self) -> Sequence[int]:
-        """The tokens that come next, whatever the model says; at the end of the answer one that ends it."""
+        """The tokens that must come next; at the end of the answer one that ends it."""
 
     def accept(self, token: int) -> None:
-        """The answer goes on with this token. Raises where it may not, or where that is more than the limits allow."""
+        """The answer continues with this token. Raises if it may not, or if that exceeds a limit."""
 
     def agreed(self, tokens: Sequence[int]) -> int:
         """How many of these tokens could follow, one after another."""
 
     def twin(self) -> Constraint:
-        """For another answer, made of one that has accepted nothing."""
+        """A copy for another answer, of one that has accepted nothing."""
 
 
 class Masks(Protocol):
     def fill(self, constraints: Sequence[Any]) -> list[Mask | Exception]:
-        """For each of these constraints, which are of its own kind: which tokens it allows next, or why that cannot be
-        said. Valid until the next call."""
+        """For each of these constraints, all of its own kind: the tokens it allows next, or why there is no mask. Valid
+        until the next call."""
 
 
 def masks_for(constraints: Sequence[Constraint | None]) -> list[Mask | Exception | None] | None:
-    """For each that is one which tokens it allows next, or why that cannot be said; None: there is none."""
+    """For each constraint the tokens it allows next, or why there is no mask; None if there are no constraints."""
     limited = [constraint for constraint in constraints if constraint is not None]
     if not limited:
         return None
@@ -60,7 +60,7 @@ def masks_for(constraints: Sequence[Constraint | None]) -> list[Mask | Exception
 
 
 def leaves_some(mask: Mask, tokens: NDArray[np.intp]) -> bool:
-    """Whether any token may be chosen that is none of these."""
+    """Whether any token other than these may be chosen."""
     left = mask.view(np.uint32).copy()
     np.bitwise_and.at(left, tokens >> 5, ~(np.uint32(1) << (tokens & 31).astype(np.uint32)))
     return bool(left.any())

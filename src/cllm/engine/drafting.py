@@ -1,15 +1,15 @@
-"""Drafts: tokens that may follow, computed as rows of the same step and kept only where they turn out to be right.
+"""Speculative decoding: drafted tokens are computed as rows of the same step, and kept only if they are right.
 
     tokens   … a b c            c is known and not computed
-    draft            d e f      what may follow
+    draft            d e f      a guess of what follows
     chunk          [ c d e f ]  with the logits of all four
-    chosen           d e g      from the rows of c, d, e: d and e are as drafted, g is not, and f is of no use
+    chosen           d e g      from the rows of c, d, e: d and e are as drafted, g is not, and f is dropped
 
 Every token is chosen by the sequence's own chooser from the row of the token before it, one after another, as without
-drafts. A draft only says which rows are computed together, so it changes no answer. What was computed behind the last
-token that was right is forgotten, and its memory given back, before the next step.
+drafts. A draft only decides which rows are computed together, so it changes no answer. Memory after the last right
+token is freed before the next step.
 
-Who finds the drafts, and decides how many are worth it, is a `Drafter`.
+A `Drafter` finds the drafts and decides how many are worth it.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _NONE: array[int] = array("i")
 
 
 class Drafter(Protocol):
-    """Called on the engine's thread, within a step's time: it returns at once. It may keep what it knows of a sequence
-    in `sequence.drafts`, which stays while the sequence waits (its tokens only ever get more) and goes with it."""
+    """Called on the engine's thread while a step is planned, so it must be fast. It may keep state in
+    `sequence.drafts`, which lives as long as the sequence, also while that waits (its tokens only ever grow)."""
 
     def begin_step(self, rows: int, prompts_wait: bool) -> int:
-        """A step of so many answers is planned; `prompts_wait` if there are prompts to be computed, or to be admitted.
-        How many drafted tokens it may have in all; 0: none."""
+        """How many drafted tokens a step of `rows` answers may have in all. `prompts_wait`: there are prompts to
+        compute or to admit."""
 
     def propose(self, sequence: Sequence, most: int) -> array[int]:
-        """What may follow `sequence.tokens`: at most `most` tokens, which is at least 1; empty: no idea."""
+        """What may follow `sequence.tokens`: up to `most` tokens (at least 1), or none."""
 
-    def took(self, rows: int, drafted: int, seconds: float, prompt_tokens: int) -> None:
-        """What a step took, with `rows` answers, so many drafted tokens beside them, and a part of prompts."""
+    def observe_step(self, rows: int, drafted: int, seconds: float, prompt_tokens: int) -> None:
+        """How long a step took, with `rows` answers, and drafted and prompt tokens beside them."""
 
-    def ended(self, sequence: Sequence) -> None:
-        """The answer is over, however that came about."""
+    def end(self, sequence: Sequence) -> None:
+        """The answer has ended, for whatever reason."""
 
 
 class Drafting:
-    """A drafter as the scheduler uses it: one that fails is not asked again, and nothing else is."""
+    """A drafter as the scheduler uses it: if it fails once, it is not used again, and nothing else is affected."""
 
     def __init__(self, drafter: Drafter, most: int) -> None:
-        """`most`: drafted tokens that the backend takes in a step, at least 1."""
+        """`most`: how many drafted tokens the backend takes in a step, at least 1."""
         self._drafter: Drafter | None = drafter
         self._most = most
 
@@ -74,20 +74,20 @@ class Drafting:
             self._give_up()
             return _NONE
 
-    def took(self, rows: int, drafted: int, seconds: float, prompt_tokens: int) -> None:
+    def observe_step(self, rows: int, drafted: int, seconds: float, prompt_tokens: int) -> None:
         if self._drafter is not None:
             try:
-                self._drafter.took(rows, drafted, seconds, prompt_tokens)
+                self._drafter.observe_step(rows, drafted, seconds, prompt_tokens)
             except Exception:
                 self._give_up()
 
-    def ended(self, sequence: Sequence) -> None:
+    def end(self, sequence: Sequence) -> None:
         if self._drafter is not None:
             try:
-                self._drafter.ended(sequence)
+                self._drafter.end(sequence)
             except Exception:
                 self._give_up()
 
     def _give_up(self) -> None:
         self._drafter = None
-        log.exception("drafting failed; answers go on without drafts")
+        log.exception("drafting failed; continuing without drafts")

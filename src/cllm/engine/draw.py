@@ -1,12 +1,12 @@
-"""Drawing one token from one row of values: pure functions, without sorting the vocabulary where it can be helped.
+"""Draws one token from one row of values: pure functions that avoid sorting the vocabulary.
 
-This is what csrc/sampling.cpp does too, faster; rows.py takes that where it is built.
+csrc/sampling.cpp does the same, faster; row_sampler.py uses that where it is built.
 
 A row is processed alone and always in the same way, so its result never depends on what else is in the batch.
-Weights are relative to the best token, which weighs 1: nothing overflows, however small the temperature.
+Weights are relative to the best token, whose weight is 1: nothing overflows, however small the temperature.
 
-Whole rows are weighed in float32, which is exact to about 1e-7; sums are float64, and so are the weights of the
-few candidates that a truncation usually leaves.
+Weights of whole rows are float32, exact to about 1e-7; sums are float64, and so are the weights of the few candidates
+that a truncation usually leaves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MASK64 = (1 << 64) - 1
 
 
 def mix64(value: int) -> int:
-    """The finaliser of SplitMix64: every bit of the answer depends on every one of the 64 bits of `value`."""
+    """The finaliser of SplitMix64: every bit of the result depends on every bit of `value`."""
     value &= _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -38,12 +38,12 @@ def mix64(value: int) -> int:
 
 
 def uniform(key: int, counter: int) -> float:
-    """The number in [0, 1) at place `counter` of the stream `key`. There is no state to save or to lose."""
+    """The number in [0, 1) at position `counter` of the stream `key`. There is no state."""
     return (mix64(key + (counter + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
 
 
 def argmax(values: Row) -> int:
-    """The first of the largest values, or the first NaN: so the best one also tells whether the row is sound."""
+    """The first of the largest values, or the first NaN, so that it also tells whether the row is valid."""
     return int(values.argmax())
 
 

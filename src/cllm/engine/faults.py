@@ -1,13 +1,14 @@
 """What to do when something broke, from the smallest harm to the largest.
 
-    a step was lost               `rewind`        all in it go on as if it had not been planned
-    a step failed                 `try_alone`     each computes its part alone; who cannot, fails, the others finish
-    a sequence's memory failed    `set_back`      it is recomputed, or fails if that happened too often
-    memory could not be given     `distrust`      nothing is decided now: before the next step, `raise_doubt` has the
-    back, or holds what it should not             engine renew all memory
-    all memory is lost            `preempt_all`   everything that ran is recomputed
+    a step was lost               `rewind`              its sequences go on as if it had not been planned
+    a step failed                 `try_alone`           each sequence is computed alone; those that fail end, the
+                                                        others go on
+    a sequence's memory failed    `recompute_or_fail`   it is recomputed, or fails if that happened too often
+    memory could not be freed,    `distrust`            nothing yet: before the next step `raise_if_distrusted`
+    or holds what it should not                         has the engine rebuild all memory
+    all memory is lost            `preempt_all`         everything that ran is recomputed
 
-Who fails does so alone, and with the reason.
+A request that fails does so alone, with the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from cllm.backends.base import StepResult
 from cllm.engine.plan import Plan, drafted_in
 from cllm.engine.request import FinishReason, Sequence
-from cllm.engine.roster import Roster
+from cllm.engine.request_tracker import RequestTracker
 from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.manager import PositionMismatchError
 
@@ -29,7 +30,7 @@ MAX_RECOVERIES = 2
 """Times a sequence is recomputed after a fault before it fails."""
 
 
-class Faults(Roster):
+class Faults(RequestTracker):
     position_mismatches = 0
     _doubt: Exception | None = None
 
@@ -42,15 +43,15 @@ class Faults(Roster):
     def rewind(self, plan: Plan) -> None:
         """The step did not happen: forget what it may have written."""
         for index, sequence in enumerate(plan.sequences):
-            if plan.lands(index):
+            if plan.settle(index):
                 self.kv.rewind(sequence)
                 if drafted_in(plan.chunks[index]):
-                    # Its own token may be computed right away, alone; what only drafts took is given back.
+                    # Only the drafts' memory is freed: the sequence's own token may be computed right away, alone.
                     self.kv.truncate(sequence, sequence.num_computed)
                     self.kv.grow(sequence, 1)
 
     def try_alone(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> None:
-        """The step failed and is rewound: find the sequence that cannot be computed, so that the others finish."""
+        """The step failed and was rewound: compute each sequence alone, so that only the faulty one fails."""
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
             alone = Plan.again(sequence, chunk)
             if alone is None:
@@ -58,13 +59,13 @@ class Faults(Roster):
             try:
                 result = compute(alone)
             except StepAbortedError:
-                # Somebody was cancelled; whoever was computed just then is not to blame.
+                # Another request was cancelled; this sequence is not to blame.
                 self.rewind(alone)
             except BackendError as error:
                 if error.fatal:
                     raise
                 self.rewind(alone)
-                # It fails, unless its memory was wrong and can be redone.
+                # It fails, unless its memory was wrong and can be recomputed.
                 if self.verified(sequence):
                     self._end(sequence, FinishReason.ERROR, error=error)
             else:
@@ -73,7 +74,7 @@ class Faults(Roster):
     # -- a sequence's memory ---------------------------------------------------------------------------------------
 
     def verified(self, sequence: Sequence) -> bool:
-        """Does the backend hold what it should for this sequence? If not, the sequence is recomputed."""
+        """Whether the backend holds the right positions for this sequence. If not, the sequence is recomputed."""
         try:
             self.kv.verify(sequence)
         except PositionMismatchError as mismatch:
@@ -86,12 +87,12 @@ class Faults(Roster):
         else:
             return True
         log.error("request %s: %s; its KV is dropped and recomputed", sequence.request.id, error)
-        self.set_back(sequence, error)
+        self.recompute_or_fail(sequence, error)
         if sequence.recoveries > 1:
             self.distrust(BackendError(f"positions were wrong twice for one request: {error}"))
         return False
 
-    def set_back(self, sequence: Sequence, error: Exception) -> None:
+    def recompute_or_fail(self, sequence: Sequence, error: Exception) -> None:
         """The memory of a running sequence failed: it is recomputed, or fails if that happened too often."""
         sequence.recoveries += 1
         if sequence.recoveries > MAX_RECOVERIES:
@@ -102,11 +103,11 @@ class Faults(Roster):
     # -- all memory ------------------------------------------------------------------------------------------------
 
     def distrust(self, error: Exception) -> None:
-        """The cache, or the backend's memory, may not be what we think: before the next step it has to be renewed."""
+        """The cache or the backend's memory may be wrong: it has to be rebuilt before the next step."""
         self._doubt = self._doubt or error
 
-    def raise_doubt(self) -> None:
-        """Raise what put the memory in doubt, if anything did."""
+    def raise_if_distrusted(self) -> None:
+        """Raise the first error that made the memory suspect, if any."""
         doubt, self._doubt = self._doubt, None
         if doubt is not None:
             raise doubt
@@ -114,7 +115,7 @@ class Faults(Roster):
     def preempt_all(self, error: Exception) -> None:
         """All memory is lost: everything that ran is recomputed, or fails if that happened too often.
 
-        The cache is not asked; it has to be reset.
+        Does not touch the cache, which has to be reset.
         """
         self._doubt = None
         for sequence in list(self.running):

@@ -1,10 +1,9 @@
 """The engine: one thread that owns scheduler, cache and backend, so that none of them needs a lock.
 
-Other threads talk to it through an inbox and read what it publishes. The steps are `Stepper`'s: schedule, compute,
-apply.
+Other threads talk to it through an inbox and read what it publishes. `Stepper` has the steps: schedule, compute, apply.
 
-Whatever fails in a turn ends in that turn. A fault of one sequence is dealt with where it happens; anything else means
-that the memory is in doubt, and there is one answer to that: `_rebuild`.
+No failure outlives its turn. A fault of one sequence is handled where it happens; after any other, the memory may be
+wrong, and there is one remedy: `_rebuild`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from cllm.engine.request import FinishReason, Output, Request
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stats import EngineSnapshot, take_snapshot
 from cllm.engine.stepper import Stepper
-from cllm.engine.turns import Turn
-from cllm.engine.watch import Watch
+from cllm.engine.time_sharing import TimeShare
+from cllm.engine.views import ViewPublisher
 from cllm.errors import BackendError, OverloadedError, ShuttingDownError, describe
 
 log = logging.getLogger("cllm.engine")
@@ -33,26 +32,26 @@ T = TypeVar("T")
 DETAILS_INTERVAL_S = 0.25
 CHECK_INTERVAL_S = 10.0
 IDLE_SLICE_S = 0.005
-"""How long the cache may tidy up while idle before the engine looks whether somebody has come."""
+"""How long idle upkeep of the cache may run before the engine checks its inbox."""
 
 LONGEST_WAIT_S = 3600.0
-"""A thread cannot wait for any number of seconds that a setting may have."""
+"""A thread cannot wait for arbitrarily many seconds, whatever a setting says."""
 
 WIND_UP_S = 2.0
-"""At the end, for handing over what is to be kept."""
+"""How long closing may take to hand K/V over to other tiers."""
 
 REBUILD_ATTEMPTS = 3
-"""Times that a new context is asked for before the engine gives up."""
+"""Attempts to make a new context before the engine gives up."""
 
 MAX_FRUITLESS_REBUILDS = 3
-"""Rebuilds in a row after which no step was computed and no request ended; with one more the engine gives up."""
+"""The engine gives up after more rebuilds than this without a step or a finished request in between."""
 
 
 class Engine:
     """`deliver` gets every step's outputs in one call, on the engine's thread."""
 
     on_rebuilt: Callable[[], None] | None = None
-    """Called on the engine's thread when all memory was lost and there is new one."""
+    """Called on the engine's thread after all memory was lost and replaced."""
 
     def __init__(
         self,
@@ -62,11 +61,11 @@ class Engine:
         *,
         max_queue: int = 256,
         upkeep_share: float = 0.03,
-        turn: Turn | None = None,
+        time_share: TimeShare | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`upkeep_share`: what the cache's upkeep between steps may take, as a share of a step. `turn`: this engine's
-        place among those of other models."""
+        """`upkeep_share`: how long the cache's upkeep between steps may take, as a share of a step. `time_share`: this
+        engine's turns on the CPU, if other models compute there, too."""
         self.backend = backend
         self.scheduler = scheduler
         self.rebuilds = 0
@@ -76,7 +75,7 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._arrived = False
-        """Whether somebody called, since the last turn began, because something came that a sequence may wait for."""
+        """Whether `wake` was called since the last turn began: something a sequence waits for may have arrived."""
         scheduler.kv.on_arrival = self.wake
         self._submit_lock = threading.Lock()
         self._submitted = 0
@@ -86,21 +85,21 @@ class Engine:
         """Why the engine gave up."""
         self._progress = (0, 0)
         self._fruitless_rebuilds = 0
-        # Cancellations that arrived during a step are honoured before its tokens count.
+        # Cancellations that arrive during a step take effect before its tokens count.
         self._stepper = Stepper(
             backend,
             scheduler,
             timer=clock,
             on_computed=lambda plan: self._drain_inbox(),
             upkeep_share=upkeep_share,
-            turn=turn,
+            time_share=time_share,
         )
-        self._turn = turn
+        self._time_share = time_share
         self._started_at = clock()
         self._checked_at = clock()
         self._details_at = 0.0
         self.details: dict[str, Any] = {}
-        self.watch = Watch(clock)
+        self.views = ViewPublisher(clock)
         self.snapshot = self._take_snapshot()
         self._thread = threading.Thread(target=self._run, name="cllm-engine", daemon=True)
 
@@ -122,11 +121,11 @@ class Engine:
         """Queue a request. Raises at once if it cannot be taken."""
         with self._submit_lock:
             if not self.accepting:
-                raise ShuttingDownError("the server is shutting down and takes no more requests")
+                raise ShuttingDownError("the server is shutting down and accepts no more requests")
             queued = self._submitted - self.scheduler.dequeued
             if queued >= self._max_queue:
                 raise OverloadedError(
-                    f"{queued} requests are waiting, the queue holds {self._max_queue} (scheduler.max_queue)",
+                    f"the queue is full: {queued} requests are waiting (scheduler.max_queue is {self._max_queue})",
                     retry_after_s=self._retry_after(),
                 )
             self._submitted += 1
@@ -140,27 +139,27 @@ class Engine:
         if request_id in self._stepper.in_step:
             self._abort()
 
-    def ask(self, question: Callable[[], T]) -> Future[T]:
-        """Have something done on the engine's thread, between two steps, and its answer."""
-        answer: Future[T] = Future()
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Call a function on the engine's thread, between two steps."""
+        result: Future[T] = Future()
 
         def work() -> None:
-            if not answer.set_running_or_notify_cancel():
+            if not result.set_running_or_notify_cancel():
                 return
             try:
-                answer.set_result(question())
+                result.set_result(function())
             except Exception as error:
-                answer.set_exception(error)
+                result.set_exception(error)
 
         with self._submit_lock:
             if not self.accepting:
-                raise ShuttingDownError("the server is shutting down and answers no more questions")
+                raise ShuttingDownError("the server is shutting down")
             self._inbox.append(work)
         self._wake.set()
-        return answer
+        return result
 
     def stop(self, grace_s: float) -> None:
-        """Take no more requests, refuse those that wait, let running ones end within `grace_s`; then join."""
+        """Accept no more requests, refuse waiting ones, let running ones finish within `grace_s`; then join."""
         self.begin_stop(grace_s)
         if grace_s <= 0:
             self._abort()
@@ -171,14 +170,14 @@ class Engine:
             self._thread.join(0.1)
 
     def begin_stop(self, grace_s: float) -> None:
-        """What `stop` does first: from now on the engine's turns work towards the end."""
+        """The first part of `stop`: from now on the engine's turns work towards the end."""
         with self._submit_lock:
             self._accepting = False
             self._stop_at = self._clock() + grace_s
         self._wake.set()
 
     def wake(self) -> None:
-        """Have a turn now, and whatever is published with it; tidying up goes on after it."""
+        """Have a turn now, with all that it publishes, even in the middle of idle upkeep."""
         self._arrived = True
         self._wake.set()
 
@@ -189,7 +188,7 @@ class Engine:
             log.exception("the step could not be interrupted")
 
     def _retry_after(self) -> float:
-        """About the time one running request needs to make room."""
+        """About the time until a running request finishes."""
         snapshot = self.snapshot
         done = sum(snapshot.finished.values())
         return max(1.0, min(60.0, snapshot.uptime_s / done)) if done else 1.0
@@ -205,14 +204,14 @@ class Engine:
             self.close_down()
 
     def turn(self) -> bool:
-        """One round, whatever fails in it; False if there is nothing to do but wait."""
+        """One iteration, whatever fails in it. False if there is nothing to do but wait."""
         try:
             busy = self._advance() or self._tidy()
         except BackendError as error:
             self._rebuild(error)
             busy = True
         except Exception as error:
-            log.exception("unexpected error in the engine; what ran is recomputed")
+            log.exception("unexpected error in the engine; recomputing all running requests")
             self._rebuild(BackendError(describe(error), fatal=True))
             busy = True
         outputs = self.scheduler.take_outputs()
@@ -220,31 +219,31 @@ class Engine:
         return self._send(outputs) or busy
 
     def _advance(self) -> bool:
-        """A step, if there is anything to compute; False: there is not."""
+        """Take a step. False if there is nothing to compute."""
         scheduler = self.scheduler
         self._arrived = False
         self._drain_inbox()
         scheduler.expire()
         if self._stop_at is not None:
             self._refuse_waiting()
-        scheduler.raise_doubt()
+        scheduler.raise_if_distrusted()
         if not (scheduler.has_work or self._stepper.under_way):
-            scheduler.kv.awaits_memory = False  # who waited is gone
-            if self._turn is not None:
-                self._turn.rest()
+            scheduler.kv.awaits_memory = False  # the sequence that waited is gone
+            if self._time_share is not None:
+                self._time_share.rest()
             return False
-        # Who waits for the disk, or for memory of other models, with nobody else to compute for, needs no turns until
-        # there is an answer: that wakes the engine.
+        # If the only sequences left wait for the disk, or for memory of other models, no turn is needed until that
+        # arrives and wakes the engine.
         kv = scheduler.kv
         advanced = self._stepper.advance()
-        if (unmet := scheduler.budget.take_unmet()) is not None:
-            log.warning("%s", unmet)
+        if (warning := scheduler.budget.take_warning()) is not None:
+            log.warning("%s", warning)
         return advanced or not (kv.loading or kv.awaits_memory)
 
     def _rebuild(self, cause: BackendError) -> None:
-        """Last resort: a new context. What ran is recomputed from its tokens."""
+        """Last resort: a new context. Running sequences are recomputed from their tokens."""
         self.rebuilds += 1
-        log.error("the backend's context is rebuilt: %s", cause)
+        log.error("rebuilding the backend's context: %s", cause)
         self._stepper.forget()
         self.scheduler.preempt_all(cause)
         progress = (self._stepper.steps, sum(self.scheduler.finished.values()))
@@ -265,35 +264,35 @@ class Engine:
                 if self.on_rebuilt is not None:
                     self.on_rebuilt()
                 return
-        message = f"the model's context was lost and could not be rebuilt: {failure} (it was lost by: {cause})"
+        message = f"the model's context was lost and could not be rebuilt: {failure} (it was lost because: {cause})"
         self._give_up(BackendError(message, fatal=True))
 
     def _give_up(self, failure: BackendError) -> None:
-        """There is no memory to compute in: all end with this error, and nobody is taken any more."""
-        log.critical("the engine stops: %s", failure)
+        """There is no memory to compute in: all requests end with this error, and no more are accepted."""
+        log.critical("the engine is stopping: %s", failure)
         self._failure = failure
 
     def _tidy(self) -> bool:
-        """Nothing to compute: tidy up and check the cache, piece by piece, until somebody comes."""
+        """Nothing to compute: do the cache's upkeep and checks, in slices, until there is something to do."""
         kv = self.scheduler.kv
-        while not self._called and kv.maintain(IDLE_SLICE_S):
+        while not self._interrupted and kv.maintain(IDLE_SLICE_S):
             pass
         now = self._clock()
         if now - self._checked_at >= CHECK_INTERVAL_S:
             self._checked_at = now
             for _ in kv.check_in_slices():
-                if self._called:
+                if self._interrupted:
                     break
         return False
 
     @property
-    def _called(self) -> bool:
-        """Whether there is something else to do than to tidy up."""
+    def _interrupted(self) -> bool:
+        """Whether there is something more urgent than upkeep."""
         return bool(self._inbox) or self._arrived or self._stop_at is not None
 
     def _wait(self) -> None:
-        """Until someone comes, or for a deadline, or until the cache wants to tidy up or watchers want a picture."""
-        moments = (self.scheduler.next_deadline(), self.scheduler.kv.upkeep_at(), self._stop_at, self.watch.due_at)
+        """Until something arrives, or the next deadline, upkeep or view is due."""
+        moments = (self.scheduler.next_deadline(), self.scheduler.kv.upkeep_at(), self._stop_at, self.views.due_at)
         deadlines = [d for d in moments if d is not None]
         timeout = min(max(0.0, min(deadlines) - self._clock()), LONGEST_WAIT_S) if deadlines else None
         if not self._inbox:
@@ -309,38 +308,38 @@ class Engine:
         return self._clock() >= self._stop_at or not (self.scheduler.has_work or self._inbox)
 
     def close_down(self) -> None:
-        """The last thing the engine does: everybody who is still here is told, and nothing is held any more."""
+        """The last thing the engine does: end all requests and release everything."""
         with self._submit_lock:
             self._accepting = False
-        if self._turn is not None:
-            self._turn.leave()
+        if self._time_share is not None:
+            self._time_share.leave()
         scheduler = self.scheduler
         self._drain_inbox()
         self._stepper.abandon()
-        error: Exception = ShuttingDownError("the server shut down before the request was done")
+        error: Exception = ShuttingDownError("the server shut down before the request finished")
         reason = FinishReason.CANCELLED
         if self._failure is not None:
             error, reason = self._failure, FinishReason.ERROR
         for request in list(scheduler.requests.values()):
             scheduler.finish(request, None, reason, error)
         try:
-            scheduler.raise_doubt()
+            scheduler.raise_if_distrusted()
             if self._failure is not None:
                 scheduler.kv.reset()
             self._wind_up(WIND_UP_S)
         except Exception:
-            log.exception("the cache was left in doubt")
+            log.exception("the cache may be inconsistent; resetting it")
             self._reset_cache()
-            self._wind_up(0.0)  # nothing is kept of it, but others who share a disk with it need to know
+            self._wind_up(0.0)  # nothing is kept, but other users of the same disk store need to know
         self._publish(force=True)
         for _ in range(ATTEMPTS):
             self._outbox.send(scheduler.take_outputs())
 
     def _wind_up(self, seconds: float) -> None:
         try:
-            self.scheduler.kv.wind_up(seconds)
+            self.scheduler.kv.drain(seconds)
         except Exception:
-            log.exception("what was to be kept could not be handed over")
+            log.exception("the cache could not be saved")
             self._reset_cache()
 
     def _reset_cache(self) -> None:
@@ -350,7 +349,7 @@ class Engine:
             log.exception("the cache could not be reset")
 
     def _refuse_waiting(self) -> None:
-        error = ShuttingDownError("the server is shutting down; the request was waiting and was not started")
+        error = ShuttingDownError("the server is shutting down; the request was still waiting in the queue")
         for sequence in list(self.scheduler.waiting):
             if sequence.request.first_token_at is None:
                 self.scheduler.finish(sequence.request, None, FinishReason.CANCELLED, error)
@@ -369,7 +368,7 @@ class Engine:
     # -- publishing --------------------------------------------------------------------------------------------
 
     def _send(self, outputs: list[Output]) -> bool:
-        """Deliver. True: there is something left to deliver, in the next turn."""
+        """True if something is left to deliver in the next turn."""
         lost = self._outbox.send(outputs)
         for request_id in lost:
             if request := self.scheduler.requests.get(request_id):
@@ -384,9 +383,9 @@ class Engine:
             if force or now - self._details_at >= DETAILS_INTERVAL_S:
                 self._details_at = now
                 self.details = self.scheduler.kv.details()
-            self.watch.look(self.scheduler)
+            self.views.publish(self.scheduler)
         except Exception:
-            log.exception("the engine's numbers could not be published; the last ones stand")
+            log.exception("the engine's statistics could not be published; the previous ones stay")
 
     def _take_snapshot(self) -> EngineSnapshot:
         return take_snapshot(

@@ -1,4 +1,4 @@
-"""Who is told what the engine did. Called on the engine's thread, so implementations return at once."""
+"""Observers of the engine. They are called on its thread, so they must return at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("cllm.engine")
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """A request's life, when it is over."""
+    """A finished request."""
 
     request_id: str
     reason: str
@@ -66,22 +66,22 @@ class EngineObserver(Protocol):
 
 
 class Observers(list[EngineObserver]):
-    """Tells each of them. One that fails is no reason for anything else to fail; it is asked again next time."""
+    """Calls each observer. If one fails, that is logged and nothing else is affected."""
 
     def step(self, seconds: float, prompt_tokens: int, decode_tokens: int) -> None:
         for observer in self:
-            self._tell(observer.on_step, seconds, prompt_tokens, decode_tokens)
+            self._notify(observer.on_step, seconds, prompt_tokens, decode_tokens)
 
     def finished(self, record: RequestRecord) -> None:
         for observer in self:
-            self._tell(observer.on_finished, record)
+            self._notify(observer.on_finished, record)
 
     def evicted(self, count: int, seconds: float) -> None:
         for observer in self:
-            self._tell(observer.on_eviction, count, seconds)
+            self._notify(observer.on_eviction, count, seconds)
 
-    def _tell(self, listener: Callable[..., None], *facts: object) -> None:
+    def _notify(self, listener: Callable[..., None], *args: object) -> None:
         try:
-            listener(*facts)
+            listener(*args)
         except Exception:
             log.exception("%s failed; the request is unaffected", getattr(listener, "__qualname__", listener))

@@ -1,4 +1,4 @@
-"""Outputs on their way to whoever asked for them."""
+"""Delivers the engine's outputs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ log = logging.getLogger("cllm.engine")
 Deliver = Callable[[list[Output]], None]
 
 ATTEMPTS = 3
-"""Times that the same outputs are offered."""
+"""Attempts to deliver the same outputs."""
 
 
 class Outbox:
-    """Hands outputs over in one call and in order. What is not taken is kept, and offered again before anything new."""
+    """Delivers outputs in one call and in order. After a failure they are kept, and delivered again before new ones."""
 
     def __init__(self, deliver: Deliver) -> None:
         self._deliver = deliver
@@ -25,11 +25,11 @@ class Outbox:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is something that was not taken."""
+        """Whether there are outputs that could not be delivered."""
         return bool(self._kept)
 
     def send(self, outputs: list[Output]) -> set[str]:
-        """Deliver. Returns the requests whose outputs are given up, so that nobody goes on with a hole in an answer."""
+        """Returns the requests whose outputs are lost: they must end, since their answers would have a hole."""
         if self._kept:
             outputs = self._kept + outputs
             self._kept = []
@@ -45,7 +45,7 @@ class Outbox:
     def _keep(self, outputs: list[Output]) -> set[str]:
         self._failures += 1
         if self._failures < ATTEMPTS:
-            log.exception("%d outputs could not be delivered; they are offered again", len(outputs))
+            log.exception("%d outputs could not be delivered; trying again", len(outputs))
             self._kept = outputs
             return set()
         log.critical("%d outputs could not be delivered and are lost", len(outputs), exc_info=True)

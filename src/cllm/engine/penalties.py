@@ -1,4 +1,4 @@
-"""Penalties for tokens that were seen before, counted as they come, never anew."""
+"""Penalties for repeated tokens, counted incrementally."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class Penalties:
-    """What one answer has seen, and how much less likely that makes each token.
+    """The tokens one answer has seen, and how much less likely that makes each.
 
     Repetition looks at prompt and answer, as in vLLM; frequency and presence at the answer alone, as in OpenAI's
     API and vLLM.
@@ -40,10 +40,10 @@ class Penalties:
         self._presence = params.presence_penalty
         repeats = self._repetition != 1.0
         self.active = repeats or self._frequency != 0.0 or self._presence != 0.0
-        # Counted, not sorted: a prompt may be long, and this is done on the event loop.
+        # Counted, not sorted: a prompt may be long, and this runs on the event loop.
         seen = np.flatnonzero(np.bincount(np.asarray(prompt, np.intp))) if repeats else np.empty(0)
-        # Parallel, one place per distinct token: its id, how often it was generated, what that costs it. The places
-        # of the prompt's tokens come first, in order of ids, and never change.
+        # Parallel arrays, one entry per distinct token: its id, how often it was generated, its penalty. Those of the
+        # prompt's tokens come first, in order of ids, and never move.
         self._ids = self._prompt_ids = seen.astype(np.int32)
         self._places: dict[int, int] = {}
         self._size = len(seen)
@@ -51,7 +51,7 @@ class Penalties:
         self._drops = np.zeros(len(seen))
 
     def twin(self) -> Penalties:
-        """The same for another answer to the same prompt, before anything was generated."""
+        """A copy for another answer to the same prompt, before anything was generated."""
         twin = copy(self)
         twin._places = {}
         twin._counts = np.zeros_like(self._counts)
@@ -78,16 +78,16 @@ class Penalties:
         seen = values[ids].astype(np.float64)
         if self._repetition != 1.0:
             seen = np.where(seen > 0.0, seen / self._repetition, seen * self._repetition)
-        # A tiny repetition penalty may overflow float32; "as likely as can be" is what it asks for.
+        # A tiny repetition penalty may overflow float32; the largest value is what it asks for.
         values[ids] = np.minimum(seen - self._drops[:size], _FLOAT32_MAX)
 
     def seen(self) -> Seen:
-        """The same for who applies it elsewhere, before the next token is observed."""
+        """For a backend that draws itself. Valid until the next token is observed."""
         size = self._size
         return Seen(self._ids[:size], self._counts[:size], self._repetition, self._frequency, self._presence)
 
     def _grow(self) -> None:
-        """New arrays, not the old ones: those may be a twin's, too."""
+        """New arrays: the old ones may be shared with another answer."""
         spare = len(self._ids) + 64
         self._ids = np.concatenate([self._ids, np.zeros(spare, np.int32)])
         self._counts = np.concatenate([self._counts, np.zeros(spare, np.int32)])

@@ -20,45 +20,45 @@ class Plan:
     chunks: list[Chunk] = field(default_factory=list)
     prompt_tokens: int = 0
     prompt_cost: float = 0.0
-    """The same, in tokens that cost as much as those of which nothing is read."""
+    """The same, weighted by what a token costs (`Sequence.weight`)."""
     pairs: float = 0.0
     """What these look back at: `costs.pairs`."""
     decode_rows: int = 0
     drafted: int = 0
-    """Tokens behind those of the decode rows that are only drafts."""
+    """Drafted tokens after those of the decode rows."""
     forced: int = 0
-    """Tokens in front of theirs that no draw chose."""
-    stays: list[int] | None = None
-    """Of each sequence how often it had left the running ones, if the step is one of several under way: whoever left
-    since then, and perhaps came back, has no use for the result."""
+    """Tokens before those of the decode rows that a grammar forced."""
+    epochs: list[int] | None = None
+    """`Sequence.epoch` of each at launch, if several steps may be in flight: a sequence that stopped running since
+    then, and perhaps came back, has no use for the result."""
 
     def add_prompt(self, sequence: Sequence, count: int) -> None:
         end = sequence.num_computed + sequence.submitted + count
         self.sequences.append(sequence)
-        self.chunks.append(_chunk(sequence, end, sequence.answers and end == len(sequence.tokens)))
+        self.chunks.append(_chunk(sequence, end, sequence.generates and end == len(sequence.tokens)))
         self.prompt_tokens += count
         self.prompt_cost += count * sequence.weight
         self.pairs += pairs(count, sequence.position)
 
     @property
     def rows(self) -> int:
-        """All that is computed of answers."""
+        """Tokens of answers that are computed."""
         return self.decode_rows + self.beside_rows
 
     @property
     def beside_rows(self) -> int:
-        """All that is computed together with the rows' own tokens."""
+        """Tokens that are computed together with the rows' own."""
         return self.drafted + self.forced
 
     def cut_forced(self, index: int, count: int) -> None:
-        """Compute so many of the tokens that a row has to catch up with; with the last of them it is a row."""
+        """Compute only `count` of the forced tokens of a row; only with the last one does it choose a token."""
         chunk = self.chunks[index]
         chunk.wanted_logits = int(count == len(chunk.tokens))
         chunk.tokens = chunk.tokens[:count]
         self.forced += count - 1
 
     def add_draft(self, index: int, tokens: array[int]) -> None:
-        """Compute what may follow the token of a row together with it."""
+        """Compute drafted tokens together with a row's own."""
         chunk = self.chunks[index]
         chunk.tokens = chunk.tokens + tokens
         chunk.wanted_logits += len(tokens)
@@ -66,19 +66,19 @@ class Plan:
 
     @classmethod
     def again(cls, sequence: Sequence, chunk: Chunk) -> Plan | None:
-        """What one sequence had in a step that did not happen, less any drafts; None if it is not there any more."""
+        """One sequence's part of a step that failed, without drafts; None if it is no longer running."""
         if not sequence.running or sequence.end != chunk.start:
             return None
         end = sequence.num_computed + len(chunk.tokens) - drafted_in(chunk)
         return cls([sequence], [_chunk(sequence, end, chunk.wanted_logits > 0)])
 
-    def lands(self, index: int) -> bool:
-        """A chunk is no longer under way. False: its sequence has no use for it any more."""
+    def settle(self, index: int) -> bool:
+        """A chunk is no longer in flight. False if its sequence has no use for it any more."""
         sequence, chunk = self.sequences[index], self.chunks[index]
         if not sequence.running:
             return False
-        if self.stays is not None:
-            if sequence.stay != self.stays[index]:
+        if self.epochs is not None:
+            if sequence.epoch != self.epochs[index]:
                 return False
             sequence.submitted -= len(chunk.tokens)
             sequence.promised -= chunk.wanted_logits
@@ -86,7 +86,7 @@ class Plan:
 
 
 def drafted_in(chunk: Chunk) -> int:
-    """How many of its tokens are drafts: of the one before the first of them the logits are wanted, too."""
+    """How many of its tokens are drafts: logits are wanted of these and of the token before."""
     return max(0, chunk.wanted_logits - 1)
 
 
@@ -107,7 +107,7 @@ def _chunk(sequence: Sequence, end: int, wants_logits: bool) -> Chunk:
 
 
 def row_of(sequence: Sequence) -> Chunk:
-    """The one token that is missing, with those that no draw chose, or the one that the step under way will give."""
+    """A decode row: the one missing token, after any forced ones, or the token that the step in flight will choose."""
     start, dropped = sequence.num_computed + sequence.submitted, sequence.dropped
     follows = sequence.promised > 0
     return Chunk(

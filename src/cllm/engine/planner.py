@@ -9,8 +9,8 @@ Where the backend computes several steps ahead, the gap counts from what is subm
     computed   ──────────────┤            7  `num_computed`
     submitted                ├─┤          1  so the next row begins at 8, with what the step under way gives
 
-A `BackendError` of the cache that is not fatal concerns the sequence it was called for. Everything else that the cache
-raises goes to the caller, who renews the memory; until then the roster is right, whatever call it was.
+A `BackendError` of the cache that is not fatal concerns the sequence it was called for. Anything else that the cache
+raises goes to the caller, which rebuilds the memory; the state of requests is right all the same.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from cllm.kv.manager import KVManager
 log = logging.getLogger("cllm.engine")
 
 ADMIT_SCAN = 64
-"""Most waiting sequences looked at in one step."""
+"""The most waiting sequences to consider in one step."""
 
 WAIT_FOR_PREFIX_TOKENS = 8
-"""A sequence waits for another one's prompt to be computed if it can share at least this much more of it."""
+"""A sequence waits for another one to compute a shared prompt if that saves at least this many tokens."""
 
 MOST_FORCED = 128
-"""Tokens that no draw chose, of all answers in a step."""
+"""The most tokens in a step, of all answers, that a grammar forced."""
 
 OLDEST_EVERY = 4
-"""Every so many steps with prompts the oldest one goes first, however long it is."""
+"""In one in this many steps with prompts the oldest prompt goes first, however long it is."""
 
 
 class Loading(Enum):
@@ -51,7 +51,7 @@ class Loading(Enum):
 
 
 LOADING = Loading.LOADING
-"""Something of the sequence is on its way from elsewhere, and will be there sooner than computed."""
+"""Part of the sequence is being loaded from another tier, which is faster than computing it."""
 
 _BY_SLOT = attrgetter("slot")
 _BY_TURN = attrgetter("turn")
@@ -82,10 +82,10 @@ class Planner(Faults):
     def schedule(self) -> Plan:
         plan = Plan()
         rows, prompts = plan.sequences, list[Sequence]()
-        self._sort_out(rows, prompts)
+        self._partition_running(rows, prompts)
         if len(self.waiting) and len(self.running) < self._max_running:
             self._admit()
-            self._sort_out(rows, prompts)  # anew: to make more room, memory may have been lost that is computed again
+            self._partition_running(rows, prompts)  # again: making room may have cost some sequences their memory
         self.kv.arrange()
         # In slot order, rows come back without a copy; where there are no slots this changes nothing.
         rows.sort(key=_BY_SLOT)
@@ -104,13 +104,14 @@ class Planner(Faults):
             self.plan_prompts(plan, prompts)
         return plan
 
-    def _sort_out(self, rows: list[Sequence], prompts: list[Sequence]) -> None:
-        """Who can have a row, with room for its token, and who a chunk of its prompt; for which some may have to go."""
-        while not self._sorted_out(rows, prompts):
-            self.raise_doubt()  # memory that did not come back is no reason for anyone else to go
+    def _partition_running(self, rows: list[Sequence], prompts: list[Sequence]) -> None:
+        """Sort running sequences into decode rows, with room for their token, and prompts to continue. To make room,
+        some may be preempted."""
+        while not self._try_partition(rows, prompts):
+            self.raise_if_distrusted()  # memory that could not be freed is no reason to preempt another sequence
 
-    def _sorted_out(self, rows: list[Sequence], prompts: list[Sequence]) -> bool:
-        """False: one sequence had to go, and the others try again."""
+    def _try_partition(self, rows: list[Sequence], prompts: list[Sequence]) -> bool:
+        """False if a sequence was preempted: try again with the others."""
         rows.clear()
         prompts.clear()
         for sequence in self.running:  # a plain loop: this runs for every sequence in every step
@@ -118,10 +119,12 @@ class Planner(Faults):
             start = sequence.num_computed + submitted
             missing = len(sequence.tokens) + promised - start
             if sequence.window is None:
-                if missing == 1 and sequence.answers:
-                    # A row can follow on a token that is not known yet, unless that is the last one or says more.
+                if missing == 1 and sequence.generates:
+                    # A row can follow a token that is not known yet, unless that may end the answer or decide more.
                     if promised and (
-                        start >= sequence.max_length - 1 or sequence.twins or not sequence.chooser.foresees(promised)
+                        start >= sequence.max_length - 1
+                        or sequence.twins
+                        or not sequence.chooser.can_draw_ahead(promised)
                     ):
                         continue
                     if start >= sequence.room:
@@ -130,7 +133,7 @@ class Planner(Faults):
                         if not promised and not self._make_room(sequence):
                             return False
                     rows.append(sequence)
-                elif missing > sequence.forced + 1 or (missing and not sequence.answers):
+                elif missing > sequence.forced + 1 or (missing and not sequence.generates):
                     if submitted and sequence.reading is not None and sequence.reading.in_order:
                         continue
                     prompts.append(sequence)
@@ -141,12 +144,12 @@ class Planner(Faults):
             elif not submitted:  # a window moves only when nothing is under way
                 if not self._make_room(sequence):
                     return False
-                (rows if missing <= sequence.forced + 1 and sequence.answers else prompts).append(sequence)
+                (rows if missing <= sequence.forced + 1 and sequence.generates else prompts).append(sequence)
         return True
 
     def _cut_forced(self, plan: Plan) -> None:
-        """Tokens that no draw chose are computed with their rows, as far as the promise leaves time for them. Their
-        answers wait for the rest, each in its turn; nobody else does."""
+        """Compute tokens that a grammar forced together with their rows, as far as `max_gap_ms` leaves time. Their
+        answers take turns and wait for the rest; other answers do not."""
         most = self.budget.most_drafts(plan.decode_rows)
         left = MOST_FORCED if most is None else min(most, MOST_FORCED)
         self._forced_turns += 1
@@ -159,13 +162,13 @@ class Planner(Faults):
                 left -= count - 1
 
     def _draft(self, drafting: Drafting, plan: Plan, *, prompts_wait: bool) -> None:
-        """Have rows compute what may follow, where that takes memory from nobody and no step beyond the promise."""
+        """Add drafted tokens to rows, as far as memory is free and the step stays within `max_gap_ms`."""
         left = drafting.begin_step(plan.decode_rows, prompts_wait)
         if left and (most := self.budget.most_drafts(plan.decode_rows)) is not None:
             left = min(left, most - plan.forced)
         if left <= 0:
             return
-        self._draft_turns += 1  # so that not always the same ones come first
+        self._draft_turns += 1  # so that the same rows do not always come first
         for place in range(plan.decode_rows):
             index = (self._draft_turns + place) % plan.decode_rows
             sequence = plan.sequences[index]
@@ -183,29 +186,29 @@ class Planner(Faults):
                     break
 
     def _room_to_draft(self, sequence: Sequence, count: int) -> int:
-        """How many of so many tokens there is room for behind the sequence's next one."""
+        """How many of `count` tokens there is room for after the sequence's next one."""
         try:
-            return self.kv.stretch(sequence, 1 + count) - 1
+            return self.kv.grow_within_free(sequence, 1 + count) - 1
         except BackendError as error:
             if error.fatal:
                 raise
-            return 0  # its own token has its room
+            return 0  # there is room for its own token
 
     def launch(self, plan: Plan) -> None:
-        """The step is about to be submitted, and others will be before its result is here."""
-        plan.stays = [sequence.stay for sequence in plan.sequences]
+        """The step is about to be submitted, and others will follow before its result is known."""
+        plan.epochs = [sequence.epoch for sequence in plan.sequences]
         masks = _masks_of(plan)
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
             if chunk.wanted_logits:
-                chunk.draws = (sequence.chooser.foresee(sequence.promised, masks.get(id(sequence))),)
+                chunk.draws = (sequence.chooser.draw_ahead(sequence.promised, masks.get(id(sequence))),)
                 if sequence.twins:
-                    chunk.draws += tuple(twin.chooser.foresee(0, masks.get(id(twin))) for twin in sequence.twins)
+                    chunk.draws += tuple(twin.chooser.draw_ahead(0, masks.get(id(twin))) for twin in sequence.twins)
                 sequence.promised += chunk.wanted_logits
             sequence.submitted += len(chunk.tokens)
 
     def _whose_turn(self, rows: list[Sequence], most: int) -> list[Sequence]:
-        """Some of the answers, in the order of `rows`. Of each request the one that has waited longest, then a second
-        one of each, and so on: who asks for many answers does not make those wait who ask for one."""
+        """Some of the rows, in their order: of each request the answer that has waited longest, then a second one of
+        each, and so on. So a request for many answers does not hold up requests for one."""
         asked: Counter[int] = Counter()
         places: list[tuple[int, int, Sequence]] = []
         for sequence in sorted(rows, key=_BY_TURN):
@@ -219,16 +222,16 @@ class Planner(Faults):
         return [sequence for sequence in rows if sequence.turn == self._turns]
 
     def _has_room_ahead(self, sequence: Sequence) -> bool:
-        """Nobody has to go for a row that could as well wait for the step that it is in."""
+        """Without preempting another sequence: the row can as well wait for the step in flight."""
         try:
             return self.kv.grow(sequence, sequence.submitted + 1)
         except BackendError as error:
             if error.fatal:
                 raise
-            return False  # it is tried again once the row is behind nothing
+            return False  # tried again once nothing is in flight for it
 
     def _make_room(self, sequence: Sequence, count: int = 1) -> bool:
-        """Have memory for a sequence's next tokens, or move its window on. False: somebody had to go for it."""
+        """Get memory for a sequence's next tokens, or move its window on. False if a sequence was preempted for it."""
         kv = self.kv
         try:
             if sequence.window is None:
@@ -239,25 +242,25 @@ class Planner(Faults):
         except BackendError as error:
             if error.fatal:
                 raise
-            log.error("request %s cannot grow: %s; it is recomputed", sequence.request.id, error)
-            self.set_back(sequence, error)
+            log.error("request %s: its KV memory cannot grow: %s; recomputing it", sequence.request.id, error)
+            self.recompute_or_fail(sequence, error)
         else:
             kv.allocation_failures += 1
             self._preempt(max(self.running, key=self.waiting.rank))
         return False
 
     def plan_prompts(self, plan: Plan, prompts: list[Sequence]) -> None:
-        """Prompt chunks within the budget, for whoever is done soonest; every few steps for the oldest instead. A
+        """Fill the budget with prompt chunks, shortest remaining prompt first; every few steps the oldest first. A
         chunk ends where a window has to move on.
 
         So a short prompt passes a long one, and the long one still advances. Few chunks are better than many: the
-        backend computes chunks of different lengths one after the other. Their memory was taken at admission.
+        backend computes chunks of different lengths one after the other. Their memory was allocated at admission.
         """
         tokens_s = self.budget.costs.tokens_s
         wanted_s = sum(sequence.weight * tokens_s(sequence.remaining, sequence.position) for sequence in prompts)
-        answering = len(self.running) > len(prompts)  # some may be in a step under way, and so have no row in this one
-        # Who is to be embedded waits for no token, and so is no reason to make others wait for theirs.
-        waiting = sum(sequence.answers for sequence in prompts) + len(self.waiting)
+        answering = len(self.running) > len(prompts)  # some may be in flight, and so have no row in this step
+        # Texts to embed wait for no token, so they are no reason to make others wait for theirs.
+        waiting = sum(sequence.generates for sequence in prompts) + len(self.waiting)
         allowance = self.budget.allowance(plan.decode_rows, waiting, wanted_s, answering, plan.beside_rows)
         if allowance is None:
             return
@@ -279,7 +282,7 @@ class Planner(Faults):
             plan.add_prompt(sequence, count)
 
     def _admit(self) -> None:
-        """Take sequences from the queue while there is room, in order; those that better wait are passed over."""
+        """Admit sequences in order of the queue while there is room, except those that had better wait."""
         passed: list[Sequence] = []
         self.kv.demand = len(self.running) + len(self.waiting)
         self.kv.token_s = self.budget.costs.token_s
@@ -290,11 +293,11 @@ class Planner(Faults):
                 sequence = self.waiting.pop()
                 if sequence is None:
                     break
-                passed.append(sequence)  # it stands in the queue until it has started, whatever is raised
+                passed.append(sequence)  # back into the queue unless it has started, whatever is raised
                 looked_at += 1
-                if self._better_waits(sequence, in_progress):
+                if self._should_wait(sequence, in_progress):
                     continue
-                cached = self._place(sequence)
+                cached = self._allocate(sequence)
                 if cached is None:
                     break
                 if cached is LOADING:
@@ -309,8 +312,9 @@ class Planner(Faults):
                 if not sequence.ended:
                     self.waiting.push(sequence)
 
-    def _place(self, sequence: Sequence) -> int | Loading | None:
-        """Find memory for a sequence that waits; None: not now, or never, and then it has ended."""
+    def _allocate(self, sequence: Sequence) -> int | Loading | None:
+        """Allocate memory for a waiting sequence: how many of its tokens are cached. None: no room now; or never, and
+        then it has ended."""
         try:
             if self.kv.fetch(sequence):
                 return LOADING
@@ -320,7 +324,7 @@ class Planner(Faults):
             if sequence.recoveries > MAX_RECOVERIES:
                 failure = error if isinstance(error, BackendError) else BackendError(describe(error))
                 self._end(sequence, FinishReason.ERROR, error=failure)
-            # What failed and took memory all the same is not to be relied on.
+            # If it failed and allocated memory all the same, the cache is not to be trusted.
             if not isinstance(error, BackendError) or error.fatal or sequence.admitted:
                 raise
             log.error("request %s could not be admitted: %s", sequence.request.id, error)
@@ -328,7 +332,7 @@ class Planner(Faults):
         if cached is not None:
             return cached
         if not (self.running or self.kv.loading or self.kv.awaits_memory):
-            # It has all the memory there is to itself, so waiting would not help.
+            # Nothing else holds memory, so waiting would not help.
             no_room = BackendError(f"there is no room in the KV cache for {len(sequence.tokens)} tokens")
             self.finish(sequence.request, None, FinishReason.ERROR, no_room)
         elif not sequence.refused:
@@ -336,8 +340,8 @@ class Planner(Faults):
             self.kv.allocation_failures += 1
         return None
 
-    def _better_waits(self, sequence: Sequence, in_progress: list[Sequence]) -> bool:
-        """Is someone computing a prompt right now that this sequence could share instead of computing it again?"""
+    def _should_wait(self, sequence: Sequence, in_progress: list[Sequence]) -> bool:
+        """Whether another sequence is computing a prefix that this one can share instead of computing it again."""
         # Waiting costs no time: the other one computes exactly what this one would have to.
         held: int | None = None
         for other in in_progress:
@@ -350,13 +354,13 @@ class Planner(Faults):
         return False
 
     def _worth_sharing(self, computed: int) -> int:
-        """How much two prompts must have in common, of which so much is computed, for one to wait for the other."""
+        """How many tokens two prompts must have in common, of which `computed` are done, for one to wait."""
         unit = self.kv.unit_tokens
         return -(-(computed + WAIT_FOR_PREFIX_TOKENS) // unit) * unit
 
 
 def _masks_of(plan: Plan) -> dict[int, Mask | Exception | None]:
-    """What those may choose from who choose in this step, by the sequence's id, where that is not all tokens."""
+    """Token masks of the sequences that choose a token in this step and have a constraint, by id."""
     choosing = [
         each
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True)

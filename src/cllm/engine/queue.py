@@ -1,4 +1,4 @@
-"""Sequences that wait to be admitted: by priority, with ageing, in O(log n)."""
+"""The queue of sequences that wait for admission: by priority with ageing, in O(log n)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Order = tuple[float, int]
 class WaitingQueue:
     """Lower priority numbers go first, and every `ageing_s` seconds of waiting are worth one step of priority.
 
-    Everybody ages at the same pace, so the order of two sequences never changes and the key is fixed at arrival:
-    arrival time + priority x ageing. A preempted sequence comes back with its old key, that is, in front.
+    All sequences age at the same pace, so their order never changes and the key is fixed at arrival: arrival time +
+    priority x ageing. A preempted sequence keeps its key, and so comes back in front.
     """
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
-        # Who left stays in the heap until it comes up; who is not in the dictionary has left.
+        # A sequence that left stays in the heap until it comes up, and is not in the dictionary.
         self._heap: list[Order] = []
         self._waiting: dict[Order, Sequence] = {}
         self._ticket = count()
 
     def rank(self, sequence: Sequence) -> Order:
-        """The sequence's place in the order of all, given once."""
+        """The sequence's place in the order, assigned once."""
         if sequence.order is None:
             request = sequence.request
             sequence.order = (request.arrival + request.priority * self._ageing_s, next(self._ticket))
@@ -46,7 +46,7 @@ class WaitingQueue:
         return None
 
     def discard(self, sequence: Sequence) -> None:
-        """Take a sequence out, if it is waiting."""
+        """Remove a sequence, if it is waiting."""
         if sequence.order is not None:
             self._waiting.pop(sequence.order, None)
 

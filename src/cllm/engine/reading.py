@@ -1,8 +1,7 @@
-"""What is read off a prompt while it is computed: how likely its tokens are, or what it means as a vector.
+"""Results that are read off a prompt while it is computed: log probabilities of its tokens, or an embedding.
 
-A sequence that is read computes the prompt itself, as far as that is needed, and not what is found of it in the cache;
-what it computes is shared all the same. Chunks come in order. After a preemption they begin anew wherever the memory
-does, and what was read from there on is read again.
+Such a sequence computes the part of the prompt it needs even if that is cached; what it computes is shared all the
+same. Chunks come in order. After a preemption they start again where the memory does, and what follows is read again.
 """
 
 from __future__ import annotations
@@ -14,18 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.backends.base import Hidden, Pooling, PoolingKind, PromptScores, Scoring
+from cllm.backends.scoring import join_scores
 from cllm.errors import BackendError
 
 Embedding = NDArray[np.float32]
 
 
 class Reading(ABC):
-    """Of one prompt."""
+    """The result of one prompt in the making."""
 
     __slots__ = ()
 
     weight: float = 1.0
-    """What a token costs, if one that is not read costs 1."""
+    """What a token costs, relative to one that is only computed."""
 
     in_order: bool = False
     """Whether a chunk needs the result of the one before it."""
@@ -33,19 +33,19 @@ class Reading(ABC):
     @property
     @abstractmethod
     def reusable(self) -> int | None:
-        """How many of the first tokens may come from the cache; None: any number."""
+        """How many of the first tokens may come from the cache; None: all."""
 
     @abstractmethod
     def ask(self, tokens: array[int], start: int, end: int) -> Scoring | Pooling | None:
-        """What is wanted of the tokens [start, end) of the prompt `tokens`."""
+        """What the backend should return for the tokens [start, end) of the prompt."""
 
     @abstractmethod
     def take(self, start: int, read: PromptScores | Hidden) -> None:
-        """What a chunk gave that began at token `start`. Raises `BackendError` if it is of no use."""
+        """Take the result of the chunk that began at token `start`. Raises `BackendError` if it is not usable."""
 
     @abstractmethod
     def result(self) -> PromptScores | Embedding:
-        """When all was taken."""
+        """After the last chunk."""
 
 
 class PromptScoring(Reading):
@@ -76,7 +76,7 @@ class PromptScoring(Reading):
         self._scored += len(read.logprobs)
 
     def _keep(self, count: int) -> None:
-        """What is behind so many is read again."""
+        """Drop what was read after `count` tokens: it is read again."""
         while self._scored > count:
             last = self._parts.pop()
             self._scored -= len(last.logprobs)
@@ -90,7 +90,7 @@ class PromptScoring(Reading):
         if not self._parts:
             nothing = np.zeros((0, self.top))
             return PromptScores(np.zeros(0), np.zeros(0, np.int32), nothing.astype(np.int32), nothing)
-        return PromptScores(*(np.concatenate(columns) for columns in zip(*self._parts, strict=True)))
+        return join_scores(self._parts)
 
 
 class PromptPooling(Reading):
@@ -106,7 +106,7 @@ class PromptPooling(Reading):
 
     @property
     def reusable(self) -> int | None:
-        """Of the last token's state nothing is missing; of the others, what was computed before has none to show."""
+        """All, if only the last token's state counts; else none, since cached tokens have no states."""
         return None if self._kind == "last" else 0
 
     def ask(self, tokens: array[int], start: int, end: int) -> Pooling | None:
@@ -121,7 +121,7 @@ class PromptPooling(Reading):
         self._hidden = read
 
     def result(self) -> Embedding:
-        """Summed or not, the direction is all that counts."""
+        """Sum or mean, only the direction counts."""
         assert self._hidden is not None
         if self._ranks:
             return self._hidden.astype(np.float32)

@@ -16,9 +16,9 @@ from cllm.backends.base import PromptScores
 from cllm.engine.constraint import Constraint
 from cllm.engine.params import SamplingParams
 from cllm.engine.reading import Embedding, PromptPooling, Reading
-from cllm.engine.rows import RowSampler
+from cllm.engine.row_sampler import RowSampler
 from cllm.engine.sampling import TokenChooser, TokenLogprob
-from cllm.engine.tenant import NOBODY, Tenant
+from cllm.engine.tenant import ANONYMOUS, Tenant
 from cllm.kv.pins import PinMark
 from cllm.kv.radix import COMMON_SPACE, TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
@@ -56,7 +56,7 @@ _END_STATES = {
 
 
 class Output(NamedTuple):
-    """What one step gave one sequence: a token, an end, or both."""
+    """What a step gave a sequence: a token, an end, or both."""
 
     request_id: str
     answer: int
@@ -67,31 +67,32 @@ class Output(NamedTuple):
     error: Exception | None
     cached_tokens: int
     read: PromptScores | Embedding | None = None
-    """What was read off the prompt; nothing else is said then."""
+    """The result of scoring or pooling the prompt; then all else is empty."""
 
 
 def token_output(request: Request, index: int, token: int, logprob: TokenLogprob | None) -> Output:
-    """A token, and nothing else. Not by the class's own constructor: this is made for every token of every answer, and
-    that takes several times as long."""
+    """A token, and nothing else. Bypasses the constructor, which takes several times as long: this runs for every
+    token of every answer."""
     return tuple.__new__(Output, (request.id, index, token, logprob, None, None, None, request.cached_tokens, None))
 
 
 class DraftState:
-    """What a drafter keeps of a sequence. Each has its own kind, and looks at no other."""
+    """What a drafter remembers of a sequence: a base class for its own."""
 
     __slots__ = ()
 
 
 class Sequence(KVSequence):
-    """One answer in the making. `tokens` is the prompt and what was generated so far."""
+    """One answer being generated. `tokens` is the prompt and what was generated so far."""
 
     __slots__ = (
         "_key",
-        "answers",
         "chooser",
         "drafts",
         "ended",
+        "epoch",
         "forced",
+        "generates",
         "index",
         "max_length",
         "n_prompt",
@@ -103,7 +104,6 @@ class Sequence(KVSequence):
         "request",
         "row",
         "running",
-        "stay",
         "submitted",
         "turn",
         "twins",
@@ -113,42 +113,42 @@ class Sequence(KVSequence):
         self, request: Request, index: int, chooser: TokenChooser, max_length: int, window: Window | None = None
     ) -> None:
         super().__init__((), window, request.tenant.space)
-        self.tokens = request.prompt  # until there is a token of its own: a hundred answers take no hundred copies
+        self.tokens = request.prompt  # shared until it has a token of its own: a hundred answers need no copies
         self.request = request
         self.index = index
         self.chooser = chooser
         self.n_prompt = len(request.prompt)
         self.max_length = max_length
-        self.answers = max_length > self.n_prompt
-        """Whether tokens are generated; otherwise it ends with its prompt."""
+        self.generates = max_length > self.n_prompt
+        """Whether tokens are generated; if not, it ends with its prompt."""
         self.reading: Reading | None = None
-        """What is still to be read off the prompt."""
+        """Scoring or pooling of the prompt, while it is not done."""
         self.order: tuple[float, int] | None = None
         self.running = False
         self.ended = False
         self.row = -1
-        """Its number among those that run."""
-        self.stay = 0
-        """How often it has left them."""
+        """Its number among the running ones."""
+        self.epoch = 0
+        """How often it has left the running ones."""
         self.submitted = 0
-        """Tokens in steps that are under way, whose results are not here yet."""
+        """Tokens in steps that are in flight."""
         self.promised = 0
         """Tokens that these steps will choose."""
         self.recoveries = 0
         self.refused = False
         """Whether it waits because there was no room for it."""
         self.turn = 0
-        """When it last had one, while not all answers are computed in every step."""
+        """When it last had a row, while not all answers have one in every step."""
         self.forced = 0
-        """How many of its last tokens no draw chose: they are computed with its row, as one chunk."""
+        """How many of its last tokens a grammar forced: they are computed with its row, as one chunk."""
         self.drafts: DraftState | None = None
         self._key: bytes | None = None
-        # The other answers to the same prompt; they start from this one's KV when the prompt is computed.
         self.twins: list[Sequence] = []
+        """The other answers to the same prompt, forked from this one when the prompt is computed."""
 
     @property
     def counts_as_query(self) -> bool:  # type: ignore[override]
-        """Only the first admission of a request asks the cache for what others computed."""
+        """Only the first admission of a request counts in the hit rate."""
         return self.request.admitted_at is None
 
     @property
@@ -163,35 +163,34 @@ class Sequence(KVSequence):
 
     @property
     def weight(self) -> float:
-        """What a token of its prompt costs, if another one's costs 1."""
+        """What a token of its prompt costs, relative to one that is only computed."""
         return 1.0 if self.reading is None else self.reading.weight
 
     @property
     def remaining(self) -> int:
-        """Tokens that are known and in no step yet."""
+        """Known tokens that are in no step yet."""
         return len(self.tokens) - self.num_computed - self.submitted
 
     @property
     def position(self) -> int:
-        """Tokens that its next one looks back at."""
+        """How many tokens its next one attends to."""
         return self.num_computed + self.submitted - self.dropped
 
     @property
     def uncomputed(self) -> int:
-        """Tokens that are known and not computed yet."""
+        """Known tokens that are not computed yet."""
         return len(self.tokens) - self.num_computed
 
     @property
     def next_chunk(self) -> int:
-        """How many tokens that are in no step yet can be computed in one."""
+        """How many of the remaining tokens one step can compute."""
         known = len(self.tokens) - self.num_computed - self.submitted
         return known if self.window is None else min(known, self.window.until_drop(self.num_computed))
 
     @property
     def most_drafts(self) -> int:
-        """How many tokens may be drafted behind its last one, which is all that is not computed: none of them, nor the
-        one that is chosen after them, may be longer than the answer, and a window has to stay where it is. The first
-        token of an answer is chosen without."""
+        """How many tokens may be drafted after its last one, the only one not computed: they and the one chosen after
+        them must fit into the answer, and the window must not move. None before an answer's first token."""
         if self.twins or self.submitted or len(self.tokens) == self.n_prompt or self.uncomputed > 1:
             return 0
         most = self.max_length - len(self.tokens) - 1
@@ -205,7 +204,7 @@ class Sequence(KVSequence):
 
     @property
     def key(self) -> bytes:
-        """The tokens known at admission, as the prefix index takes them."""
+        """The tokens known at admission, as the prefix index wants them."""
         if self._key is None:
             self._key = self.tokens.tobytes()
         return self._key
@@ -215,8 +214,8 @@ class Sequence(KVSequence):
         self._key = None
 
     def shares(self, other: Sequence, count: int) -> bool:
-        """Do both begin with the same `count` tokens, where this one finds what the other computes? Its last token does
-        not count: it is always computed."""
+        """Whether both begin with the same `count` tokens and this one may use what the other computes. The last token
+        does not count: it is always computed."""
         if other.space not in (self.space, COMMON_SPACE):
             return False
         if self.reading is not None and self.reading.reusable is not None and count > self.reading.reusable:
@@ -229,8 +228,8 @@ class Sequence(KVSequence):
 
 
 class Request:
-    """One prompt, `params.n` answers. Created by the caller's thread, then owned by the engine's. Others may read its
-    numbers: each is written in one go, but two of them may be of different steps."""
+    """One prompt, `params.n` answers. Created by the caller's thread, then owned by the engine's. Other threads may
+    read its numbers, but two of them may be of different steps."""
 
     __slots__ = (
         "admitted_at",
@@ -265,7 +264,7 @@ class Request:
         deadline: float,
         priority: int = 0,
         end_ids: frozenset[int] = frozenset(),
-        tenant: Tenant = NOBODY,
+        tenant: Tenant = ANONYMOUS,
         pins: Tokens[PinMark] = (),
     ) -> None:
         self.id = request_id
@@ -273,20 +272,20 @@ class Request:
         self.prompt: array[int] = array("i", prompt)
         self.params = params
         self.pins = pins
-        """What of the prompt is to stay in the cache when the first answer ends."""
+        """Parts of the prompt to pin in the cache when the first answer ends."""
         self.arrival = arrival
         self.deadline = deadline
         self.priority = priority
         self.end_ids = end_ids
         self.embeds = False
-        """Whether it is a text to embed, one of many perhaps."""
+        """Whether it is a text to embed."""
         self.state = RequestState.PENDING
         self.reason: FinishReason | None = None
         self.sequences: list[Sequence] = []
         self.unfinished = params.n
         self.preemptions = 0
         self.cached_tokens = 0
-        """Of the prompt, found when the request was first admitted."""
+        """Prompt tokens found in the cache when the request was first admitted."""
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
@@ -317,16 +316,15 @@ def build_request(
     vocab_size: int,
     window: Window | None = None,
     rows: RowSampler | None = None,
-    tenant: Tenant = NOBODY,
+    tenant: Tenant = ANONYMOUS,
     pins: Tokens[PinMark] = (),
     constraint: Constraint | None = None,
     reading: Reading | None = None,
 ) -> Request:
-    """A request with its sequences, ready for the engine. Answer i draws with seed + i; `rows` does the work of it.
-    With a `constraint` answers end where it says, and so may always choose to end. `reading` is what is read off the
-    prompt, once for all answers.
+    """A request with its sequences, ready for the engine. Answer i draws with seed + i. A `constraint` decides where
+    answers end, so they may always choose an end token. `reading` scores or pools the prompt, once for all answers.
 
-    With a `window` an answer does not end with the context; one that was given no length is as long as that at most.
+    With a `window` an answer may outgrow the context; without max_tokens it is at most as long as the context.
     """
     stops = frozenset(params.stop_token_ids)
     past_the_end = params.ignore_eos and constraint is None

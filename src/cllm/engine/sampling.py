@@ -1,11 +1,11 @@
-"""From logits to tokens: one implementation for every backend.
+"""From logits to tokens, the same for every backend.
 
-The order of work on a row:
+The order of operations on a row:
 
 1. the token mask, `logit_bias`, `min_tokens` (which forbids the tokens that end an answer) and `ignore_eos` (which
-   forbids the model's own end of text for good, as llama-server does: nothing sensible follows it);
+   always forbids the model's own end of text, as llama-server does: nothing sensible follows it);
 2. repetition, frequency and presence penalties;
-3. the best token if greedy (of equal ones the lowest id), otherwise
+3. the best token if greedy (the lowest id among equals), otherwise
 4. temperature, `top_k`, `top_p`, `min_p`, and one draw.
 
 Steps 1 to 3 are vLLM's, and so is temperature before the truncations: they act on the distribution that is
@@ -33,15 +33,15 @@ from cllm.engine.constraint import Constraint, Mask, leaves_some
 from cllm.engine.draw import Ids, Row, mix64, uniform
 from cllm.engine.params import SamplingParams
 from cllm.engine.penalties import Penalties
-from cllm.engine.rows import ROWS, RowSampler
+from cllm.engine.row_sampler import DEFAULT_SAMPLER, RowSampler
 from cllm.errors import InvalidRequestError
 
 
 class TokenLogprob:
     """A token's log probability, and the most likely tokens with theirs, best first.
 
-    `top` never holds a token of probability zero, so it may be shorter than asked for. Two arrays hold it: an answer
-    keeps thousands of these, and as objects the twenty pairs of one would take two thousand bytes.
+    `top` has no tokens of probability zero, so it may be shorter than requested. It is stored as two arrays: an answer
+    has thousands of these, and as objects the twenty pairs of one would take two thousand bytes.
     """
 
     __slots__ = ("_top_ids", "_top_logprobs", "logprob", "token_id")
@@ -71,15 +71,15 @@ class Choice(NamedTuple):
 
 
 def _without_logprob(token_id: int) -> Choice:
-    """Not by the class's own constructor, which takes several times as long: most rows of most steps have one."""
+    """Bypasses the constructor, which takes several times as long: most rows of most steps need one."""
     return tuple.__new__(Choice, (token_id, None))
 
 
 class TokenChooser:
-    """How one answer chooses its tokens: the parameters and what they need to know of the answer so far.
+    """Chooses the tokens of one answer: the parameters, and what they need to know of the answer so far.
 
-    A draw's randomness depends on `seed` and on the number of tokens generated, nothing else. A new chooser that
-    was shown an answer's tokens by `observe` goes on as the old one would have.
+    A draw depends on `seed` and the number of tokens generated, nothing else. A new chooser that was given an answer's
+    tokens by `observe` continues as the old one would have.
     """
 
     __slots__ = (
@@ -113,11 +113,11 @@ class TokenChooser:
         rows: RowSampler | None = None,
         constraint: Constraint | None = None,
     ) -> None:
-        """`end_ids` end the answer, so they wait for `min_tokens`; `forbidden` ones are never chosen. Whatever the
-        `constraint` says goes before all else."""
+        """`end_ids` end the answer, so they wait for `min_tokens`; `forbidden` ones are never chosen. The `constraint`
+        takes precedence over everything else."""
         check_token_ids(params, vocab_size)
         self.params = params
-        self._rows = ROWS if rows is None else rows
+        self._rows = DEFAULT_SAMPLER if rows is None else rows
         self.constraint = constraint
         self._failure: Exception | None = None
         self._vocab_size = vocab_size
@@ -129,15 +129,15 @@ class TokenChooser:
         self._end_ids: Ids = np.array(sorted(end_ids), np.intp)
         self._forbidden = forbidden
         self._forbidden_ids: Ids = np.array(sorted(forbidden), np.intp)
-        # Made once: hundreds of rows ask for them in every step. That they are the same for many says much at a glance.
+        # Made once: hundreds of rows use them in every step, and many share the same object.
         self._best = _best(params, forbidden)
         self._early_best = _best(params, forbidden | end_ids) if params.min_tokens else self._best
-        # Then the best token is all there is to know, and no computing waits for anything else between two steps.
+        # Then the best token is all that is needed.
         self._plain = params.greedy and params.logprobs is None and not self._adjusts
 
     def twin(self, seed: int) -> TokenChooser:
-        """A chooser for another answer to the same prompt, made from one that has not chosen yet. What never changes
-        is shared: a twin costs next to nothing, however long the prompt and the lists of tokens are."""
+        """A chooser for another answer to the same prompt, made from one that has not chosen yet. What never changes is
+        shared, so it is cheap, however long the prompt and the lists of tokens are."""
         twin = copy(self)
         twin._key = mix64(seed)
         twin._penalties = self._penalties.twin()
@@ -154,7 +154,7 @@ class TokenChooser:
             self._penalties.observe(token_id)
 
     def agreed(self, tokens: Sequence[int]) -> int:
-        """How many of these could be the next ones. A constraint that fails here will say so when it matters."""
+        """How many of these could come next. If the constraint fails here, it will fail again when it matters."""
         if self.constraint is None:
             return len(tokens)
         try:
@@ -162,16 +162,16 @@ class TokenChooser:
         except Exception:
             return 0
 
-    def foresees(self, ahead: int) -> bool:
-        """Whether `foresee` can tell how to choose after `ahead` tokens that are not known: of those that penalties
-        have to count, whoever chooses elsewhere knows the last one alone; a constraint has to see them all."""
+    def can_draw_ahead(self, ahead: int) -> bool:
+        """Whether `draw_ahead` works after `ahead` tokens that are not known yet: of these, a backend that draws can
+        count only the last one for penalties, and a constraint has to see them all."""
         if self.constraint is not None:
             return ahead == 0
         return ahead <= 1 or not self._penalties.active
 
-    def foresee(self, ahead: int, mask: Mask | Exception | None = None) -> Draw:
-        """How the token will be chosen that comes after the next `ahead` ones, for who chooses it elsewhere. With an
-        exception for a mask none can be: `take` raises it."""
+    def draw_ahead(self, ahead: int, mask: Mask | Exception | None = None) -> Draw:
+        """How to draw the token after the next `ahead` ones, for a backend that draws itself. If `mask` is an
+        exception, `take` raises it."""
         if isinstance(mask, Exception):
             self._failure = mask
             mask = np.zeros((self._vocab_size + 31) // 32, np.int32)
@@ -194,7 +194,7 @@ class TokenChooser:
         )
 
     def take(self, drawn: Drawn) -> Choice | None:
-        """Observe a token that was chosen as `foresee` said; None if there was no finite best."""
+        """Observe a token that the backend drew; None if the row had no finite best."""
         token_id = drawn.token_id
         if self._failure is not None:
             raise self._failure
@@ -206,7 +206,7 @@ class TokenChooser:
         return Choice(token_id, TokenLogprob(token_id, drawn.logprob, drawn.top))
 
     def choose(self, logits: Row, mask: Mask | None) -> Choice | None:
-        """Choose and observe the next token; None if there is no finite best. `mask` is that of the constraint."""
+        """Choose and observe the next token; None if the row has no finite best. `mask` is the constraint's."""
         best = self._rows.argmax(logits)
         peak = float(logits[best])
         if not math.isfinite(peak):
@@ -243,17 +243,17 @@ class TokenChooser:
         return self.constraint.forced[0]
 
     def _too_early(self, generated: int, mask: Mask | None) -> bool:
-        """Whether the answer may not end yet: where it may do nothing else, it may."""
+        """Whether `min_tokens` forbids an end. Not if the mask allows nothing else."""
         return generated < self.params.min_tokens and (mask is None or leaves_some(mask, self._end_ids))
 
     @property
     def _adjusts(self) -> bool:
-        """Whether something else than a mask or a forbidden token may come between the logits and the choice."""
+        """Whether anything but a mask or a forbidden token may change the choice."""
         return self._penalties.active or len(self._bias) > 0 or self.generated < self.params.min_tokens
 
     def _adjusted(self, logits: Row, best: int, mask: Mask | None) -> Row:
         """The row after steps 1 and 2: a copy, or `logits` itself if nothing applies."""
-        # A greedy choice only minds a forbidden token that would be the best.
+        # Greedily, a forbidden token matters only if it is the best.
         forbids = len(self._forbidden) > 0 and (not self.params.greedy or best in self._forbidden)
         if mask is None and not (forbids or self._adjusts):
             return logits
@@ -281,12 +281,12 @@ class TokenChooser:
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse token ids that the vocabulary does not have."""
+    """Raise `InvalidRequestError` for token ids that the vocabulary does not have."""
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         for token_id in ids:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequestError(
-                    f"{name} holds token id {token_id}; ids of this model are 0 to {vocab_size - 1}", name
+                    f"{name} has the token id {token_id}; this model's ids are 0 to {vocab_size - 1}", name
                 )
 
 
@@ -295,10 +295,9 @@ def choose(
     wanted: Sequence[tuple[int, TokenChooser]],
     masks: Sequence[Mask | Exception | None] | None = None,
 ) -> list[Choice | Exception | None]:
-    """One token for each (row, chooser) wanted, with its mask if any, or why there is none; several choosers may share
-    a row.
+    """One token for each wanted (row, chooser), with its mask if any; several choosers may share a row.
 
-    None where a row has no finite best: it holds NaN or +inf, or nothing is allowed. An exception where one was raised:
+    None where a row has no finite best: it has NaN or +inf, or nothing is allowed. An exception where one was raised:
     the other choosers have chosen, so their tokens must count. `logits` is not changed.
     """
     choices: list[Choice | Exception | None] = []
@@ -315,7 +314,7 @@ def choose(
 
 
 def _best(params: SamplingParams, bans: frozenset[int]) -> Draw:
-    """The best token, with `logit_bias` and without those that may not be chosen."""
+    """A draw of the best token, with `logit_bias` and without banned tokens."""
     if not params.logit_bias:
         return _best_without(bans, params.logprobs)
     biased = {token: bias for token, bias in params.logit_bias.items() if token not in bans}

@@ -1,5 +1,4 @@
-"""What a step's result means: positions checked, blocks committed, tokens taken, drafts kept as far as they are right,
-ends noticed."""
+"""Applies a step's result: checks positions, commits blocks, takes tokens, keeps the right drafts, ends answers."""
 
 from __future__ import annotations
 
@@ -17,19 +16,19 @@ log = logging.getLogger("cllm.engine")
 
 
 Wanted = tuple[int, int, Sequence]
-"""The row of the result, the number of the draw, who takes it."""
+"""The row of the result, the number of the draw, the sequence that takes it."""
 
 Drafted = tuple[int, Sequence, Chunk]
-"""The first row of the result, whose it is, and the chunk with the drafts."""
+"""The first row of the result, the sequence, and its chunk with the drafts."""
 
 
 class Scheduler(Planner):
-    """Plans steps and takes their results in; what it stands on knows who is here, and what to do about faults."""
+    """Plans steps (`Planner`) and applies their results. `RequestTracker` has the requests, `Faults` handles errors."""
 
     def apply(self, plan: Plan, result: StepResult) -> None:
-        """Take the step's result in. Sequences that ended while it ran are passed over.
+        """Apply a step's result. Sequences that ended while it ran are skipped.
 
-        What is raised is raised before any token is chosen, so that the same ones can be computed again.
+        Anything raised is raised before a token is chosen, so that the step can be computed again.
         """
         wanted, drafted = self._computed(plan, result)
         now = self._clock()
@@ -39,8 +38,8 @@ class Scheduler(Planner):
             self._take_drafted(sequence, chunk, result, row, now)
 
     def _computed(self, plan: Plan, result: StepResult) -> tuple[list[Wanted], list[Drafted]]:
-        """All tokens of the step are in memory. Who takes a token now, and who as many as were drafted right."""
-        kv, stays = self.kv, plan.stays
+        """All tokens of the step are in memory. Which sequences take a token now, and which have drafts to verify."""
+        kv, epochs = self.kv, plan.epochs
         verifies, unit = kv.verifies, kv.unit_tokens
         wanted: list[Wanted] = []
         drafted: list[Drafted] = []
@@ -51,8 +50,8 @@ class Scheduler(Planner):
             next_row += wants
             if not sequence.running:
                 continue
-            if stays is not None:  # as `Plan.lands`, without the call
-                if sequence.stay != stays[index]:
+            if epochs is not None:  # as `Plan.settle`, without the call
+                if sequence.epoch != epochs[index]:
                     continue
                 sequence.submitted -= count
                 sequence.promised -= wants
@@ -63,7 +62,7 @@ class Scheduler(Planner):
                 sequence.num_computed -= drafted_in(chunk)
                 drafted.append((row, sequence, chunk))
                 continue
-            # One token completes something to share only where a unit ends.
+            # A single token completes something to share only at the end of a unit.
             if count > 1 or sequence.num_computed % unit == 0:
                 kv.commit(sequence)
             if sequence.reading is not None and not self._read(sequence, chunk, result.read.get(index)):
@@ -72,13 +71,13 @@ class Scheduler(Planner):
                 wanted.append((row, 0, sequence))
                 if sequence.twins:
                     wanted += [(row, place, twin) for place, twin in self._fork_twins(sequence)]
-            elif not sequence.answers and sequence.num_computed == len(sequence.tokens):
+            elif not sequence.generates and sequence.num_computed == len(sequence.tokens):
                 self._end(sequence, FinishReason.LENGTH)
         return wanted, drafted
 
     def _read(self, sequence: Sequence, chunk: Chunk, read: PromptScores | Hidden | None) -> bool:
-        """Take in what was read off a part of the prompt, and tell it when that was the last. False: it is of no use,
-        and so the sequence has ended."""
+        """Take what was read off a part of the prompt, and output it after the last part. False if it is not usable and
+        the sequence has ended."""
         reading = sequence.reading
         assert reading is not None
         try:
@@ -89,7 +88,7 @@ class Scheduler(Planner):
             result = reading.result()
         except Exception as error:
             if not isinstance(error, BackendError):
-                log.exception("request %s: its prompt cannot be read", sequence.request.id)
+                log.exception("request %s: scoring or pooling its prompt failed", sequence.request.id)
             failure = error if isinstance(error, BackendError) else BackendError(describe(error))
             self._end(sequence, FinishReason.ERROR, error=failure)
             return False
@@ -110,7 +109,7 @@ class Scheduler(Planner):
                 self._take_forced(sequence, now)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        """No token can be chosen, and that is nobody else's business."""
+        """No token can be chosen: only this sequence fails."""
         if isinstance(error, StructureError):
             log.warning("request %s: %s", sequence.request.id, error)
             self._end(sequence, FinishReason.ERROR, error=error)
@@ -119,8 +118,8 @@ class Scheduler(Planner):
             self._end(sequence, FinishReason.ERROR, error=BackendError(describe(error)))
 
     def _take_forced(self, sequence: Sequence, now: float) -> None:
-        """The tokens that must follow are the answer's at once, and computed with the next step. Where log
-        probabilities are asked for, each waits for its own row, and is chosen from that."""
+        """Tokens that must follow are part of the answer at once, and computed with the next step. If logprobs are
+        requested, each waits for its own row and is chosen from that."""
         chooser = sequence.chooser
         sequence.forced = 0
         if chooser.params.logprobs is not None:
@@ -135,7 +134,7 @@ class Scheduler(Planner):
                 self._take_token(sequence, token, None, now)
 
     def _take_drafted(self, sequence: Sequence, chunk: Chunk, result: StepResult, row: int, now: float) -> None:
-        """Choose token after token, as long as the one before is what was drafted, which its row was computed for."""
+        """Choose token after token, as long as each is as drafted, so that the next row was computed for it."""
         assert result.logits is not None
         drafted, accepted = drafted_in(chunk), 0
         draft, ends = chunk.tokens[-drafted:], sequence.request.end_ids
@@ -152,7 +151,7 @@ class Scheduler(Planner):
         self._take_choice(sequence, choice, now)
 
     def _keep_accepted(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Memory has what was drafted right, and nothing behind it. Its tokens stand, whatever is raised."""
+        """Keep the memory of accepted drafts and drop the rest. The tokens stand, whatever is raised."""
         sequence.num_computed += accepted
         self.drafted_tokens += drafted
         self.accepted_drafts += accepted
@@ -180,8 +179,8 @@ class Scheduler(Planner):
             self._outputs.append(token_output(request, sequence.index, token, logprob))
 
     def _fork_twins(self, sequence: Sequence) -> list[tuple[int, Sequence]]:
-        """The prompt is computed: its other answers begin here, as far as there is room; the rest queue up. Those that
-        began, with their number among all answers that begin here."""
+        """The prompt is computed: fork its other answers, as far as there is room, and queue the rest. Those that were
+        forked, with their number among all answers."""
         started: list[tuple[int, Sequence]] = []
         place = 0
         while sequence.twins:
@@ -194,7 +193,7 @@ class Scheduler(Planner):
                     started.append((place, twin))
                 else:
                     self.waiting.push(twin)
-            del sequence.twins[0]  # only now: a twin that could not be dealt with is dealt with next time
+            del sequence.twins[0]  # only now: if something was raised, it is tried again next time
         return started
 
     def _forked(self, sequence: Sequence, twin: Sequence) -> bool:
@@ -203,12 +202,12 @@ class Scheduler(Planner):
         except BackendError as error:
             if error.fatal or twin.admitted:
                 raise
-            log.error("request %s: an answer cannot begin where another one is: %s", sequence.request.id, error)
+            log.error("request %s: forking an answer failed: %s", sequence.request.id, error)
             return False
 
 
 def _choices(result: StepResult, wanted: list[Wanted]) -> list[Choice | Exception | None]:
-    """The tokens that the backend chose, or those that the host chooses now."""
+    """Tokens that the backend chose, or that the host chooses now."""
     if result.drawn is None:
         assert result.logits is not None
         return _choose(result.logits, [(row, sequence.chooser) for row, _, sequence in wanted])

@@ -1,4 +1,4 @@
-"""The engine's numbers, published as one immutable value after every step: readers never wait, nothing is torn."""
+"""The engine's statistics, published as one immutable value after every step, so that readers never wait."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class EngineSnapshot(NamedTuple):
     cached_tokens: int
     generated_tokens: int
     dropped_tokens: int
-    """Computed tokens that rolling windows have let go of."""
+    """Computed tokens that rolling windows dropped."""
     drafted_tokens: int
-    """Those that steps computed."""
+    """Drafted tokens that were computed."""
     accepted_drafts: int
-    """Those of them that became tokens of answers."""
+    """Those that became tokens of answers."""
     finished: Mapping[str, int]
     """Finish reason -> requests."""
     uptime_s: float

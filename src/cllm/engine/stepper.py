@@ -5,7 +5,7 @@ while N is computed:
 
     depth 2    plan A, submit A │ plan B, submit B, collect A, apply A │ plan C, submit C, collect B, apply B │ …
 
-Whoever needs turns (the engine, the simulator, benchmarks, tests) takes them from here.
+The engine, the simulator, the micro benchmark and the tests all step through this class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from cllm.backends.base import Backend, StepResult
 from cllm.engine.plan import Plan
 from cllm.engine.scheduler import Scheduler
-from cllm.engine.turns import Turn
+from cllm.engine.time_sharing import TimeShare
 from cllm.errors import BackendError, StepAbortedError, describe
 
 log = logging.getLogger("cllm.engine")
@@ -27,11 +27,11 @@ ABORT_CHUNK_TOKENS = 32
 """A cancelled request interrupts the step it is in if its chunk is at least this long."""
 
 MAX_ABORTED_STEPS = 8
-"""Interrupted steps in a row; cancellations cause one at most, so a backend that does not stop aborting is broken."""
+"""Aborted steps in a row. Cancellations cause at most one, so a backend that keeps aborting is broken."""
 
 
-class Flight(NamedTuple):
-    """A step under way."""
+class InFlightStep(NamedTuple):
+    """A step that was submitted and not collected."""
 
     plan: Plan
     ticket: Any
@@ -39,7 +39,7 @@ class Flight(NamedTuple):
 
 
 class Stepper:
-    """`timer` tells how long steps take; `on_computed` is called when one is done, before its tokens count."""
+    """`timer` measures steps; `on_computed` is called when one is done, before its tokens count."""
 
     def __init__(
         self,
@@ -49,52 +49,52 @@ class Stepper:
         timer: Callable[[], float],
         on_computed: Callable[[Plan], None] = lambda plan: None,
         upkeep_share: float = 0.0,
-        turn: Turn | None = None,
+        time_share: TimeShare | None = None,
     ) -> None:
-        """`upkeep_share`: what the cache's upkeep between steps may take, as a share of a step. `turn`: this engine's
-        place among those that compute in turns, if there are others."""
+        """`upkeep_share`: how long the cache's upkeep between steps may take, as a share of a step. `time_share`: this
+        engine's turns on the CPU, if other models compute there, too."""
         self.steps = 0
         self.last_step_s = 0.0
         self.in_step: frozenset[str] = frozenset()
-        """Requests whose cancellation is worth an interruption. Any thread may look."""
+        """Requests whose cancellation is worth aborting the step. Any thread may read it."""
         self._backend = backend
         self._scheduler = scheduler
         self._timer = timer
         self._on_computed = on_computed
         self._upkeep_share = upkeep_share
-        self._flights: deque[Flight] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         self._aborted_steps = 0
-        self._landed_at = 0.0
+        self._finished_at = 0.0
         self._goes_on = False
-        """Somebody ran on when the step before this one was done, and so waits for what passes in between."""
-        self._turn = turn
+        """Sequences were still running when the last step was done, so the time between steps is a gap for them."""
+        self._time_share = time_share
 
     @property
     def under_way(self) -> bool:
-        return bool(self._flights)
+        return bool(self._in_flight)
 
     def advance(self) -> bool:
-        """Plan and submit a step, if there is anything to compute; take in the oldest one's result, if it is time.
-        False: there was neither."""
-        if self._turn is not None:
-            return self._advance_in_turn(self._turn)
+        """Plan and submit a step, if there is anything to compute, and collect the oldest one if it is due. False if
+        there was neither."""
+        if self._time_share is not None:
+            return self._advance_in_turn(self._time_share)
         return self._compute_step(self._plan())
 
-    def _advance_in_turn(self, turn: Turn) -> bool:
-        self._scheduler.budget.share(*turn.begin())
+    def _advance_in_turn(self, time_share: TimeShare) -> bool:
+        self._scheduler.budget.share(*time_share.begin())
         plan = self._plan()
         if not plan.chunks:
-            turn.rest()
+            time_share.rest()
             return self._compute_step(plan)
-        turn.answering = plan.decode_rows > 0
-        with turn:
+        time_share.answering = plan.decode_rows > 0
+        with time_share:
             return self._compute_step(plan)
 
     def _plan(self) -> Plan:
         plan = self._scheduler.schedule()
-        self._scheduler.raise_doubt()
-        if self._goes_on and plan.chunks and not self._flights:
-            self._scheduler.budget.costs.observe_host(self._timer() - self._landed_at)
+        self._scheduler.raise_if_distrusted()
+        if self._goes_on and plan.chunks and not self._in_flight:
+            self._scheduler.budget.costs.observe_host(self._timer() - self._finished_at)
         self._goes_on = False
         return plan
 
@@ -102,9 +102,9 @@ class Stepper:
         scheduler = self._scheduler
         if plan.chunks:
             self._submit(plan)
-        if self._flights and (len(self._flights) >= self._backend.depth or not plan.chunks):
-            self._land(self._flights.popleft())
-            scheduler.raise_doubt()
+        if self._in_flight and (len(self._in_flight) >= self._backend.depth or not plan.chunks):
+            self._finish(self._in_flight.popleft())
+            scheduler.raise_if_distrusted()
             scheduler.kv.maintain(self._upkeep_share * self.last_step_s)
             return True
         return bool(plan.chunks)
@@ -112,8 +112,8 @@ class Stepper:
     def _submit(self, plan: Plan) -> None:
         if self._backend.depth > 1:
             self._scheduler.launch(plan)
-        # No two steps in a row are interrupted, so that others advance however many cancel. Nor is one that another
-        # one was planned on top of.
+        # No two steps in a row are aborted, so that others advance however many requests are cancelled. Nor is one that
+        # another step was planned on.
         elif self._aborted_steps == 0 and plan.prompt_tokens >= ABORT_CHUNK_TOKENS:
             self.in_step = frozenset(
                 sequence.request.id
@@ -127,16 +127,16 @@ class Stepper:
             self._aborted(plan, error)
         except BackendError as error:
             self._failed(plan, error)
-            while self._flights:  # those before it are not to blame
-                self._land(self._flights.popleft())
+            while self._in_flight:  # those before it are fine
+                self._finish(self._in_flight.popleft())
             self._scheduler.try_alone(plan, self._compute)
         else:
-            self._flights.append(Flight(plan, ticket, started))
+            self._in_flight.append(InFlightStep(plan, ticket, started))
 
-    def _land(self, flight: Flight) -> None:
-        plan = flight.plan
+    def _finish(self, step: InFlightStep) -> None:
+        plan = step.plan
         try:
-            result = self._backend.collect(flight.ticket)
+            result = self._backend.collect(step.ticket)
         except StepAbortedError as error:
             self._aborted(plan, error)
             self._drop()
@@ -149,15 +149,15 @@ class Stepper:
         finally:
             self.in_step = frozenset()
         now = self._timer()
-        # Of steps that overlap, only the time after the one before counts.
-        self.last_step_s = now - max(flight.started, self._landed_at)
-        self._landed_at = now
+        # Steps overlap: only the time since the previous one counts.
+        self.last_step_s = now - max(step.started, self._finished_at)
+        self._finished_at = now
         self.steps += 1
         self._aborted_steps = 0
         scheduler = self._scheduler
         scheduler.budget.observe(plan.prompt_cost, plan.decode_rows, self.last_step_s, plan.pairs, plan.beside_rows)
         if scheduler.drafting is not None and not plan.forced:
-            scheduler.drafting.took(plan.decode_rows, plan.drafted, self.last_step_s, plan.prompt_tokens)
+            scheduler.drafting.observe_step(plan.decode_rows, plan.drafted, self.last_step_s, plan.prompt_tokens)
         self._on_computed(plan)
         scheduler.apply(plan, result)
         scheduler.observers.step(self.last_step_s, plan.prompt_tokens, plan.rows)
@@ -179,32 +179,32 @@ class Stepper:
         self._scheduler.rewind(plan)
 
     def _drop(self) -> None:
-        """What was planned on top of a step that did not happen does not happen either."""
-        while self._flights:
-            flight = self._flights.popleft()
+        """Drop the steps that were planned on one that failed."""
+        while self._in_flight:
+            step = self._in_flight.popleft()
             try:
-                self._backend.collect(flight.ticket)
+                self._backend.collect(step.ticket)
             except BackendError as error:
                 if error.fatal:
                     raise
-            self._scheduler.rewind(flight.plan)
+            self._scheduler.rewind(step.plan)
 
     def _compute(self, plan: Plan) -> StepResult:
-        """A step by itself."""
+        """One step, submitted and collected at once."""
         if self._backend.depth > 1:
             self._scheduler.launch(plan)
         return self._backend.collect(self._backend.submit(plan.chunks))
 
     def abandon(self) -> None:
-        """Nobody waits for what is under way: have the backend done with it."""
-        while self._flights:
-            flight = self._flights.popleft()
+        """Collect and drop what is in flight, so that the backend is done with it."""
+        while self._in_flight:
+            step = self._in_flight.popleft()
             try:
-                self._backend.collect(flight.ticket)
+                self._backend.collect(step.ticket)
             except Exception as error:
-                log.debug("a step that nobody waited for failed: %s", describe(error))
+                log.debug("an abandoned step failed: %s", describe(error))
 
     def forget(self) -> None:
-        """The backend's context is lost, and with it what was under way."""
-        self._flights.clear()
+        """The backend's context is lost, and with it what was in flight."""
+        self._in_flight.clear()
         self._goes_on = False

@@ -1,4 +1,4 @@
-"""For whom a request is computed."""
+"""The owner of a request."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from cllm.kv.radix import COMMON_SPACE
 
 
 class Tenant(NamedTuple):
-    """`name` is for people: logs and metrics. `space` decides: sequences share prefixes within theirs, with no other,
-    and find those of `EVERYBODY`.
+    """`name` appears in logs and metrics. Cached prefixes are shared only within a `space`, and everyone finds those of
+    `COMMON`.
 
-    Whoever takes requests gives them their tenant; nothing that a client sends may become a part of `space`.
+    The server assigns tenants; nothing that a client sends may become part of `space`.
     """
 
     name: str = ""
     space: bytes = b""
 
 
-NOBODY = Tenant()
-"""Of whoever needs no key."""
+ANONYMOUS = Tenant()
+"""Requests without a key."""
 
-EVERYBODY = Tenant(space=COMMON_SPACE)
-"""For whom what all may find is computed; nothing that somebody sends with a key of its own may be."""
+COMMON = Tenant(space=COMMON_SPACE)
+"""Computes prefixes that everyone may find. Never for a request with a key of its own."""

@@ -1,12 +1,11 @@
-"""What comes into the prefix tree and leaves it, block by block, for whoever keeps a picture of it elsewhere.
+"""Events: which blocks enter and leave the prefix cache, for anything that mirrors it elsewhere.
 
-A block's name is a chained hash of its tokens, all tokens before it, and the space they are found in (see
-disk/names.py): the same after a restart, and the same on every server. A name tells nothing of the tokens to who does
-not know them.
+A block's name is a chained hash of its tokens, all tokens before it, and its space (see block_names.py): stable across
+restarts and servers, and meaningless without the tokens.
 
-Events are numbered. A listener has a queue of its own that holds so many; who does not keep up loses what is in it,
-and finds a *gap* instead: then the picture has to be made anew, from `KVManager.held_names`. Numbers are without holes,
-but for gaps and for *cleared*, which stands for all before it.
+Events are numbered. Each listener has a bounded queue; one that falls behind loses its queue and finds a *gap* instead:
+the mirror must then be rebuilt from `KVManager.held_names`. Numbers are consecutive, except across gaps and *cleared*,
+which stands for everything before it.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ class KVEvent(NamedTuple):
     kind: Literal["stored", "removed", "cleared", "gap"]
     names: tuple[bytes, ...] = ()
     parent: bytes = b""
-    """stored: the name that the first one follows on."""
+    """stored: the name of the block before the first."""
 
 
 class Listener:
-    """What happened since it was asked last. Filled by the engine's thread, emptied by another one."""
+    """The events since the last `take`. Filled by the engine's thread, emptied by another."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -39,7 +38,7 @@ class Listener:
 
     def put(self, event: KVEvent) -> None:
         with self._lock:
-            if event.kind == "cleared":  # from here on a picture is right again, whatever was lost
+            if event.kind == "cleared":  # a mirror is right again from here on, whatever was lost
                 self._waiting.clear()
                 self._gap_at = None
             elif self._gap_at is not None or len(self._waiting) >= self._most:
@@ -49,7 +48,7 @@ class Listener:
             self._waiting.append(event)
 
     def take(self) -> list[KVEvent]:
-        """All that wait. A gap stands for everything up to its own number."""
+        """All queued events. A gap stands for everything up to its number."""
         with self._lock:
             events, gap_at = list(self._waiting), self._gap_at
             self._waiting.clear()
@@ -58,16 +57,16 @@ class Listener:
 
 
 class KVEvents:
-    """Counts for everybody, tells those who listen."""
+    """Counts events and passes them to listeners."""
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the latest event."""
+        """The latest event's number."""
         self.blocks_stored = self.blocks_removed = 0
         self._listeners: WeakSet[Listener] = WeakSet()
 
     def listen(self, most: int = MOST_WAITING) -> Listener:
-        """From now on, for as long as somebody holds the listener. On the engine's thread, like all that changes."""
+        """A listener that receives events for as long as it is referenced. Call on the engine's thread."""
         listener = Listener(most)
         self._listeners.add(listener)
         return listener
@@ -81,7 +80,7 @@ class KVEvents:
         self._tell("removed", names)
 
     def cleared(self) -> None:
-        """Whatever was there is gone."""
+        """The cache is empty."""
         self._tell("cleared", ())
 
     def _tell(self, kind: Literal["stored", "removed", "cleared"], names: Sequence[bytes], parent: bytes = b"") -> None:

@@ -1,7 +1,7 @@
-"""Which of the held, unused things goes first. Every operation is O(1).
+"""Eviction policies: which unused item goes first. Every operation is O(1).
 
-The owner adds an item when its last user leaves, deeper tree nodes before shallower ones. A user of a node uses its
-ancestors too, so an ancestor is never older than its descendants, and the next item to go is always a leaf.
+The owner adds an item when its last user leaves, deeper tree nodes before shallower ones. Using a node uses its
+ancestors too, so an ancestor is never older than its descendants, and the next victim is always a leaf.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EvictionPolicy(Protocol[T]):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[T]:
-        """From the next to go to the last."""
+        """In the order of eviction."""
 
     def __contains__(self, item: object) -> bool: ...
 
@@ -65,9 +65,9 @@ class LRU(Generic[T]):
 
 
 class SegmentedLRU(Generic[T]):
-    """LRU in two classes: what was never found again goes before what was.
+    """LRU in two classes: items that were never hit go before items that were.
 
-    One pass over many prompts that are never repeated cannot push out a system prompt that everybody shares.
+    A burst of prompts that are never repeated cannot push out a system prompt that everybody shares.
     """
 
     def __init__(self) -> None:

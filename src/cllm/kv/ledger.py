@@ -1,15 +1,15 @@
-"""One hard budget over the memory of several models: weights, and K/V that are lent and taken back.
+"""One hard memory budget for several models: their weights, and K/V memory that moves between them.
 
     budget   ├── weights A ──┼── weights B ──┼─── K/V of A ───┼── K/V of B ──┼─ free ─┤
                                                ◄─ target       ▲ asks for more
 
-An account's K/V grow by asking and shrink by giving back; nobody has more than was granted at any moment. What is free
-goes to whoever asks. Then those give way whose unused prefixes are older than the asker's own oldest, so that all
-models together evict like one cache. Up to its *least*, one whole context, an account is entitled to memory: for that,
-others give way however recent theirs is, as soon as nobody uses it any more.
+An account's K/V memory grows by asking and shrinks by giving back; nobody ever has more than was granted. Free memory
+goes to whoever asks. After that, models give way whose unused prefixes are older than the asking model's oldest, so
+that all models together evict like one cache. Up to its *least*, one whole context, an account is entitled to memory:
+for that, others give way however recent their prefixes are, as soon as nobody uses them.
 
-Every model's engine has a thread of its own. Here is the only place where they meet, and nobody waits: who cannot have
-memory now is woken when there is some.
+Every model's engine has its own thread. They meet only here, and nobody blocks: an account that cannot have memory now
+is woken when there is some.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import NamedTuple
 NEVER = float("inf")
 
 
-class Standing(NamedTuple):
-    """What one account has."""
+class AccountStatus(NamedTuple):
+    """The bytes of one account."""
 
     name: str
     fixed: int
@@ -31,32 +31,32 @@ class Standing(NamedTuple):
 
 
 class NoRoomError(Exception):
-    """An account can never be opened beside those that are there."""
+    """An account does not fit beside those that are open."""
 
 
 class Account:
-    """A model's memory. Its engine's thread asks, gives back and says how old its oldest unused prefix is."""
+    """A model's memory. Its engine's thread asks for more, gives back, and reports its oldest unused prefix."""
 
     def __init__(self, ledger: MemoryLedger, name: str, fixed: int, least: int) -> None:
         self.name = name
         self.fixed = fixed
-        """Bytes that stay as long as the model is loaded: weights, and K/V memory that cannot shrink."""
+        """Bytes taken while the model is loaded: weights, and K/V memory that cannot shrink."""
         self.least = least
-        """Bytes of K/V it is entitled to; 0: it has none that could grow or shrink."""
+        """Bytes of K/V it is entitled to; 0: its K/V memory cannot grow or shrink."""
         self.kv = 0
-        """Bytes of K/V it may have now."""
+        """Bytes of K/V granted now."""
         self.target = 0
-        """Bytes of K/V it should come down to, if that is less."""
+        """Bytes of K/V to shrink to, if that is less."""
         self.missing = 0
-        """Bytes it asked for and did not get."""
+        """Bytes asked for and not granted."""
         self.vacant = 0
-        """Bytes of K/V that hold nothing,"""
+        """Bytes of K/V that are empty."""
         self.unused = 0
-        """that no running sequence needs, those included,"""
+        """Bytes of K/V that no running sequence needs, including empty ones."""
         self.oldest = NEVER
-        """and when the oldest of those that hold something were used."""
+        """When its oldest unused prefix was last used."""
         self.wake: Callable[[], None] = lambda: None
-        """Called, from any thread, when there is something to give back, or to be had."""
+        """Called from any thread when there is memory to give back, or to be had."""
         self.is_claimed = fixed == 0
         """Whether the fixed part is counted."""
         self.is_rigid = False
@@ -64,21 +64,21 @@ class Account:
         self._ledger = ledger
 
     def ask(self, more: int, oldest: float, ahead: int = 0) -> bool:
-        """So many bytes more, and `ahead` beyond them if they are free; `oldest` says when one's own oldest unused
-        prefix was used. True: not all are here yet, but others are about to give some back."""
+        """Ask for `more` bytes, and `ahead` beyond them if they are free; `oldest`: when this model's oldest unused
+        prefix was used. True: not all were granted yet, but others are about to give some back."""
         return self._ledger.ask(self, more, oldest, ahead)
 
     def give_back(self, kv: int) -> None:
-        """From now on it has only so many bytes of K/V."""
+        """It has only `kv` bytes of K/V from now on."""
         self._ledger.give_back(self, kv)
 
     def keep_least(self) -> None:
-        """It is needed here: only what is beyond the least is given back."""
+        """It needs its memory: give back only what is beyond the least."""
         if self.target < self.kv:
             self._ledger.keep(self, self.least)
 
     def keep_used(self) -> None:
-        """What is left is in use. It goes when that changes if somebody is entitled to it, otherwise it stays."""
+        """The rest is in use. It is given back later if another account is entitled to it; otherwise it stays."""
         self._ledger.keep_used(self)
 
     def keep_all(self) -> None:
@@ -87,7 +87,7 @@ class Account:
         self._ledger.keep(self, self.kv)
 
     def close(self) -> None:
-        """The model is gone, and all its memory with it."""
+        """The model was unloaded, with all its memory."""
         self._ledger.close(self)
 
     def needs_no_more(self) -> None:
@@ -95,7 +95,7 @@ class Account:
 
     @property
     def is_owed(self) -> bool:
-        """Whether others wait for memory that is their right."""
+        """Whether others wait for memory they are entitled to."""
         return self._ledger.is_owed(self)
 
     @property
@@ -108,7 +108,7 @@ class Account:
 
     @property
     def is_entitled(self) -> bool:
-        """Whether it waits for memory that is its right."""
+        """Whether it waits for memory it is entitled to."""
         return not self.is_claimed or (self.missing > 0 and self.kv < self.least)
 
 
@@ -121,7 +121,7 @@ class MemoryLedger:
     # -- models come and go ------------------------------------------------------------------------------------
 
     def fits(self, needed: int) -> bool:
-        """Whether an account that needs so much can be opened."""
+        """Whether an account that needs `needed` bytes can be opened."""
         with self._lock:
             return needed + sum(account.needed for account in self._accounts) <= self.budget
 
@@ -159,7 +159,7 @@ class MemoryLedger:
             others = [other for other in self._accounts if other is not account]
             may_take = entitled or not any(other.is_entitled for other in others)
             granted = min(more + ahead, self._free) if may_take else 0
-            # If it was to give something back, that stays: those who wait for it have to look for something else.
+            # If it was to give something back, it keeps that: those who wait for it must ask again.
             is_broken = granted > 0 and account.target < account.kv
             disappointed = [other for other in others if other.missing > 0] if is_broken else []
             account.kv += granted
@@ -197,9 +197,9 @@ class MemoryLedger:
 
     # -- looking -----------------------------------------------------------------------------------------------
 
-    def standings(self) -> list[Standing]:
+    def account_status(self) -> list[AccountStatus]:
         with self._lock:
-            return [Standing(account.name, account.fixed, account.kv, account.least) for account in self._accounts]
+            return [AccountStatus(account.name, account.fixed, account.kv, account.least) for account in self._accounts]
 
     @property
     def free(self) -> int:
@@ -207,10 +207,10 @@ class MemoryLedger:
             return self._free
 
     def check(self) -> None:
-        """Raise AssertionError if more is granted than there is."""
+        """Raise AssertionError if more was granted than there is."""
         with self._lock:
             if self._free < 0 or any(account.target > account.kv for account in self._accounts):
-                raise AssertionError(f"the budget of {self.budget} bytes is passed by {-self._free}")
+                raise AssertionError(f"the budget of {self.budget} bytes is exceeded by {-self._free}")
 
     # -- inside, with the lock held ----------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class MemoryLedger:
 
     @property
     def _on_its_way(self) -> int:
-        """What others were told to give back and have not yet."""
+        """What accounts must give back and have not yet."""
         return sum(account.kv - account.target for account in self._accounts)
 
     @property
@@ -228,28 +228,28 @@ class MemoryLedger:
         return [account for account in self._accounts if account.missing > 0]
 
     def _reclaim(self, account: Account, lacking: int, oldest: float, *, entitled: bool) -> list[Account]:
-        """Have others give `lacking` bytes back: what is empty, then what was used before `oldest`, the oldest first;
-        for one that is entitled to it also what they have beyond their own least. Those to wake."""
-        told: dict[Account, None] = {}
+        """Make others give `lacking` bytes back: what is empty, then what was used before `oldest`, the oldest first;
+        if the account is `entitled`, also what they have beyond their own least. Returns those to wake."""
+        lowered: dict[Account, None] = {}
         others = [other for other in self._accounts if other is not account and not other.is_rigid]
         others.sort(key=lambda other: other.oldest)
         for other in others:
-            lacking -= _tell(other, lacking, other.vacant, told)
+            lacking -= _lower_target(other, lacking, other.vacant, lowered)
         for other in others:
             if entitled:
-                lacking -= _tell(other, lacking, max(other.unused, other.kv - other.least), told)
+                lacking -= _lower_target(other, lacking, max(other.unused, other.kv - other.least), lowered)
             elif other.oldest < oldest:
-                lacking -= _tell(other, lacking, other.unused, told)
-        return list(told)
+                lacking -= _lower_target(other, lacking, other.unused, lowered)
+        return list(lowered)
 
 
-def _tell(account: Account, wanted: int, most: int, told: dict[Account, None]) -> int:
-    """Have an account give `wanted` bytes back beside what it is to give already, `most` in all; how many it will."""
+def _lower_target(account: Account, wanted: int, most: int, lowered: dict[Account, None]) -> int:
+    """Lower an account's target by up to `wanted` bytes, `most` in all; returns by how many."""
     amount = min(wanted, most - (account.kv - account.target))
     if amount <= 0:
         return 0
     account.target -= amount
-    told[account] = None
+    lowered[account] = None
     return amount
 
 

@@ -1,6 +1,6 @@
 """How many bytes a token's K/V takes, and what a byte budget buys.
 
-Everything here is exact arithmetic: a quantised type stores blocks of values with their scale, and those bytes count.
+All of it is exact: a quantised type stores blocks of values with their scale, and those bytes count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SLOT_PADDING = 256
 """llama.cpp rounds a sequence's context up to a multiple of this."""
 SAVED_TOKEN_OVERHEAD_BYTES = 16
 SAVED_OVERHEAD_BYTES = 4096
-"""Upper bounds of what a saved sequence needs beside its K/V: positions for every token, a header for the whole."""
+"""Upper bounds of what a saved sequence needs besides its K/V: a position per token, and a header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class KVType:
     block_values: int
     block_bytes: int
     row_bytes_beside: int = 0
-    """For the scale of a token's vector, if it has one."""
+    """Bytes of the scale of a token's vector, if it has one."""
 
     def row_bytes(self, values: int) -> int:
         if values % self.block_values:
             raise ConfigError(
-                f"K/V type {self.name} stores {self.block_values} values together, which does not divide "
-                f"the model's head size of {values}; choose f16"
+                f"K/V type {self.name} stores blocks of {self.block_values} values, which do not divide the model's "
+                f"head size of {values}; use f16"
             )
         return values // self.block_values * self.block_bytes + self.row_bytes_beside
 
@@ -45,7 +45,7 @@ KV_TYPES = {
     "int8": KVType("int8", 1, 1, row_bytes_beside=2),
 }
 CPU_KV_TYPES = ("f16", "q8_0", "q4_0")
-"""Those of native and llama.cpp; the rest are torch's."""
+"""For native and llama.cpp; the others are torch's."""
 
 
 def bytes_per_token(
@@ -58,7 +58,7 @@ def bytes_per_token(
 
 
 def most_bytes(tokens: int, bytes_per_token: int) -> int:
-    """What a sequence takes when it is saved, at most."""
+    """The most bytes a saved sequence takes."""
     return tokens * (bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES) + SAVED_OVERHEAD_BYTES
 
 
@@ -68,7 +68,7 @@ class SlotPlan:
     running: int
     store_bytes: int
     notes: tuple[str, ...]
-    """What is effective instead of what was asked for, one line each."""
+    """Where the plan differs from the settings, one line each."""
 
 
 def plan_slots(
@@ -80,12 +80,11 @@ def plan_slots(
     running_is_asked: bool,
     on_demand: bool = False,
 ) -> SlotPlan:
-    """Slots for `running` sequences of `context` tokens; the rest of the budget stores finished ones.
+    """Slots for `running` sequences of `context` tokens; the rest of the budget is for saved ones.
 
-    `on_demand` takes one slot at the start, if the budget has room to move a whole sequence when there are to be more.
+    `on_demand` allocates one slot at the start, if the budget has room to save a whole sequence when slots are added.
 
-    If the budget is too small, fewer sequences run at once; the context is kept, since requests were promised it. Only
-    when not even one fits is the context cut.
+    If the budget is too small, fewer sequences run at once; the context is cut only if not even one fits.
     """
     notes: list[str] = []
     slot_tokens = -(-context // SLOT_PADDING) * SLOT_PADDING
@@ -94,8 +93,8 @@ def plan_slots(
         slot_tokens = budget_bytes // bytes_per_token // SLOT_PADDING * SLOT_PADDING
         if slot_tokens < SLOT_PADDING:
             raise ConfigError(
-                f"resources.kv_cache_max_memory_mb gives {budget_bytes / MIB:.1f} MiB, but {SLOT_PADDING} tokens "
-                f"of this model need {SLOT_PADDING * bytes_per_token / MIB:.1f} MiB; raise it"
+                f"resources.kv_cache_max_memory_mb is {budget_bytes / MIB:.1f} MiB, but {SLOT_PADDING} tokens of this "
+                f"model need {SLOT_PADDING * bytes_per_token / MIB:.1f} MiB; raise it"
             )
         notes.append(
             f"the KV budget of {budget_bytes / MIB:.0f} MiB holds {slot_tokens} tokens: "
@@ -120,7 +119,7 @@ def plan_blocks(*, budget_bytes: int, bytes_per_token: int, block_size: int) -> 
     blocks = budget_bytes // (bytes_per_token * block_size)
     if blocks < 2:
         raise ConfigError(
-            f"resources.kv_cache_max_memory_mb gives {budget_bytes / MIB:.1f} MiB, "
-            f"but one block of {block_size} tokens needs {bytes_per_token * block_size / MIB:.2f} MiB; raise it"
+            f"resources.kv_cache_max_memory_mb is {budget_bytes / MIB:.1f} MiB, but one block of {block_size} tokens "
+            f"needs {bytes_per_token * block_size / MIB:.2f} MiB and there must be two; raise it"
         )
     return BlockGeometry(blocks, block_size)

@@ -1,7 +1,7 @@
-"""What the KV managers need of a backend's memory, and the geometry they give it.
+"""What the KV managers need from a backend's memory, and the geometry they give it.
 
-Two layouts exist. *Slots*: the backend keeps whole sequences by number and moves them itself (llama.cpp). *Blocks*: the
-manager owns an arena of equal blocks and hands block tables to every step (native, torch, fake).
+There are two layouts. *Slots*: the backend keeps whole sequences in numbered slots and copies them itself (llama.cpp).
+*Blocks*: the manager owns an arena of equal blocks and passes block tables to every step (native, torch, fake).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 @dataclass(frozen=True, slots=True)
 class SlotGeometry:
     slots: int
-    """Slots at most."""
+    """Most slots."""
     slot_tokens: int
-    """Positions each slot has room for."""
+    """Positions per slot."""
     at_start: int | None = None
-    """Slots whose memory is taken at the start, the others when they are needed (None: all at the start)."""
+    """Slots allocated at the start; the others when they are needed. None: all at the start."""
 
     @property
     def tokens(self) -> int:
@@ -29,7 +29,7 @@ class SlotGeometry:
 
     @property
     def first(self) -> int:
-        """Slots that there are in the beginning, and after a rebuild."""
+        """Slots at the start, and after a rebuild."""
         return self.slots if self.at_start is None else self.at_start
 
 
@@ -37,7 +37,7 @@ class SlotGeometry:
 class BlockGeometry:
     blocks: int
     block_size: int
-    """Tokens a block holds."""
+    """Tokens per block."""
 
     @property
     def tokens(self) -> int:
@@ -50,38 +50,38 @@ SavedKV = NDArray[np.uint8]
 
 @runtime_checkable
 class SlotOps(Protocol):
-    """Operations on numbered sequences. Ranges are half-open, [start, end); `end=None` means to the end."""
+    """Operations on slots. Ranges are half-open, [start, end); `end=None` means to the end."""
 
     @property
     def no_shift(self) -> str | None:
         """Why positions cannot be shifted; None: they can."""
 
     def length(self, slot: int) -> int:
-        """Positions the backend itself believes the slot holds: its highest position + 1, or 0."""
+        """Positions in the slot according to the backend: its highest position + 1, or 0."""
 
     def remove(self, slot: int, start: int, end: int | None = None) -> None: ...
 
     def copy(self, source: int, target: int) -> None:
-        """Make `target`, which must be empty, hold all that `source` holds."""
+        """Copy all of `source` to `target`, which must be empty."""
 
     def save(self, slot: int) -> SavedKV:
-        """The slot's whole content as bytes of our own, sized by what is used, not by the slot."""
+        """The slot's content as bytes, as large as what is used, not as the slot."""
 
     def load(self, slot: int, saved: SavedKV) -> None:
-        """Make `slot`, which must be empty, hold what `save` gave."""
+        """Restore what `save` returned into `slot`, which must be empty."""
 
     def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
         """Add `delta` to the positions in the range (RoPE is re-rotated by the backend)."""
 
     def no_room(self, slots: int) -> str | None:
-        """Why the machine has no memory for so many slots instead of those that there are; None: it has, as far as can
-        be said before it is taken."""
+        """Why there is not enough memory to have `slots` slots instead of the current ones; None: there is, as far as
+        can be known before it is allocated."""
 
     def resize(self, slots: int) -> None:
-        """Give the memory of all slots back, then take it for so many, all of them empty.
+        """Free all slots, then allocate `slots` empty ones.
 
-        There are never two memories at once. After a call that fails, slots hold nothing that is to be relied on, until
-        one with another number succeeds. Logits of a step are not to be read any more.
+        The old memory is freed before the new one is allocated. After a failed call the slots' contents are undefined,
+        until a call succeeds. Logits of earlier steps become invalid.
         """
 
 
@@ -119,29 +119,29 @@ class BlockOps(Protocol):
 
 @runtime_checkable
 class BlockBytes(Protocol):
-    """The content of blocks as bytes, for who keeps it outside the arena. A backend may have it beside `BlockOps`."""
+    """Blocks as bytes, for keeping them outside the arena. Optional beside `BlockOps`."""
 
     @property
     def block_bytes(self) -> int:
-        """Of one block, all that it holds."""
+        """Size of a block's whole content."""
 
     @property
     def reads_wait(self) -> bool:
-        """Whether reading waits for the steps under way, so that it is better done while there are none."""
+        """Whether reading waits for the steps under way; it is then better done while nothing runs."""
 
     def read_blocks(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:
-        """What these blocks hold, to be copied before anything else is asked of the backend."""
+        """The blocks' content, valid until the next call to the backend."""
 
     def landing(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:
-        """Memory to write what these blocks, which nobody uses, are to hold; another thread does that while steps are
-        computed. It is there as long as somebody has it, also after the backend's memory was renewed."""
+        """Buffers for the content of unused blocks, which another thread fills while steps run. They stay valid while
+        referenced, even after the backend's memory is rebuilt."""
 
     def land(self, blocks: Sequence[int], content: Sequence[NDArray[np.uint8]]) -> None:
-        """What `landing` gave for these blocks is written: from now on they hold it."""
+        """The buffers from `landing` are filled: make them the blocks' content."""
 
 
 class Copying(Protocol):
-    """Copies between blocks and rows that were asked for together."""
+    """A batch of copies between blocks and rows."""
 
     @property
     def done(self) -> bool:
@@ -149,12 +149,12 @@ class Copying(Protocol):
 
     @property
     def seconds(self) -> float:
-        """What they took, once they are done."""
+        """How long they took, once done."""
 
 
 class HostRows(Protocol):
-    """Memory of the host beside the arena, in rows of the size of a block. Copies between the two go on beside the
-    steps. When the backend's memory is renewed, none is under way any more."""
+    """Host memory beside a GPU's arena, in rows the size of a block. Copies overlap with steps. When the backend's
+    memory is rebuilt, no copy is under way any more."""
 
     @property
     def row_bytes(self) -> int: ...
@@ -165,21 +165,21 @@ class HostRows(Protocol):
 
     @property
     def rows(self) -> int:
-        """That are there by now. They stay, with what they hold, when the backend's memory is renewed."""
+        """Allocated so far. They survive, with their content, when the backend's memory is rebuilt."""
 
     def want_more(self, count: int) -> None:
-        """Have so many rows more, or some more than that, within the limit. They need not be there at once."""
+        """Allocate at least `count` more rows, within the limit, possibly in the background."""
 
     def copy_out(self, blocks: Sequence[int], rows: Sequence[int]) -> Copying:
-        """Copy what the blocks hold when all that was asked for before is done. Whoever has the blocks overwritten
-        before the copies are done asks for `wait_for` first."""
+        """Copy blocks to rows after everything submitted so far. Call `wait_for` before overwriting the blocks while
+        the copies are under way."""
 
     def copy_in(self, rows: Sequence[int], blocks: Sequence[int], after: Sequence[Copying]) -> Copying:
-        """Copy rows into blocks, when all that was asked for before is done, and `after`. Whoever has the blocks read
-        asks for `wait_for` first."""
+        """Copy rows to blocks after everything submitted so far, and `after`. Call `wait_for` before reading the
+        blocks."""
 
     def wait_for(self, copying: Copying) -> None:
-        """What is asked of the backend from now on takes effect after these copies."""
+        """Order everything submitted from now on after these copies."""
 
     def row(self, number: int) -> NDArray[np.uint8]:
         """A row's bytes."""

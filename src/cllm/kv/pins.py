@@ -1,11 +1,10 @@
-"""Prefixes that stay although nobody uses them: which, until when, and how much memory they may take together.
+"""Pinned prefixes: protected from eviction for a time, within a limit on their memory.
 
-A pin is one more user of a prefix, so its memory counts as referenced and the eviction order never sees it. There is
-less of it than of memory (the limit), and where nothing else is left for a request, pins give way: the ones that end
-soonest first. Spaces share the limit: one that has more than its part gives it up to one that has less.
+A pin is one more user of a prefix, so its memory counts as referenced and is never evicted. Pins are limited to a share
+of memory, and when a request finds no other room they give way, those that expire first going first. Spaces share the
+limit: one with more than its share gives way to one with less.
 
-If the memory is lost, and with it what was pinned, the tokens of it are remembered until somebody has computed them
-again and pins them anew.
+If the KV memory is lost, the pinned tokens are remembered until they are computed and pinned again.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ log = logging.getLogger("cllm.kv")
 
 H = TypeVar("H")
 PinSource = Literal["warm", "request"]
-"""Whoever runs the server wants it, or whoever sent a request does."""
+"""Who asked for it: the operator, or a request."""
 
 
 @dataclass(slots=True)
 class PinMark:
-    """A wish that the first `tokens` of a sequence stay for `ttl_s` seconds. Whoever pins says here what came of it,
-    before the end of the request is told to anybody."""
+    """A request to pin the first `tokens` of a sequence for `ttl_s` seconds. The manager fills in the outcome before
+    the request ends."""
 
     tokens: int
     ttl_s: float = math.inf
@@ -40,29 +39,29 @@ class PinMark:
     pin_id: str | None = None
     pinned_tokens: int = 0
     left_s: float = 0.0
-    """How long the pin lasts from then on: more than was asked for if somebody had asked for more."""
+    """How long the pin lasts; longer than asked for if an earlier request asked for more."""
     refusal: str | None = None
 
 
-class Spelled(NamedTuple):
-    """What a pin is of."""
+class PinnedPrefix(NamedTuple):
+    """The tokens of a pin."""
 
     tokens: array[int]
     space: bytes
 
     @property
     def id(self) -> str:
-        """The same for the same tokens of the same space."""
+        """Equal for equal tokens of the same space."""
         return blake2b(self.tokens.tobytes(), digest_size=16, key=self.space, person=b"cllm pin").hexdigest()
 
 
 @dataclass(slots=True)
 class Pin(Generic[H]):
     id: str
-    of: Spelled
+    of: PinnedPrefix
     holder: H
     bytes: int
-    """Of the whole prefix; what several pins have in common counts for each here, and once for the limit."""
+    """Size of the whole prefix. What several pins share counts for each here, but once for the limit."""
     source: PinSource
     since: float
     until: float
@@ -70,16 +69,16 @@ class Pin(Generic[H]):
 
 
 class LostPin(NamedTuple):
-    """One whose memory is lost, and which is to be computed again."""
+    """A pin whose memory was lost and whose prefix must be computed again."""
 
     id: str
-    of: Spelled
+    of: PinnedPrefix
     source: PinSource
     ttl_s: float
 
 
 class Pins(Generic[H]):
-    """The book of them. Memory is for `drop` to let go of."""
+    """Keeps the list of pins; `drop` frees a pin's memory."""
 
     def __init__(
         self,
@@ -88,13 +87,13 @@ class Pins(Generic[H]):
         drop: Callable[[H], None],
         held: Callable[[Sequence[H]], int],
     ) -> None:
-        """`held` says how many bytes some holders have together."""
+        """`held` counts the bytes that several holders have together."""
         self.limit_bytes = limit_bytes
         self.by_id: dict[str, Pin[H]] = {}
         self._lost: dict[str, Pin[None]] = {}
         self.refused = self.expired = self.gave_way = 0
         self.next_at: float | None = None
-        """When the next one's time is up."""
+        """When the next pin expires."""
         self._clock = clock
         self._drop = drop
         self._held = held
@@ -102,10 +101,10 @@ class Pins(Generic[H]):
     def __len__(self) -> int:
         return len(self.by_id)
 
-    # -- coming ------------------------------------------------------------------------------------------------
+    # -- adding ------------------------------------------------------------------------------------------------
 
     def renew(self, pin_id: str, mark: PinMark) -> bool:
-        """Whether that prefix is pinned already; then it is for `mark`'s time from now on, if that is longer."""
+        """Whether that prefix is pinned already; if so, extend it to `mark`'s time if that is longer."""
         pin = self.by_id.get(pin_id)
         if pin is None:
             return False
@@ -116,7 +115,7 @@ class Pins(Generic[H]):
         self._look_ahead()
         return True
 
-    def add(self, of: Spelled, holder: H, mark: PinMark, size: int) -> None:
+    def add(self, of: PinnedPrefix, holder: H, mark: PinMark, size: int) -> None:
         now, pin_id = self._clock(), of.id
         before = self._lost.pop(pin_id, None)
         since, uses = (now, 1) if before is None else (before.since, before.uses)
@@ -125,24 +124,21 @@ class Pins(Generic[H]):
         self._look_ahead()
 
     def fits(self, mark: PinMark, space: bytes, pinned: Callable[[], int], more: Callable[[], int]) -> bool:
-        """Whether so many more bytes may be pinned for a space; if not, the mark says why."""
+        """Whether `more` bytes may be pinned for a space; if not, the mark says why."""
         while pinned() + more() > self.limit_bytes:
-            if not self._give_up_more_than_a_part(space, more()):
+            if not self._reclaim_from_largest(space, more()):
                 return self.refuse(mark, self._no_room(mark, pinned(), more()))
         return True
 
     def _no_room(self, mark: PinMark, pinned: int, more: int) -> str:
-        """How much all have pinned is not for everybody."""
+        """Only the operator learns how much all tenants have pinned."""
         if mark.source == "request":
-            return f"it needs {more} bytes more than there is room for among what may be pinned (kv.pin_limit)"
-        return (
-            f"it needs {more} bytes more, and {pinned} of the {self.limit_bytes} bytes that may be pinned are "
-            "(kv.pin_limit)"
-        )
+            return f"it needs {more} more bytes than kv.pin_limit leaves room for"
+        return f"it needs {more} more bytes, and {pinned} of the {self.limit_bytes} that kv.pin_limit allows are pinned"
 
-    def _give_up_more_than_a_part(self, space: bytes, size: int) -> bool:
-        """Let go of a pin of the space that has most, if that is more than its part, and `space` stays within its own.
-        What is warm on purpose is nobody's part. False: nobody has too much."""
+    def _reclaim_from_largest(self, space: bytes, size: int) -> bool:
+        """Drop a pin of the space that has most, if that is more than its share and `space` stays within its own. The
+        operator's pins count for nobody's share. False: nobody has too much."""
         marked: dict[bytes, list[Pin[H]]] = {space: []}
         for pin in self.by_id.values():
             if pin.source == "request":
@@ -160,10 +156,10 @@ class Pins(Generic[H]):
         self.refused += 1
         return False
 
-    # -- going -------------------------------------------------------------------------------------------------
+    # -- removing ----------------------------------------------------------------------------------------------
 
     def remove(self, pin_id: str, space: bytes | None = None) -> bool:
-        """False: there is no such pin (of that space)."""
+        """False: there is no such pin (in that space)."""
         pin = self.by_id.get(pin_id)
         known = pin or self._lost.get(pin_id)
         if known is None or (space is not None and known.of.space != space):
@@ -177,7 +173,7 @@ class Pins(Generic[H]):
         return True
 
     def expire(self) -> None:
-        """Let go of those whose time is up."""
+        """Drop pins whose time is up."""
         now = self._clock()
         if self.next_at is None or now < self.next_at:
             return
@@ -186,25 +182,25 @@ class Pins(Generic[H]):
             self.remove(pin.id)
 
     def give_way(self) -> bool:
-        """Let go of the one that ends soonest, for a request that finds no room. False: there is none."""
+        """Drop the pin that expires first, for a request that finds no room. False: there is none."""
         pin = min(self.by_id.values(), key=lambda pin: (pin.until, pin.since), default=None)
         if pin is None:
             return False
         self.gave_way += 1
-        log.warning("a pinned prefix of %d tokens gives way to a request that needs its memory", len(pin.of.tokens))
+        log.warning("unpinned a prefix of %d tokens: a request needs its memory", len(pin.of.tokens))
         return self.remove(pin.id)
 
     def forget(self) -> None:
-        """The memory is lost, and with it what was pinned. It stays on the list of what is `lost`."""
+        """The memory is lost: all pins move to the list of `lost` ones."""
         if self.by_id:
-            log.warning("%d pinned prefixes are lost with the memory that held them", len(self.by_id))
+            log.warning("%d pinned prefixes were lost with the KV memory", len(self.by_id))
         for pin in self.by_id.values():
             self._lost[pin.id] = Pin(pin.id, pin.of, None, 0, pin.source, pin.since, pin.until, pin.uses)
         self.by_id.clear()
         self.next_at = None
 
     def lost(self) -> list[LostPin]:
-        """What is to be computed and pinned again, those first that last longest."""
+        """Pins to compute and pin again, the longest-lasting first."""
         now = self._clock()
         self._lost = {name: pin for name, pin in self._lost.items() if pin.until > now}
         pins = sorted(self._lost.values(), key=lambda pin: (-pin.until, pin.since))
@@ -213,8 +209,8 @@ class Pins(Generic[H]):
     # -- looking -----------------------------------------------------------------------------------------------
 
     def details(self, pinned_bytes: int, number_of: Callable[[H], int]) -> dict[str, Any]:
-        """`number_of`: what the picture of the cache knows a prefix by."""
-        to_time = time.time() - self._clock()  # whoever reads this may do so much later
+        """`number_of`: a prefix's id in the view of the cache."""
+        to_time = time.time() - self._clock()  # the reader may see this much later
         return {
             "limit_bytes": self.limit_bytes,
             "pinned_bytes": pinned_bytes,
@@ -247,5 +243,5 @@ def _line(pin: Pin[Any], state: str, to_time: float, prefix: int | None) -> dict
     }
 
 
-def beginning(sequence: KVSequence, tokens: int) -> Spelled:
-    return Spelled(sequence.tokens[:tokens], sequence.space)
+def pinned_prefix(sequence: KVSequence, tokens: int) -> PinnedPrefix:
+    return PinnedPrefix(sequence.tokens[:tokens], sequence.space)

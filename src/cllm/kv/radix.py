@@ -1,16 +1,16 @@
-"""A radix tree over token sequences: the longest prefix of a prompt that is held, in time proportional to its length.
+"""A radix tree over token sequences: finds the longest cached prefix of a prompt in time proportional to its length.
 
-Keys are the raw bytes of int32 tokens, so comparing a whole edge is one memory comparison. A tree has a *unit*: edges
-begin and end at multiples of it (a block's tokens for the paged manager, one token for slots).
+Keys are the raw bytes of int32 tokens, so comparing a whole edge is one memcmp. A tree has a *unit*: edges begin and
+end at multiples of it (a block's tokens for the paged manager, one token for slots).
 
-    root ──"You are a helpful…"──► A ──"What is 2+2?"──► B          edge keys are token bytes,
+    root ──"You are a helpful…"──► A ──"What is 2+2?"──► B          keys are token bytes,
                                     └──"Write a poem"──► C          values whatever the owner keeps per edge
 
-A tree has a root for every *space*. What is below one root is never found from another, so sequences of different
-spaces share nothing, whatever their tokens are. `b""` is the space of all that belong to none.
+There is a root for every *space* (a tenant's namespace). A lookup never leaves its root, so sequences of different
+spaces share nothing, whatever their tokens. `b""` is the default space.
 
-`COMMON_SPACE` is the exception: what is there is for everybody to find. Others go on from its nodes with nodes of their
-own, which are filed under the name of their space, so that nobody else finds those:
+`COMMON_SPACE` is the exception: everybody finds what is there. Other spaces continue from its nodes with child nodes of
+their own, filed under the space's name so that nobody else finds them:
 
     root of COMMON_SPACE ──"You are a helpful…"──► A ──"What is 2+2?"──► B        A is common, B one space's own,
                                                     └──"What is 2+2?"──► C        C another's
@@ -32,7 +32,7 @@ V = TypeVar("V")
 
 
 class Node(Generic[V]):
-    """An edge and the node it leads to. `references` counts the sequences whose path runs through it."""
+    """An edge and the node it leads to. `references` counts the sequences and pins whose path runs through it."""
 
     __slots__ = ("children", "hits", "key", "names", "number", "parent", "pins", "references", "space", "value")
 
@@ -47,9 +47,9 @@ class Node(Generic[V]):
         self.pins = 0
         """How many of the references are pins."""
         self.number = 0
-        """The owner's name for it."""
+        """The owner's id for it."""
         self.names: list[bytes] = []
-        """One for each unit of the edge, where the owner gives them names."""
+        """One name per unit of the edge, if the owner names them."""
 
     def path(self) -> Iterator[Node[V]]:
         """This node and its ancestors, deepest first, without the root."""
@@ -66,13 +66,13 @@ class Node(Generic[V]):
 
 
 class _Root(Node[V]):
-    """Lives as long as somebody needs it: its children, or a sequence that has nothing in the tree yet."""
+    """Kept alive by its children, or by a sequence that has nothing in the tree yet."""
 
     __slots__ = ("__weakref__",)
 
 
 @dataclass(slots=True)
-class Found(Generic[V]):
+class PrefixMatch(Generic[V]):
     """Where a key leaves the tree: `matched` bytes in all, the last `inside` of them on `node`'s edge."""
 
     node: Node[V]
@@ -92,14 +92,14 @@ class RadixTree(Generic[V]):
         self._roots: WeakValueDictionary[bytes, Node[V]] = WeakValueDictionary({b"": self.root})
 
     def root_of(self, space: bytes) -> Node[V]:
-        """Where the sequences of a space begin. Hold it, or what is below it: otherwise it is a new one next time."""
+        """The root of a space. It lives only while it, or something below it, is referenced."""
         root = self._roots.get(space)
         if root is None:
             root = self._roots[space] = _Root(None, bytearray(), self.root.value, space)
         return root
 
-    def find_for(self, key: bytes, space: bytes) -> Found[V]:
-        """The longest prefix of `key` that a space may find: its own, or one that begins in the common space."""
+    def find_for(self, key: bytes, space: bytes) -> PrefixMatch[V]:
+        """The longest prefix of `key` visible to a space: its own, or one that begins in the common space."""
         best = self.find(key, self.root_of(space))
         common = self._roots.get(COMMON_SPACE)
         if common is None or space == COMMON_SPACE:
@@ -113,16 +113,16 @@ class RadixTree(Generic[V]):
             if end <= shared.matched and node.children:
                 own = self.find(key[end:], node, space)
                 if end + own.matched > best.matched:
-                    best = Found(own.node, own.inside, end + own.matched)
+                    best = PrefixMatch(own.node, own.inside, end + own.matched)
             if node.parent is None:
                 return best
             node = node.parent
             begin -= len(node.key)
 
-    def find(self, key: bytes, start: Node[V] | None = None, space: bytes | None = None) -> Found[V]:
-        """Follow `key` from `start` (the root of no space) as far as whole units agree. Changes nothing.
+    def find(self, key: bytes, start: Node[V] | None = None, space: bytes | None = None) -> PrefixMatch[V]:
+        """Follow `key` from `start` (the default space's root) as far as whole units match. Changes nothing.
 
-        `space`: what follows must be of that space, if it is not of `start`'s.
+        `space`: continue into children of this space, if it is not `start`'s.
         """
         node = start or self.root
         unit = self.unit_bytes
@@ -135,19 +135,19 @@ class RadixTree(Generic[V]):
                 node = child
                 continue
             inside = _common_prefix(key, offset, child.key, unit)
-            return Found(child, inside, offset + inside)
-        return Found(node, len(node.key), offset)
+            return PrefixMatch(child, inside, offset + inside)
+        return PrefixMatch(node, len(node.key), offset)
 
-    def cut(self, found: Found[V]) -> Node[V]:
-        """The node that ends exactly where `found` does; its edge is split if need be."""
+    def cut(self, found: PrefixMatch[V]) -> Node[V]:
+        """The node that ends exactly where `found` does; splits its edge if necessary."""
         node = found.node
         if found.inside == len(node.key):
             return node
         return self._split(node, found.inside)
 
     def add(self, parent: Node[V], key: bytes, value: V, space: bytes | None = None) -> Node[V]:
-        """A new leaf below `parent`, of the same space if none is given. `parent` must have no child of that space that
-        begins like `key`."""
+        """A new leaf below `parent`, in its space unless another is given. `parent` must have no child of that space
+        that begins with the same unit."""
         node = Node(parent, bytearray(key), value, parent.space if space is None else space)
         if parent.parent is None or parent.children:
             self.leaves += 1
@@ -155,7 +155,7 @@ class RadixTree(Generic[V]):
         return node
 
     def remove(self, leaf: Node[V]) -> Node[V]:
-        """Take a leaf out; its parent is returned."""
+        """Remove a leaf; returns its parent."""
         parent = leaf.parent
         if parent is None or leaf.children:
             raise ValueError("only a leaf can be removed")
@@ -166,7 +166,7 @@ class RadixTree(Generic[V]):
         return parent
 
     def nodes(self) -> Iterator[Node[V]]:
-        """Every node but the roots; lazily, so that beginning costs nothing. The tree must not change meanwhile."""
+        """Every node but the roots, lazily. The tree must not change meanwhile."""
         roots = list(self._roots.values())
         levels: list[Iterator[Node[V]]] = [chain.from_iterable(root.children.values() for root in roots)]
         while levels:
@@ -178,8 +178,8 @@ class RadixTree(Generic[V]):
             levels.append(iter(node.children.values()))
 
     def examine(self) -> Iterator[Node[V]]:
-        """Every node, once it is checked: edges are whole units, children are filed under their own first unit, links
-        go both ways."""
+        """Every node, after checking it: edges are whole units, children are filed under their first unit, links go
+        both ways."""
         leaves = 0
         for node in self.nodes():
             parent = node.parent
@@ -200,7 +200,7 @@ class RadixTree(Generic[V]):
             raise AssertionError(f"the tree has {leaves} leaves but counted {self.leaves}")
 
     def _split(self, node: Node[V], at: int) -> Node[V]:
-        """Cut `node`'s edge; the new upper part is returned, `node` itself keeps the lower part and its identity."""
+        """Cut `node`'s edge and return the new upper part; `node` keeps the lower part and its identity."""
         parent = node.parent
         assert parent is not None
         unit = self.unit_bytes
@@ -219,12 +219,12 @@ class RadixTree(Generic[V]):
 
 
 def _filed(parent: Node[V], space: bytes, unit: bytes | bytearray) -> bytes:
-    """Under what a child of `parent` that begins so is filed: longer than a unit if it is another space's."""
+    """The key under which `parent` files a child that begins with `unit`; longer than a unit for another space."""
     return bytes(unit) if space == parent.space else space + b"/" + unit
 
 
 def _common_prefix(key: bytes, offset: int, edge: bytearray, unit: int) -> int:
-    """How many bytes of `edge` agree with `key` from `offset`, in whole units. They are known to differ somewhere."""
+    """How many bytes of `edge` match `key` from `offset` on, in whole units. They are known to differ somewhere."""
     length = min(len(edge), len(key) - offset)
     length -= length % unit
     ours = np.frombuffer(key, dtype=np.uint8, count=length, offset=offset)

@@ -1,45 +1,45 @@
-"""The state of the cache as plain numbers, published whole so that readers never wait."""
+"""The cache in plain numbers, published as one immutable snapshot so that readers never wait."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 
-class TierNumbers(NamedTuple):
-    """Of the disk, since the start; nothing is kept there: zeros."""
+class DiskNumbers(NamedTuple):
+    """The disk tier since the start; all zero without one."""
 
     loads: int = 0
     loaded_tokens: int = 0
     failed_loads: int = 0
-    """Loads that brought less than was asked for, or came too late."""
+    """Loads that brought less than was asked for, or were too late."""
     written_bytes: int = 0
     read_bytes: int = 0
     queued_bytes: int = 0
-    """What waits to be written."""
+    """Waiting to be written."""
     loading: int = 0
     """Loads under way."""
     bytes: int = 0
-    """In the directory, of all models and all servers, when last looked at."""
+    """In the directory, of all models and servers, at the last survey."""
     limit_bytes: int = 0
 
 
 class HostNumbers(NamedTuple):
-    """Of the host's memory, where blocks are kept beside a GPU's, since the start; there is none: zeros."""
+    """The host-memory tier of a GPU backend since the start; all zero without one."""
 
     limit_bytes: int = 0
     bytes: int = 0
-    """What is held there now."""
+    """Held now."""
     loads: int = 0
     loaded_tokens: int = 0
     failed_loads: int = 0
     out_bytes: int = 0
-    """Copied there from the device."""
+    """Copied from the device."""
     in_bytes: int = 0
     """Copied back."""
 
 
 class KVUsage(NamedTuple):
-    """One moment of the cache. A unit is a block (paged) or the cell of one token (slots).
+    """The cache at one moment. A unit is a block (paged) or one token's cell (slots).
 
     Invariant: free + evictable + referenced == total.
     """
@@ -54,7 +54,7 @@ class KVUsage(NamedTuple):
     peak: int
     sequences_running: int
     sequences_held: int
-    """Distinct sequences in the cache; for paged the ends of the prefix tree, in use or not."""
+    """Distinct sequences in the cache; paged: the leaves of the prefix tree, in use or not."""
     free_segments: int
     largest_free_span: int
     evictions: int
@@ -63,36 +63,35 @@ class KVUsage(NamedTuple):
     moved_bytes: int
     query_tokens: int
     hit_tokens: int
-    # From here on: memory that is taken and given back in extents, groups of adjacent units.
+    # Memory is taken from the OS and given back in extents: groups of adjacent units.
     extents_used: int = 0
     extents_needed: int = 0
-    """Extents that what is held would fill without holes."""
+    """Extents needed if everything were packed without holes."""
     extents_ready: int = 0
-    """Empty, their memory taken from the OS."""
+    """Empty, backed by memory."""
     extents_fresh: int = 0
-    """Empty, their memory not taken, or given back."""
+    """Empty, not backed by memory: not taken yet, or given back."""
     extent_bytes: int = 0
     contiguity: float = 1.0
-    """Of neighbours in running sequences' block tables, the share that are neighbours in memory."""
+    """The share of neighbours in running sequences' block tables that are neighbours in memory."""
     resident_bytes: int = 0
-    """What is in memory. The OS is asked for it now and then while nothing runs, so this is what was last seen; slots
-    are counted instead."""
+    """Resident memory. Paged: as the OS last said; it is asked now and then while nothing runs. Slots: counted."""
     released_bytes: int = 0
     prepared_bytes: int = 0
     upkeep_failures: int = 0
-    """Moves, releases and preparations that the backend refused."""
+    """Moves, releases and preparations that failed."""
     slots: int = 0
-    """Slots that have memory; 0 on paged backends."""
+    """Slots with memory; 0 on paged backends."""
     context_rebuilds: int = 0
-    """Times the backend's context was made anew with more or fewer slots."""
-    disk: TierNumbers = TierNumbers()
+    """Times the backend's context was recreated with more or fewer slots."""
+    disk: DiskNumbers = DiskNumbers()
     host: HostNumbers = HostNumbers()
     pins: int = 0
     pinned: int = 0
-    """Units that pins use. They count as referenced, whoever else uses them."""
+    """Units held by pins. They count as referenced."""
     pins_refused: int = 0
     blocks_stored: int = 0
-    """Blocks that have come into the prefix tree since the start; paged backends."""
+    """Blocks added to the prefix tree since the start."""
     blocks_removed: int = 0
 
     def in_bytes(self) -> dict[str, int]:
@@ -110,5 +109,5 @@ class KVUsage(NamedTuple):
 
     @property
     def used_fraction(self) -> float:
-        """Share of the memory that running sequences need, and pins; what is merely cached does not count."""
+        """The share of memory that running sequences and pins hold; what is merely cached does not count."""
         return self.referenced / self.total if self.total else 0.0

@@ -1,4 +1,4 @@
-"""The cache as a picture: who holds which piece of memory. Made only while somebody looks."""
+"""A snapshot of the cache: which sequence or prefix holds each piece of memory. Made only while somebody watches."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 FREE = 0
-"""Number of the holder of a cell that nobody holds."""
+"""The holder of a free cell."""
 
 MOST_PREFIXES = 200
-"""Prefixes in a picture."""
+"""Prefixes in a view."""
 
 MOST_NODES = 2000
-"""Prefixes that are looked at for the largest ones."""
+"""Prefixes examined to find the largest."""
 
 FIRST_TOKENS = 32
-"""Tokens of a prefix that a picture has."""
+"""Tokens shown of each prefix."""
 
 
 class PrefixView(NamedTuple):
     """A node of the prefix tree."""
 
     number: int
-    """Its number as a holder of cells."""
+    """Its id as a holder of cells."""
     parent: int
-    """The node it goes on from, 0 for none."""
+    """Its parent node, 0: none."""
     tokens: int
     """Tokens on its edge."""
     hits: int
     """Times it was found in the cache."""
     users: int
-    """Running sequences whose path runs through it."""
+    """Running sequences that use it."""
     first_tokens: tuple[int, ...]
-    """How its edge begins."""
+    """The first tokens on its edge."""
     pins: int = 0
-    """Pins on it; without users and pins it is evictable."""
+    """Pins on it. With neither users nor pins it is evictable."""
     name: bytes = b""
-    """Of its last block, as events have it; paged backends."""
+    """The name of its last block, as in events; paged backends."""
 
 
 class SequenceView(NamedTuple):
     """A running sequence."""
 
     number: int
-    """Its number as a holder of cells that nobody shares."""
+    """Its id as a holder of unshared cells."""
     request_id: str
     tokens: int
     computed: int
@@ -54,10 +54,10 @@ class SequenceView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVView:
-    """One moment of the cache, for who wants to look at it.
+    """The cache at one moment.
 
-    A cell is a block (paged) or a fixed piece of a slot. `holders[i]` is the number of the prefix or the sequence that
-    holds cell i, or `FREE`.
+    A cell is a block (paged) or a fixed piece of a slot. `holders[i]` is the id of the prefix or sequence that holds
+    cell i, or `FREE`.
     """
 
     layout: Literal["paged", "slots"]
@@ -65,11 +65,11 @@ class KVView:
     cell_bytes: int
     holders: NDArray[np.int32]
     resident: NDArray[np.bool_]
-    """Whether the memory of each extent, of `extent_cells` cells, is taken from the OS."""
+    """For each extent of `extent_cells` cells: whether the OS backs it with memory."""
     extent_cells: int
     prefixes: tuple[PrefixView, ...]
     """The largest ones, parents included."""
     prefixes_in_all: int
     used_prefixes: frozenset[int]
-    """Numbers of all prefixes with users, listed or not."""
+    """Ids of all prefixes with users, listed or not."""
     sequences: tuple[SequenceView, ...]

@@ -1,29 +1,30 @@
-"""What this process may use of the machine: CPUs, memory and open files, whoever sets the limit.
+"""What this process may use of the machine: CPUs, memory and open files, whatever sets the limit.
 
-cpus.py      CPUs: affinity and cpusets, cgroup quota, physical cores; how many threads are started by default
-files.py     open files: the limit, raised as far as it is needed
-memory.py    memory: what is free, what cgroups, ulimits and the system's commit limit leave
-pages.py     whether there are large pages
-cgroups.py   where the cgroups of this process are, of both versions
+cpus.py         CPUs: affinity and cpusets, cgroup quota, physical cores; the default number of threads
+memory.py       memory: what is free, and what cgroups, ulimits and the system's commit limit leave
+open_files.py   open files: the limit, raised as far as needed
+huge_pages.py   whether the system offers huge pages
+cgroups.py      the cgroups of this process, versions 1 and 2
 
-On Linux only the standard library is needed. Functions take the root of the file system, so that tests can build one.
+On Linux only the standard library is needed. Functions take the root of the file system, which tests replace.
 """
 
 from __future__ import annotations
 
 from cllm.machine.cpus import Cpus, Threads, default_threads, read_cpus
-from cllm.machine.memory import Room, mib, read_rooms, tightest, total_memory
-from cllm.machine.pages import offers_large_pages
+from cllm.machine.huge_pages import has_huge_pages
+from cllm.machine.memory import MemoryLimit, can_reserve, mib, read_memory_limits, tightest, total_memory
 
 __all__ = [
     "Cpus",
-    "Room",
+    "MemoryLimit",
     "Threads",
+    "can_reserve",
     "default_threads",
+    "has_huge_pages",
     "mib",
-    "offers_large_pages",
     "read_cpus",
-    "read_rooms",
+    "read_memory_limits",
     "tightest",
     "total_memory",
 ]

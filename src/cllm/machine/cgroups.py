@@ -1,13 +1,13 @@
-"""The cgroups of this process, from its own up to the topmost one that can be seen.
+"""The cgroups of this process, from its own up to the topmost visible one.
 
     /proc/self/cgroup      4:memory:/kubepods/pod7/abc      version 1: a path for each controller
                            0::/kubepods/pod7/abc            version 2: one path
     /proc/self/mountinfo   … /kubepods /sys/fs/cgroup/memory … - cgroup cgroup rw,memory
-                              │         └ where it is mounted
-                              └ what of the hierarchy is mounted there
+                              │         └ mount point
+                              └ the part of the hierarchy that is mounted there
 
-A limit holds for a group and all below it, so what counts is the tightest one on the way up. Both versions may be
-mounted at once, with a controller in either; files that are not there limit nothing.
+A limit applies to a group and all below it, so the tightest one on the way up counts. Both versions may be mounted at
+once, with a controller in either; missing files limit nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Group:
         return as_number(self.text(name))
 
     def entries(self, name: str) -> dict[str, int]:
-        """A file with lines of a name and a number, such as memory.stat."""
+        """A file whose lines are a name and a number, such as memory.stat."""
         found = {}
         for line in (self.text(name) or "").splitlines():
             key, _, value = line.partition(" ")
@@ -53,7 +53,7 @@ class _Mount:
 
 
 def groups(controller: str, root: Path) -> list[Group]:
-    """Those that may limit what `controller` governs, each before its parent."""
+    """The groups that may limit `controller`, each before its parent."""
     paths = dict(_paths(controller, root))
     found: dict[Path, Group] = {}
     for mount in _mounts(root):
@@ -65,7 +65,7 @@ def groups(controller: str, root: Path) -> list[Group]:
 
 
 def _paths(controller: str, root: Path) -> Iterator[tuple[int, PurePosixPath]]:
-    """By version, where this process is in the hierarchy."""
+    """The version and path of this process's group."""
     for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -89,8 +89,8 @@ def _mounts(root: Path) -> Iterator[_Mount]:
 
 
 def _upwards(path: PurePosixPath, mount: _Mount) -> list[PurePosixPath]:
-    """Directories from the group at `path` to the mount point. A group that lies outside of what is mounted, as one of
-    another namespace does, is limited by the mount point at least."""
+    """Directories from the group at `path` up to the mount point. A group outside of what is mounted, as in another
+    namespace, is limited at least by the mount point."""
     below = path.relative_to(mount.top) if path.is_relative_to(mount.top) else PurePosixPath()
     if ".." in below.parts:
         below = PurePosixPath()
@@ -99,12 +99,12 @@ def _upwards(path: PurePosixPath, mount: _Mount) -> list[PurePosixPath]:
 
 
 def _plain(text: str) -> str:
-    """Blanks and backslashes stand as octal numbers in mountinfo."""
+    """Decode the octal escapes for spaces and backslashes in mountinfo."""
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
 
 
 def read_text(file: Path) -> str | None:
-    """None where it is not there or not for us."""
+    """None if the file is missing or not readable."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
@@ -112,6 +112,6 @@ def read_text(file: Path) -> str | None:
 
 
 def as_number(text: str | None) -> int | None:
-    """None for whatever is no plain number: "max", "-1", nothing."""
+    """None for anything but a plain number, such as "max", "-1" or nothing."""
     text = (text or "").strip()
     return int(text) if text.isascii() and text.isdigit() and len(text) < 25 else None

@@ -1,4 +1,4 @@
-"""The CPUs this process may use, and how many threads compute by default."""
+"""The CPUs this process may use, and the default number of compute threads."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ _ROOT = Path("/")
 _TOPOLOGY = "sys/devices/system/cpu/cpu{}/topology"
 
 FEW = 4
-"""Up to so many CPUs all of them compute: one less would cost more than the server's own threads take."""
+"""Up to this many CPUs, all of them compute: leaving one free would cost more than the server's own threads need."""
 MANY = 12
-"""From so many CPUs on, two are left to others: of 16, 14 threads compute as fast as 15, and answers reach their
-clients sooner (`docs/benchmarks.md`)."""
+"""From this many CPUs on, two are left free: of 16, 14 threads compute as fast as 15, and answers reach clients sooner
+(`docs/benchmarks.md`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cpus:
     machine: int
-    """Those the machine has, hyperthreads counted."""
+    """CPUs of the machine, counting hyperthreads."""
     allowed: int
-    """Those of them that affinity and cpusets let this process run on."""
+    """CPUs that affinity and cpusets allow this process."""
     cores: int
-    """Physical cores that the allowed ones belong to."""
+    """Physical cores of the allowed CPUs."""
     quota: float | None = None
-    """CPUs' worth of time that the cgroups grant, if they limit it."""
+    """CPU time that cgroups grant, in CPUs, if it is limited."""
 
     @property
     def usable(self) -> int:
-        """Whole CPUs. A quota of 1.5 counts as one: two threads would spend it early, and both be stopped then."""
+        """Whole CPUs. A quota of 1.5 counts as one: two threads would use it up early and both be stopped."""
         if self.quota is None:
             return self.allowed
         return max(1, min(self.allowed, math.floor(self.quota + 1e-6)))
 
     def limit(self) -> str:
-        """What keeps this process from using the whole machine; empty if nothing does."""
+        """What limits this process to fewer CPUs than the machine has; empty if nothing does."""
         if self.quota is not None and self.quota < self.allowed:
             return f"cgroup quota of {_counted(self.quota)}; the machine has {self.machine}"
         if self.allowed < self.machine:
@@ -60,12 +60,12 @@ def read_cpus(root: Path = _ROOT, affinity: Iterable[int] | None = None, machine
 
 
 def default_threads(cpus: Cpus) -> Threads:
-    """How many threads compute where `backend.threads` does not say.
+    """The number of compute threads if `backend.threads` is not set.
 
-    - All CPUs where there are few.
-    - Else room is left for the event loop, the engine's own thread and the rest of the system. Where every CPU has a
-      thread that waits for the others, whatever else must run holds up all of them.
-    - A physical core computes no faster with two threads, so hyperthreads do not count. They are the room for others.
+    - With few CPUs, all of them.
+    - Otherwise some are left free for the event loop, the engine's own thread and the rest of the system: compute
+      threads wait for each other, so anything that takes one CPU's time slows down all of them.
+    - A physical core is no faster with two threads, so hyperthreads do not count; they are left free, too.
     """
     usable = cpus.usable
     left = 0 if usable <= FEW else 1 if usable < MANY else 2
@@ -75,7 +75,7 @@ def default_threads(cpus: Cpus) -> Threads:
         count = cpus.cores
         parts.append(f"one for each physical core of {_counted(cpus.allowed)}")
     elif left:
-        parts.append(f"{left} of {_counted(usable)} left to the server's own threads")
+        parts.append(f"{left} of {_counted(usable)} left free for the server's own threads")
     return Threads(count, "; ".join(parts) or f"one for each of {_counted(usable)}")
 
 
@@ -99,7 +99,7 @@ def _quota(root: Path) -> float | None:
 
 
 def _physical(allowed: set[int], root: Path) -> int:
-    """A CPU whose siblings are not known counts as a core."""
+    """A CPU with unknown siblings counts as a core."""
     cores = set()
     for cpu in allowed:
         topology = root / _TOPOLOGY.format(cpu)

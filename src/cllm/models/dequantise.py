@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file as float32, some rows at a time, so that no more of them than that is in memory."""
+"""Reads tensors of a GGUF file as float32, a few rows at a time to save memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from cllm.models.gguf import GGUFModel
-from cllm.models.tensor_file import TensorFile
+from cllm.models.gguf import GGUFModel, TensorFile
 
 _PIECE_VALUES = 4 << 20
 
@@ -25,11 +24,11 @@ def _can_dequantise(kind: GGMLQuantizationType) -> bool:
 
 
 DEQUANTISED: frozenset[int] = frozenset(int(kind) for kind in GGMLQuantizationType if _can_dequantise(kind))
-"""The types of tensors that can be read so, by GGML's numbers."""
+"""The tensor types that can be dequantised, as GGML type numbers."""
 
 
 def dequantised_rows(file: TensorFile, model: GGUFModel, name: str, together: int = 1) -> Iterator[NDArray[np.float32]]:
-    """Consecutive rows, always a multiple of `together` of them; a vector is one row."""
+    """Consecutive rows, always a multiple of `together`; a vector is one row."""
     info = model.tensors[name]
     kind = GGMLQuantizationType(info.type)
     columns = info.shape[0]

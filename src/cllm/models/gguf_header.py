@@ -1,8 +1,8 @@
-"""Walks the header of a GGUF file once: metadata and tensor directory, never the weights.
+"""Reads the header of a GGUF file: metadata and tensor directory, not the weights.
 
-The package `gguf` has a reader too, but it takes seconds for a 50,000-token vocabulary and trusts the counts it finds.
-This one checks every count against the bytes that are left before it allocates anything. It reads the file rather than
-mapping it: a page of a mapping that another process cuts off kills us, a read that comes back short is an error.
+The package `gguf` has a reader, too, but it takes seconds for 50,000 tokens and trusts the file's counts.
+This one checks every count against the remaining bytes before it allocates anything. It does not map the file: if
+another process truncates it, reading a mapped page kills the process, while a short read is an error.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _HEADER = struct.Struct("<4sIQQ")
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
-# The fewest bytes an entry can take; counts that could not fit in the rest of the file are refused at once.
+# The minimum size of an entry; counts that cannot fit into the rest of the file are refused at once.
 _MIN_PAIR = 8 + 4 + 1
 _MIN_TENSOR = 8 + 4 + 4 + 8
 _MIN_STRING = 8
 
 
 class DamagedError(Exception):
-    """What is wrong with the file, without its name."""
+    """What is wrong with the file; the message does not name it."""
 
 
 class TensorInfo(NamedTuple):
-    """One entry of the tensor directory; its bytes lie inside the file, and are nobody else's."""
+    """An entry of the tensor directory; its bytes are inside the file and overlap with no other tensor's."""
 
     type: int
-    """GGML's number of it."""
+    """GGML's type number."""
     shape: tuple[int, ...]
-    """As in the file: the length of a row first."""
+    """As in the file: the row length first."""
     offset: int
     """From the start of the file."""
     size: int
@@ -59,7 +59,7 @@ class TensorInfo(NamedTuple):
 
 
 class HeaderReader:
-    """A cursor over the file, of which only what was asked for is read."""
+    """Reads the file as far as needed."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file = file
@@ -68,23 +68,23 @@ class HeaderReader:
         self._at = 0
 
     def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-        """Metadata and tensors. Whatever is wrong is a `DamagedError`."""
+        """Metadata and tensors. Every problem is a `DamagedError`."""
         tensors, pairs = self._read_counts()
         metadata = self._read_metadata(pairs)
         return metadata, self._read_tensors(tensors, metadata)
 
     def _read_counts(self) -> tuple[int, int]:
         if self._size < _HEADER.size:
-            raise DamagedError(f"has only {self._size} bytes, so it is no GGUF model")
+            raise DamagedError(f"has only {self._size} bytes, so it is not a GGUF file")
         self._require(_HEADER.size)
         magic, version, tensors, pairs = _HEADER.unpack_from(self._data)
         self._at = _HEADER.size
         if magic != _MAGIC:
-            raise DamagedError(f"is no GGUF model (it begins with {magic!r}, not {_MAGIC!r})")
+            raise DamagedError(f"is not a GGUF file (it begins with {magic!r}, not {_MAGIC!r})")
         if version not in _VERSIONS:
             big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
-            reason = "big-endian" if big_endian else f"of version {version}"
-            raise DamagedError(f"is a GGUF file {reason}; only little-endian versions 2 and 3 can be read")
+            reason = "is big-endian" if big_endian else f"has version {version}"
+            raise DamagedError(f"{reason}; only little-endian GGUF files of version 2 or 3 are supported")
         return tensors, pairs
 
     # -- metadata ----------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class HeaderReader:
     # -- tensors -----------------------------------------------------------------------------------------------
 
     def _read_tensors(self, count: int, metadata: Mapping[str, Any]) -> dict[str, TensorInfo]:
-        """Every tensor's data must lie inside the file; a half-fetched file fails here."""
+        """Every tensor must be inside the file; a partial download fails here."""
         self._check_fits(count, _MIN_TENSOR, "tensors")
         _check_whole(metadata.get("split.count", 1))
         tensors: dict[str, TensorInfo] = {}
@@ -137,16 +137,16 @@ class HeaderReader:
         for name, tensor in tensors.items():
             end = start + tensor.offset + tensor.size
             if end > self._size:
-                raise DamagedError(f"is cut short: tensor {short(name)} ends at byte {end}, the file has {self._size}")
+                raise DamagedError(f"is truncated: tensor {short(name)} ends at byte {end}, the file has {self._size}")
             if tensor.offset % alignment:
-                where = f"{tensor.offset}, no multiple of the alignment {alignment}"
-                raise DamagedError(f"is damaged: tensor {short(name)} lies at {where}")
+                where = f"{tensor.offset}, not a multiple of the alignment {alignment}"
+                raise DamagedError(f"is damaged: the offset of tensor {short(name)} is {where}")
             tensors[name] = tensor._replace(offset=start + tensor.offset)
         _check_apart(tensors)
         return tensors
 
     def _read_tensor(self, name: str) -> TensorInfo:
-        """What follows a tensor's name, with its offset counted from the start of all tensor data."""
+        """What follows a tensor's name; the offset counts from the start of the tensor data."""
         dimensions = self._read_number(_U32)
         if dimensions > _MAX_DIMENSIONS:
             raise DamagedError(f"is damaged: tensor {short(name)} has {dimensions} dimensions")
@@ -156,8 +156,8 @@ class HeaderReader:
         kind, offset = self._read_number(_U32), self._read_number(_U64)
         if kind not in GGML_QUANT_SIZES:
             raise DamagedError(
-                f"has a tensor, {short(name)}, of the unknown type {kind}: either it is damaged, or too new for the "
-                "installed package gguf (pip install -U gguf)"
+                f"has a tensor, {short(name)}, of the unknown type {kind}: it is damaged, or too new for the installed "
+                "package gguf (pip install -U gguf)"
             )
         per_block, block_bytes = GGML_QUANT_SIZES[kind]
         row = shape[0] if shape else 1
@@ -171,13 +171,13 @@ class HeaderReader:
         length = self._read_number(_U64)
         start, stop = self._at, self._at + length
         if stop > self._size:
-            raise DamagedError(f"is cut short: a string in its header ends at byte {stop}, the file has {self._size}")
+            raise DamagedError(f"is truncated: a string in its header ends at byte {stop}, the file has {self._size}")
         self._require(stop)
         self._at = stop
         return self._data[start:stop].decode("utf-8", "replace")
 
     def _read_strings(self, count: int) -> list[str]:
-        """Vocabularies have a hundred thousand of them: what is there already is taken without a call for each."""
+        """Vocabularies have a hundred thousand strings: those already in memory are read without a call for each."""
         strings: list[str] = []
         unpack, data, have, at = _U64.unpack_from, self._data, len(self._data), self._at
         for _ in range(count):
@@ -209,22 +209,22 @@ class HeaderReader:
     def _check_fits(self, count: int, least_bytes: int, what: str) -> None:
         if count * least_bytes > self._size - self._at:
             raise DamagedError(
-                f"is cut short or damaged: it claims {count} {what}, more than its {self._size} bytes hold"
+                f"is truncated or damaged: it claims {count} {what}, more than fit into its {self._size} bytes"
             )
 
     def _require(self, stop: int) -> None:
-        """Have the bytes up to `stop`."""
+        """Read the bytes up to `stop`."""
         have = len(self._data)
         if stop <= have:
             return
         if stop > self._size:
-            raise DamagedError(f"is cut short: it ends after {self._size} bytes, inside its header")
+            raise DamagedError(f"is truncated: it ends after {self._size} bytes, inside its header")
         if stop > _MAX_HEADER_BYTES:
             raise DamagedError(f"is damaged: its header claims more than {_MAX_HEADER_BYTES >> 20} MiB")
         wanted = min(max(stop, have + _CHUNK_BYTES), self._size)
         self._data += self._file.read(wanted - have)
         if len(self._data) < stop:
-            raise DamagedError("was cut short while it was being read")
+            raise DamagedError("was truncated while it was being read")
 
 
 def _check_whole(split_count: object) -> None:
@@ -235,18 +235,18 @@ def _check_whole(split_count: object) -> None:
 
 
 def _check_apart(tensors: Mapping[str, TensorInfo]) -> None:
-    """Two tensors in the same bytes: at least one of them is not what it says."""
+    """Tensors that overlap: at least one of them is wrong."""
     by_offset = sorted(tensors.items(), key=lambda item: item[1].offset)
     for (name, tensor), (other, next_tensor) in pairwise(by_offset):
         if tensor.offset + tensor.size > next_tensor.offset:
             raise DamagedError(
-                f"is damaged: its tensors {short(name)} and {short(other)} overlap, as the first ends at byte "
-                f"{tensor.offset + tensor.size} and the second begins at {next_tensor.offset}"
+                f"is damaged: its tensors {short(name)} and {short(other)} overlap: the first ends at byte "
+                f"{tensor.offset + tensor.size}, the second begins at {next_tensor.offset}"
             )
 
 
 def short(value: object, limit: int = 60) -> str:
-    """A value from a file, fit for one line."""
+    """A value from a file, shortened to one line."""
     if isinstance(value, (list, np.ndarray)):
         value = list(value[:limit]) if isinstance(value, list) else value[:limit].tolist()
     elif isinstance(value, str):

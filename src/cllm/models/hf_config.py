@@ -1,4 +1,4 @@
-"""`config.json` of a Hugging Face directory: the numbers of a plain decoder. Whatever else it asks for is refused."""
+"""`config.json` of a Hugging Face model: the parameters of a plain decoder. Anything else is refused."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ARCHITECTURES = {
 _DEFAULT_ROPE_BASE = 10000.0
 _DEFAULT_RMS_EPS = 1e-6
 
-# What asks for something that a plain decoder does not do, and the values that ask for nothing.
-_FOREIGN: Mapping[str, tuple[object, ...]] = {
+# Keys of features that are not supported, and the values that do not use them.
+_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1, 1.0),
@@ -29,7 +29,7 @@ _FOREIGN: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope:
-    """Llama 3's way of reaching further than it was first trained for."""
+    """Llama 3's RoPE scaling for longer contexts."""
 
     factor: float
     low: float
@@ -38,8 +38,8 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class HFNumbers:
-    """What the configuration says beyond `ModelShape`."""
+class HFParams:
+    """Parameters of the configuration beyond `ModelShape`."""
 
     n_ff: int
     rms_eps: float
@@ -51,22 +51,22 @@ class HFNumbers:
     output_bias: bool
     head_norm: bool
     tied: bool | None
-    """Whether the head is the embedding; None: it is where there is no head."""
+    """Whether the output head is the embedding; None: if there is no separate head."""
 
 
-def read_config(fields: Fields) -> tuple[ModelShape, HFNumbers]:
+def read_config(fields: Fields) -> tuple[ModelShape, HFParams]:
     architecture = _architecture(fields)
     _check_quantised(fields)
-    for key, harmless in _FOREIGN.items():
+    for key, harmless in _UNSUPPORTED.items():
         if key in fields and fields.values[key] not in harmless:
-            raise fields.refusal(key, "which is not supported")
+            raise fields.unsupported(key, "which is not supported")
     n_embd, n_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     head_dim = fields.size("head_dim", max(1, n_embd // n_heads))
     n_kv_heads = fields.size("num_key_value_heads", n_heads)
     if head_dim % 2:
-        raise fields.refusal("head_dim", f"and heads of {head_dim} dimensions cannot be rotated")
+        raise fields.unsupported("head_dim", "but RoPE needs an even number")
     if n_heads % n_kv_heads:
-        raise fields.wrong("num_key_value_heads", f"a divisor of num_attention_heads, {n_heads}")
+        raise fields.invalid("num_key_value_heads", f"a divisor of num_attention_heads, {n_heads}")
     shape = ModelShape(
         architecture=architecture,
         n_layers=fields.size("num_hidden_layers"),
@@ -81,7 +81,7 @@ def read_config(fields: Fields) -> tuple[ModelShape, HFNumbers]:
     _check_window(fields, shape)
     base, scale, llama3 = _read_rope(fields)
     has_bias = fields.flag("attention_bias", False)
-    return shape, HFNumbers(
+    return shape, HFParams(
         n_ff=fields.size("intermediate_size"),
         rms_eps=fields.number("rms_norm_eps", _DEFAULT_RMS_EPS),
         rope_base=base,
@@ -98,7 +98,7 @@ def _architecture(fields: Fields) -> str:
     found = fields.values.get("architectures")
     if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str) and found[0] in ARCHITECTURES:
         return ARCHITECTURES[found[0]]
-    raise fields.refusal("architectures", f"not one of {', '.join(ARCHITECTURES)}")
+    raise fields.unsupported("architectures", f"not one of {', '.join(ARCHITECTURES)}")
 
 
 def _check_quantised(fields: Fields) -> None:
@@ -107,24 +107,24 @@ def _check_quantised(fields: Fields) -> None:
         return
     method = short(quantised.values.get("quant_method", "a quantised type"))
     raise ModelError(
-        f"{fields.path}: its weights are stored as {method} (quantization_config), which is not supported; give the "
-        "model in bf16 (backend.torch.dtype=fp8 makes fp8 of it), or a .gguf file"
+        f"{fields.path}: its weights are quantised as {method} (quantization_config), which is not supported; use the "
+        "model in bf16 (backend.torch.dtype=fp8 converts it), or a .gguf file"
     )
 
 
 def _check_window(fields: Fields, shape: ModelShape) -> None:
-    """Some configurations name a window and do not use it."""
+    """Some configurations have a sliding window but do not use it."""
     kinds = fields.values.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-            raise fields.refusal("layer_types", "and only full_attention is supported")
+            raise fields.unsupported("layer_types", "but only full_attention is supported")
         return
     if shape.architecture.startswith("qwen"):
         if fields.flag("use_sliding_window", False):
-            raise fields.refusal("use_sliding_window", "which is not supported")
+            raise fields.unsupported("use_sliding_window", "which is not supported")
     elif "sliding_window" in fields and fields.size("sliding_window") < shape.context_length:
-        raise fields.refusal(
-            "sliding_window", f"and attention over less than all {shape.context_length} tokens is not supported"
+        raise fields.unsupported(
+            "sliding_window", f"but only attention over all {shape.context_length} tokens is supported"
         )
 
 
@@ -133,30 +133,30 @@ def _rope_kind(rope: Fields) -> str:
 
 
 def _read_rope(fields: Fields) -> tuple[float, float, Llama3Rope | None]:
-    """Base, scale and stretching. Newer configurations have all in `rope_parameters`."""
+    """Base, linear scale and Llama 3 scaling. Newer configurations have everything in `rope_parameters`."""
     base = fields.number("rope_theta", _DEFAULT_ROPE_BASE)
     named = [part for key in ("rope_parameters", "rope_scaling") if (part := fields.part(key)) and part.values]
     if not named:
         return base, 1.0, None
     rope = named[0]
     if any(_rope_kind(part) != _rope_kind(rope) for part in named):
-        raise fields.refusal("rope_scaling", "and rope_parameters names another kind")
+        raise fields.unsupported("rope_scaling", "but rope_parameters has another type")
     per_layer = next((key for key, value in rope.values.items() if isinstance(value, dict)), None)
     if per_layer is not None:
-        raise rope.refusal(per_layer, "and only one kind for all layers is supported")
+        raise rope.unsupported(per_layer, "but only one type for all layers is supported")
     base = rope.number("rope_theta", base)
     key = "rope_type" if "rope_type" in rope else "type"
     kind = _rope_kind(rope)
     if "partial_rotary_factor" in rope and rope.values["partial_rotary_factor"] != 1:
-        raise rope.refusal("partial_rotary_factor", "and only whole heads can be rotated")
+        raise rope.unsupported("partial_rotary_factor", "but only 1 is supported")
     if kind == "default":
         return base, 1.0, None
     if kind == "linear":
         return base, rope.number("factor"), None
     if kind != "llama3":
-        raise rope.refusal(key, "and only default, linear and llama3 are supported")
+        raise rope.unsupported(key, "but only default, linear and llama3 are supported")
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if low >= high:
-        raise rope.wrong("low_freq_factor", f"less than high_freq_factor, {high:g}")
+        raise rope.invalid("low_freq_factor", f"less than high_freq_factor, {high:g}")
     trained = rope.size("original_max_position_embeddings")
     return base, 1.0, Llama3Rope(rope.number("factor"), low, high, trained)

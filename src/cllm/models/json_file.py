@@ -1,4 +1,4 @@
-"""JSON files that came with a model: of bounded size, without a key twice, one line for whatever is wrong."""
+"""JSON files of a model, read safely: with a size limit, without duplicate keys, and with errors of one line."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any, BinaryIO
 from cllm.errors import ModelError
 from cllm.models.gguf_header import short
 
-AGAIN = "fetch the model again"
+FETCH_AGAIN = "download the model again"
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; whoever put a pipe or a device in its place would have us wait for ever."""
+    """Open a regular file for reading; a pipe or device could block forever."""
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "not a regular file")
     return os.fdopen(number, "rb")
 
 
@@ -31,16 +31,14 @@ def read_text(path: Path, most_bytes: int) -> str | None:
     try:
         with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > most_bytes:
-                raise ModelError(
-                    f"{path}: has more than {most_bytes >> 10} KiB, so it is not what it should be; {AGAIN}"
-                )
+                raise ModelError(f"{path}: is larger than {most_bytes >> 10} KiB, so it cannot be right; {FETCH_AGAIN}")
             return file.read(most_bytes + 1).decode()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror or error}); {AGAIN}") from error
+        raise ModelError(f"{path}: cannot be read ({error.strerror or error}); {FETCH_AGAIN}") from error
     except UnicodeDecodeError as error:
-        raise ModelError(f"{path}: is not UTF-8 text; {AGAIN}") from error
+        raise ModelError(f"{path}: is not UTF-8 text; {FETCH_AGAIN}") from error
 
 
 def read_json(path: Path, most_bytes: int) -> dict[str, Any] | None:
@@ -53,9 +51,9 @@ def parse_json(text: str | bytes, path: Path) -> dict[str, Any]:
     try:
         found = json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: is no JSON ({str(error) or 'nested too deeply'}); {AGAIN}") from error
+        raise ModelError(f"{path}: is not valid JSON ({str(error) or 'nested too deeply'}); {FETCH_AGAIN}") from error
     if not isinstance(found, dict):
-        raise ModelError(f"{path}: holds {short(found)}, not an object; {AGAIN}")
+        raise ModelError(f"{path}: contains {short(found)}, not an object; {FETCH_AGAIN}")
     return found
 
 
@@ -69,10 +67,10 @@ def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Fields:
-    """The values of one JSON object, given out only as what they should be."""
+    """The values of a JSON object, with type checks."""
 
     def __init__(self, path: Path, values: dict[str, Any], inside: str = "") -> None:
-        """`inside` is the name of the object, if it is not the whole file."""
+        """`inside`: the name of the object, if it is not the whole file."""
         self.path = path
         self.values = values
         self._prefix = f"{inside}." if inside else ""
@@ -83,25 +81,25 @@ class Fields:
     def size(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
         if type(value) is not int or not 0 < value < 2**31:
-            raise self.wrong(key, "a usable size")
+            raise self.invalid(key, "a valid size")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
         if type(value) not in (int, float) or not math.isfinite(value) or not value > 0:
-            raise self.wrong(key, "a positive number")
+            raise self.invalid(key, "a positive number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
         if type(value) is not bool:
-            raise self.wrong(key, "true or false")
+            raise self.invalid(key, "true or false")
         return value
 
     def text(self, key: str, default: str) -> str:
         value = self._get(key, default)
         if type(value) is not str:
-            raise self.wrong(key, "text")
+            raise self.invalid(key, "a string")
         return value
 
     def part(self, key: str) -> Fields | None:
@@ -109,17 +107,19 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.wrong(key, "an object")
+            raise self.invalid(key, "an object")
         return Fields(self.path, value, self._prefix + key)
 
-    def wrong(self, key: str, wanted: str) -> ModelError:
-        return ModelError(f"{self.path}: {self._prefix}{key} is {short(self.values.get(key))}, not {wanted}; {AGAIN}")
+    def invalid(self, key: str, wanted: str) -> ModelError:
+        return ModelError(
+            f"{self.path}: {self._prefix}{key} is {short(self.values.get(key))}, not {wanted}; {FETCH_AGAIN}"
+        )
 
-    def refusal(self, key: str, reason: str) -> ModelError:
-        """For a value that is right, but asks for something we do not do."""
+    def unsupported(self, key: str, reason: str) -> ModelError:
+        """For a valid value that is not supported."""
         return ModelError(
             f"{self.path}: {self._prefix}{key} is {short(self.values.get(key))}, {reason}; "
-            "give another model, or a .gguf file of this one with --backend llama_cpp"
+            "use another model, or a .gguf file of this one with --backend llama_cpp"
         )
 
     def _get(self, key: str, default: Any) -> Any:
@@ -127,5 +127,5 @@ class Fields:
         if value is None:
             value = default
         if value is None:
-            raise ModelError(f"{self.path}: {self._prefix}{key} is missing; {AGAIN}")
+            raise ModelError(f"{self.path}: {self._prefix}{key} is missing; {FETCH_AGAIN}")
         return value

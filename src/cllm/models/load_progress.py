@@ -1,4 +1,4 @@
-"""How far a model is loaded: a bar on a terminal, elsewhere a line in the log every five seconds; nothing if quick."""
+"""Shows the progress of loading a model: a bar on a terminal, elsewhere a log line every five seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOG_EVERY_S = 5.0
 
 
 class LoadProgress:
-    """`with LoadProgress(name) as progress:`, then progress(bytes loaded, bytes in all) again and again."""
+    """`with LoadProgress(name) as progress:`, then call progress(done, total) in bytes. Quick loads show nothing."""
 
     def __init__(
         self, name: str, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic

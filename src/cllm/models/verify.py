@@ -1,7 +1,6 @@
-"""Is a file that was fetched earlier still the one it should be?
+"""Verifies downloaded files by their SHA-256.
 
-Hashing takes a moment, so it is done when the file is first used after a change of its size or time. What was found
-then stands in a small file beside it.
+Hashing takes a moment, so the result is kept in a small file next to it, until the file's size or time changes.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from pathlib import Path
 _BLOCK_BYTES = 1 << 20
 
 _verified_here: set[tuple[Path, int, int, str]] = set()
-"""In this process, for caches that cannot be written to."""
+"""For this process, in case the cache is not writable."""
 
 
 def is_intact(file: Path, size: int, sha256: str) -> bool:
-    """Whether the file is there, whole and undamaged. Raises OSError if it cannot be read."""
+    """Whether the file exists, complete and undamaged. Raises OSError if it cannot be read."""
     try:
         status = file.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -29,7 +28,7 @@ def is_intact(file: Path, size: int, sha256: str) -> bool:
     if _is_known(file, status, sha256):
         return True
     with file.open("rb") as opened:
-        # Of what is hashed, and before that: a file that is replaced or written to meanwhile will look new next time.
+        # Taken before hashing: a file that changes in the meantime will be hashed again next time.
         status = os.fstat(opened.fileno())
         digest = hashlib.sha256()
         while block := opened.read(_BLOCK_BYTES):
@@ -40,8 +39,8 @@ def is_intact(file: Path, size: int, sha256: str) -> bool:
     return True
 
 
-def note_verified(file: Path, sha256: str) -> None:
-    """The file has just been made and checked."""
+def mark_verified(file: Path, sha256: str) -> None:
+    """Record that the file was just downloaded and verified."""
     with suppress(OSError):
         _remember(file, file.stat(), sha256)
 
@@ -66,7 +65,7 @@ def _remember(file: Path, status: os.stat_result, sha256: str) -> None:
     try:
         made.write_text(json.dumps(_stamp(status, sha256)))
         made.replace(stamp)
-    except OSError:  # no room, or not ours to write: it is hashed again next time
+    except OSError:  # the disk is full or not writable: the file is hashed again next time
         with suppress(OSError):
             made.unlink()
 

@@ -1,4 +1,4 @@
-"""Logs on stderr, as text or JSON lines: one line per request, and one about the cache every so often."""
+"""Logs to stderr as text or JSON: one line per request, and a line about the cache at an interval."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _active: tuple[logging.Handler, LogWriter] | None = None
 
 
 class TextFormatter(logging.Formatter):
-    """`time level message` on one line, whatever the message holds; only a traceback adds lines."""
+    """`time level message` on one line, whatever the message contains; only tracebacks add lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", record.getMessage())
@@ -51,8 +51,8 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-class _Inlet(logging.Handler):
-    """Hands finished lines to the writer: formatting is done by whoever logs, waiting by nobody."""
+class _QueueHandler(logging.Handler):
+    """Formats records in the calling thread and queues them; it never waits for the output."""
 
     def __init__(self, writer: LogWriter) -> None:
         super().__init__()
@@ -61,67 +61,69 @@ class _Inlet(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._writer.put(self.format(record))
-        except Exception:  # as every handler: what cannot be logged must not hurt whoever logs it
+        except Exception:  # a logging failure must not affect the caller
             self.handleError(record)
 
 
 def setup_logging(config: LogConfig) -> None:
-    """Send what cLLM logs from `config.level` on, and warnings of everyone else, to stderr.
+    """Log to stderr: cLLM's records from `config.level` on, and warnings of other libraries.
 
-    A thread of its own writes: a terminal or pipe that stands still must not hold up the engine.
+    A separate thread writes, so that a blocked terminal or pipe does not block the engine.
     """
     global _active
     stop_logging()
     formatter = JsonFormatter() if config.format == "json" else TextFormatter()
     writer = LogWriter(sys.stderr, lambda count: formatter.format(_lost_lines(count)))
-    inlet = _Inlet(writer)
-    inlet.setFormatter(formatter)
-    logging.getLogger().addHandler(inlet)
+    handler = _QueueHandler(writer)
+    handler.setFormatter(formatter)
+    logging.getLogger().addHandler(handler)
     logger.setLevel(config.level.upper())
     writer.start()
-    _active = (inlet, writer)
+    _active = (handler, writer)
     atexit.register(stop_logging)
 
 
 def stop_logging() -> None:
-    """Write what is still waiting and let go of stderr; without `setup_logging` before it, nothing.
+    """Write the queued lines and release stderr; does nothing without `setup_logging` before it.
 
-    If nobody reads, this gives up after a moment: a program must be able to end.
+    If nobody reads stderr, this gives up after a moment, so that the program can end.
     """
     global _active
     if _active is None:
         return
-    inlet, writer = _active
+    handler, writer = _active
     _active = None
-    logging.getLogger().removeHandler(inlet)
+    logging.getLogger().removeHandler(handler)
     writer.stop()
     atexit.unregister(stop_logging)
 
 
 def _lost_lines(count: int) -> logging.LogRecord:
-    message = f"{count} log lines were lost here: nobody read them in time"
+    message = f"{count} log lines were dropped here: stderr was blocked"
     record = logging.LogRecord(logger.name, logging.WARNING, __file__, 0, message, None, None)
     record.fields = {"lost_lines": count}
     return record
 
 
 def tokens_per_second(generated: int, decode_s: float) -> float | None:
-    """The speed after the first token, which belongs to the prompt's time; None if there is no second one."""
+    """Decoding speed after the first token, which counts as prefill; None without a second token."""
     return (generated - 1) / decode_s if generated > 1 and decode_s > 0 else None
 
 
 class RequestLog:
-    """An engine observer: one line for each request that ended, however it did. One of several models is named. Of
-    texts to embed, which come by the hundred, whoever asked for them writes the line."""
+    """An engine observer that logs one line per finished request; `model` is the name of one of several models.
+
+    Texts to embed come by the hundred and are logged at debug level; the server logs one line for all of them.
+    """
 
     def __init__(self, model: str | None = None) -> None:
         self._model = model
 
     def on_step(self, seconds: float, prompt_tokens: int, decode_tokens: int) -> None:
-        """Steps are for the metrics."""
+        """Steps are not logged."""
 
     def on_eviction(self, count: int, seconds: float) -> None:
-        """Evictions are counted in the cache-efficiency line."""
+        """The cache-efficiency line counts evictions."""
 
     def on_finished(self, record: RequestRecord) -> None:
         rate = tokens_per_second(record.generated_tokens, record.decode_s)
@@ -162,19 +164,19 @@ class RequestLog:
 
 
 class EfficiencyLog:
-    """What the cache was worth since the last line; silent while nothing happens."""
+    """Logs how much the cache saved since the last line; nothing while idle."""
 
     def __init__(
         self, snapshot: Callable[[], EngineSnapshot | None], interval_s: float, model: str | None = None
     ) -> None:
-        """`model`: which of several it is; there is no snapshot of one that is not loaded."""
+        """`model`: the name of one of several models. A model that is not loaded has no snapshot."""
         self._model = model
         self._snapshot = snapshot
         self._interval_s = interval_s
         self._last: EngineSnapshot | None = None
 
     async def run(self) -> None:
-        """Until cancelled. An interval of 0 means never."""
+        """Run until cancelled. An interval of 0 means never."""
         while self._interval_s > 0:
             await asyncio.sleep(self._interval_s)
             self.tick()
@@ -183,7 +185,7 @@ class EfficiencyLog:
         now, last = self._snapshot(), self._last
         if now is None or _events(now) == _events(last):
             return
-        if last is not None and _events(now) < _events(last):  # it was loaded again
+        if last is not None and _events(now) < _events(last):  # the model was reloaded
             last = None
         self._last = now
         queries = now.kv.query_tokens - (last.kv.query_tokens if last else 0)

@@ -1,8 +1,8 @@
-"""The thread that writes log lines, so that nobody else waits for whoever reads them.
+"""The thread that writes log lines, so that no other thread waits for the output.
 
-Lines that are not read pile up here to a limit; beyond it they are lost and counted, and a line says so once the others
-are through. The thread writes to the file itself, past Python's stream: a stream that it is stuck in has a lock, and
-Python waits for that at its end.
+Lines that cannot be written are queued up to a limit; beyond it they are dropped and counted, and a line says so later.
+The thread writes to the file descriptor and not to Python's stream: a blocked stream holds a lock that Python waits for
+at exit.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import TextIO
 
 MAX_WAITING_CHARS = 4 << 20
 STOP_S = 1.0
-"""How long the end of the program waits for lines to be read."""
+"""How long to wait at exit for the remaining lines to be written."""
 
 
 class LogWriter:
-    """`lost` makes the line that says how many were."""
+    """`lost` formats the line that says how many lines were dropped."""
 
     def __init__(self, stream: TextIO, lost: Callable[[int], str]) -> None:
         self._stream = stream
@@ -51,7 +51,7 @@ class LogWriter:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Write what waits, for at most `STOP_S`; lines that come later are not written."""
+        """Write the queued lines, for at most `STOP_S`; later lines are not written."""
         with self._changed:
             self._mention_lost()
             self._closing = True
@@ -59,7 +59,7 @@ class LogWriter:
         self._thread.join(STOP_S)
 
     def _mention_lost(self) -> None:
-        """At the place where they are missing."""
+        """Add a line where lines are missing."""
         if self._lost:
             note, self._lost = self._lost_line(self._lost), 0
             self._add(note)
@@ -75,10 +75,10 @@ class LogWriter:
                 if not self._lines:
                     return
                 line = self._lines.popleft()
-            with suppress(OSError, ValueError):  # closed, or nobody at the other end: the line is lost
+            with suppress(OSError, ValueError):  # closed, or a pipe without a reader: the line is lost
                 self._write(line + "\n")
             with self._changed:
-                # Counted until it is written, so that what waits is bounded by what nobody has read.
+                # Counted until it is written, so that the queue is bounded.
                 self._waiting_chars -= len(line)
                 if not self._lines:
                     self._mention_lost()
@@ -90,6 +90,6 @@ class LogWriter:
             return
         data = memoryview(text.encode("utf-8", "backslashreplace"))
         while data:
-            select.select([], [self._file], [])  # somebody who shares the file may have made it non-blocking
+            select.select([], [self._file], [])  # another process may have made the shared file non-blocking
             with suppress(BlockingIOError):
                 data = data[os.write(self._file, data) :]

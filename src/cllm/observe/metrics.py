@@ -1,8 +1,8 @@
-"""Prometheus metrics under vLLM's names, with our prefix.
+"""Prometheus metrics with vLLM's names and cLLM's prefix.
 
-Counters and gauges are read from the engine's snapshot when they are asked for, so no number is kept twice
-and a scrape never waits for the engine. Histograms are filled by the engine thread alone and read without
-a lock: a scrape in the middle of an update may miss the newest value, never see a broken one.
+Counters and gauges are read from the engine's snapshot at each scrape, so no number is kept twice and a scrape never
+waits for the engine. Histograms are filled by the engine thread alone and read without a lock: a scrape during an
+update may miss the newest value, but never sees a broken one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from cllm.engine.observer import RequestRecord
     from cllm.engine.stats import EngineSnapshot
-    from cllm.kv.ledger import Standing
+    from cllm.kv.ledger import AccountStatus
 
 _MILLISECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
 _STEP = (*_MILLISECONDS, 1.0, 2.5, 5.0, 10.0)
@@ -58,15 +58,15 @@ class MetricsObserver:
 
     def __init__(self) -> None:
         self.histograms = {
-            "time_to_first_token_seconds": Histogram("From arrival to the first token.", _REQUEST),
-            "inter_token_latency_seconds": Histogram("Between two tokens of one answer.", _STEP),
-            "e2e_request_latency_seconds": Histogram("From arrival to the end.", _REQUEST),
-            "request_queue_time_seconds": Histogram("Waiting for the first step.", _REQUEST),
-            "request_prefill_time_seconds": Histogram("Computing the prompt.", _REQUEST),
-            "request_decode_time_seconds": Histogram("From the first token to the last.", _REQUEST),
-            "iteration_tokens_total": Histogram("Tokens in one engine step.", _TOKENS),
-            "engine_step_seconds": Histogram("Duration of one engine step.", _STEP),
-            "kv_eviction_seconds": Histogram("Duration of one round of evictions.", _EVICTION),
+            "time_to_first_token_seconds": Histogram("Time from arrival to the first token.", _REQUEST),
+            "inter_token_latency_seconds": Histogram("Time between two tokens of an answer.", _STEP),
+            "e2e_request_latency_seconds": Histogram("Time from arrival to the end.", _REQUEST),
+            "request_queue_time_seconds": Histogram("Time spent waiting for the first step.", _REQUEST),
+            "request_prefill_time_seconds": Histogram("Time spent computing the prompt.", _REQUEST),
+            "request_decode_time_seconds": Histogram("Time from the first token to the last.", _REQUEST),
+            "iteration_tokens_total": Histogram("Tokens per engine step.", _TOKENS),
+            "engine_step_seconds": Histogram("Duration of an engine step.", _STEP),
+            "kv_eviction_seconds": Histogram("Duration of a round of evictions.", _EVICTION),
         }
 
     def on_step(self, seconds: float, prompt_tokens: int, decode_tokens: int) -> None:
@@ -90,7 +90,7 @@ class MetricsObserver:
 
 
 class _Value(NamedTuple):
-    """One gauge or counter; with a label, one value for each of the label's values."""
+    """A gauge or counter; with a label, one value for each of its values."""
 
     name: str
     help: str
@@ -122,26 +122,26 @@ _GAUGES = (
     _Value("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
     _Value(
         "kv_cache_usage_perc",
-        "Share of the KV cache that running requests and pins hold, 0 to 1.",
+        "Share of the KV cache used by running requests and pins, 0 to 1.",
         lambda s: s.kv.used_fraction,
     ),
-    _Value("kv_blocks", "Blocks (paged) or token cells (slots) of the KV cache.", _kv_units, "state"),
+    _Value("kv_blocks", "Blocks (paged backends) or token cells (slots) of the KV cache.", _kv_units, "state"),
     _Value("kv_bytes", "Bytes of the KV cache.", _kv_bytes, "state"),
     _Value(
-        "kv_peak_bytes", "Most KV bytes that running requests ever held.", lambda s: s.kv.peak * s.kv.bytes_per_unit
+        "kv_peak_bytes", "Peak of the KV bytes used by running requests.", lambda s: s.kv.peak * s.kv.bytes_per_unit
     ),
-    _Value("kv_bytes_per_token", "KV bytes of one token.", lambda s: s.kv.bytes_per_unit / s.kv.unit_tokens),
+    _Value("kv_bytes_per_token", "KV bytes per token.", lambda s: s.kv.bytes_per_unit / s.kv.unit_tokens),
     _Value(
         "kv_sequences",
         "Sequences in the KV cache.",
         lambda s: {"running": s.kv.sequences_running, "held": s.kv.sequences_held},
         "state",
     ),
-    _Value("kv_free_segments", "Separate stretches of free units.", lambda s: s.kv.free_segments),
-    _Value("kv_largest_free_span", "Units in the largest free stretch.", lambda s: s.kv.largest_free_span),
+    _Value("kv_free_segments", "Number of free runs of units.", lambda s: s.kv.free_segments),
+    _Value("kv_largest_free_span", "Units in the largest free run.", lambda s: s.kv.largest_free_span),
     _Value(
         "kv_contiguity_ratio",
-        "Of neighbouring blocks of running sequences, the share that are neighbours in memory.",
+        "Share of consecutive blocks of running sequences that are adjacent in memory.",
         lambda s: s.kv.contiguity,
     ),
     _Value(
@@ -151,38 +151,42 @@ _GAUGES = (
         "state",
     ),
     _Value("kv_slots", "Slots that have memory (0 on paged backends).", lambda s: s.kv.slots),
-    _Value("kv_resident_bytes", "KV bytes in memory, as last seen while nothing ran.", lambda s: s.kv.resident_bytes),
-    _Value("kv_host_bytes", "KV bytes held in the host's memory beside a GPU's.", lambda s: s.kv.host.bytes),
-    _Value("kv_host_limit_bytes", "Limit of the above.", lambda s: s.kv.host.limit_bytes),
-    _Value("kv_disk_queued_bytes", "KV bytes that wait to be written to disk.", lambda s: s.kv.disk.queued_bytes),
-    _Value("kv_disk_loading", "Loads of KV from disk under way.", lambda s: s.kv.disk.loading),
-    _Value("kv_pins", "Prefixes that are pinned.", lambda s: s.kv.pins),
+    _Value("kv_resident_bytes", "Resident KV bytes, as of the last time nothing ran.", lambda s: s.kv.resident_bytes),
+    _Value("kv_host_bytes", "KV bytes in host memory, evicted from the GPU.", lambda s: s.kv.host.bytes),
+    _Value("kv_host_limit_bytes", "Limit of kv_host_bytes.", lambda s: s.kv.host.limit_bytes),
+    _Value("kv_disk_queued_bytes", "KV bytes waiting to be written to disk.", lambda s: s.kv.disk.queued_bytes),
+    _Value("kv_disk_loading", "Loads of KV from disk in progress.", lambda s: s.kv.disk.loading),
+    _Value("kv_pins", "Pinned prefixes.", lambda s: s.kv.pins),
     _Value(
         "kv_pinned_bytes",
-        "KV bytes that pins hold; they count as referenced.",
+        "KV bytes of pinned prefixes; they count as referenced.",
         lambda s: s.kv.pinned * s.kv.bytes_per_unit,
     ),
-    _Value("step_token_budget", "Tokens the next step may hold.", lambda s: s.step_token_budget),
-    _Value("uptime_seconds", "Since the engine started.", lambda s: s.uptime_s),
+    _Value("step_token_budget", "Token budget of the next step.", lambda s: s.step_token_budget),
+    _Value("uptime_seconds", "Time since the engine started.", lambda s: s.uptime_s),
 )
 
 _STORE_GAUGES: tuple[tuple[str, str, Callable[[EngineSnapshot], float]], ...] = (
-    ("kv_disk_bytes", "KV bytes on disk, of all models and servers there.", lambda s: s.kv.disk.bytes),
-    ("kv_disk_limit_bytes", "Most KV bytes on disk; 0: none are kept.", lambda s: s.kv.disk.limit_bytes),
+    (
+        "kv_disk_bytes",
+        "KV bytes on disk, of all models and servers that share the directory.",
+        lambda s: s.kv.disk.bytes,
+    ),
+    ("kv_disk_limit_bytes", "Limit of the KV bytes on disk; 0: disabled.", lambda s: s.kv.disk.limit_bytes),
 )
-"""What models that keep K/V in one directory have in common, and what is therefore no model's."""
+"""Shared by all models that keep K/V in the same directory, so without a model label."""
 
 _COUNTERS = (
     _Value("prefix_cache_queries", "Prompt tokens looked up in the KV cache.", lambda s: s.kv.query_tokens),
     _Value("prefix_cache_hits", "Prompt tokens found in the KV cache.", lambda s: s.kv.hit_tokens),
-    _Value("num_preemptions", "Requests set back to be computed again.", lambda s: s.preemptions),
+    _Value("num_preemptions", "Preempted requests, to be computed again.", lambda s: s.preemptions),
     _Value("prompt_tokens", "Prompt tokens of all requests.", lambda s: s.prompt_tokens),
-    _Value("prompt_tokens_cached", "Those that came from the KV cache.", lambda s: s.cached_tokens),
+    _Value("prompt_tokens_cached", "Prompt tokens that came from the KV cache.", lambda s: s.cached_tokens),
     _Value("generation_tokens", "Generated tokens.", lambda s: s.generated_tokens),
-    _Value("spec_decode_num_draft_tokens", "Drafted tokens that were computed.", lambda s: s.drafted_tokens),
-    _Value("spec_decode_num_accepted_tokens", "Those that came true.", lambda s: s.accepted_drafts),
-    _Value("kv_window_dropped_tokens", "Tokens that rolling windows let go of.", lambda s: s.dropped_tokens),
-    _Value("request_success", "Ended requests by reason.", lambda s: dict(s.finished), "finished_reason"),
+    _Value("spec_decode_num_draft_tokens", "Drafted tokens.", lambda s: s.drafted_tokens),
+    _Value("spec_decode_num_accepted_tokens", "Accepted drafted tokens.", lambda s: s.accepted_drafts),
+    _Value("kv_window_dropped_tokens", "Tokens dropped by rolling windows.", lambda s: s.dropped_tokens),
+    _Value("request_success", "Finished requests by reason.", lambda s: dict(s.finished), "finished_reason"),
     _Value("kv_evictions", "Units evicted from the KV cache.", lambda s: s.kv.evictions),
     _Value("kv_compactions", "Compactions of the KV cache.", lambda s: s.kv.compactions),
     _Value(
@@ -190,45 +194,55 @@ _COUNTERS = (
         "KV bytes copied: prefixes, saving and loading, copy on write, compaction.",
         lambda s: s.kv.moved_bytes,
     ),
-    _Value("kv_released_bytes", "KV bytes given back to the OS.", lambda s: s.kv.released_bytes),
-    _Value("kv_prepared_bytes", "KV bytes taken from the OS ahead of their use.", lambda s: s.kv.prepared_bytes),
+    _Value("kv_released_bytes", "KV bytes returned to the OS.", lambda s: s.kv.released_bytes),
+    _Value("kv_prepared_bytes", "KV bytes allocated ahead of use.", lambda s: s.kv.prepared_bytes),
     _Value(
         "kv_upkeep_failures",
-        "Moves, releases and preparations of KV memory that failed.",
+        "Failed moves, releases and preparations of KV memory.",
         lambda s: s.kv.upkeep_failures,
     ),
     _Value(
         "kv_context_rebuilds",
-        "Times the context was made anew with more or fewer slots.",
+        "Times the context was rebuilt with more or fewer slots.",
         lambda s: s.kv.context_rebuilds,
     ),
     _Value(
         "kv_allocation_failures",
-        "Waits and preemptions for want of room.",
+        "Waits and preemptions for lack of KV memory.",
         lambda s: s.kv.allocation_failures,
     ),
-    _Value("kv_host_out_bytes", "KV bytes copied from a GPU to the host's memory.", lambda s: s.kv.host.out_bytes),
-    _Value("kv_host_in_bytes", "KV bytes copied back.", lambda s: s.kv.host.in_bytes),
-    _Value("kv_host_loads", "Loads of KV from the host's memory that are over.", lambda s: s.kv.host.loads),
-    _Value("kv_host_load_failures", "Those that brought less than expected.", lambda s: s.kv.host.failed_loads),
-    _Value("kv_host_hits", "Prompt tokens loaded from the host's memory.", lambda s: s.kv.host.loaded_tokens),
+    _Value("kv_host_out_bytes", "KV bytes copied from the GPU to host memory.", lambda s: s.kv.host.out_bytes),
+    _Value("kv_host_in_bytes", "KV bytes copied from host memory to the GPU.", lambda s: s.kv.host.in_bytes),
+    _Value("kv_host_loads", "Finished loads of KV from host memory.", lambda s: s.kv.host.loads),
+    _Value(
+        "kv_host_load_failures",
+        "Loads of KV from host memory that brought less than expected.",
+        lambda s: s.kv.host.failed_loads,
+    ),
+    _Value("kv_host_hits", "Prompt tokens loaded from host memory.", lambda s: s.kv.host.loaded_tokens),
     _Value("kv_disk_written_bytes", "KV bytes written to disk.", lambda s: s.kv.disk.written_bytes),
     _Value("kv_disk_read_bytes", "KV bytes read from disk.", lambda s: s.kv.disk.read_bytes),
-    _Value("kv_disk_loads", "Loads of KV from disk that are over.", lambda s: s.kv.disk.loads),
-    _Value("kv_disk_load_failures", "Those that brought less than expected.", lambda s: s.kv.disk.failed_loads),
+    _Value("kv_disk_loads", "Finished loads of KV from disk.", lambda s: s.kv.disk.loads),
+    _Value(
+        "kv_disk_load_failures",
+        "Loads of KV from disk that brought less than expected.",
+        lambda s: s.kv.disk.failed_loads,
+    ),
     _Value("kv_disk_hits", "Prompt tokens loaded from disk.", lambda s: s.kv.disk.loaded_tokens),
-    _Value("kv_pins_refused", "Pins that were asked for and not made.", lambda s: s.kv.pins_refused),
-    _Value("kv_blocks_stored", "Blocks that came into the prefix tree.", lambda s: s.kv.blocks_stored),
-    _Value("kv_blocks_removed", "Blocks that left it.", lambda s: s.kv.blocks_removed),
-    _Value("batch_splits", "Batches the backend had to split.", lambda s: s.batch_splits),
+    _Value("kv_pins_refused", "Pins that were refused.", lambda s: s.kv.pins_refused),
+    _Value("kv_blocks_stored", "Blocks added to the prefix tree.", lambda s: s.kv.blocks_stored),
+    _Value("kv_blocks_removed", "Blocks removed from the prefix tree.", lambda s: s.kv.blocks_removed),
+    _Value("batch_splits", "Batches that the backend had to split.", lambda s: s.batch_splits),
     _Value("engine_steps", "Steps of the engine.", lambda s: s.steps),
     _Value("backend_rebuilds", "Times the backend's context was rebuilt.", lambda s: s.rebuilds),
-    _Value("position_mismatches", "Positions the backend disagreed on.", lambda s: s.position_mismatches),
+    _Value(
+        "position_mismatches", "Sequences whose position in the backend was wrong.", lambda s: s.position_mismatches
+    ),
 )
 
 
 class EngineCollector(Collector):
-    """Every metric of one engine, labelled with the model's name as vLLM does."""
+    """All metrics of one engine, labelled with the model's name as in vLLM."""
 
     def __init__(
         self,
@@ -238,7 +252,7 @@ class EngineCollector(Collector):
         observer: MetricsObserver,
         store: object = None,
     ) -> None:
-        """`store` is the same for those that keep K/V on disk together."""
+        """`store`: the same for engines that share K/V on disk."""
         self.store = store
         self._prefix = prefix
         self._model_name = model_name
@@ -246,7 +260,7 @@ class EngineCollector(Collector):
         self._observer = observer
 
     def describe(self) -> list[Metric]:
-        """Nothing: so that registering takes no snapshot of an engine that has not started."""
+        """Empty, so that registering takes no snapshot of an engine that has not started."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -291,7 +305,7 @@ class EngineCollector(Collector):
 
 
 def _of_stores(prefix: str, engines: Sequence[EngineCollector]) -> Iterator[Metric]:
-    """Of all directories together, each counted once."""
+    """The sum over all directories, each counted once."""
     found = {engine.store: snapshot for engine in engines if (snapshot := engine.snapshot()) is not None}
     for name, text, value in _STORE_GAUGES:
         if found:
@@ -299,19 +313,19 @@ def _of_stores(prefix: str, engines: Sequence[EngineCollector]) -> Iterator[Metr
 
 
 class ModelsCollector(Collector):
-    """The metrics of several engines, each of which may be there or not, and of the memory they share."""
+    """The metrics of several engines, loaded or not, and of the memory they share."""
 
     def __init__(
         self,
         prefix: str,
         engines: Sequence[EngineCollector],
-        standings: Callable[[], list[Standing]],
+        account_status: Callable[[], list[AccountStatus]],
         budgets: Mapping[str, int],
     ) -> None:
         """`budgets` by device."""
         self._prefix = prefix
         self._engines = engines
-        self._standings = standings
+        self._account_status = account_status
         self._budgets = budgets
 
     def describe(self) -> list[Metric]:
@@ -328,22 +342,22 @@ class ModelsCollector(Collector):
         yield from families.values()
         yield from _of_stores(self._prefix, self._engines)
         budget = GaugeMetricFamily(
-            f"{self._prefix}:memory_budget_bytes", "Most that all models take of a memory.", labels=["device"]
+            f"{self._prefix}:memory_budget_bytes", "Memory limit for all models on a device.", labels=["device"]
         )
         for device, size in self._budgets.items():
             budget.add_metric([device], size)
         yield budget
         memory = GaugeMetricFamily(
-            f"{self._prefix}:model_memory_bytes", "Memory of a model that is loaded.", labels=["model_name", "kind"]
+            f"{self._prefix}:model_memory_bytes", "Memory used by a loaded model.", labels=["model_name", "kind"]
         )
-        for standing in self._standings():
-            memory.add_metric([standing.name, "fixed"], standing.fixed)
-            memory.add_metric([standing.name, "kv"], standing.kv)
+        for status in self._account_status():
+            memory.add_metric([status.name, "fixed"], status.fixed)
+            memory.add_metric([status.name, "kv"], status.kv)
         yield memory
 
 
 def create_registry(collector: Collector) -> CollectorRegistry:
-    """A registry of its own per server, with the engine's metrics and the process's (memory, CPU, files)."""
+    """A registry per server, with the engine's metrics and the process's (memory, CPU, files)."""
     registry = CollectorRegistry()
     registry.register(collector)
     ProcessCollector(registry=registry)

@@ -1,11 +1,11 @@
 """Several models behind one server.
 
-entries.py   the models of a configuration: names, settings, estimates
-memory.py    what each may take of one budget
-models.py    loading, unloading, and who uses what
+entries.py   the configured models: names, settings, memory estimates
+memory.py    how much memory each may take of the common budget
+models.py    loading and unloading
 """
 
-from cllm.served.entries import Served
+from cllm.served.entries import ServedModel
 from cllm.served.models import ServedModels
 
-__all__ = ["Served", "ServedModels"]
+__all__ = ["ServedModel", "ServedModels"]

@@ -1,9 +1,9 @@
-"""Several models behind one server: which are loaded, who uses them, and what goes when memory is short.
+"""Several models behind one server: loads them when needed, and unloads others when memory is short.
 
-    unloaded ──► loading ──► ready ──► unloading ──► unloaded        failed: it could not be loaded; tried again later
+    unloaded ──► loading ──► ready ──► unloading ──► unloaded        failed: could not be loaded; tried again later
 
-Everything here runs on the event loop; loading and freeing are done in threads. A model is loaded once, however many
-ask for it meanwhile, and one at a time, so that each finds the memory it was promised.
+Everything here runs on the event loop; loading and freeing happen in threads. A model is loaded once, however many
+requests wait for it, and models are loaded one at a time, so that each finds the memory it was promised.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from cllm.choosing import estimate
 from cllm.config import Config
-from cllm.engine.turns import Turns
+from cllm.engine.time_sharing import TimeSharing
 from cllm.errors import (
     CLLMError,
     ModelBusyError,
@@ -24,29 +23,30 @@ from cllm.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from cllm.kv.ledger import Account, Standing
+from cllm.kv.ledger import Account, AccountStatus
 from cllm.llm import AsyncLLM
-from cllm.on_disk import Stores
-from cllm.opening import Place
-from cllm.served.entries import Served, State, by_name, check_disk_limits, could_not, read_entries, unavailable
-from cllm.served.memory import Memory, choose_memories
+from cllm.loading.disk_cache import DiskStores
+from cllm.loading.estimate import estimate
+from cllm.loading.open_model import ModelShare
+from cllm.served.entries import ServedModel, State, by_name, check_disk_limits, load_failed, read_entries, unavailable
+from cllm.served.memory import DeviceMemory, choose_memories
 
 log = logging.getLogger("cllm")
 
-TEND_S = 1.0
-"""How often idle models are looked for."""
+IDLE_CHECK_S = 1.0
+"""How often to look for idle models."""
 CLAIM_S = 30.0
-"""How long a model that is to be loaded waits for others to give K/V memory back."""
+"""How long loading waits for other models to give K/V memory back."""
 CLAIM_STEP_S = 0.01
 ROOM_S = 30.0
-"""How long a model that requests wait for waits for others, all of which are in use, to have none."""
+"""How long loading waits for a model that may be unloaded, while all are in use."""
 ROOM_STEP_S = 0.05
 RETRY_S = 10.0
-"""After a model could not be loaded, requests for it are refused for so long before it is tried again."""
+"""How long requests for a model are refused after it could not be loaded."""
 
 
 class ServedModels:
-    """Raises `ConfigError` or `ModelError` for what can never be served. Nothing is loaded before `start`."""
+    """Raises `ConfigError` or `ModelError` for models that can never be served. Loads nothing before `start`."""
 
     def __init__(self, config: Config, *, before_mapping: Callable[[], None] | None = None) -> None:
         self.models = read_entries(config)
@@ -54,39 +54,39 @@ class ServedModels:
         check_disk_limits(self.models)
         self._by_name = by_name(self.models)
         self._before_mapping = before_mapping
-        self.on_loaded: Callable[[Served, AsyncLLM], Awaitable[None]] | None = None
-        """What else is to be done before a model that was loaded is used."""
-        self.on_unloaded: Callable[[Served], None] = lambda served: None
-        """What else is to be forgotten with a model that is not loaded any more."""
-        self._turns = Turns()
-        self._stores = Stores()
+        self.on_loaded: Callable[[ServedModel, AsyncLLM], Awaitable[None]] | None = None
+        """Called after a model is loaded, before requests use it."""
+        self.on_unloaded: Callable[[ServedModel], None] = lambda served: None
+        """Called after a model is unloaded."""
+        self._time_sharing = TimeSharing()
+        self._stores = DiskStores()
         self._one_at_a_time = asyncio.Lock()
         self._stopping = False
         self._started = False
-        self._tending: asyncio.Task[None] | None = None
+        self._idle_task: asyncio.Task[None] | None = None
 
     # -- memory ------------------------------------------------------------------------------------------------
 
-    def memory_of(self, served: Served) -> Memory:
+    def memory_of(self, served: ServedModel) -> DeviceMemory:
         return self.memories[served.estimate.device]
 
     @property
     def budget(self) -> int:
-        """Bytes of all memories together."""
+        """Bytes, of all devices together."""
         return sum(memory.ledger.budget for memory in self.memories.values())
 
-    def standings(self) -> list[Standing]:
-        """Of all models that are loaded."""
-        return [standing for memory in self.memories.values() for standing in memory.ledger.standings()]
+    def account_status(self) -> list[AccountStatus]:
+        """Memory accounts of all loaded models."""
+        return [status for memory in self.memories.values() for status in memory.ledger.account_status()]
 
-    # -- life --------------------------------------------------------------------------------------------------
+    # -- lifecycle ---------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
         return self._started and not self._stopping
 
     async def start(self) -> None:
-        """Load what is to be loaded at the start."""
+        """Load the models that are configured to be loaded at the start."""
         try:
             for served in self.models:
                 if served.at_start:
@@ -95,21 +95,21 @@ class ServedModels:
             await self.shutdown(0)
             raise
         self._started = True
-        self._tending = asyncio.create_task(self._tend())
+        self._idle_task = asyncio.create_task(self._unload_idle())
 
     async def shutdown(self, grace_s: float | None = None) -> None:
-        """Let running requests end within `grace_s`, refuse the rest, free everything. Safe to call again."""
+        """Let running requests finish within `grace_s`, refuse the rest, free everything. Safe to call again."""
         self._stopping = True
-        if self._tending is not None:
-            self._tending.cancel()
+        if self._idle_task is not None:
+            self._idle_task.cancel()
         loaded = [served.llm for served in self.models if served.llm is not None]
         await asyncio.gather(*(llm.shutdown(grace_s) for llm in loaded))
         for served in self.models:
-            served.idle.set()  # whoever waits for requests to end has waited long enough
+            served.idle.set()  # do not wait for requests any longer
         changing = [served.changing for served in self.models if served.changing is not None]
         await asyncio.gather(*changing, return_exceptions=True)
         for served in self.models:
-            if served.llm is not None and served.llm not in loaded:  # it was being loaded
+            if served.llm is not None and served.llm not in loaded:  # was still loading
                 await served.llm.shutdown(0)
             served.state = "unloaded"
         await asyncio.to_thread(self._stores.close)
@@ -117,15 +117,15 @@ class ServedModels:
     # -- requests ----------------------------------------------------------------------------------------------
 
     @property
-    def default(self) -> Served:
-        """What requests without a name mean."""
+    def default(self) -> ServedModel:
+        """The model of requests that name none."""
         return self.models[0]
 
-    def find(self, name: str | None) -> Served | None:
+    def find(self, name: str | None) -> ServedModel | None:
         return self.default if name is None else self._by_name.get(name)
 
-    async def acquire(self, served: Served, timeout_s: float | None = None) -> AsyncLLM:
-        """The model, loaded; whoever gets it calls `served.release` in the end. Until then it stays."""
+    async def acquire(self, served: ServedModel, timeout_s: float | None = None) -> AsyncLLM:
+        """Load the model if need be. It stays loaded until `served.release` is called."""
         until = time.monotonic() + (served.config.scheduler.request_timeout_s if timeout_s is None else timeout_s)
         with served.awaited():
             while not served.ready:
@@ -136,43 +136,43 @@ class ServedModels:
         assert served.llm is not None
         return served.llm
 
-    async def load(self, served: Served) -> None:
-        """Have it loaded, if it is not."""
+    async def load(self, served: ServedModel) -> None:
+        """Load it, unless it is loaded."""
         with served.awaited():
             while not served.ready:
                 await self._wait(served, self._next_change(served, again=True))
 
-    async def unload(self, served: Served, *, wait: bool = False) -> None:
-        """Have it unloaded, if it is not. With `wait` once its requests have ended; those that come meanwhile wait, and
-        have it loaded again."""
+    async def unload(self, served: ServedModel, *, wait: bool = False) -> None:
+        """Unload it, unless it is unloaded. With `wait`, once its requests have ended; requests that arrive meanwhile
+        wait and load it again."""
         while served.state == "loading" and served.changing is not None:
             await asyncio.wait([served.changing])
         if served.users and not wait:
             running = "1 request" if served.users == 1 else f"{served.users} requests"
-            raise ModelBusyError(f"{served.name} has {running} running; wait for the end, or ask with wait = true")
+            raise ModelBusyError(f"{served.name} has {running} running; try again later, or set wait to true")
         if served.changing is not None:
             await asyncio.shield(served.changing)
         elif served.state == "ready":
             await asyncio.shield(self._begin_unload(served))
 
-    async def _wait(self, served: Served, change: asyncio.Task[None], until: float | None = None) -> None:
+    async def _wait(self, served: ServedModel, change: asyncio.Task[None], until: float | None = None) -> None:
         try:
             left_s = None if until is None else max(0.0, until - time.monotonic())
             await asyncio.wait_for(asyncio.shield(change), left_s)
         except asyncio.TimeoutError:
-            raise RequestTimeoutError(f"{served.name} {served.doing}, and the request's time is over") from None
+            raise RequestTimeoutError(f"the request timed out: {served.name} {served.why_not_ready}") from None
         except (ModelUnavailableError, ShuttingDownError):
             raise
         except CLLMError as error:
             raise unavailable(served, error, RETRY_S) from error
 
-    def _next_change(self, served: Served, *, again: bool = False) -> asyncio.Task[None]:
-        """What happens next on the way to a model that is ready."""
+    def _next_change(self, served: ServedModel, *, again: bool = False) -> asyncio.Task[None]:
+        """The next task on the way to `ready`."""
         if self._stopping:
-            raise ShuttingDownError("the server is shutting down and takes no more requests")
+            raise ShuttingDownError("the server is shutting down and accepts no more requests")
         if served.changing is not None:
             return served.changing
-        if served.state == "ready":  # its engine has given up
+        if served.state == "ready":  # but its engine has failed
             return self._begin_unload(served)
         wait_s = served.retry_at - time.monotonic()
         if served.state == "failed" and wait_s > 0 and not again:
@@ -181,14 +181,16 @@ class ServedModels:
 
     # -- changes -----------------------------------------------------------------------------------------------
 
-    def _begin_load(self, served: Served) -> asyncio.Task[None]:
+    def _begin_load(self, served: ServedModel) -> asyncio.Task[None]:
         return self._change(served, "loading", self._load)
 
-    def _begin_unload(self, served: Served) -> asyncio.Task[None]:
+    def _begin_unload(self, served: ServedModel) -> asyncio.Task[None]:
         return self._change(served, "unloading", self._unload)
 
-    def _change(self, served: Served, state: State, how: Callable[[Served], Awaitable[None]]) -> asyncio.Task[None]:
-        """One at a time: the state says so at once, not only when the task has begun."""
+    def _change(
+        self, served: ServedModel, state: State, how: Callable[[ServedModel], Awaitable[None]]
+    ) -> asyncio.Task[None]:
+        """One change at a time: the state is set now, not when the task begins."""
         assert served.changing is None
         served.state = state
 
@@ -199,10 +201,10 @@ class ServedModels:
                 served.changing = None
 
         task = served.changing = asyncio.create_task(change())
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # there may be nobody to hear of it
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nothing may be awaiting it
         return task
 
-    async def _load(self, served: Served) -> None:
+    async def _load(self, served: ServedModel) -> None:
         started = time.monotonic()
         try:
             llm = await self._load_in_turn(served)
@@ -216,21 +218,21 @@ class ServedModels:
                 log.error("%s could not be loaded: %s", served.name, served.error)
             if isinstance(error, CLLMError) or not isinstance(error, Exception):
                 raise
-            raise ModelError(could_not(served, error)) from error
+            raise ModelError(load_failed(served, error)) from error
         served.state, served.error = "ready", None
         served.loads += 1
         served.last_used = time.monotonic()
-        log.info("%s is loaded, after %.2f s", served.name, served.last_used - started)
+        log.info("%s loaded in %.2f s", served.name, served.last_used - started)
 
-    async def _load_in_turn(self, served: Served) -> AsyncLLM:
-        """One at a time. Who finds no room lets others go ahead, and looks again as long as somebody waits for it."""
+    async def _load_in_turn(self, served: ServedModel) -> AsyncLLM:
+        """One model at a time. Without room it lets other models go first, and tries again while requests wait."""
         until = time.monotonic() + ROOM_S
         try:
             while True:
                 async with self._one_at_a_time:
                     if self._stopping:
                         raise ShuttingDownError("the server is shutting down and loads no more models")
-                    await self._look_again(served)
+                    await self._refresh_estimate(served)
                     served.account = await self._find_room(served)
                     if served.account is not None:
                         return await self._open(served, served.account)
@@ -241,33 +243,39 @@ class ServedModels:
         finally:
             served.awaits_room = False
 
-    async def _look_again(self, served: Served) -> None:
-        """Its files may be others than when it was estimated."""
+    async def _refresh_estimate(self, served: ServedModel) -> None:
+        """Its files may have changed."""
         if await asyncio.to_thread(lambda: served.estimate.is_current):
             return
         found = await asyncio.to_thread(estimate, served.config)
         if found.device not in self.memories:
-            raise ModelError(f"{served.name} is for {found.device} now, of which nothing was set aside; start again")
+            raise ModelError(f"{served.name} would now run on {found.device}, which has no budget; restart the server")
         served.estimate = found
         self.memory_of(served).shares.check_one(served)
 
-    async def _open(self, served: Served, account: Account) -> AsyncLLM:
+    async def _open(self, served: ServedModel, account: Account) -> AsyncLLM:
         most = self.memory_of(served).shares.most_kv(served)
-        place = Place(most, account if account.least else None, kept=served.kept, stores=self._stores)
-        llm = AsyncLLM(served.config, before_mapping=self._before_mapping, place=place, turns=self._turns)
+        share = ModelShare(
+            kv_bytes=most,
+            account=account if account.least else None,
+            tokenizers=served.tokenizers,
+            stores=self._stores,
+            time_sharing=self._time_sharing,
+        )
+        llm = AsyncLLM(served.config, share=share, before_mapping=self._before_mapping)
         llm.observers = served.observers
         await llm.start()
         served.llm = llm
         return llm
 
-    async def _unload(self, served: Served) -> None:
+    async def _unload(self, served: ServedModel) -> None:
         while served.users and not self._stopping:
             await served.idle.wait()
         await self._free(served)
         served.state = "unloaded"
-        log.info("%s is unloaded", served.name)
+        log.info("%s unloaded", served.name)
 
-    async def _free(self, served: Served) -> None:
+    async def _free(self, served: ServedModel) -> None:
         llm, served.llm = served.llm, None
         try:
             if llm is not None:
@@ -278,16 +286,16 @@ class ServedModels:
                 served.account.close()
                 served.account = None
 
-    async def _find_room(self, served: Served) -> Account | None:
-        """Its account, with its weights counted. Others are unloaded for it if need be, the longest unused first; None:
-        all that might be are in use."""
+    async def _find_room(self, served: ServedModel) -> Account | None:
+        """Its account, with its weights counted. Unloads other models if need be, the least recently used first; None
+        if all of them are in use."""
         memory = self.memory_of(served)
         ledger, fixed, least = memory.ledger, memory.shares.fixed(served), memory.shares.least(served)
         while not ledger.fits(fixed + least):
-            victim = self._next_to_go(memory)
+            victim = self._least_recently_used(memory)
             if victim is None:
                 return None
-            log.info("%s makes room for %s", victim.name, served.name)
+            log.info("unloading %s to make room for %s", victim.name, served.name)
             await asyncio.shield(self._begin_unload(victim))
         account = ledger.open(served.name, fixed=fixed, least=least)
         until = time.monotonic() + CLAIM_S
@@ -301,29 +309,29 @@ class ServedModels:
             raise
         return account
 
-    def _next_to_go(self, memory: Memory) -> Served | None:
-        idle = [served for served in self._that_may_go(memory) if not (served.is_wanted or served.changing)]
+    def _least_recently_used(self, memory: DeviceMemory) -> ServedModel | None:
+        idle = [served for served in self._evictable(memory) if not (served.is_wanted or served.changing)]
         return min(idle, key=lambda served: served.last_used, default=None)
 
-    def _may_have_room(self, served: Served) -> bool:
-        """Whether it fits once all have gone that may."""
+    def _may_have_room(self, served: ServedModel) -> bool:
+        """Whether it fits once all models are unloaded that may be."""
         memory = self.memory_of(served)
-        going = sum(each.account.needed for each in self._that_may_go(memory) if each.account is not None)
-        return memory.ledger.fits(memory.shares.fixed(served) + memory.shares.least(served) - going)
+        freed = sum(each.account.needed for each in self._evictable(memory) if each.account is not None)
+        return memory.ledger.fits(memory.shares.fixed(served) + memory.shares.least(served) - freed)
 
-    def _that_may_go(self, memory: Memory) -> list[Served]:
-        there = [served for served in self.models if served.account is not None and self.memory_of(served) is memory]
-        return [served for served in there if not served.entry.pinned]
+    def _evictable(self, memory: DeviceMemory) -> list[ServedModel]:
+        loaded = [served for served in self.models if served.account is not None and self.memory_of(served) is memory]
+        return [served for served in loaded if not served.entry.pinned]
 
-    async def _tend(self) -> None:
-        """Unload what has been idle for as long as its entry says, and what is broken."""
+    async def _unload_idle(self) -> None:
+        """Unload models that have been idle for as long as configured, and those whose engine has failed."""
         while True:
-            await asyncio.sleep(TEND_S)
+            await asyncio.sleep(IDLE_CHECK_S)
             now = time.monotonic()
             for served in self.models:
                 after = served.entry.unload_after_s
                 if served.state == "ready" and not served.ready and served.changing is None:
-                    self._begin_unload(served)  # its engine has given up: others may have its memory
+                    self._begin_unload(served)  # its engine has failed: free its memory for others
                 elif after is None or served.entry.pinned or served.is_wanted or served.changing is not None:
                     continue
                 elif served.state == "ready" and now - served.last_used >= after:

@@ -1,1 +1,1 @@
-"""The HTTP face: OpenAI's API, cLLM's own, and operations."""
+"""The HTTP server: OpenAI's, Anthropic's and Ollama's APIs, cLLM's own, and a page."""

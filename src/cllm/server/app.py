@@ -1,4 +1,4 @@
-"""The web application, assembled."""
+"""Assembles the web application."""
 
 from __future__ import annotations
 
@@ -14,46 +14,39 @@ from starlette.middleware.cors import CORSMiddleware
 from cllm import __version__
 from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollector, create_registry
 from cllm.served import ServedModels
-from cllm.server import (
-    anthropic,
-    embeddings,
-    generate,
-    models,
-    ollama,
-    openai,
-    ops,
-    requests,
-    responses,
-    tokens,
-    warming,
-)
+from cllm.server.anthropic import routes as anthropic
+from cllm.server.auth.tenants import Tenants
+from cllm.server.cllm import generate, models, ops, requests, tokens, warm
 from cllm.server.errors import install_handlers
 from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, Leases, RequestContext, SubPath
+from cllm.server.ollama import routes as ollama
+from cllm.server.openai import embeddings
+from cllm.server.openai import routes as openai
 from cllm.server.openapi import describe
 from cllm.server.page.files import docs_files, page_files
 from cllm.server.page.routes import add_docs, add_page
+from cllm.server.responses import routes as responses
 from cllm.server.state import ServerState
-from cllm.server.tenants import Tenants
 
 if TYPE_CHECKING:
     from cllm.config import Config
     from cllm.engine.observer import Observers
     from cllm.llm import AsyncLLM
 
-_DESCRIPTION = """OpenAI's API, Anthropic's and cLLM's own on one engine. Point any OpenAI client at /v1.
+_DESCRIPTION = """The APIs of OpenAI, Anthropic and Ollama, and cLLM's own. Point any OpenAI client at /v1.
 
 Every parameter is honoured, a documented hint, or refused with status 400 and its name; none is silently ignored."""
 
 
 def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
-    """The server around a model, or several, which are started and shut down with the app unless they are running."""
+    """The application for one or several models, which start and stop with it unless they are running."""
     app = FastAPI(
         title="cLLM",
         version=__version__,
         description=_DESCRIPTION,
-        docs_url=None,  # its page would come from elsewhere; ours is part of the package
+        docs_url=None,  # FastAPI's loads scripts from elsewhere; ours is part of the package
         redoc_url=None,
-        redirect_slashes=False,  # where to would be the client's to say, in its Host header
+        redirect_slashes=False,  # the target would come from the client's Host header
         lifespan=lambda app: _lifespan(serves, app.state.cllm),
     )
     tenants = Tenants(config.server) if config.server.needs_key else None
@@ -72,12 +65,12 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
         tokens.router,
         ollama.router,
         ops.router,
-        warming.router,
+        warm.router,
     ):
         app.include_router(router)
     if state.several is not None:
         app.include_router(models.router)
-        state.several.on_loaded = partial(warming.when_loaded, state)
+        state.several.on_loaded = partial(warm.on_model_loaded, state)
         state.several.on_unloaded = state.forget
     add_docs(app)
     if config.server.page:
@@ -89,7 +82,7 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
 
 
 def _collector(serves: AsyncLLM | ServedModels, config: Config, tenants: Tenants | None) -> Collector:
-    """The metrics of the engine, or of each of several; and whoever counts what keys use hears of all requests."""
+    """The metrics of the engine, or of several; also lets `tenants` observe all requests."""
     prefix = config.server.metrics_prefix
     if not isinstance(serves, ServedModels):
         observer = _observe(serves.observers, tenants)
@@ -102,7 +95,7 @@ def _collector(serves: AsyncLLM | ServedModels, config: Config, tenants: Tenants
             )
             for served in serves.models
         ],
-        serves.standings,
+        serves.account_status,
         {device: memory.ledger.budget for device, memory in serves.memories.items()},
     )
 
@@ -122,14 +115,14 @@ async def _lifespan(serves: AsyncLLM | ServedModels, state: ServerState) -> Asyn
         return
     await serves.start()
     try:
-        async with warming.under_way(state):
+        async with warm.warming_up(state):
             yield
     finally:
         await serves.shutdown()
 
 
 def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None, *, several: bool) -> None:
-    """Innermost first. CORS stands outside the key: a browser's preflight request cannot carry one."""
+    """Innermost first. CORS is outside the API key: a browser's preflight request has none."""
     if several:
         app.add_middleware(Leases)
     app.add_middleware(BodyLimit, max_bytes=config.server.max_body_bytes)
@@ -150,7 +143,7 @@ def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None, *, se
 
 
 def _openapi(app: FastAPI, state: ServerState) -> dict[str, Any]:
-    """The same for as long as the model is loaded, which is only known then. Several have no vocabulary in common."""
+    """Cached once the model is loaded. Several models have no vocabulary in common."""
     if app.openapi_schema is None:
         server = state.config.server
         one = state.one.llm if state.one is not None else None

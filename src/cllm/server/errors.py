@@ -1,4 +1,4 @@
-"""From exceptions to answers: one table of status codes, one form of error body."""
+"""From exceptions to error responses: status codes, and the body that each API uses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cllm.errors import (
 log = logging.getLogger("cllm.server")
 
 CLLM_PATHS = frozenset({"/generate", "/generate_stream", "/encode", "/benchmark", "/model/info"})
-"""Endpoints whose answers carry `success`."""
+"""Endpoints whose responses have a field `success`."""
 
 _ANTHROPIC_PATHS = re.compile(r"/v1/messages(/|$)")
 _ANTHROPIC_KINDS = {
@@ -43,26 +43,26 @@ _ANTHROPIC_KINDS = {
     503: "overloaded_error",
 }
 OLLAMA_PATHS = "/api/"
-"""Endpoints whose errors are a message and nothing else."""
+"""Endpoints whose errors are only a message."""
 
 _PARTS = re.compile(r"(\{[^}]*\})")
-"""Of the template of a path: what stands for something, and the rest."""
+"""Splits a path template at its parameters."""
 
 CLIENT_GONE = 499
-"""Status in the log of a request whose client left; nobody receives it."""
+"""Logged for requests whose client disconnected; nobody receives it."""
 
 
 def is_anthropics(path: str) -> bool:
-    """Whether what is there speaks Anthropic's API, errors included."""
+    """Whether the path belongs to Anthropic's API, errors included."""
     return _ANTHROPIC_PATHS.search(path) is not None
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection before its answer was complete."""
+    """The client disconnected before the response was complete."""
 
 
 class _RefusalLog:
-    """A line for each refusal, but no more than `MOST` in a burst and a second: clients come in floods."""
+    """Logs refused requests, at most `MOST` in a burst and per second."""
 
     MOST = 20
 
@@ -81,7 +81,7 @@ class _RefusalLog:
             return
         self._left -= 1
         if self._missed:
-            log.warning("%d more requests were refused than are listed here", self._missed)
+            log.warning("%d more refusals were not logged", self._missed)
             self._missed = 0
         log.warning("refused %s: %d for %s %.200s: %.400s", request_id, status, method, path, message)
 
@@ -90,14 +90,14 @@ _refusals = _RefusalLog()
 
 
 def note_refusal(problem: Problem, scope: Scope) -> None:
-    """Put into the log what a client was refused; what went wrong on our side is there already, and who left knows."""
+    """Log a refused request. Server errors are logged elsewhere, disconnects not at all."""
     if 400 <= problem.status < 500 and problem.status != CLIENT_GONE:
         request_id = scope.get("state", {}).get("request_id", "-")
         _refusals.note(problem.status, scope["method"], scope["path"], request_id, problem.message)
 
 
 class ApiError(HTTPException):
-    """A refusal by the HTTP layer itself, complete with everything the error body needs."""
+    """An error of the HTTP layer itself, with everything the error body needs."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class ApiError(HTTPException):
 
 
 class Problem(NamedTuple):
-    """What a client is told about a failure."""
+    """An error as the client sees it."""
 
     status: int
     kind: str
@@ -138,14 +138,14 @@ class Problem(NamedTuple):
 
     def _anthropics(self, request_id: str | None) -> dict[str, Any]:
         kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        # Coding agents look for these words to know that they have to shorten the conversation.
+        # Coding agents look for these words to know that they must shorten the conversation.
         too_long = "prompt is too long: " if self.code == "context_length_exceeded" else ""
         error = {"type": kind, "message": too_long + self.message}
         return {"type": "error", "error": error, "request_id": request_id}
 
 
 def problem_of(error: Exception, *, request_id: str, retry_after_s: float = 1.0) -> Problem:
-    """The public face of any exception. What is unexpected is logged, and only its request id is shown."""
+    """What the client is told of an exception. Unexpected ones are logged, and only the request id is shown."""
     if isinstance(error, InvalidRequestError):
         return Problem(400, "invalid_request_error", str(error), error.param, error.code)
     if isinstance(error, StructureError):
@@ -178,7 +178,7 @@ def problem_of_http(error: HTTPException, method: str, path: str) -> Problem:
         return Problem(error.status_code, error.kind, error.detail, error.param, error.code, error.headers)
     message, code = str(error.detail), None
     if error.status_code == 404:
-        message, code = f"There is no {path} here. GET /docs lists what there is.", "not_found"
+        message, code = f"Unknown endpoint: {path}. GET /docs lists all endpoints.", "not_found"
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message, code = f"{method} is not allowed on {path}; use {allowed}.", "method_not_allowed"
@@ -186,7 +186,7 @@ def problem_of_http(error: HTTPException, method: str, path: str) -> Problem:
 
 
 def install_handlers(app: FastAPI, retry_after_s: float) -> None:
-    """Every refusal and failure inside a route leaves in the form of `Problem`."""
+    """Turn every error raised in a route into a `Problem`."""
 
     async def on_cllm_error(request: Request, error: Exception) -> Response:
         problem = problem_of(error, request_id=request.state.request_id, retry_after_s=retry_after_s)
@@ -210,7 +210,7 @@ def install_handlers(app: FastAPI, retry_after_s: float) -> None:
 
 
 def _methods_on(app: FastAPI, path: str) -> str:
-    """Of all routes on that path: a route knows only its own."""
+    """Of all routes on that path; a route knows only its own methods."""
     found = {
         method.upper()
         for template, operations in app.openapi()["paths"].items()

@@ -1,4 +1,4 @@
-"""Pure ASGI layers around every route: request id, API key, size of the body."""
+"""ASGI middleware around every route: request id, API key, size of the body, model leases."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cllm.server.auth.tenants import Caller, Tenants
 from cllm.server.errors import ApiError, is_anthropics, note_refusal, problem_of, problem_of_http
-from cllm.server.tenants import Caller, Tenants
 
 if TYPE_CHECKING:
-    from cllm.served import Served
+    from cllm.served import ServedModel
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 OPERATOR_PATHS = frozenset({"/kv", "/kv/stream", "/benchmark", "/models/load", "/models/unload"})
-"""What shows, or takes, what belongs to all keys."""
+"""Endpoints that show or affect what belongs to all keys."""
 OWN_PATHS = ("/kv/warm", "/kv/warm/")
-"""What everybody may do for himself: the route looks who it is."""
+"""Endpoints under /kv that every key may use for itself; the route checks."""
 _SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 class RequestContext:
-    """Gives every request an id, every answer the header `x-request-id`, and every crash a decent body.
+    """Gives every request an id, every response the header `x-request-id`, and every crash an error body.
 
     `request_id` is what the client sees; `unique_id` starts with it and is never used twice, even if the
     client sends the same id again.
@@ -65,7 +65,7 @@ class RequestContext:
 
 
 class SubPath:
-    """For servers under a path of somebody else's: takes it off, if the proxy in front has not."""
+    """Strips the path prefix under which a proxy serves this server, unless the proxy already has."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self.app = app
@@ -79,8 +79,8 @@ class SubPath:
 
 
 class ApiKey:
-    """Lets nobody in without a key, except to what monitors need and to the page, which holds no data. No key gets
-    further than it may."""
+    """Requires an API key, except for monitoring endpoints and the page, which holds no data, and checks what the key
+    may do."""
 
     def __init__(self, app: ASGIApp, tenants: Tenants, open_paths: frozenset[str] = OPEN_PATHS) -> None:
         self.app = app
@@ -98,14 +98,14 @@ class ApiKey:
             await _refuse(not_the_operator(), scope, receive, send)
         else:
             scope["state"]["tenant"], scope["state"]["sees_all"] = caller.tenant, self._tenants.sees_all(caller)
-            scope["state"]["may_still"] = lambda: self._may(self._caller(scope), scope)
+            scope["state"]["still_allowed"] = lambda: self._may(self._caller(scope), scope)
             await self._within_limit(caller, scope, receive, send)
 
     def _may(self, caller: Caller | None, scope: Scope) -> bool:
-        return caller is not None and (self._tenants.sees_all(caller) or not _is_operators(scope["path"]))
+        return caller is not None and (self._tenants.sees_all(caller) or not _needs_operator(scope["path"]))
 
     async def _within_limit(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
-        """What is sent to be worked on counts until its answer has ended, or its sender has gone."""
+        """A POST counts against the key's limit until its response has ended, or the client disconnects."""
         if scope["method"] != "POST":
             await self.app(scope, receive, send)
         elif caller.enter():
@@ -121,24 +121,24 @@ class ApiKey:
         headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
         keys = [key if scheme.lower() == "bearer" else None, headers.get("x-api-key")]
-        # Back to the bytes that came.
+        # Back to the bytes as sent.
         found = (self._tenants.find(each.strip().encode("latin-1")) for each in keys if each is not None)
         return next((caller for caller in found if caller is not None), None)
 
 
-def _is_operators(path: str) -> bool:
+def _needs_operator(path: str) -> bool:
     own = path == OWN_PATHS[0] or path.startswith(OWN_PATHS[1])
     return path in OPERATOR_PATHS or (path.startswith("/kv/") and not own)
 
 
 class Leases:
-    """Whoever is answered by one of several models keeps it loaded until the last byte is sent."""
+    """Keeps the model that answers a request loaded until the last byte is sent."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        leases: list[Served] = []
+        leases: list[ServedModel] = []
         scope.setdefault("state", {})["leases"] = leases
         try:
             await self.app(scope, receive, send)
@@ -156,11 +156,12 @@ _UNKNOWN_KEY = ApiError(
 )
 
 
-def not_the_operator() -> ApiError:
+def not_the_operator(param: str | None = None) -> ApiError:
     return ApiError(
         403,
-        "This concerns the requests of all keys: it needs the operator's key (server.api_key).",
+        f"{param or 'This endpoint'} requires the operator's key (server.api_key).",
         kind="permission_error",
+        param=param,
         code="operator_key_required",
     )
 
@@ -168,8 +169,8 @@ def not_the_operator() -> ApiError:
 def _over_limit(caller: Caller) -> ApiError:
     return ApiError(
         429,
-        f"Rate limit reached: the API key {caller.tenant.name!r} has {caller.running} requests running and may have "
-        f"{caller.limit} (max_concurrent). Wait for one to end.",
+        f"Rate limit reached: the API key {caller.tenant.name!r} has {caller.running} requests running; its limit is "
+        f"{caller.limit} (max_concurrent).",
         kind="rate_limit_error",
         code="rate_limit_exceeded",
         headers={"Retry-After": "1"},
@@ -177,7 +178,7 @@ def _over_limit(caller: Caller) -> ApiError:
 
 
 class BodyLimit:
-    """Stops reading a body once it is larger than allowed, announced or not."""
+    """Refuses bodies that are too large, by their content-length or while reading."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -208,7 +209,7 @@ class BodyLimit:
             413,
             f"The body is larger than {self._max_bytes} bytes (server.max_body_bytes).",
             code="body_too_large",
-            headers={"Connection": "close"},  # what is left of the body is never read
+            headers={"Connection": "close"},  # the rest of the body is never read
         )
 
 

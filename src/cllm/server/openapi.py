@@ -1,4 +1,4 @@
-"""The API's description at /openapi.json: what the server takes, to the limits of its settings and of its model."""
+"""The API's description at /openapi.json, with the limits of the server's settings and its model."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from cllm.server.anthropic_schema import CountRequest, MessagesRequest
-from cllm.server.embeddings_schema import EmbeddingRequest, RerankRequest
-from cllm.server.generate_schema import BenchmarkRequest, EncodeRequest, GenerateRequest
+from cllm.server.anthropic.schema import CountRequest, MessagesRequest
+from cllm.server.cllm.generate_schema import BenchmarkRequest, EncodeRequest, GenerateRequest
+from cllm.server.cllm.models import LoadRequest, UnloadRequest
+from cllm.server.cllm.tokens import DetokenizeRequest, TokenizeRequest
+from cllm.server.cllm.warm import WarmRequest
 from cllm.server.middleware import OPEN_PATHS
-from cllm.server.models import LoadRequest, UnloadRequest
-from cllm.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
-from cllm.server.openai_schema import ChatRequest, CompletionRequest
-from cllm.server.responses_schema import ResponsesRequest
-from cllm.server.tokens import DetokenizeRequest, TokenizeRequest
-from cllm.server.validation import AT_MOST, TOKEN_ID, TOKEN_IDS_AS_KEYS
-from cllm.server.warming import WarmRequest
+from cllm.server.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
+from cllm.server.openai.embeddings_schema import EmbeddingRequest, RerankRequest
+from cllm.server.openai.schema import ChatRequest, CompletionRequest
+from cllm.server.responses.schema import ResponsesRequest
+from cllm.server.schema.validation import AT_MOST, TOKEN_ID, TOKEN_IDS_AS_KEYS
 
 if TYPE_CHECKING:
     from cllm.config import ServerConfig
@@ -45,7 +45,7 @@ REQUESTS: dict[str, type[BaseModel]] = {
     "/api/show": ShowRequest,
     "/kv/warm": WarmRequest,
 }
-"""What each endpoint takes."""
+"""The request body of each endpoint."""
 OF_SEVERAL: dict[str, type[BaseModel]] = {"/models/load": LoadRequest, "/models/unload": UnloadRequest}
 _REFERENCE = "#/components/schemas/{model}"
 _MOST = {"array": "maxItems", "object": "maxProperties", "string": "maxLength"}
@@ -54,8 +54,8 @@ _MOST = {"array": "maxItems", "object": "maxProperties", "string": "maxLength"}
 def describe(
     app: FastAPI, limits: ServerConfig, vocab_size: int | None, *, with_key: bool, several: bool = False
 ) -> dict[str, Any]:
-    """FastAPI's description, less the 422 that this server never answers, plus the requests, which FastAPI does not
-    read for us, and the API key."""
+    """FastAPI's description, without status 422, which this server never returns, and with the request bodies, which
+    FastAPI does not parse here, and the API key."""
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     if limits.root_path:
         schema["servers"] = [{"url": limits.root_path}]
@@ -81,7 +81,7 @@ def describe(
 
 
 def _with_limits(schema: Any, limits: ServerConfig, vocab_size: int | None) -> Any:
-    """The schema with the marks of validation.py replaced by what they stand for on this server."""
+    """The schema with the marks of validation.py replaced by this server's limits."""
     if isinstance(schema, list):
         return [_with_limits(each, limits, vocab_size) for each in schema]
     if not isinstance(schema, dict):
@@ -97,7 +97,7 @@ def _with_limits(schema: Any, limits: ServerConfig, vocab_size: int | None) -> A
 
 
 def pattern_up_to(most: int) -> str:
-    """A regular expression for the numbers from 0 to `most`, as few digits as they need."""
+    """A regular expression for the numbers from 0 to `most`."""
     digits = str(most)
     ways = [r"[0-9]"] if len(digits) > 1 else []
     ways += [f"[1-9][0-9]{{{length - 1}}}" for length in range(2, len(digits))]

@@ -1,4 +1,4 @@
-"""What every route needs, hung on the app once."""
+"""What every route needs: the server's state, and that of each loaded model."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
-from cllm.engine.tenant import NOBODY, Tenant
-from cllm.served import Served, ServedModels
-from cllm.server.bodies import body_lanes
+from cllm.engine.tenant import ANONYMOUS, Tenant
+from cllm.served import ServedModel, ServedModels
 from cllm.server.errors import ApiError
-from cllm.server.lanes import Lanes
+from cllm.server.executor import SizedExecutor
+from cllm.server.inference.tokenization import PromptEncoder
 from cllm.server.page.hub import Hub
-from cllm.server.responses_store import ResponseStore
-from cllm.server.texts import Texts
-from cllm.warm import pin_again, warm_up
+from cllm.server.responses.store import ResponseStore
+from cllm.server.schema.body import body_executor
+from cllm.tasks.warm import restore_pins, warm_up
 
 if TYPE_CHECKING:
     from cllm.config import Config
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 class ModelState:
-    """A loaded model, and what routes need beside it."""
+    """A loaded model, and what routes need with it."""
 
     def __init__(self, llm: AsyncLLM, config: Config, name: str | None = None) -> None:
         self.llm = llm
         self.config = config
-        self.texts = Texts(llm)
+        self.encoder = PromptEncoder(llm)
         self.hub = Hub(llm, config, name)
         self._name = name
-        llm.pin_again = pin_again
+        llm.restore_pins = restore_pins
 
     @property
     def served_name(self) -> str:
@@ -54,18 +54,18 @@ class ServerState:
     config: Config
     registry: CollectorRegistry
     created: int = field(default_factory=lambda: int(time.time()))
-    warm_tenant: Callable[[bool], Tenant | None] = lambda shared: NOBODY
-    """For whom prefixes are warmed that are shared, or are not."""
+    warm_tenant: Callable[[bool], Tenant | None] = lambda shared: ANONYMOUS
+    """The tenant that shared, or other, prefixes are warmed for."""
     benchmark_running: bool = False
-    bodies: Lanes = field(default_factory=body_lanes)
+    bodies: SizedExecutor = field(default_factory=body_executor)
     one: ModelState | None = field(init=False)
-    """The model, where there is only one."""
+    """The model, if there is only one."""
     several: ServedModels | None = field(init=False)
     background: set[asyncio.Task[None]] = field(default_factory=set)
-    """What is computed though no request waits for it."""
+    """Work that no request waits for."""
     responses: ResponseStore = field(init=False)
-    """What later requests to /v1/responses may go on from."""
-    _loaded: dict[Served, ModelState] = field(default_factory=dict)
+    """Responses that later requests to /v1/responses may continue."""
+    _loaded: dict[ServedModel, ModelState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.config.responses)
@@ -73,11 +73,11 @@ class ServerState:
         self.one = None if isinstance(self.serves, ServedModels) else ModelState(self.serves, self.config)
 
     async def warm_up(self, model: ModelState) -> None:
-        """Have `kv.warm` computed."""
+        """Compute `kv.warm`."""
         await warm_up(model.llm, model.config.kv.warm, self.warm_tenant)
 
     async def model(self, name: str | None, request: Request, timeout_s: float | None = None) -> ModelState:
-        """The model that a request means, which stays loaded until the request is answered."""
+        """The model that a request names. It stays loaded until the request is answered."""
         if self.one is not None:
             self.one.check_name(name)
             return self.one
@@ -88,8 +88,8 @@ class ServerState:
         request.state.waited_s = time.monotonic() - started
         return self.state_of(served, llm)
 
-    def find(self, name: str | None) -> Served:
-        """One of several, by any of its names."""
+    def find(self, name: str | None) -> ServedModel:
+        """One of several models, by any of its names."""
         assert self.several is not None
         served = self.several.find(name)
         if served is None:
@@ -97,7 +97,7 @@ class ServerState:
         return served
 
     def loaded(self, name: str | None) -> ModelState:
-        """The model as it is: nothing is loaded for whoever only looks."""
+        """A model that is already loaded; this loads none."""
         if self.one is not None:
             self.one.check_name(name)
             return self.one
@@ -105,15 +105,15 @@ class ServerState:
         if served.llm is None or not served.ready:
             raise ApiError(
                 409,
-                f"The model {served.name!r} is {served.state}: there is nothing to see, and pins end with it; those of "
-                "kv.warm come back when it is loaded. POST /models/load loads it.",
+                f"The model {served.name!r} is {served.state}. POST /models/load loads it. Its pins are gone; those of "
+                "kv.warm come back when it is loaded.",
                 param="model",
                 code="model_not_loaded",
             )
         return self.state_of(served, served.llm)
 
     def running(self) -> Iterator[tuple[str, AsyncLLM]]:
-        """Those that are loaded, by name."""
+        """Loaded models, by name."""
         if self.one is not None:
             if self.one.llm.ready:
                 yield self.one.served_name, self.one.llm
@@ -123,30 +123,30 @@ class ServerState:
             if served.llm is not None and served.ready:
                 yield served.name, served.llm
 
-    def state_of(self, served: Served, llm: AsyncLLM) -> ModelState:
+    def state_of(self, served: ServedModel, llm: AsyncLLM) -> ModelState:
         state = self._loaded.get(served)
         if state is None:
             state = self._loaded[served] = ModelState(llm, served.config, served.name)
         return state
 
-    def forget(self, served: Served) -> None:
-        """It is not loaded any more."""
+    def forget(self, served: ServedModel) -> None:
+        """Called when a model is unloaded."""
         state = self._loaded.pop(served, None)
         if state is not None:
-            state.texts.close()
+            state.encoder.close()
 
 
 def not_served(name: str, known: list[str] | dict[str, None]) -> ApiError:
     return ApiError(
         404,
-        f"The model {name!r} is not served here; ask for {' or '.join(map(repr, known))}.",
+        f"The model {name!r} does not exist; available: {', '.join(map(repr, known))}.",
         param="model",
         code="model_not_found",
     )
 
 
 def time_left(request: Request, model: ModelState, timeout_s: float | None) -> float | None:
-    """What of a request's time is left after it has waited for its model."""
+    """What is left of a request's timeout after waiting for its model to load."""
     waited_s: float = getattr(request.state, "waited_s", 0.0)
     if not waited_s:
         return timeout_s
@@ -155,20 +155,20 @@ def time_left(request: Request, model: ModelState, timeout_s: float | None) -> f
 
 
 def tenant_of(request: Request) -> Tenant:
-    """Whose key came with the request."""
-    tenant: Tenant = getattr(request.state, "tenant", NOBODY)
+    """The tenant of the request's API key."""
+    tenant: Tenant = getattr(request.state, "tenant", ANONYMOUS)
     return tenant
 
 
-def is_operators(request: Request) -> bool:
-    """Whether the request may do what concerns all keys."""
+def is_operator(request: Request) -> bool:
+    """Whether the request has the operator's key."""
     sees_all: bool = getattr(request.state, "sees_all", True)
     return sees_all
 
 
-def may_still(request: Request) -> bool:
-    """Whether the request would be let in again: keys are removed, and others come, while an answer is sent."""
-    asks: Callable[[], bool] = getattr(request.state, "may_still", lambda: True)
+def still_allowed(request: Request) -> bool:
+    """Whether the request's key is still valid: keys may be removed while a response is streamed."""
+    asks: Callable[[], bool] = getattr(request.state, "still_allowed", lambda: True)
     return asks()
 
 

@@ -11,23 +11,24 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from cllm.assemble import assemble
 from cllm.config import load_config
+from cllm.loading.parts import load_model
+from cllm.report.extras import check_extra, check_writable
+from cllm.report.plots import save_plots
 from cllm.simulate.cost import CostModel, load_cost
 from cllm.simulate.fit import median_error
 from cllm.simulate.live import Measured
-from cllm.simulate.plots import check_plot_file, save
 from cllm.simulate.report import print_table, short
-from cllm.simulate.scale import ScalePoint, draw_scale, measure_scale, points_to_json
+from cllm.simulate.scale import ScalePoint, measure_scale, plot_scale, points_to_json
 from cllm.simulate.settings import parse_value
-from cllm.simulate.validate import TOLERANCE, WORKLOADS, Comparison, Validation, Words, calibrations, settings_of
+from cllm.simulate.validate import TOLERANCE, WORKLOADS, Comparison, RandomTokens, Validation, calibrations, settings_of
 
 
 def run_scale(blocks: str, requests: int, cost_name: str, json_file: Path | None, plot: Path | None) -> None:
+    check_writable("--json", json_file)
+    check_writable("--plot", plot)
     cost = load_cost(cost_name)
     counts = [int(parse_value("blocks", text)) for text in blocks.split(",")]
-    if plot is not None:
-        check_plot_file(plot)
     console = Console()
     console.print("CPU time per simulated step; every block is in use or cached", highlight=False)
 
@@ -44,7 +45,7 @@ def run_scale(blocks: str, requests: int, cost_name: str, json_file: Path | None
     if json_file is not None:
         _write(json_file, points_to_json(points))
     if plot is not None:
-        save(draw_scale(points), plot)
+        save_plots([plot_scale(points)], plot)
         console.print(f"written: {plot}")
 
 
@@ -62,6 +63,9 @@ def run_validation(
 
     Machines are faster at one moment than at the next, so calibration and workloads take turns: both see the same.
     """
+    check_extra("scipy", "cllm simulate validate")
+    check_writable("--save-cost", save_cost)
+    check_writable("--json", json_file)
     console = Console()
     config = load_config(
         None,
@@ -74,10 +78,10 @@ def run_validation(
             "kv.disk.enabled": False,
         },
     ).config
-    parts = assemble(config)
+    parts = load_model(config)
     with parts.backend:
         validation = Validation(parts.backend, parts.scheduler.kv, settings_of(parts, config))
-        words = Words(parts.backend.shape.n_vocab, seed)
+        words = RandomTokens(parts.backend.shape.n_vocab, seed)
         with console.status("calibration") as status:
 
             def measure(workload: Any) -> Measured:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from cllm.only_json import only_json
+from cllm.observe.json_option import only_json
+from cllm.report.extras import check_plot, check_report
 
 app = typer.Typer(
     help="Simulate the scheduler and the KV cache on a trace: policies side by side, sweeps, several servers.",
@@ -26,16 +27,21 @@ Rate = Annotated[float | None, typer.Option(help="Requests a second. [default: 1
 ShapeText = Annotated[
     str, typer.Option("--shape", metavar="KEY=VALUE,...", help="Lengths and sharing; see docs/simulate.md.")
 ]
-HashTokens = Annotated[int, typer.Option(min=1, help="Tokens that one of the trace's hash_ids stands for.")]
+HashTokens = Annotated[int, typer.Option(min=1, help="Tokens per hash in the trace's hash_ids.")]
 Blocks = Annotated[int | None, typer.Option(min=2, help="KV memory, in blocks. [default: 2048]")]
 BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens in a block. [default: 16]")]
 PolicyNames = Annotated[
     list[str] | None,
-    typer.Option("--policy", metavar="NAME", help="One to simulate; may be repeated. [default: paged+prefix]"),
+    typer.Option("--policy", metavar="NAME", help="A policy to simulate; may be repeated. [default: paged+prefix]"),
 ]
-PolicySet = Annotated[str | None, typer.Option("--policies", metavar="all", help="Every policy, side by side.")]
-Replicas = Annotated[int | None, typer.Option(min=1, help="Equal servers. [default: 1]")]
-Routing = Annotated[str | None, typer.Option(metavar="HOW", help="round-robin or prefix. [default: round-robin]")]
+PolicySet = Annotated[str | None, typer.Option("--policies", metavar="all", help="All but slots, side by side.")]
+Replicas = Annotated[int | None, typer.Option(min=1, help="Identical servers. [default: 1]")]
+Routing = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOW", help="round-robin, prefix, random, least-loaded or consistent-hash. [default: round-robin]"
+    ),
+]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other setting; may be repeated.")
 ]
@@ -43,12 +49,15 @@ WhatIf = Annotated[
     list[str] | None,
     typer.Option("--what-if", metavar="KEY=V1,V2,...", help="Vary a setting, or rate; repeated: every combination."),
 ]
-Cost = Annotated[str, typer.Option(metavar="NAME|FILE", help="What steps cost.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of synthetic traces.")]
+Cost = Annotated[str, typer.Option(metavar="NAME|FILE", help="Cost model of a step.")]
+Seed = Annotated[int, typer.Option(min=0, help="Random seed of synthetic traces.")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures (- is stdout).")]
-PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw them: .svg, .png or .pdf.")]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", callback=check_plot, help="Draw them: .svg, .png or .pdf.")
+]
 ReportDir = Annotated[
-    Path | None, typer.Option("--report", metavar="DIR", help="Write figures, plots and a page of both.")
+    Path | None,
+    typer.Option("--report", metavar="DIR", callback=check_report, help="Write figures, plots and a page here."),
 ]
 
 
@@ -116,11 +125,11 @@ def validate(
     ] = "smollm2",
     backend: Annotated[str, typer.Option(metavar="NAME", help="auto, native, llama_cpp or fake.")] = "auto",
     kv_mb: Annotated[float, typer.Option(min=1, help="KV memory of the real engine, in MiB.")] = 192.0,
-    size: Annotated[float, typer.Option(min=0.05, help="How many requests, as a share of the usual number.")] = 1.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Passes of all of them, in turn; the median counts.")] = 5,
-    save_cost: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the fitted cost model.")] = None,
+    size: Annotated[float, typer.Option(min=0.05, help="Share of the usual number of requests.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Passes; the median counts.")] = 5,
+    save_cost: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the fitted cost model.")] = None,
     json: Json = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the workloads.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the workloads.")] = 0,
 ) -> None:
     """Compare with the real engine: three workloads measured, and simulated with costs fitted on a fourth."""
     from cllm.simulate.checks import run_validation

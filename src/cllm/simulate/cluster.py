@@ -12,7 +12,7 @@ from itertools import count
 
 from cllm.simulate.cost import CostModel
 from cllm.simulate.results import Result, figures_of
-from cllm.simulate.routing import make_router
+from cllm.simulate.routing import Router
 from cllm.simulate.server import SimulatedServer
 from cllm.simulate.settings import Settings, Value
 from cllm.simulate.tally import Tally
@@ -56,14 +56,14 @@ class Cluster:
             SimulatedServer(settings, cost, self.tally, self._on_end, fast_forward=fast_forward)
             for _ in range(settings.replicas)
         ]
-        self._route = make_router(settings)
+        self._router = Router(settings, self.servers)
         self._trace = trace
         self._followers: list[tuple[float, int, TracedRequest]] = []
         self._numbers = count()
 
     def run(self, on_progress: OnProgress | None = None) -> None:
         for traced, moment in self._arrivals():
-            server = self.servers[self._route(traced, moment)]
+            server = self.servers[self._router.route(traced, moment)]
             server.advance(moment)
             server.submit(traced, moment)
             self.arrived += 1
@@ -81,8 +81,11 @@ class Cluster:
         source = iter(self._trace)
         upcoming = next(source, None)
         while True:
+            arrival = upcoming.arrival if upcoming is not None else math.inf
             if self._trace.closed:
-                self._work_until_next_arrival(upcoming.arrival if upcoming is not None else math.inf)
+                self._work_until_next_arrival(arrival)
+            else:
+                self._work_for_reports(arrival)
             if self._followers and (upcoming is None or self._followers[0][0] < upcoming.arrival):
                 moment, _, follower = heapq.heappop(self._followers)
                 yield follower, moment
@@ -92,18 +95,45 @@ class Cluster:
             else:
                 return
 
+    def _work_for_reports(self, arrival: float) -> None:
+        """Nobody follows: the servers are independent, and need only reach the moments at which they report."""
+        router = self._router
+        while router.next_report <= arrival < math.inf:
+            if not any(server.scheduler.has_work for server in self.servers):
+                router.skip_reports(arrival)
+            for server in self.servers:
+                server.advance(router.next_report)
+            router.report()
+
     def _work_until_next_arrival(self, arrival: float) -> None:
         """Always the server that is furthest behind, so that nobody is ahead of an arrival another one causes."""
+        router = self._router
         while True:
-            moment = min(arrival, self._followers[0][0]) if self._followers else arrival
-            behind = sorted(
-                (server for server in self.servers if server.scheduler.has_work and server.now < moment),
-                key=lambda server: server.now,
-            )
-            if not behind:
+            moment = self._next_arrival(arrival)
+            until = min(moment, router.next_report)
+            behind = [
+                (server.now, place)
+                for place, server in enumerate(self.servers)
+                if server.scheduler.has_work and server.now < until
+            ]
+            heapq.heapify(behind)
+            while behind and self._next_arrival(arrival) == moment:
+                server = self.servers[place := heapq.heappop(behind)[1]]
+                server.advance(max(min(until, behind[0][0] if behind else until), math.nextafter(server.now, math.inf)))
+                if server.scheduler.has_work and server.now < until:
+                    heapq.heappush(behind, (server.now, place))
+            if self._next_arrival(arrival) != moment:
+                continue
+            if moment == math.inf and not any(server.scheduler.has_work for server in self.servers):
                 return
-            until = min(moment, behind[1].now) if len(behind) > 1 else moment
-            behind[0].advance(max(until, math.nextafter(behind[0].now, math.inf)))
+            if router.next_report > moment:
+                return
+            if not any(server.scheduler.has_work for server in self.servers):
+                router.skip_reports(moment)
+            router.report()
+
+    def _next_arrival(self, arrival: float) -> float:
+        return min(arrival, self._followers[0][0]) if self._followers else arrival
 
 
 @contextmanager

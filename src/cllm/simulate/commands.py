@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cllm.errors import ConfigError
+from cllm.report.extras import check_writable
+from cllm.report.plots import save_plots
 from cllm.simulate.cluster import OnProgress, simulate
 from cllm.simulate.cost import CostModel, load_cost
 from cllm.simulate.files import FileTrace
-from cllm.simulate.plots import as_svg, check_plot_file, draw, save
-from cllm.simulate.report import knee, print_results, write_html, write_json
+from cllm.simulate.page import sections, write_report
+from cllm.simulate.report import knee, print_results, write_json
 from cllm.simulate.results import Result
 from cllm.simulate.settings import COMPARED_POLICIES, Settings, Value, changed, grid, parse_sweep, parse_value
 from cllm.simulate.synthetic import KINDS, SyntheticTrace, parse_shape
@@ -25,6 +27,7 @@ from cllm.simulate.traces import Trace
 DEFAULT_REQUESTS = 2000
 DEFAULT_RATE = 1.0
 _REFRESH_S = 0.2
+_FIGURES = "results.json"
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class TraceSource:
             raise ConfigError(f"--rate {rate:g}: it must be a number above 0")
         if self.file is not None:
             if self.synthetic is not None or self.shape:
-                raise ConfigError("--trace gives the requests: leave --synthetic and --shape out")
+                raise ConfigError("--trace gives the requests; omit --synthetic and --shape")
             return FileTrace(self.file, requests=self.requests, rate=rate, hash_tokens=self.hash_tokens)
         kind = self.synthetic or "chats"
         if kind not in KINDS:
@@ -61,33 +64,31 @@ class Outputs:
     report: Path | None
 
     def check(self) -> None:
-        if self.plot is not None:
-            check_plot_file(self.plot)
-        if self.report is not None:
-            check_plot_file(self.report / "plot.svg")
+        """Before the first simulation: that everything can be written."""
+        check_writable("--json", self.json)
+        check_writable("--plot", self.plot)
+        check_writable("--report", self.report and self.report / _FIGURES)
 
     def write(self, results: Sequence[Result], cost: CostModel) -> None:
         """Figures, after every simulation, so that nothing is lost."""
         if self.json is not None:
             write_json(self.json, results, cost)
         if self.report is not None:
-            write_json(self.report / "results.json", results, cost)
+            write_json(self.report / _FIGURES, results, cost)
 
     def draw(self, results: Sequence[Result], cost: CostModel) -> list[Path]:
-        """Pictures, at the end; the files that were written."""
+        """Plots, at the end; the files that were written."""
         if self.plot is None and self.report is None:
             return []
-        figures = draw(results)
+        plots = [section.plots for section in sections(results) if section.plots]
+        heading = f"{results[0].trace}; cost model {results[0].cost}"
         written = []
         if self.plot is not None:
-            save(figures[0], self.plot)
-            written.append(self.plot)
+            written.append(save_plots(plots[0] if plots else [], self.plot, heading))
         if self.report is not None:
-            for number, figure in enumerate(figures, 1):
-                save(figure, self.report / f"plot-{number}.png")
-            page = self.report / "report.html"
-            write_html(page, results, cost, [as_svg(figure) for figure in figures])
-            written.append(page)
+            for number, each in enumerate(plots, 1):
+                save_plots(each, self.report / f"plot-{number}.png", heading)
+            written.append(write_report(results, cost, self.report))
         return written
 
 
@@ -95,7 +96,7 @@ def choose_policies(names: Sequence[str], every: str | None, base: Settings) -> 
     if every is None:
         return [str(parse_value("policy", name)) for name in names] or [base.policy]
     if every != "all" or names:
-        raise ConfigError("--policies takes the word all, and no --policy beside it")
+        raise ConfigError("--policies must be `all`, without --policy")
     return list(COMPARED_POLICIES)
 
 
@@ -128,10 +129,10 @@ def run_grid(
     outputs: Outputs,
 ) -> bool:
     """Every policy in every variation. False if it was interrupted; what there is was shown and written."""
+    outputs.check()
     cost = load_cost(cost_name)
     sweeps = parse_sweeps(what_if)
     names = choose_policies(policies, every, base)
-    outputs.check()
     console = Console()
     results: list[Result] = []
     interrupted = False

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, Literal
 
-from cllm.kv.sequence import Holding, KVSequence
+from cllm.kv.sequence import KVAllocation, KVSequence
 from cllm.kv.usage import KVUsage
 from cllm.simulate.managers import NEVER, Refusals, SimulatedManager
 
@@ -30,7 +30,7 @@ GROWTH_TOKENS = 16
 _BY_START = attrgetter("start")
 
 
-class Segment(Holding):
+class Segment(KVAllocation):
     """The span of one sequence: [start, start + size)."""
 
     __slots__ = ("owner", "size", "start")
@@ -46,7 +46,7 @@ class Segment(Holding):
 
 
 def segment_of(sequence: KVSequence) -> Segment:
-    holding = sequence.holding
+    holding = sequence.allocation
     assert isinstance(holding, Segment)
     return holding
 
@@ -89,7 +89,7 @@ class ContiguousKVManager(SimulatedManager):
         segment = Segment(start, size, sequence)
         insort(self._segments, segment, key=_BY_START)
         self._take(size)
-        sequence.holding = segment
+        sequence.allocation = segment
         sequence.num_computed = 0
         self._queried += len(sequence.tokens)
         return 0
@@ -168,7 +168,7 @@ class ContiguousKVManager(SimulatedManager):
         for segment in self._segments:
             if segment.start < end:
                 raise AssertionError("two sequences overlap, or are out of order")
-            if segment.owner.holding is not segment or segment.owner.num_computed > segment.size:
+            if segment.owner.allocation is not segment or segment.owner.num_computed > segment.size:
                 raise AssertionError("a sequence is not where its segment says, or longer than that")
             end = segment.end
             taken += segment.size

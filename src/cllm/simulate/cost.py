@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from cllm.errors import ConfigError
-
-DEFAULT_COST = "smollm2"
 
 
 class StepWork(NamedTuple):
@@ -27,26 +27,31 @@ class StepWork(NamedTuple):
     """Cached tokens read by prompt tokens, all together: a token at position p reads p of them."""
 
 
+Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of a step = the sum of its parts, each times its price. No price is negative."""
+    """Seconds of a step = the sum of its parts, each times its price."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     name: str
     description: str
-    step_s: float
+    step_s: Price
     """Every step, whatever is in it: above all reading the weights once."""
-    row_s: float
-    context_s: float
-    chunk_s: float
-    prompt_token_s: float
-    attended_s: float
-    overhead_s: float
+    row_s: Price
+    context_s: Price
+    chunk_s: Price
+    prompt_token_s: Price
+    attended_s: Price
+    overhead_s: Price
     """Between two steps: scheduling, delivery."""
-    overhead_row_s: float
+    overhead_row_s: Price
     """The same for each token that is chosen."""
-    move_bytes_per_s: float
+    move_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     """How fast K/V is copied when memory is defragmented."""
-    kv_bytes_per_token: int
+    kv_bytes_per_token: Annotated[int, Field(gt=0)]
 
     def compute(self, work: StepWork) -> float:
         """Seconds in the backend."""
@@ -67,6 +72,9 @@ class CostModel:
     def save(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+_COST = TypeAdapter(CostModel)
 
 
 def load_cost(name: str) -> CostModel:
@@ -90,32 +98,11 @@ def built_in_costs() -> list[str]:
 
 def parse_cost(text: str, source: str) -> CostModel:
     try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"cost model {source} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"cost model {source} must be a JSON object")
-    known = {field.name: str(field.type) for field in fields(CostModel)}
-    for problem, names in (
-        ("lacks", known.keys() - content.keys()),
-        ("has unknown", content.keys() - known.keys()),
-    ):
-        if names:
-            raise ConfigError(f"cost model {source} {problem} {', '.join(sorted(names))}")
-    for name, kind in known.items():
-        _check_value(source, name, kind, content[name])
-    return CostModel(**content)
-
-
-def _check_value(source: str, name: str, kind: str, value: Any) -> None:
-    if kind == "str":
-        valid = isinstance(value, str)
-        wanted = "a text"
-    else:
-        positive = name in ("move_bytes_per_s", "kv_bytes_per_token")
-        types = (int,) if kind == "int" else (int, float)
-        valid = isinstance(value, types) and not isinstance(value, bool) and 0 <= value < float("inf")
-        valid = valid and (value > 0 or not positive)
-        wanted = f"a number {'above' if positive else 'of at least'} 0"
-    if not valid:
-        raise ConfigError(f"cost model {source}: {name} is {value!r}; it must be {wanted}")
+        return _COST.validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = first["msg"]
+        if name := ".".join(map(str, first["loc"])):
+            given = "" if first["type"] == "missing" else f" is {first['input']!r}"
+            reason = f"{name}{given}: {reason}"
+        raise ConfigError(f"cost model {source}: {reason}") from None

@@ -82,45 +82,12 @@ def _fit(features: Matrix, seconds: Matrix) -> Matrix:
 
 def _weighted(features: Matrix, seconds: Matrix) -> Matrix:
     """Between absolute errors, which see long steps only, and relative ones, which see short steps only."""
+    from scipy.optimize import nnls  # of the extra `bench`
+
     weights = 1 / np.sqrt(np.maximum(seconds, 1e-6))
     weighted = features * weights[:, None]
     # Columns are counts from one to millions; of equal length, they are all treated alike.
     lengths = np.linalg.norm(weighted, axis=0)
     lengths[lengths == 0] = 1.0
-    prices: Matrix = non_negative_least_squares(weighted / lengths, seconds * weights) / lengths
+    prices: Matrix = nnls(weighted / lengths, seconds * weights)[0] / lengths
     return prices
-
-
-def non_negative_least_squares(matrix: Matrix, target: Matrix) -> Matrix:
-    """The x >= 0 that minimises |matrix x - target|, by Lawson and Hanson's active sets.
-
-    Unknowns join the free set one at a time, the one that promises most first; those that would turn negative leave it.
-    """
-    count = matrix.shape[1]
-    free = np.zeros(count, dtype=bool)
-    x = np.zeros(count)
-    tolerance = 1e-12 * float(np.abs(matrix.T @ target).max(initial=0.0)) + 1e-300
-    for _ in range(10 * count):
-        gradient = matrix.T @ (target - matrix @ x)
-        gradient[free] = -np.inf
-        best = int(np.argmax(gradient))
-        if free.all() or gradient[best] <= tolerance:
-            break
-        free[best] = True
-        x = _solve_free(matrix, target, x, free)
-    return x
-
-
-def _solve_free(matrix: Matrix, target: Matrix, x: Matrix, free: NDArray[np.bool_]) -> Matrix:
-    """Least squares in the free unknowns, going only as far as all stay positive; what reaches zero is tied again."""
-    while free.any():
-        wanted = np.zeros_like(x)
-        wanted[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
-        falling = free & (wanted <= 0)
-        if not falling.any():
-            return wanted
-        share = float(np.min(x[falling] / np.maximum(x[falling] - wanted[falling], 1e-300)))
-        x = x + share * (wanted - x)
-        free &= x > 1e-15
-        x[~free] = 0.0
-    return x

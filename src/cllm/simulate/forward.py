@@ -9,7 +9,7 @@ which the scheduler would make them; prompt chunks are planned and applied by th
     answer B                commit grow
     prompt C      64        64
 
-The result is that of single steps, to the last bit: `tests/test_simulate_forward.py` compares.
+The result is that of single steps, to the last bit: `tests/simulate/test_simulate_forward.py` compares.
 """
 
 from __future__ import annotations

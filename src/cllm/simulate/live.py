@@ -60,7 +60,7 @@ class Measured:
         return self.answer_tokens / self.seconds
 
 
-class _Ticket(NamedTuple):
+class _PendingStep(NamedTuple):
     inner: Any
     started: float
     work: StepWork
@@ -92,13 +92,13 @@ class RecordingBackend(Backend):
     def step(self, chunks: Sequence[Chunk]) -> Logits:
         return self._inner.step(chunks)
 
-    def submit(self, chunks: Sequence[Chunk]) -> _Ticket:
+    def submit(self, chunks: Sequence[Chunk]) -> _PendingStep:
         self.gate.wait()
         work, chosen = work_of(chunks), sum(chunk.wanted_logits for chunk in chunks)
         started = self._clock()
-        return _Ticket(self._inner.submit(chunks), started, work, chosen)
+        return _PendingStep(self._inner.submit(chunks), started, work, chosen)
 
-    def collect(self, ticket: _Ticket) -> StepResult:
+    def collect(self, ticket: _PendingStep) -> StepResult:
         """Of steps that overlap, only the time after the one before counts."""
         result = self._inner.collect(ticket.inner)
         started = max(ticket.started, self.steps[-1].ended) if self.steps else ticket.started

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry
-from cllm.kv.paged import PagedKVManager
+from cllm.kv.paged.block_table import allocation_of
+from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.sequence import KVSequence
-from cllm.kv.slots import SlotKVManager
-from cllm.kv.table import held_by
+from cllm.kv.slots.manager import SlotKVManager
 from cllm.simulate.backend import SimulatedBlocks
 
 NEVER = 1 << 62
@@ -67,7 +67,7 @@ class SimulatedManager(KVManager):
         """Tokens that running sequences consist of so far, and the tokens of memory that is taken for them."""
 
 
-class NeverInPieces(SimulatedManager):
+class UnfragmentedManager(SimulatedManager):
     """The counters of a real manager, whose memory is enough whenever enough of it is free."""
 
     _refused: int = 0
@@ -86,7 +86,7 @@ class NeverInPieces(SimulatedManager):
         return self._moved_bytes
 
 
-class SimulatedPaged(PagedKVManager, NeverInPieces):
+class SimulatedPaged(PagedKVManager, UnfragmentedManager):
     """Block tables; with `sharing` prefixes are found again, without it memory is freed when its sequence ends."""
 
     def __init__(
@@ -132,7 +132,9 @@ class SimulatedPaged(PagedKVManager, NeverInPieces):
         return len(sequence.blocks) * self.block_size - sequence.num_computed
 
     def commit_due(self, sequence: KVSequence) -> int:
-        return (held_by(sequence).indexed + 1) * self.block_size - sequence.num_computed if self._sharing else NEVER
+        return (
+            (allocation_of(sequence).indexed + 1) * self.block_size - sequence.num_computed if self._sharing else NEVER
+        )
 
     @property
     def untidy(self) -> bool:
@@ -183,7 +185,7 @@ class RollingWindow(SimulatedPaged):
             raise AssertionError("a sequence has computed more than its window holds")
 
 
-class SimulatedSlotManager(SlotKVManager, NeverInPieces):
+class SimulatedSlotManager(SlotKVManager, UnfragmentedManager):
     """llama.cpp's layout. Every call may matter, so nothing is skipped."""
 
     forwards = False

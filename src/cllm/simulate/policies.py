@@ -82,6 +82,7 @@ def _make_slots(settings: Settings, backend: SimulatedBackend) -> SimulatedSlotM
         store_bytes=(settings.kv_tokens - geometry.tokens) * bytes_per_token,
         eviction_threshold=settings.threshold,
         eviction_policy=settings.eviction,
+        block_tokens=settings.block_size,
         clock=lambda: 0.0,
     )
 

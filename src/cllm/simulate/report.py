@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import io
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -14,8 +12,9 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.measure import Measurement
-from rich.table import Table
+from rich.table import Table as RichTable
 
+from cllm.report.page import Table
 from cllm.simulate.cost import CostModel
 from cllm.simulate.results import Result
 
@@ -64,14 +63,14 @@ MEMORY: list[Column] = [
     ("cache\nhits %", _figure("hit_rate", 100)),
     ("waste\n%", _figure("waste", 100)),
     ("most\nused %", _figure("peak_memory", 100)),
-    ("refused\n", _count("allocation_failures")),
-    ("...in\npieces", _count("fragmentation_failures")),
+    ("allocs\nrefused", _count("allocation_failures")),
+    ("by frag-\nmentation", _count("fragmentation_failures")),
     ("batches\nsplit", _count("batch_splits")),
     ("pre-\nempted", _count("preemptions")),
-    ("times\ntidied", _count("compactions")),
+    ("compac-\ntions", _count("compactions")),
     ("moved\nGiB", _figure("moved_bytes", 2**-30)),
     ("tokens\nevicted", _count("evicted_tokens")),
-    ("tokens\nforgotten", _count("forgotten_tokens")),
+    ("tokens\ndropped", _count("forgotten_tokens")),
 ]
 
 SWEEP: list[Column] = [
@@ -87,8 +86,14 @@ SWEEP: list[Column] = [
     MEMORY[6],
 ]
 
+CLUSTER: list[Column] = [
+    ("first (s)\nP99", _figure("ttft_p99_s")),
+    ("busiest\n/ mean", _figure("balance")),
+]
+"""With several servers."""
 
-def print_table(console: Console, table: Table) -> None:
+
+def print_table(console: Console, table: RichTable) -> None:
     """As wide as it is: a narrow terminal breaks its lines, which is better than to leave digits out."""
     table.width = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     console.print(table, crop=False, soft_wrap=True)
@@ -98,11 +103,13 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
     if not results:
         return
     console.print(f"{results[0].trace}; cost model {results[0].cost}", highlight=False)
-    if results[0].varied:
-        print_table(console, _table(results, SWEEP))
-    else:
-        print_table(console, _table(results, SERVICE))
-        print_table(console, _table(results, MEMORY))
+    for table in tables(results):
+        shown = RichTable(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+        for column in table.columns:
+            shown.add_column(column, justify="left" if column == "\npolicy" else "right", no_wrap=True)
+        for row in table.rows:
+            shown.add_row(*row)
+        print_table(console, shown)
     tokens = sum(result.figures["computed_tokens"] for result in results)
     wall_s = sum(result.figures["wall_s"] for result in results)
     console.print(f"{count(tokens)} scheduled tokens in {short(wall_s)} s, {count(tokens / wall_s)} a second")
@@ -110,18 +117,21 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
         console.print("interrupted: the last line has what was simulated until then")
 
 
+def tables(results: Sequence[Result]) -> list[Table]:
+    """Of a sweep one; of policies side by side one about the service and one about the memory."""
+    several = any(result.settings.replicas > 1 for result in results)
+    if results[0].varied:
+        return [_table(results, SWEEP + CLUSTER if several else SWEEP)]
+    return [_table(results, SERVICE), _table(results, MEMORY + CLUSTER[-1:] if several else MEMORY)]
+
+
 def _table(results: Sequence[Result], columns: Sequence[Column]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-    for key in results[0].varied:
-        table.add_column(f"\n{key}", justify="right", no_wrap=True)
-    table.add_column("\npolicy", no_wrap=True)
-    for label, _ in columns:
-        table.add_column(label, justify="right", no_wrap=True)
+    rows = []
     for result in results:
         varied = [f"{value:,}" if isinstance(value, int) else str(value) for value in result.varied.values()]
         name = result.label + (" (part)" if result.interrupted else "")
-        table.add_row(*varied, name, *(show(result.figures) for _, show in columns))
-    return table
+        rows.append([*varied, name, *(show(result.figures) for _, show in columns)])
+    return Table(rows, [*(f"\n{key}" for key in results[0].varied), "\npolicy", *(label for label, _ in columns)])
 
 
 def knee(results: Sequence[Result], key: str, figure: str = "total_p95_s", slack: float = 0.10) -> Result | None:
@@ -151,19 +161,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list) else value
-
-
-def write_html(file: Path, results: Sequence[Result], cost: CostModel, pictures: Sequence[str]) -> None:
-    """One page that needs nothing else; `pictures` are SVG."""
-    console = Console(record=True, width=200, file=io.StringIO())
-    print_results(console, results)
-    figures = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-    body = "\n".join(f"<figure>{picture[picture.index('<svg') :]}</figure>" for picture in pictures)
-    file.write_text(
-        "<!doctype html><html lang='en'><meta charset='utf-8'><title>cllm simulate</title>"
-        "<style>body{font:15px/1.5 system-ui;margin:2rem;max-width:75rem}pre{overflow-x:auto}"
-        "figure{margin:1.5rem 0}svg{max-width:100%;height:auto}</style>"
-        f"<h1>cllm simulate</h1><p>{html.escape(results[0].trace if results else '')}</p>"
-        f"<p>Cost model {html.escape(cost.name)}: {html.escape(cost.description)}</p>{figures}{body}</html>\n",
-        encoding="utf-8",
-    )

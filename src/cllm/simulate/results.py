@@ -13,7 +13,7 @@ from cllm.simulate.tally import Sample, Tally, percentile
 PERCENTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Result:
     settings: Settings
     varied: Mapping[str, Value]
@@ -47,6 +47,7 @@ def figures_of(
     usages = [server.kv.usage() for server in servers]
     prompt_tokens = sum(server.scheduler.prompt_tokens for server in servers)
     cached_tokens = sum(server.scheduler.cached_tokens for server in servers)
+    computed = [_computed_tokens(server) for server in servers]
     duration = tally.last_end - tally.first_arrival if tally.ended else 0.0
     figures: dict[str, float] = {
         "requests": arrived + never_sent,
@@ -64,6 +65,7 @@ def figures_of(
         "compactions": sum(usage.compactions for usage in usages),
         "evicted_tokens": sum(usage.evictions * usage.unit_tokens for usage in usages),
         "hit_rate": cached_tokens / prompt_tokens if prompt_tokens else 0.0,
+        "balance": max(computed) * len(servers) / sum(computed) if sum(computed) else 1.0,
         "waste": tally.waste,
         "peak_memory": max(usage.peak / usage.total for usage in usages),
         "forgotten_tokens": tally.forgotten_tokens,
@@ -80,3 +82,8 @@ def figures_of(
         figures[f"token_gap_{name}_s"] = tally.gap_percentile(share)
         figures[f"total_{name}_s"] = percentile(tally.total, share)
     return figures
+
+
+def _computed_tokens(server: SimulatedServer) -> int:
+    scheduler = server.scheduler
+    return scheduler.prompt_tokens - scheduler.cached_tokens + scheduler.generated_tokens

@@ -1,79 +1,89 @@
-"""Which of several equal servers gets a request. A router sees arrivals only, never how far the servers are."""
+"""The policies of `cllm.routing` in front of simulated servers, which report to it late, as real ones do."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from cllm.kv.block_names import chain, root_name
+from cllm.kv.events import KVEvent, Listener
+from cllm.routing.index import MOST_BLOCKS, QUIET_S, PrefixIndex
+from cllm.routing.policy import POLICIES, PrefixPolicy, ReplicaStats, RoutingPolicy
+from cllm.simulate.server import SimulatedServer
 from cllm.simulate.settings import Settings
-from cllm.simulate.traces import Text, TracedRequest, spell
+from cllm.simulate.traces import TracedRequest, spell
 
-Router = Callable[[TracedRequest, float], int]
-
-PIECE_TOKENS = 64
-"""A router by prefix remembers prompts in pieces of this many tokens."""
-
-IMBALANCE = 1.1
-SPARE_TOKENS = 4096
-"""A server with this many times the average load and so much more gets nothing more for the sake of its cache."""
-
-FADING_S = 60.0
-"""Load is what a server was given lately; after this time, a third of it counts."""
-
-_MAX_PIECES = 4_000_000
+_ROOT = root_name(b"")
 
 
-def make_router(settings: Settings) -> Router:
-    if settings.replicas == 1:
-        return lambda traced, moment: 0
-    if settings.routing == "round-robin":
-        turn = count()
-        return lambda traced, moment: next(turn) % settings.replicas
-    return PrefixRouter(settings.replicas)
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What all servers reported at one moment."""
+
+    measured_at: float
+    stats: Sequence[ReplicaStats]
+    events: Sequence[Sequence[KVEvent]]
 
 
-class PrefixRouter:
-    """To the server that was given the longest beginning of the same prompt, unless it has much more to do than others.
+class Router:
+    """Servers report every `report_s` seconds, and each report takes that long to arrive."""
 
-    The pieces of a prompt are known by a hash of all up to their end, so a dictionary does for a tree.
-    """
+    def __init__(self, settings: Settings, servers: Sequence[SimulatedServer]) -> None:
+        self._servers = servers
+        self._report_s = settings.report_s
+        self._block_tokens = settings.block_size
+        self._policy = _make_policy(settings)
+        self._under_way: _Report | None = None
+        self._listeners: list[Listener | None] = []
+        for place, server in enumerate(servers):
+            self._policy.add(str(place), 0.0)
+            if self._policy.index is not None:
+                self._listeners.append(server.kv.listen())
+                self._take_snapshot(place, 0.0)
+        self.next_report = settings.report_s if self._policy.reads_stats and len(servers) > 1 else math.inf
+        """All servers must have reached this moment before anything later is routed."""
 
-    def __init__(self, replicas: int) -> None:
-        self._given: dict[int, int] = {}
-        self._load = [0.0] * replicas
-        self._moment = 0.0
+    def route(self, traced: TracedRequest, moment: float) -> int:
+        if len(self._servers) == 1:
+            return 0
+        names = chain(_ROOT, spell(traced.prompt), self._block_tokens) if self._policy.reads_prompt else ()
+        return int(self._policy.choose(names, traced.prompt_length, now=moment))
 
-    def __call__(self, traced: TracedRequest, moment: float) -> int:
-        pieces = list(_pieces(traced.prompt))
-        self._fade(moment)
-        limit = IMBALANCE * sum(self._load) / len(self._load) + SPARE_TOKENS
-        chosen = min(range(len(self._load)), key=self._load.__getitem__)
-        known = 0
-        for number, piece in enumerate(reversed(pieces)):
-            replica = self._given.get(piece)
-            if replica is not None and self._load[replica] <= limit:
-                chosen, known = replica, len(pieces) - number
-                break
-        for piece in pieces:
-            # Moved to the end of the dictionary: what was not seen for longest is forgotten first.
-            self._given.pop(piece, None)
-            self._given[piece] = chosen
-        while len(self._given) > _MAX_PIECES:
-            del self._given[next(iter(self._given))]
-        self._load[chosen] += traced.prompt_length - known * PIECE_TOKENS + traced.answer_length
-        return chosen
+    def report(self) -> None:
+        """The servers have reached `next_report`: the last report arrives, and a new one is on its way."""
+        now, arrived = self.next_report, self._under_way
+        self.next_report = now + self._report_s
+        events = [listener.take() if listener is not None else [] for listener in self._listeners]
+        self._under_way = _Report(now, [server.stats() for server in self._servers], events)
+        if arrived is None:
+            return
+        for place, stats in enumerate(arrived.stats):
+            self._policy.report(str(place), stats, arrived.measured_at)
+        index = self._policy.index
+        if index is not None:
+            for place, each in enumerate(arrived.events):
+                index.apply(str(place), each, now)
+            for replica in index.unknown():
+                self._take_snapshot(int(replica), now)
 
-    def _fade(self, moment: float) -> None:
-        factor = math.exp((self._moment - moment) / FADING_S)
-        self._load = [load * factor for load in self._load]
-        self._moment = moment
+    def skip_reports(self, until: float) -> None:
+        """No server has had anything to do: reports that say the same are left out."""
+        periods = (until - self.next_report) // self._report_s - 2
+        if periods > 0:
+            self.next_report += periods * self._report_s
+
+    def _take_snapshot(self, place: int, now: float) -> None:
+        index = self._policy.index
+        if index is not None and self._listeners[place] is not None:
+            number, names = self._servers[place].kv.held_names()
+            index.snapshot(str(place), number, names, now)
 
 
-def _pieces(prompt: Text) -> Iterator[int]:
-    tokens = spell(prompt).tobytes()
-    size = 4 * PIECE_TOKENS
-    hashed = 0
-    for start in range(0, len(tokens) - size + 1, size):
-        hashed = hash((hashed, tokens[start : start + size]))
-        yield hashed
+def _make_policy(settings: Settings) -> RoutingPolicy:
+    if settings.routing != PrefixPolicy.name:
+        return POLICIES[settings.routing](block_tokens=settings.block_size)
+    index = PrefixIndex(
+        max(MOST_BLOCKS, settings.replicas * settings.blocks), quiet_s=max(QUIET_S, 4 * settings.report_s)
+    )
+    return PrefixPolicy(block_tokens=settings.block_size, index=index)

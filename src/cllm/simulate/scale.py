@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 
 from cllm.kv.sequence import KVSequence
+from cllm.report.plots import LinePlot, Plot, Series
 from cllm.simulate.cluster import Cluster, without_garbage_collection
 from cllm.simulate.cost import CostModel
 from cllm.simulate.managers import SimulatedManager
-from cllm.simulate.plots import pyplot
 from cllm.simulate.settings import Settings
 from cllm.simulate.synthetic import Shape, SyntheticTrace
-
-DEFAULT_BLOCKS = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
 
 _FILLER_BLOCKS = 32
 """Blocks of the sequences that fill the cache."""
@@ -90,24 +88,19 @@ def _fillers(settings: Settings) -> Iterator[array[int]]:
         yield tokens
 
 
-def draw_scale(points: Sequence[ScalePoint]) -> Any:
-    figure, axes = pyplot().subplots(figsize=(7, 4), layout="constrained")
-    blocks = [point.blocks for point in points]
-    axes.plot(blocks, [point.single_step_us for point in points], marker="o", label="every step alone", color="#9c6b30")
-    axes.plot(
-        blocks,
-        [point.forwarded_step_us for point in points],
-        marker="o",
-        label="steps taken together where nothing is decided",
-        color="#1f5fa8",
+def plot_scale(points: Sequence[ScalePoint]) -> Plot:
+    alone = [(float(point.blocks), point.single_step_us) for point in points]
+    together = [(float(point.blocks), point.forwarded_step_us) for point in points]
+    return LinePlot(
+        title="Cost of a simulated step",
+        series=[
+            Series("every step alone", alone, 0, "both"),
+            Series("steps taken together where nothing is decided", together, 1, "both"),
+        ],
+        x_label="KV blocks, all of them in use or cached",
+        y_label="CPU time per simulated step, us",
+        log_x=True,
     )
-    axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("KV blocks, all of them in use or cached")
-    axes.set_ylabel("CPU time per simulated step [us]")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    return figure
 
 
 def points_to_json(points: Sequence[ScalePoint]) -> list[dict[str, Any]]:

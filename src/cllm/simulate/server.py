@@ -14,6 +14,7 @@ from cllm.engine.plan import Plan
 from cllm.engine.request import Request, Sequence
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
+from cllm.routing.policy import ReplicaStats
 from cllm.simulate.backend import SimulatedBackend, TracedAnswer
 from cllm.simulate.cost import CostModel
 from cllm.simulate.forward import forward
@@ -147,6 +148,13 @@ class SimulatedServer:
         while (now_free := self.kv.usage().free) != free:
             free = now_free
             self.kv.maintain(0.0)
+
+    def stats(self) -> ReplicaStats:
+        """What a router is told about this server."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        queued = sum(len(sequence.tokens) for sequence in waiting)
+        queued += sum(len(sequence.tokens) - sequence.num_computed for sequence in running)
+        return ReplicaStats(queued, len(running) + len(waiting))
 
     # -- observing ---------------------------------------------------------------------------------------------
 

@@ -11,13 +11,17 @@ from cllm.backends.base import Backend
 from cllm.config import SchedulerConfig
 from cllm.errors import ConfigError
 from cllm.kv.eviction import POLICIES as EVICTION_POLICIES
+from cllm.routing.policy import POLICIES as ROUTING_POLICIES
 
 _DEFAULTS = SchedulerConfig()
 
 CONTIGUOUS_POLICIES = ("contiguous", "hole-filling", "compaction")
 COMPARED_POLICIES = (*CONTIGUOUS_POLICIES, "paged", "paged+prefix", "window")
 POLICIES = (*COMPARED_POLICIES, "slots")
-ROUTINGS = ("round-robin", "prefix")
+ROUTINGS = tuple(ROUTING_POLICIES)
+MAX_BLOCKS = 100_000_000
+"""About 1.2 GB of bookkeeping, before anything is cached."""
+MAX_REPLICAS = 10_000
 
 Value = str | int | float
 
@@ -46,6 +50,8 @@ class Settings:
     """Requests beyond this many waiting ones are turned away; 0: none is."""
     replicas: int = 1
     routing: str = "round-robin"
+    report_s: float = 0.5
+    """Servers tell the router their load and the events of their caches this often, and it learns it as much later."""
     reserve: str = "pow2"
     """Contiguous memory: what is reserved for an answer. exact: its true length; pow2: that, rounded up to a power of
     two; a number: as many tokens."""
@@ -59,31 +65,28 @@ class Settings:
         return self.blocks * self.block_size
 
 
-def _whole(low: int) -> Callable[[str, str], int]:
-    def parse(name: str, text: str) -> int:
-        try:
-            number = float(text)  # 1e6 is as good as 1000000
-        except ValueError:
-            number = math.nan
-        if not number.is_integer() or number < low:
-            raise ConfigError(f"{name}={text}: it must be a whole number of at least {low}")
-        return int(number)
+def parse_number(name: str, text: str, low: float, high: float = math.inf, *, whole: bool = False) -> float:
+    try:
+        number = float(text)  # 1e6 is as good as 1000000
+    except ValueError:
+        number = math.nan
+    if not low <= number <= high or math.isinf(number) or (whole and not number.is_integer()):
+        kind = "a whole number" if whole else "a number"
+        limits = f"of at least {low:g}" if math.isinf(high) else f"from {low:g} to {_shown(high)}"
+        raise ConfigError(f"{name}={text}: it must be {kind} {limits}")
+    return int(number) if whole else number
 
-    return parse
+
+def _shown(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1e4 else f"{number:g}"
+
+
+def _whole(low: int, high: float = math.inf) -> Callable[[str, str], int]:
+    return lambda name, text: int(parse_number(name, text, low, high, whole=True))
 
 
 def _number(low: float, high: float = math.inf) -> Callable[[str, str], float]:
-    def parse(name: str, text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not low <= number <= high or math.isinf(number):
-            limits = f"of at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
-            raise ConfigError(f"{name}={text}: it must be a number {limits}")
-        return number
-
-    return parse
+    return lambda name, text: parse_number(name, text, low, high)
 
 
 def _one_of(choices: Sequence[str]) -> Callable[[str, str], str]:
@@ -102,7 +105,7 @@ def _reserve(name: str, text: str) -> str:
 KEYS: dict[str, tuple[str, Callable[[str, str], Value]]] = {
     "policy": ("policy", _one_of(POLICIES)),
     "block-size": ("block_size", _whole(1)),
-    "blocks": ("blocks", _whole(2)),
+    "blocks": ("blocks", _whole(2, MAX_BLOCKS)),
     "max-running": ("max_running", _whole(1)),
     "step-tokens": ("step_tokens", _whole(1)),
     "eviction": ("eviction", _one_of(list(EVICTION_POLICIES))),
@@ -114,8 +117,9 @@ KEYS: dict[str, tuple[str, Callable[[str, str], Value]]] = {
     "prefill-ms": ("prefill_ms", _number(0.001)),
     "timeout": ("timeout_s", _number(0.0)),
     "queue": ("queue", _whole(0)),
-    "replicas": ("replicas", _whole(1)),
+    "replicas": ("replicas", _whole(1, MAX_REPLICAS)),
     "routing": ("routing", _one_of(ROUTINGS)),
+    "report-s": ("report_s", _number(0.001)),
     "reserve": ("reserve", _reserve),
     "window": ("window", _whole(1)),
     "sinks": ("sinks", _whole(0)),
@@ -134,7 +138,7 @@ def parse_assignment(text: str) -> tuple[str, Value]:
     """`key=value`."""
     key, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(f"{text!r} is no assignment; write key=value")
+        raise ConfigError(f"{text!r} is not an assignment; write key=value")
     return key, parse_value(key, value)
 
 

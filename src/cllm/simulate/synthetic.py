@@ -16,6 +16,7 @@ import numpy as np
 
 from cllm.errors import ConfigError
 from cllm.simulate.lengths import Lengths, parse_lengths
+from cllm.simulate.settings import parse_number
 from cllm.simulate.traces import Span, TokenSource, TracedRequest
 
 KINDS = ("poisson", "bursts", "diurnal", "chats")
@@ -59,16 +60,17 @@ class Shape:
     """Share of turns that are continued twice: an edited or repeated question."""
 
 
-_LIMITS = {
-    "system": (1, math.inf),
+_LIMITS: dict[str, tuple[float, ...]] = {
+    "system": (1,),
     "systems": (0, 64),
     "longest": (1, 1 << 24),
-    "burst": (1, math.inf),
+    "burst": (1,),
     "depth": (0, 1),
-    "turns": (1, math.inf),
+    "turns": (1,),
     "branch": (0, 0.9),
-    "think_s": (0, math.inf),
+    "think_s": (0,),
 }
+"""The least and the most of a value; others are above 0."""
 
 
 def parse_shape(text: str) -> Shape:
@@ -84,23 +86,10 @@ def parse_shape(text: str) -> Shape:
         if field.type == "str":
             parse_lengths(key, value, shape.longest)
         else:
-            read = _number(key, field.name, value)
+            whole = isinstance(getattr(shape, field.name), int)
+            read = parse_number(f"--shape {key}", value, *_LIMITS.get(field.name, (1e-9,)), whole=whole)
         shape = replace(shape, **{field.name: read})  # type: ignore[arg-type]
     return shape
-
-
-def _number(key: str, name: str, text: str) -> float | int:
-    low, high = _LIMITS.get(name, (1e-9, math.inf))
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    whole = isinstance(getattr(Shape(), name), int)
-    if not low <= number <= high or math.isinf(number) or (whole and not number.is_integer()):
-        kind = "a whole number" if whole else "a number"
-        limits = f"of at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
-        raise ConfigError(f"--shape {key}={text}: it must be {kind} {limits}")
-    return int(number) if whole else number
 
 
 class SyntheticTrace:
@@ -116,7 +105,7 @@ class SyntheticTrace:
         self._seed = seed
 
     def __iter__(self) -> Iterator[TracedRequest]:
-        maker = _Maker(self._shape, np.random.default_rng(self._seed))
+        maker = _RequestGenerator(self._shape, np.random.default_rng(self._seed))
         # Arrivals have a generator of their own, so that lengths stay what they are when the rate is varied.
         arrivals = self._arrivals(np.random.default_rng([self._seed, 1]))
         if self._kind == "chats":
@@ -125,7 +114,7 @@ class SyntheticTrace:
         for _, arrival in zip(range(self.requests), arrivals, strict=False):
             yield maker.request(arrival)
 
-    def _chats(self, maker: _Maker, arrivals: Iterator[float]) -> Iterator[TracedRequest]:
+    def _chats(self, maker: _RequestGenerator, arrivals: Iterator[float]) -> Iterator[TracedRequest]:
         left = self.requests
         for arrival in arrivals:
             if left == 0:
@@ -179,7 +168,7 @@ def _diurnal(rng: np.random.Generator, rate: float, shape: Shape) -> Iterator[fl
             yield arrival
 
 
-class _Maker:
+class _RequestGenerator:
     """Draws what requests consist of."""
 
     def __init__(self, shape: Shape, rng: np.random.Generator) -> None:

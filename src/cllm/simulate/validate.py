@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cllm.assemble import Parts
 from cllm.backends.base import Backend
 from cllm.config import Config
 from cllm.kv.manager import KVManager
-from cllm.opening import PAGED_MAX_RUNNING
+from cllm.loading.open_model import PAGED_MAX_RUNNING
+from cllm.loading.parts import ModelParts
 from cllm.simulate.cluster import simulate
 from cllm.simulate.cost import CostModel
 from cllm.simulate.fit import fit_cost
@@ -52,7 +52,7 @@ class Comparison:
         return abs(self.speed_error) <= TOLERANCE and abs(self.hit_error) <= TOLERANCE
 
 
-class Words:
+class RandomTokens:
     """Random tokens that every vocabulary has."""
 
     def __init__(self, vocabulary: int, seed: int) -> None:
@@ -66,7 +66,7 @@ class Words:
         return self._draw.randint(low, high)
 
 
-def calibrations(words: Words, size: float) -> list[Workload]:
+def calibrations(words: RandomTokens, size: float) -> list[Workload]:
     """One, few and many together, with short and long prompts: every price has steps that tell it from the others."""
     workloads = []
     for users in (1, 2, 4, _scaled(8, size), _scaled(16, size), _scaled(32, size)):
@@ -76,18 +76,18 @@ def calibrations(words: Words, size: float) -> list[Workload]:
     return workloads
 
 
-def batch(words: Words, size: float) -> Workload:
+def batch(words: RandomTokens, size: float) -> Workload:
     users = range(_scaled(24, size))
     return Workload("batch", [[Turn(words(words.between(64, 330)), words.between(32, 64))] for _ in users])
 
 
-def prefix(words: Words, size: float) -> Workload:
+def prefix(words: RandomTokens, size: float) -> Workload:
     system = words(320)
     users = range(_scaled(24, size))
     return Workload("prefix", [[Turn(system + words(words.between(20, 60)), 32)] for _ in users])
 
 
-def chat(words: Words, size: float) -> Workload:
+def chat(words: RandomTokens, size: float) -> Workload:
     conversations = []
     for _ in range(_scaled(12, size)):
         first = Turn(words(words.between(80, 200)), words.between(24, 48))
@@ -103,7 +103,7 @@ def _scaled(count: int, size: float) -> int:
     return max(4, round(count * size))
 
 
-def settings_of(parts: Parts, config: Config) -> Settings:
+def settings_of(parts: ModelParts, config: Config) -> Settings:
     """The settings under which a simulation is like these parts."""
     scheduler = config.scheduler
     usage = parts.scheduler.kv.usage()

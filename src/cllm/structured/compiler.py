@@ -1,4 +1,4 @@
-"""From a `Structure` to a `Grammar`: in threads of its own, within limits, and kept for the next who asks.
+"""Compiles a `Structure` to a `Grammar`: in threads of its own, within limits, and cached.
 
 llguidance releases the GIL while it compiles. What it spends is bounded by the size of the source and by its own limits
 on grammars, so a thread is never busy for long; whoever waits longer than `compile_timeout_s` is refused.
@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from llguidance import LLMatcher, LLParserLimits
 
-from cllm.config.structured import StructuredConfig
+from cllm.config.server import StructuredConfig
 from cllm.errors import InvalidRequestError, OverloadedError, ShuttingDownError, StructureError
 from cllm.structured.matcher import Grammar, MaskFiller
 from cllm.structured.sources import located, source_of
@@ -40,7 +40,7 @@ LIMITS = LLParserLimits(
 
 _Key = tuple[Kind, str]
 _Outcome = Grammar | str
-"""A grammar, or why there is none. No exception is kept: it would hold the frames of all who were told it."""
+"""A grammar, or the reason why there is none. Not an exception: that would keep its callers' frames alive."""
 
 
 class Compiler:
@@ -55,7 +55,7 @@ class Compiler:
         self._threads = ThreadPoolExecutor(THREADS, "cllm-grammar")  # they start with the first job
 
     async def compile(self, structure: Structure) -> Grammar:
-        """Raises `InvalidRequestError` where there is no such grammar, and says what is wrong."""
+        """Raises `InvalidRequestError` if the structure is invalid."""
         future = self._future(structure)
         if not future.done():
             await asyncio.wait([asyncio.wrap_future(future)], timeout=self._config.compile_timeout_s)
@@ -64,7 +64,7 @@ class Compiler:
             raise _refusal(structure, f"takes longer than {seconds:g} s to compile (structured.compile_timeout_s)")
         if future.cancelled():
             raise _closed()
-        if future.exception() is not None:  # not the structure's fault: the next who asks may have better luck
+        if future.exception() is not None:  # not the structure's fault: do not cache it
             self._kept.pop((structure.kind, structure.source), None)
         outcome = future.result()
         if isinstance(outcome, str):
@@ -89,7 +89,7 @@ class Compiler:
         return future
 
     def _submit(self, structure: Structure) -> Future[_Outcome]:
-        """To a thread with room for what is nested; it may be the one that this starts."""
+        """In a thread with enough stack for nested grammars; this may start it."""
         usual = threading.stack_size(STACK_BYTES)
         try:
             return self._threads.submit(self._outcome, structure)
@@ -113,7 +113,7 @@ class Compiler:
         self._waiting -= 1
 
     def _forget_oldest(self) -> None:
-        """Those that are still being compiled stay; there are few."""
+        """Grammars that are still being compiled stay; there are few."""
         for key in list(self._kept)[: len(self._kept) - self._config.max_cached]:
             if self._kept[key].done():
                 del self._kept[key]

@@ -1,4 +1,4 @@
-"""A grammar, and one answer's way through it."""
+"""A compiled grammar, and the state of one answer in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Mask = NDArray[np.int32]
 
 
 class Grammar:
-    """A structure that was compiled: any number of answers may follow it, at the same time."""
+    """A compiled structure, shared by any number of answers."""
 
     def __init__(self, beginning: LLMatcher, masks: MaskFiller) -> None:
         self._beginning = beginning
@@ -80,7 +80,7 @@ class MaskFiller:
         self._executor: LLExecutor | None = None
 
     def fill(self, constraints: Sequence[Matcher]) -> list[Mask | Exception]:
-        """For each, which tokens it allows next, or why that cannot be said. Valid until the next call."""
+        """For each answer, the mask of the next token, or an error. Valid until the next call."""
         if len(self._filled) < len(constraints):
             self._filled = np.zeros((len(constraints), self._words), np.int32)
         filled = self._filled

@@ -1,4 +1,4 @@
-"""What llguidance is given for each kind of structure. Whatever is wrong with one is a `ValueError` that says where."""
+"""The grammar given to llguidance for each kind of structure. Errors are `ValueError`s that say where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer must look like, as a request says it."""
+"""The structure that a request requires of its answer."""
 
 from __future__ import annotations
 

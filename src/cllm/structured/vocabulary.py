@@ -1,4 +1,4 @@
-"""The model's tokens as llguidance knows them: their exact bytes, which are special, and which end an answer."""
+"""The model's tokens for llguidance: their bytes, which are special, and which end an answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MARK = "\x01"
 
 
 class Vocabulary:
-    """Building one holds up all of Python: 0.1 s for 50,000 tokens. So it is made while the model is loaded."""
+    """Building one holds the GIL: 0.1 s for 50,000 tokens. So it is built while the model is loaded."""
 
     def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
         """`n_vocab`: how many tokens the model gives logits for; the tokenizer may know fewer."""

@@ -1,10 +1,10 @@
 """Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) on the `tokenizers` library, equal to llama.cpp's.
 
-Two things differ between the library and llama.cpp, and both are levelled here:
+The library differs from llama.cpp in two ways, which are corrected here:
 
-- Bytes a vocabulary has no token for vanish in both, but in the library their neighbours then touch and may merge.
-  They get stand-in ids behind the vocabulary, which are dropped after encoding.
-- The library's letters and digits are those of a newer Unicode version.
+- Both drop bytes that have no token, but in the library their neighbours may then merge. Such bytes get placeholder ids
+  after the vocabulary, which are removed after encoding.
+- The library uses the letters and digits of a newer Unicode version.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from cllm.models.gguf import GGUFModel
 from cllm.models.gguf_header import short
 from cllm.text.vocab import SPECIAL_KINDS, TokenKind, Vocabulary
 
-# The library would take all cores for a text with special tokens in it; they are the engine's.
+# The library would use all cores, which the engine needs.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 Encoder = Callable[[list[str]], list[list[int]]]
-"""Ordinary text, several pieces at once, to token ids; runs outside the GIL."""
+"""Encodes several texts without special tokens; releases the GIL."""
 
-# Letters, digits and punctuation that are new in Unicode 16; llama.cpp's tables are those of 15.1.
+# Letters, digits and punctuation that are new in Unicode 16; llama.cpp uses 15.1.
 _NEWER = (
     r"\x{1B4E}-\x{1B4F}\x{1B7F}\x{1C89}-\x{1C8A}\x{A7CB}-\x{A7CD}\x{A7DA}-\x{A7DC}\x{105C0}-\x{105F3}"
     r"\x{10D40}-\x{10D65}\x{10D6E}-\x{10D85}\x{10EC2}-\x{10EC4}\x{11380}-\x{11389}\x{1138B}\x{1138E}"
@@ -44,7 +44,7 @@ _LLAMA3 = (rf"{_WORDS}|{_N}{{1,3}}|{_REST}",)
 _QWEN2 = (rf"{_WORDS}|{_N}|{_REST}",)
 _SMOLLM = (_N, _GPT2)
 
-# Each pattern splits what the ones before it left whole.
+# Each pattern splits what the previous ones left unsplit.
 _PATTERNS: dict[str, tuple[str, ...]] = {
     "default": (rf"[{_P}$+<=>^~|]+", _GPT2, rf"{_N}+", "[0-9]{3}"),
     "gpt-2": (_GPT2,),
@@ -58,12 +58,12 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
 }
-# Here a word that is a token is that token, whatever the merges say, and prompts begin with BOS.
+# In these, a word that is a token becomes that token whatever the merges are, and prompts begin with BOS.
 _WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3"})
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the others for characters from U+0100 on."""
+    """GPT-2's mapping of bytes: printable Latin-1 to itself, the others to characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + n) for n, byte in enumerate(others)}
@@ -78,28 +78,28 @@ def default_add_bos(pre: str) -> bool:
 
 
 def token_bytes(text: str, kind: TokenKind) -> bytes:
-    """What an ordinary token of a byte-level vocabulary stands for."""
+    """The bytes of an ordinary token of a byte-level vocabulary."""
     if kind == TokenKind.USER_DEFINED:
         return text.encode()
     try:
         return text.translate(_TO_LATIN1).encode("latin-1")
-    except UnicodeEncodeError:  # not in the byte alphabet: an addition to the vocabulary in plain spelling
+    except UnicodeEncodeError:  # not in the byte alphabet: an added token in plain text
         return text.encode()
 
 
 class Rules(NamedTuple):
-    """How a byte-level vocabulary splits text."""
+    """How a byte-level tokenizer splits text."""
 
     ids: dict[str, int]
-    """Of the tokens that text may become."""
+    """Ids of the tokens that ordinary text may become."""
     merges: list[tuple[str, str]]
     missing: list[str]
-    """Bytes without a token, in their spelling."""
+    """Bytes without a token, as characters of the byte alphabet."""
     patterns: tuple[str, ...]
     whole_words_first: bool
 
     def splits(self) -> list[pre_tokenizers.PreTokenizer]:
-        """Text to words, and words to the spelling of bytes."""
+        """Split text into words, and map words to the byte alphabet."""
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
         return [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
 
@@ -109,7 +109,7 @@ def read_rules(model: GGUFModel, vocab: Vocabulary) -> Rules:
     if pre not in _PATTERNS:
         known = ", ".join(sorted(_PATTERNS))
         raise ModelError(
-            f"{model.path}: its pre-tokenizer {short(pre)} is not supported; supported are {known}. Give another model"
+            f"{model.path}: its pre-tokenizer {short(pre)} is not supported (supported: {known}); use another model"
         )
     ids = {text: i for i, text in enumerate(vocab.tokens) if vocab.kinds[i] not in SPECIAL_KINDS}
     missing = [char for char in _BYTE_TO_CHAR.values() if char not in ids]
@@ -137,8 +137,8 @@ def build_encoder(model: GGUFModel, vocab: Vocabulary) -> Encoder:
 def _read_merges(model: GGUFModel, ids: dict[str, int]) -> list[tuple[str, str]]:
     lines = model.strings("tokenizer.ggml.merges")
     if not lines:
-        raise ModelError(f"{model.path}: its tokenizer has no merges; give a complete .gguf model")
-    # The first of two equal merges counts; one that does not lead to a token can never be used.
+        raise ModelError(f"{model.path}: its tokenizer has no merges; use a complete .gguf file")
+    # Of equal merges the first counts; merges that do not make a token are never used.
     merges: dict[tuple[str, str], None] = {}
     for line in lines:
         cut = line.find(" ", 1)

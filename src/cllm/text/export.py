@@ -1,4 +1,4 @@
-"""A model's tokenizer as a Hugging Face directory: for load testers and others who count tokens by themselves."""
+"""Exports a model's tokenizer as a Hugging Face directory, for load testers and other tools that count tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cllm.errors import ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from cllm.text import bpe, spm
-from cllm.text.chat import ChatTemplate
+from cllm.text.chat_template import ChatTemplate
 from cllm.text.tokenizer import load_tokenizer
 from cllm.text.vocab import TokenKind, Vocabulary, read_vocabulary
 
@@ -24,22 +24,25 @@ _COPIED = (_TOKENIZER, _SETTINGS, "special_tokens_map.json", "chat_template.jinj
 
 
 def export_tokenizer(model: GGUFModel | HFModel, template: ChatTemplate, directory: Path) -> list[Path]:
-    """Write the files, and return which. What is there already is not touched."""
-    if (directory / _TOKENIZER).exists() or (directory / _SETTINGS).exists():
-        raise ModelError(f"{directory}: holds a tokenizer already; give another directory")
-    directory.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, HFModel):
-        found = [name for name in _COPIED if (model.path / name).is_file()]
-        return [Path(shutil.copyfile(model.path / name, directory / name)) for name in found]
-    library = build_library(model)
-    library.save(str(directory / _TOKENIZER))
-    settings = json.dumps(_settings(model, template), ensure_ascii=False, indent=2)
-    (directory / _SETTINGS).write_text(f"{settings}\n", encoding="utf-8")
-    return [directory / _TOKENIZER, directory / _SETTINGS]
+    """Write the files and return their paths. Existing files are not overwritten."""
+    try:
+        if (directory / _TOKENIZER).exists() or (directory / _SETTINGS).exists():
+            raise ModelError(f"{directory}: already contains a tokenizer; use another directory")
+        directory.mkdir(parents=True, exist_ok=True)
+        if isinstance(model, HFModel):
+            found = [name for name in _COPIED if (model.path / name).is_file()]
+            return [Path(shutil.copyfile(model.path / name, directory / name)) for name in found]
+        settings = json.dumps(_settings(model, template), ensure_ascii=False, indent=2)
+        texts = {_TOKENIZER: build_library(model).to_str(pretty=True), _SETTINGS: f"{settings}\n"}
+        for name, text in texts.items():
+            (directory / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ModelError(f"{directory}: cannot write a tokenizer here: {error.strerror or error}") from None
+    return [directory / name for name in texts]
 
 
 def build_library(model: GGUFModel) -> Tokenizer:
-    """The `tokenizers` library set up to give the model's tokens all by itself."""
+    """A tokenizer of the `tokenizers` library that gives the same tokens as ours."""
     ours, vocab = load_tokenizer(model), read_vocabulary(model)
     library = _sentencepiece(model, vocab) if model.get("tokenizer.ggml.model", "") == "llama" else _bpe(model, vocab)
     named = list(zip(vocab.tokens, vocab.kinds, strict=True))
@@ -60,7 +63,7 @@ def _bpe(model: GGUFModel, vocab: Vocabulary) -> Tokenizer:
     library = Tokenizer(models.BPE(vocab=vocab.ids, merges=rules.merges, ignore_merges=rules.whole_words_first))
     steps: list[Any] = rules.splits()
     if rules.missing:
-        # Bytes without a token vanish, and their neighbours stay apart.
+        # Bytes without a token are dropped, and their neighbours must not merge.
         without = f"[{''.join(map(re.escape, rules.missing))}]"
         steps.append(pre_tokenizers.Split(Regex(without), "removed"))
     library.pre_tokenizer = pre_tokenizers.Sequence(steps)

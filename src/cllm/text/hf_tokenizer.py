@@ -1,8 +1,8 @@
-"""The text side of a Hugging Face directory: `tokenizer.json` through the `tokenizers` library, and the chat template.
+"""The tokenizer of a Hugging Face directory: `tokenizer.json` with the `tokenizers` library, and the chat template.
 
-Ordinary text is split by the library. Added tokens are cut out before that, here, so that a special token's name in
-ordinary text stays text; and what stands between them is tokenised as the library would in a whole text: what only
-belongs before the first word of it (`prepend_scheme: first`) is put there only.
+The library splits ordinary text. Added tokens are cut out before that, so that a special token's name in ordinary text
+stays text. The text between them is tokenised as it would be within the whole text: a prefix that belongs only before
+the first word (`prepend_scheme: first`) is put only there.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from tokenizers import Tokenizer as Library
 
 from cllm.errors import ModelError
+from cllm.machine import can_reserve
 from cllm.models.gguf_header import short
 from cllm.models.hf_directory import HFModel
-from cllm.models.json_file import AGAIN, parse_json, read_json, read_text
-from cllm.models.room import has_room
+from cllm.models.json_file import FETCH_AGAIN, parse_json, read_json, read_text
 from cllm.text import bpe, spm
 from cllm.text.bpe import Encoder
-from cllm.text.chat import CHATML, ChatTemplate
+from cllm.text.chat_template import CHATML, ChatTemplate
 from cllm.text.tokenizer import ROOM_BYTES, ROOM_PER_TOKEN, TableTokenizer, Tokenizer, join_encoded
 from cllm.text.vocab import MAX_TOKEN_LENGTH, TokenKind
 
-_MOST_TOKENIZER_BYTES = 128 << 20
-_MOST_SETTINGS_BYTES = 16 << 20
-_MOST_TEMPLATE_BYTES = 1 << 20
+_MAX_TOKENIZER_BYTES = 128 << 20
+_MAX_SETTINGS_BYTES = 16 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
 _SETTINGS = "tokenizer_config.json"
 _ENDS = "generation_config.json"
 _TEMPLATE = "chat_template.jinja"
@@ -35,7 +35,7 @@ _TEMPLATE_OBJECT = "chat_template.json"
 
 
 class HFTokenizer(TableTokenizer):
-    """`inner` encodes text that does not begin the prompt."""
+    """`inner` encodes text that is not at the start of the prompt."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class HFTokenizer(TableTokenizer):
         swallows: Mapping[int, tuple[bool, bool]],
         **others: Any,
     ) -> None:
-        """`swallows`: tokens that take the blanks to their left, or to their right."""
+        """`swallows`: tokens that remove spaces to their left or right."""
         super().__init__(pieces, encoder=encoder, **others)
         self._inner = inner
         self._swallows = swallows
@@ -59,11 +59,11 @@ class HFTokenizer(TableTokenizer):
 
 def load_hf_tokenizer(model: HFModel) -> Tokenizer:
     path = model.path / "tokenizer.json"
-    text = read_text(path, _MOST_TOKENIZER_BYTES)
+    text = read_text(path, _MAX_TOKENIZER_BYTES)
     if text is None:
-        raise ModelError(f"{path}: is missing; fetch the model with its tokenizer.json")
-    if not has_room(ROOM_BYTES + 8 * len(text) + model.shape.n_vocab * ROOM_PER_TOKEN):
-        raise ModelError(f"{path}: there is not enough memory for the tokenizer (or address space: ulimit -v)")
+        raise ModelError(f"{path}: is missing; download the model with its tokenizer.json")
+    if not can_reserve(ROOM_BYTES + 8 * len(text) + model.shape.n_vocab * ROOM_PER_TOKEN):
+        raise ModelError(f"{path}: not enough memory or address space (ulimit -v) for the tokenizer")
     description = parse_json(text, path)
     added = _added_tokens(description, path, model.shape.n_vocab)
     pieces = _read_pieces(description, path, model.shape.n_vocab)
@@ -89,17 +89,17 @@ def load_hf_tokenizer(model: HFModel) -> Tokenizer:
 
 
 def load_hf_chat_template(model: HFModel, source: str | None = None) -> ChatTemplate:
-    """The template `source`, or else the directory's own, or else ChatML."""
+    """The template `source`, the directory's own, or ChatML."""
     settings = _read_settings(model)
     template = source or _own_template(model, settings) or CHATML
     return ChatTemplate(template, bos=_token_name(settings, "bos_token"), eos=_token_name(settings, "eos_token"))
 
 
-# -- settings beside the tokenizer ---------------------------------------------------------------------------------
+# -- other files -------------------------------------------------------------------------------------------------
 
 
 def _read_settings(model: HFModel) -> dict[str, Any]:
-    return read_json(model.path / _SETTINGS, _MOST_SETTINGS_BYTES) or {}
+    return read_json(model.path / _SETTINGS, _MAX_SETTINGS_BYTES) or {}
 
 
 def _token_name(settings: Mapping[str, Any], key: str) -> str:
@@ -110,9 +110,9 @@ def _token_name(settings: Mapping[str, Any], key: str) -> str:
 
 
 def _end_ids(model: HFModel, ids: Mapping[str, int], settings: Mapping[str, Any]) -> frozenset[int]:
-    """All tokens that any of the files takes for the end of an answer."""
+    """All tokens that end an answer according to any of the files."""
     ends: set[int] = set()
-    generation = read_json(model.path / _ENDS, _MOST_SETTINGS_BYTES) or {}
+    generation = read_json(model.path / _ENDS, _MAX_SETTINGS_BYTES) or {}
     for source in (generation, model.config):
         value = source.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [value]:
@@ -120,7 +120,7 @@ def _end_ids(model: HFModel, ids: Mapping[str, int], settings: Mapping[str, Any]
                 continue
             if type(token_id) is not int or not 0 <= token_id < model.shape.n_vocab:
                 raise ModelError(
-                    f"{model.path}: its eos_token_id is {short(value)}, not a token of its vocabulary; {AGAIN}"
+                    f"{model.path}: its eos_token_id is {short(value)}, not a token of its vocabulary; {FETCH_AGAIN}"
                 )
             ends.add(token_id)
     name = _token_name(settings, "eos_token")
@@ -130,18 +130,16 @@ def _end_ids(model: HFModel, ids: Mapping[str, int], settings: Mapping[str, Any]
 
 
 def _own_template(model: HFModel, settings: Mapping[str, Any]) -> str:
-    template = read_text(model.path / _TEMPLATE, _MOST_TEMPLATE_BYTES)
+    template = read_text(model.path / _TEMPLATE, _MAX_TEMPLATE_BYTES)
     if template is not None:
         return template
-    described = read_json(model.path / _TEMPLATE_OBJECT, _MOST_TEMPLATE_BYTES) or settings
+    described = read_json(model.path / _TEMPLATE_OBJECT, _MAX_TEMPLATE_BYTES) or settings
     value = described.get("chat_template", "")
-    if isinstance(value, list):  # several by name
+    if isinstance(value, list):  # several named templates
         named = [each.get("template") for each in value if isinstance(each, dict) and each.get("name") == "default"]
         value = named[0] if named else ""
     if not isinstance(value, str):
-        raise ModelError(
-            f"{model.path}: its chat_template is {short(value)}, not text; give one with model.chat_template"
-        )
+        raise ModelError(f"{model.path}: its chat_template is {short(value)}, not a string; set model.chat_template")
     return value
 
 
@@ -149,11 +147,11 @@ def _own_template(model: HFModel, settings: Mapping[str, Any]) -> str:
 
 
 def _damaged(path: Path, reason: str) -> ModelError:
-    return ModelError(f"{path}: {reason}; {AGAIN}")
+    return ModelError(f"{path}: {reason}; {FETCH_AGAIN}")
 
 
-def _refusal(path: Path, reason: str) -> ModelError:
-    return ModelError(f"{path}: {reason}, which is not supported; give another model")
+def _unsupported(path: Path, reason: str) -> ModelError:
+    return ModelError(f"{path}: {reason}, which is not supported; use another model")
 
 
 def _part(description: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -164,7 +162,7 @@ def _part(description: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _vocabulary(description: Mapping[str, Any], path: Path) -> dict[str, int]:
     model = _part(description, "model")
     if model.get("type") != "BPE":
-        raise _refusal(path, f"its model is {short(model.get('type'))} and not BPE")
+        raise _unsupported(path, f"its type is {short(model.get('type'))}, not BPE")
     vocabulary = model.get("vocab")
     if not isinstance(vocabulary, dict) or not all(type(each) is int for each in vocabulary.values()):
         raise _damaged(path, "it has no vocabulary")
@@ -172,38 +170,38 @@ def _vocabulary(description: Mapping[str, Any], path: Path) -> dict[str, int]:
 
 
 def _added_tokens(description: Mapping[str, Any], path: Path, n_vocab: int) -> list[dict[str, Any]]:
-    """Those that the model has; some tokenizers have more."""
+    """The added tokens that the model has; some tokenizers have more."""
     found = description.get("added_tokens") or []
     tokens = []
     for token in found if isinstance(found, list) else [found]:
         content, token_id = (token.get("content"), token.get("id")) if isinstance(token, dict) else (None, None)
         if not isinstance(content, str) or not content or type(token_id) is not int or token_id < 0:
-            raise _damaged(path, f"it adds the token {short(token)}")
+            raise _damaged(path, f"it has an invalid added token {short(token)}")
         if len(content) > MAX_TOKEN_LENGTH:
-            raise _damaged(path, f"it adds a token of {len(content)} characters")
+            raise _damaged(path, f"it has an added token of {len(content)} characters")
         flags = {key: token.get(key) is True for key in ("special", "lstrip", "rstrip", "single_word")}
         if flags["single_word"]:
-            raise _refusal(path, f"its token {short(content)} counts as a word of its own only")
+            raise _unsupported(path, f"its token {short(content)} has single_word")
         if token_id < n_vocab:
             tokens.append({"content": content, "id": token_id, **flags})
     return tokens
 
 
 def _read_pieces(description: Mapping[str, Any], path: Path, n_vocab: int) -> list[bytes]:
-    """What every token stands for. Ids that the tokenizer does not know are empty: models have some to spare."""
+    """The bytes of every token. Ids that the tokenizer does not have are empty: models have spare ones."""
     spell = _spelling(description, path)
     pieces = [b""] * n_vocab
     for text, token_id in _vocabulary(description, path).items():
         if len(text) > MAX_TOKEN_LENGTH:
-            raise _damaged(path, f"its vocabulary holds a token of {len(text)} characters")
+            raise _damaged(path, f"its vocabulary has a token of {len(text)} characters")
         if not 0 <= token_id < n_vocab:
-            raise _damaged(path, f"its token {short(text)} is number {token_id}, but the model has {n_vocab}")
+            raise _damaged(path, f"its token {short(text)} has id {token_id}, but the model has {n_vocab} tokens")
         pieces[token_id] = spell(text)
     return pieces
 
 
 def _spelling(description: Mapping[str, Any], path: Path) -> Callable[[str], bytes]:
-    """From a token's name to its bytes, by the kind of the decoder."""
+    """How to turn a token's name into its bytes, depending on the decoder."""
     decoder = _part(description, "decoder")
     steps = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
     kinds = [step.get("type") for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
@@ -211,11 +209,11 @@ def _spelling(description: Mapping[str, Any], path: Path) -> Callable[[str], byt
         return lambda text: bpe.token_bytes(text, TokenKind.NORMAL)
     if "ByteFallback" in kinds or kinds == ["Metaspace"]:
         return lambda text: spm.token_bytes(text, TokenKind.BYTE if spm.is_byte(text) else TokenKind.NORMAL)
-    raise _refusal(path, f"its decoder is {short(decoder.get('type'))}, neither byte-level nor with byte fallback")
+    raise _unsupported(path, f"its decoder is {short(decoder.get('type'))}, not byte-level or with byte fallback")
 
 
 def _encoder(description: Mapping[str, Any], path: Path) -> Encoder:
-    """The library on everything but added tokens, and without anything that changes what it is given."""
+    """The library without added tokens and post-processing."""
     library = _build({**description, "added_tokens": [], "post_processor": None}, path)
 
     def encode(texts: list[str]) -> list[list[int]]:
@@ -225,7 +223,7 @@ def _encoder(description: Mapping[str, Any], path: Path) -> Encoder:
 
 
 def _inner_encoder(description: Mapping[str, Any], path: Path) -> Encoder | None:
-    """The same for text that does not come first, if it is treated otherwise."""
+    """The encoder for text that is not first, if it differs."""
     before = _part(description, "pre_tokenizer")
     steps = before.get("pretokenizers") if before.get("type") == "Sequence" else [before]
     if not isinstance(steps, list) or not any(_marks_first(step) for step in steps):
@@ -239,7 +237,7 @@ def _marks_first(step: Any) -> bool:
 
 
 def _read_bos(description: Mapping[str, Any], path: Path) -> tuple[int | None, bool]:
-    """What the tokenizer puts before every prompt: the token, and whether it does."""
+    """The BOS token, and whether the tokenizer puts it before every prompt."""
     if _part(description, "post_processor").get("type") in (None, "ByteLevel"):
         return None, False
     library = _build(description, path)
@@ -247,18 +245,18 @@ def _read_bos(description: Mapping[str, Any], path: Path) -> tuple[int | None, b
     bare = library.encode("a", add_special_tokens=False).ids
     starts = [at for at in range(len(ids) - len(bare) + 1) if ids[at : at + len(bare)] == bare]
     if not starts or starts[0] > 1:
-        raise _refusal(path, "it puts more before a prompt than one token")
+        raise _unsupported(path, "it puts more than one token before a prompt")
     return (ids[0], True) if starts[0] else (None, False)
 
 
 def _build(description: Mapping[str, Any], path: Path) -> Library:
-    """What changes the tokens afterwards, and what turns them back into text, is left out."""
+    """Build the library's tokenizer without truncation, padding and decoder."""
     try:
         return Library.from_str(json.dumps({**description, "truncation": None, "padding": None, "decoder": None}))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # plain exceptions, and panics, which are none
-        raise _damaged(path, f"is no tokenizer ({short(str(error), 200)})") from error
+    except BaseException as error:  # the library may also panic, which is not an Exception
+        raise _damaged(path, f"is not a valid tokenizer ({short(str(error), 200)})") from error
 
 
 def _trimmed(fragments: Sequence[str | int], swallows: Mapping[int, tuple[bool, bool]]) -> list[str | int]:

@@ -1,4 +1,4 @@
-"""Filling in the middle: the tokens with which some models are told what stands before a gap and after it."""
+"""Fill in the middle (FIM): the special tokens that mark the text before and after a gap."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ _SUFFIXES = ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole�
 _MIDDLES = ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>")
 
 
-class Infill(NamedTuple):
-    """The ids of the three tokens."""
+class InfillTokens(NamedTuple):
+    """The ids of the FIM tokens."""
 
     prefix: int
     suffix: int
     middle: int
 
     def prompt(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
-        """What a model goes on from with the text between `before` and `after`."""
+        """The prompt for the text between `before` and `after`."""
         return [self.prefix, *before, self.suffix, *after, self.middle]
 
 
-def named_infill(special: Mapping[str, int]) -> Infill | None:
-    """Those that a vocabulary has under one of the names that models give them."""
+def find_infill_tokens(special: Mapping[str, int]) -> InfillTokens | None:
+    """Find the FIM tokens of a vocabulary by their usual names."""
     found = [next((special[name] for name in names if name in special), None) for names in _ALL]
-    return None if None in found else Infill(*(each for each in found if each is not None))
+    return None if None in found else InfillTokens(*(each for each in found if each is not None))
 
 
 _ALL = (_PREFIXES, _SUFFIXES, _MIDDLES)

@@ -1,7 +1,7 @@
 """Sentencepiece BPE with byte fallback (Llama 2, Mistral) on the `tokenizers` library, equal to llama.cpp's.
 
-Sentencepiece has no list of merges: two neighbours merge when together they are a token, best score first, leftmost
-first among equals. The library wants ranked merges, so they are made from the vocabulary and its scores.
+Sentencepiece has no list of merges: two neighbours merge if together they are a token, best score first, leftmost first
+among equals. The library needs ranked merges, so they are derived from the vocabulary and its scores.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ _MERGEABLE = frozenset({TokenKind.NORMAL, TokenKind.USER_DEFINED, TokenKind.UNUS
 
 
 def is_byte(text: str) -> bool:
-    """Whether this is the name of a byte."""
+    """Whether this is the name of a byte token."""
     return text in _BYTE_NAMES
 
 
 def token_bytes(text: str, kind: TokenKind) -> bytes:
-    """What an ordinary token of a sentencepiece vocabulary stands for."""
+    """The bytes of an ordinary token of a sentencepiece vocabulary."""
     if kind == TokenKind.BYTE:
         return bytes([_BYTE_NAMES.index(text)]) if text in _BYTE_NAMES else b""
     return text.encode() if kind == TokenKind.USER_DEFINED else text.replace(SPACE, " ").encode()
 
 
 class Rules(NamedTuple):
-    """How a sentencepiece vocabulary splits text."""
+    """How a sentencepiece tokenizer splits text."""
 
     size: int
     ids: dict[str, int]
-    """Of the tokens that text may become, and of `parts`."""
+    """Ids of the tokens that ordinary text may become, and of `parts`."""
     parts: list[str]
-    """Characters that are no token by themselves, but part of one. Each has an id behind the vocabulary, and is spelt
-    out in bytes if it is left alone."""
+    """Characters that are only part of tokens. Each has an id after the vocabulary, and becomes byte tokens if left
+    over."""
     byte_ids: list[int]
     merges: list[tuple[str, str]]
     prefix: str
-    """What goes before every text."""
+    """Put before every text."""
 
     def whole_merges(self) -> list[tuple[str, str]]:
-        """Those that need no parts."""
+        """The merges that need no parts."""
         return [pair for pair in self.merges if all(self.ids[each] < self.size for each in pair)]
 
 
 def read_rules(model: GGUFModel, vocab: Vocabulary) -> Rules:
     if any(name not in vocab.ids for name in _BYTE_NAMES):
-        raise ModelError(f"{model.path}: its tokenizer lacks the byte tokens <0x00> to <0xFF>; give another model")
+        raise ModelError(f"{model.path}: its tokenizer has no byte tokens <0x00> to <0xFF>; use another model")
     ids = {text: i for i, text in enumerate(vocab.tokens) if vocab.kinds[i] in _MERGEABLE}
     size = len(vocab.tokens)
     parts = sorted({char for text in ids for char in text} - ids.keys())
@@ -81,10 +81,10 @@ def _rank_merges(model: GGUFModel, vocab: Vocabulary, ids: dict[str, int]) -> li
     scores = model.numbers("tokenizer.ggml.scores", float) or [0.0] * len(vocab.tokens)
     if len(scores) < len(vocab.tokens):
         raise ModelError(
-            f"{model.path}: has {len(vocab.tokens)} tokens but {len(scores)} scores; give another .gguf file"
+            f"{model.path}: has {len(vocab.tokens)} tokens but {len(scores)} scores; use another .gguf file"
         )
-    # Runs of one character (spaces above all) often share one score. Leftmost first then means that a run grows
-    # as long as it can before the next one begins: the longer token ranks higher.
+    # Runs of one character (mostly spaces) often have the same score. Leftmost first then means that a run grows as
+    # long as possible before the next one begins: the longer token ranks higher.
     whole = [text for text, i in ids.items() if i < len(scores) and len(text) > 1]
     whole.sort(key=lambda text: (-scores[ids[text]], -len(text), ids[text]))
     return [

@@ -1,8 +1,7 @@
 """Text to tokens and back.
 
-`load_tokenizer` builds one from a model file. It splits text exactly as llama.cpp does; what is not text is never
-invented: a special token's name in ordinary text (`special=False`) stays text. Lone surrogates, which no UTF-8 holds,
-are encoded as U+FFFD.
+`load_tokenizer` builds one from a GGUF file. It splits text exactly as llama.cpp does. The name of a special token in
+ordinary text (`special=False`) stays text. Lone surrogates, which UTF-8 cannot represent, are encoded as U+FFFD.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from cllm.errors import InvalidRequestError, ModelError
+from cllm.machine import can_reserve
 from cllm.models.gguf import GGUFModel
 from cllm.models.gguf_header import short
-from cllm.models.room import has_room
 from cllm.text import bpe, spm
 from cllm.text.bpe import Encoder
-from cllm.text.infill import Infill, named_infill
-from cllm.text.vocab import TokenKind, read_infill, read_vocabulary
+from cllm.text.infill import InfillTokens, find_infill_tokens
+from cllm.text.vocab import TokenKind, read_infill_tokens, read_vocabulary
 
-# What building a tokenizer may take at most, with a thread's share of the allocator; the library ends the process if it
-# finds none.
+# The most memory that building a tokenizer takes, including a thread's share of the allocator. The library ends the
+# process if it cannot allocate.
 ROOM_BYTES = 192 << 20
 ROOM_PER_TOKEN = 2048
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
@@ -46,33 +45,33 @@ class Tokenizer(Protocol):
         """The tokens that `special=True` recognises by name."""
 
     @property
-    def infill(self) -> Infill | None:
-        """The tokens around a gap that is to be filled in; None where the model has none."""
+    def infill(self) -> InfillTokens | None:
+        """The fill-in-the-middle tokens, if the model has them."""
 
     @property
     def longest_token(self) -> int:
-        """The most bytes of text that one token stands for."""
+        """The maximum number of bytes that one token stands for."""
 
     def encode(
         self, text: str, *, special: bool = False, add_bos: bool = True, literal: Sequence[int] = ()
     ) -> list[int]:
-        """`literal`: ascending positions of characters that are part of no special token, even with `special`."""
+        """`literal`: ascending positions of characters that must not become part of a special token."""
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of all tokens; bytes that are no UTF-8 become U+FFFD.
+        """The text of the tokens; invalid UTF-8 becomes U+FFFD.
 
-        A sentencepiece prompt comes back with the space that encoding put before its first word.
+        For sentencepiece, the space that encoding put before the first word stays.
         """
 
     def token_bytes(self, token_id: int) -> bytes:
         """The raw bytes of one token, `b""` for special tokens."""
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, for people to read: special tokens by name."""
+        """One token as readable text: special tokens by name."""
 
 
 class TableTokenizer:
-    """A tokenizer made of a table of tokens and an encoder for ordinary text."""
+    """A tokenizer with a table of tokens and an encoder for ordinary text."""
 
     def __init__(
         self,
@@ -84,10 +83,10 @@ class TableTokenizer:
         bos_id: int | None,
         eos_ids: frozenset[int],
         add_bos: bool,
-        infill: Infill | None = None,
+        infill: InfillTokens | None = None,
     ) -> None:
-        """`always_whole`: tokens that are recognised in all text, like the special ones, but are mere text. `infill`:
-        where those tokens are not found by their names."""
+        """`always_whole`: tokens that are recognised in all text but are ordinary text. `infill`: for models whose
+        fill-in-the-middle tokens have unusual names."""
         self._pieces = pieces
         self._encode = encoder
         self._names = {token_id: name for name, token_id in special_tokens.items()}
@@ -99,7 +98,7 @@ class TableTokenizer:
         self.bos_id = bos_id
         self.eos_ids = eos_ids
         self.add_bos = add_bos
-        self.infill = infill or named_infill(special_tokens)
+        self.infill = infill or find_infill_tokens(special_tokens)
 
     def encode(
         self, text: str, *, special: bool = False, add_bos: bool = True, literal: Sequence[int] = ()
@@ -112,7 +111,7 @@ class TableTokenizer:
         return ids + self._encode_fragments(fragments)
 
     def _encode_fragments(self, fragments: Sequence[str | int]) -> list[int]:
-        """Text and the tokens cut out of it, as tokens."""
+        """Encode text fragments; ids between them are kept."""
         return join_encoded(fragments, self._encode)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -133,7 +132,7 @@ class TableTokenizer:
 
 
 class ByteTokenizer(TableTokenizer):
-    """One token per byte, then `<bos>` (256) and `<eos>` (257); ids from 258 on are fillers without text."""
+    """For the fake backend: one token per byte, `<bos>` (256), `<eos>` (257), and fillers without text."""
 
     BOS_ID = 256
     EOS_ID = 257
@@ -152,8 +151,8 @@ class ByteTokenizer(TableTokenizer):
 
 def load_tokenizer(model: GGUFModel) -> Tokenizer:
     vocab = read_vocabulary(model)
-    if not has_room(ROOM_BYTES + len(vocab.tokens) * ROOM_PER_TOKEN):
-        raise ModelError(f"{model.path}: there is not enough memory for its tokenizer (or address space: ulimit -v)")
+    if not can_reserve(ROOM_BYTES + len(vocab.tokens) * ROOM_PER_TOKEN):
+        raise ModelError(f"{model.path}: not enough memory or address space (ulimit -v) for its tokenizer")
     family = model.get("tokenizer.ggml.model", "")
     if family == "gpt2":
         encoder, token_bytes = bpe.build_encoder(model, vocab), bpe.token_bytes
@@ -162,8 +161,8 @@ def load_tokenizer(model: GGUFModel) -> Tokenizer:
         encoder, token_bytes, add_bos = spm.build_encoder(model, vocab), spm.token_bytes, True
     else:
         raise ModelError(
-            f"{model.path}: its tokenizer {short(family)} is not supported; supported are gpt2 (BPE) and llama "
-            "(sentencepiece). Give another model"
+            f"{model.path}: its tokenizer {short(family)} is not supported (supported: gpt2, which is BPE, and llama, "
+            "which is sentencepiece); use another model"
         )
     tokens = list(zip(vocab.tokens, vocab.kinds, strict=True))
     return TableTokenizer(
@@ -174,7 +173,7 @@ def load_tokenizer(model: GGUFModel) -> Tokenizer:
         bos_id=vocab.bos_id,
         eos_ids=vocab.eos_ids,
         add_bos=model.get("tokenizer.ggml.add_bos_token", add_bos),
-        infill=read_infill(model, len(vocab.tokens)),
+        infill=read_infill_tokens(model, len(vocab.tokens)),
     )
 
 
@@ -190,12 +189,12 @@ def join_encoded(fragments: Sequence[str | int], encode: Encoder) -> list[int]:
 
 
 def _longest_first(tokens: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The order in which they claim their text: where two overlap, the longer one wins."""
+    """The order in which tokens are matched: of two that overlap, the longer one wins."""
     return sorted(tokens, key=lambda token: -len(token[0].encode()))
 
 
 def _cut_out(text: str, markers: list[tuple[str, int]], literal: Sequence[int]) -> list[str | int]:
-    """The text with every marker in it replaced by its id."""
+    """The text with every marker replaced by its id."""
     spans: list[tuple[int, int, int | None]] = [(0, len(text), None)] if text else []
     for marker, token_id in markers:
         if marker in text:

@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file: which tokens there are and what each of them is for."""
+"""The vocabulary of a GGUF file: its tokens and their kinds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import IntEnum
 
 from cllm.errors import ModelError
 from cllm.models.gguf import GGUFModel
-from cllm.text.infill import Infill
+from cllm.text.infill import InfillTokens
 
 
 class TokenKind(IntEnum):
@@ -23,10 +23,10 @@ class TokenKind(IntEnum):
 
 _KINDS = {kind.value: kind for kind in TokenKind}
 SPECIAL_KINDS = frozenset({TokenKind.UNKNOWN, TokenKind.CONTROL})
-"""Tokens that structure a prompt; text becomes one of them only where the caller says so."""
+"""Tokens that structure a prompt; text becomes one of them only if the caller allows it."""
 
-# Files seldom list every token that ends an answer, so these are recognised by name, as llama.cpp does it
-# (but not "</s>", which is an ordinary token in some vocabularies).
+# Files seldom list every token that ends an answer, so these are recognised by name, as in llama.cpp (but not "</s>",
+# which is an ordinary token in some vocabularies).
 _END_NAMES = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
     "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
@@ -35,10 +35,10 @@ _END_NAMES = frozenset({
     "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 })  # fmt: skip
 MAX_TOKEN_LENGTH = 1024
-"""Real vocabularies end at runs of 128 or 256 spaces; the time to build one grows with the square of this."""
+"""The longest tokens of real vocabularies are 128 or 256 spaces. Building one takes quadratic time in this."""
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-# Control tokens in function that some files mark as user-defined.
+# Control tokens that some files mark as user-defined.
 _CONTROL_NAMES = _END_NAMES | frozenset({
     "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
     "<|code_prefix|>", "<|prefix|>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>",
@@ -50,7 +50,7 @@ _CONTROL_NAMES = _END_NAMES | frozenset({
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     tokens: list[str]
-    """As written in the file: byte-level or sentencepiece spelling for ordinary tokens, plain for special ones."""
+    """As in the file: ordinary tokens in byte-level or sentencepiece spelling, special ones in plain text."""
     kinds: list[TokenKind]
     ids: dict[str, int]
     bos_id: int | None
@@ -63,22 +63,20 @@ class Vocabulary:
 def read_vocabulary(model: GGUFModel) -> Vocabulary:
     tokens = model.strings("tokenizer.ggml.tokens")
     if not tokens:
-        raise ModelError(f"{model.path}: has no tokenizer (tokenizer.ggml.tokens); give a complete .gguf model")
+        raise ModelError(f"{model.path}: has no tokenizer (tokenizer.ggml.tokens); use a complete .gguf file")
     longest = max(map(len, tokens))
     if longest > MAX_TOKEN_LENGTH:
         raise ModelError(
-            f"{model.path}: its vocabulary holds a token of {longest} characters, more than {MAX_TOKEN_LENGTH}; "
-            "give another .gguf file"
+            f"{model.path}: its vocabulary has a token of {longest} characters, more than {MAX_TOKEN_LENGTH}; "
+            "use another .gguf file"
         )
     tokens = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(tokens)]
     ids = {text: token_id for token_id, text in enumerate(tokens)}
     if len(ids) != len(tokens):
-        raise ModelError(f"{model.path}: its vocabulary holds a token twice; give another .gguf file")
+        raise ModelError(f"{model.path}: its vocabulary has a duplicate token; use another .gguf file")
     kinds = model.numbers("tokenizer.ggml.token_type", int) or [TokenKind.NORMAL] * len(tokens)
     if len(kinds) < len(tokens):
-        raise ModelError(
-            f"{model.path}: has {len(tokens)} tokens but {len(kinds)} token types; give another .gguf file"
-        )
+        raise ModelError(f"{model.path}: has {len(tokens)} tokens but {len(kinds)} token types; use another .gguf file")
     ends = {ids[name] for name in _END_NAMES if name in ids}
     ends.update(token_id for key in _END_KEYS if (token_id := _read_id(model, key, len(tokens))) is not None)
     return Vocabulary(
@@ -93,14 +91,14 @@ def read_vocabulary(model: GGUFModel) -> Vocabulary:
     )
 
 
-def read_infill(model: GGUFModel, size: int) -> Infill | None:
-    """The tokens around a gap, if the file says which they are."""
+def read_infill_tokens(model: GGUFModel, size: int) -> InfillTokens | None:
+    """The fill-in-the-middle tokens, if the file names them."""
     found = [_read_id(model, key, size) for key in ("fim_pre", "fim_suf", "fim_mid")]
-    return None if None in found else Infill(*(each for each in found if each is not None))
+    return None if None in found else InfillTokens(*(each for each in found if each is not None))
 
 
 def special_name(model: GGUFModel, key: str) -> str:
-    """The name of the token with this role ("bos", "eos"), or nothing if the model has none."""
+    """The name of the token with this role ("bos", "eos"), or an empty string."""
     tokens = model.strings("tokenizer.ggml.tokens")
     token_id = _read_id(model, key, len(tokens))
     return "" if token_id is None else tokens[token_id]

@@ -1,27 +1,27 @@
-"""Taking out of system prompts what changes with every request, so that the prefix stays the same for the cache."""
+"""Removes text that changes with every request from system prompts, so that the prefix stays cached."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cllm.config.patterns import Pattern
+from cllm.config.linear_regex import Pattern
 
 HEAD_MESSAGES = 8
 HEAD_CHARACTERS = 4096
-"""Messages that come later, and lines that begin later in one, are left alone."""
+"""Later messages, and lines that begin later in a message, are not changed."""
 LINE_CHARACTERS = 1024
-"""So much of a line a pattern sees: what it costs does not grow with the prompt."""
+"""Patterns see only this much of a line, so that the cost does not grow with the prompt."""
 
 _ROLES = ("system", "developer")
 
 
-class VolatileHeads:
+class VolatilePatterns:
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = [Pattern(pattern) for pattern in patterns]
 
     def strip(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """The messages without it; the same ones if there is none. What is wrong with them is for others to say."""
+        """The messages without matching text. Invalid messages are passed through; others validate them."""
         if not self._patterns:
             return messages
         return [*map(self._strip_message, messages[:HEAD_MESSAGES]), *messages[HEAD_MESSAGES:]]
@@ -37,7 +37,7 @@ class VolatileHeads:
         return message
 
     def _strip_parts(self, parts: Sequence[Any]) -> list[Any]:
-        """A part of which nothing is left goes: it would be an empty line."""
+        """Remove parts that become empty: they would be an empty line."""
         kept: list[Any] = []
         for part in parts:
             text = part.get("text") if isinstance(part, Mapping) else None
@@ -48,7 +48,7 @@ class VolatileHeads:
         return kept
 
     def _strip_text(self, text: str) -> str:
-        """Line by line; a line of which nothing is left goes with its end."""
+        """Line by line; a line that becomes empty is removed with its line break."""
         kept: list[str] = []
         position = 0
         while position < min(len(text), HEAD_CHARACTERS):
@@ -63,7 +63,7 @@ class VolatileHeads:
         return "".join(kept)
 
     def _skip(self, text: str, position: int, end: int) -> int:
-        """Where what none of the patterns matches begins."""
+        """The position after everything that the patterns match."""
         for pattern in self._patterns:
             position = pattern.match(text, position, end) or position
         return position

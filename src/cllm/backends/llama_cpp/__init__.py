@@ -1,6 +1,6 @@
 """llama.cpp through its C API. All that this project does with it goes through library.py.
 
-finding.py       which package has the library: llama-cpp-python or xllamacpp
+discovery.py     which package has the library: llama-cpp-python or xllamacpp
 declarations.py  what we call of llama.h
 layouts.py       its structs of parameters, which differ between versions, and how to tell
 library.py       the shared library, checked, bound for long and for short calls; its log

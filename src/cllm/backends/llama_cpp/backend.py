@@ -25,7 +25,7 @@ from cllm.backends.llama_cpp.model import load_model, read_shape
 from cllm.backends.llama_cpp.slots import LlamaSlotOps
 from cllm.backends.scoring import join_scores, pool_rows, score_rows
 from cllm.errors import BackendError, ConfigError, ModelError
-from cllm.kv.memory import CPU_KV_TYPES, bytes_per_token
+from cllm.kv.memory import CPU_KV_TYPES
 from cllm.kv.ops import Geometry, SlotGeometry
 
 log = logging.getLogger("cllm.llama_cpp")
@@ -115,15 +115,7 @@ class LlamaCppBackend(Backend):
         return context.slots * context.slot_tokens * self._token_bytes()
 
     def _token_bytes(self) -> int:
-        shape = self.shape
-        return bytes_per_token(
-            n_layers=shape.n_layers,
-            n_kv_heads=shape.n_kv_heads,
-            head_dim_k=shape.head_dim_k,
-            head_dim_v=shape.head_dim_v,
-            type_k=self._kv_type_k,
-            type_v=self._kv_type_v,
-        )
+        return self.shape.kv_bytes_per_token(self._kv_type_k, self._kv_type_v)
 
     @property
     def ops(self) -> LlamaSlotOps:
@@ -270,7 +262,7 @@ class LlamaCppBackend(Backend):
     def _check_chunks(self, ordered: Sequence[Chunk], context: Context) -> None:
         """What llama.cpp would take silently, or end the process for."""
         if (rows := sum(chunk.wanted_logits for chunk in ordered)) > context.most_rows:
-            raise BackendError(f"{rows} rows of logits are wanted, and there is room for {context.most_rows}")
+            raise BackendError(f"{rows} rows of logits were asked for, but there is room for {context.most_rows}")
         last = -1
         for chunk in ordered:
             held, end = self._ops.length(chunk.slot), chunk.start + len(chunk.tokens)
@@ -281,7 +273,7 @@ class LlamaCppBackend(Backend):
             if chunk.start != held:
                 raise BackendError(f"slot {chunk.slot} holds {held} positions, but its chunk starts at {chunk.start}")
             if end > context.slot_tokens:
-                raise BackendError(f"slot {chunk.slot} has room for {context.slot_tokens} positions, not for {end}")
+                raise BackendError(f"slot {chunk.slot} has room for {context.slot_tokens} positions, not {end}")
             last = chunk.slot
 
     def _make_context(self, geometry: SlotGeometry, n_batch: int | None = None) -> Context:

@@ -28,7 +28,7 @@ class Context:
     def __init__(
         self, library: Library, model: Any, params: Any, geometry: SlotGeometry, n_vocab: int, most_drafts: int = 0
     ) -> None:
-        """`most_drafts`: rows of logits that a step may want beside one for each slot."""
+        """`most_drafts`: rows of logits that a step may want besides one per slot."""
         self.library = library
         self.slots = 0
         self._most_drafts = most_drafts
@@ -43,7 +43,7 @@ class Context:
         self.open()
 
     def open(self, slots: int | None = None) -> None:
-        """With so many slots, or as many as in the beginning. If it fails, it may be tried with others."""
+        """Open with `slots` slots, or as many as at the start. If it fails, it may be tried with another number."""
         library, api, params = self.library, self.library.api, self._params
         self.slots = self._first_slots if slots is None else slots
         params.n_ctx = self.slots * self._asked_tokens
@@ -107,7 +107,7 @@ class Context:
 
     @contextmanager
     def embedding(self) -> Iterator[None]:
-        """Within it, `decode` leaves hidden states, and rows of logits that nobody may rely on."""
+        """Inside, `decode` leaves hidden states; its logits are undefined."""
         api = self.library.api
         api.llama_set_embeddings(self.pointer, True)
         try:
@@ -119,7 +119,7 @@ class Context:
         """The hidden states of the tokens that were decoded last."""
         found = self.library.api.llama_get_embeddings(self.pointer)
         if not found:
-            raise BackendError("llama.cpp gave no hidden states")
+            raise BackendError("llama.cpp returned no hidden states")
         states: States = np.ctypeslib.as_array(found, (rows, size)).copy()
         return states
 
@@ -142,7 +142,7 @@ class Context:
         if code == _ABORTED:
             return StepAbortedError("the step was aborted")
         if code == _NO_ROOM:
-            return BackendError(f"llama.cpp found no room for a batch of {tokens} tokens")
+            return BackendError(f"llama.cpp has no room for a batch of {tokens} tokens")
         if code == _REFUSED:
             return BackendError(f"llama.cpp refused a batch of {tokens} tokens: {self.library.log.reason()}")
         reason = self.library.log.reason()

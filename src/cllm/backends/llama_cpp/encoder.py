@@ -103,7 +103,7 @@ class LlamaCppEncoder(Backend):
             if not isinstance(chunk.asks, Pooling):
                 raise BackendError(self.no_answers or "")
             if chunk.start or len(chunk.tokens) > self._n_batch:
-                raise BackendError(f"a text is computed in one piece, of up to {self._n_batch} tokens")
+                raise BackendError(f"a text must be computed in one step of at most {self._n_batch} tokens")
 
     def _batches(self, chunks: Sequence[Chunk]) -> Iterator[list[int]]:
         """Numbers of chunks that are computed together."""
@@ -136,7 +136,7 @@ class LlamaCppEncoder(Backend):
         size = self._outputs
         found = self._library.api.llama_get_embeddings_seq(context, slot)
         if not found:
-            raise BackendError("llama.cpp gave no embedding for a text")
+            raise BackendError("llama.cpp returned no embedding for a text")
         values: NDArray[np.float32] = np.ctypeslib.as_array(found, (size,))
         if self.ranks and size == 1:  # a logit; of several classes they are probabilities already
             return 1.0 / (1.0 + np.exp(-values.astype(np.float64)))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cllm.backends.llama_cpp import declarations
-from cllm.backends.llama_cpp.finding import INSTALL, KNOWN, Found, installed
+from cllm.backends.llama_cpp.discovery import INSTALL, KNOWN, Found, installed
 from cllm.backends.llama_cpp.layouts import CONTEXT_LAYOUTS, MODEL_LAYOUTS, fitting
 from cllm.errors import ModelError
 
@@ -154,7 +154,7 @@ class Library:
         self.max_sequences = declarations.MAX_SEQUENCES
 
     def take_log(self) -> None:
-        """There is one log for the process, and others who use llama.cpp in it may have taken it."""
+        """There is one log per process, and another user of llama.cpp in it may have taken it."""
         self.api.llama_log_set(self._log_callback, None)
 
     def _short(self, name: str, restype: Any = None) -> Any:
@@ -200,4 +200,4 @@ def _open(found: Found) -> Library | str:
     except OSError as error:
         return f"{found} is installed but its library does not load: {error}"
     except ValueError as error:
-        return f"{found} is not laid out as cLLM knows it ({error}); known to work: {KNOWN}"
+        return f"{found} has an unknown memory layout ({error}); known to work: {KNOWN}"

@@ -12,7 +12,7 @@ from cllm.backends.llama_cpp.context import Context
 from cllm.backends.llama_cpp.state import PortableState
 from cllm.errors import BackendError, UnsupportedOperationError
 from cllm.kv.ops import SavedKV
-from cllm.machine import mib, read_rooms, tightest
+from cllm.machine import mib, read_memory_limits, tightest
 
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 
@@ -67,7 +67,7 @@ class LlamaSlotOps:
 
     @property
     def form(self) -> str:
-        """Of saved sequences: whoever saves in the same one can load them."""
+        """The format of saved sequences: equal ones can load each other's."""
         return f"{self._context.slots} slots" if self._form is None else f"{self._library.max_sequences} slots at most"
 
     def save(self, slot: int) -> SavedKV:
@@ -87,14 +87,14 @@ class LlamaSlotOps:
         taken: int = self._library.state_set(self._context.pointer, address, saved.size, self._checked(slot))
         if taken != saved.size:
             reason = self._library.log.reason()
-            raise BackendError(f"llama.cpp did not take {saved.size} saved bytes into slot {slot}: {reason}")
+            raise BackendError(f"llama.cpp cannot load {saved.size} saved bytes into slot {slot}: {reason}")
 
     def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
         memory = self._context.memory
         if (reason := self.no_shift) is not None:
             raise UnsupportedOperationError(reason)
         if self.length(slot) + delta > self._context.slot_tokens:
-            raise BackendError(f"slot {slot} has no positions to be shifted to by {delta}")
+            raise BackendError(f"shifting slot {slot} by {delta} leads to negative positions")
         self._library.sequence_add(memory, slot, start, -1 if end is None else end, delta)
         self._shifted = True
 
@@ -115,8 +115,8 @@ class LlamaSlotOps:
 
     def no_room(self, slots: int) -> str | None:
         # llama.cpp writes to all of it, so the system would rather end the process than refuse it.
-        more, room = (slots - self._context.slots) * self._slot_bytes, tightest(read_rooms())
-        return f"{slots} slots take {mib(more)} more, and that is more than {room}" if more > room.free else None
+        more, limit = (slots - self._context.slots) * self._slot_bytes, tightest(read_memory_limits())
+        return f"{slots} slots need {mib(more)} more, which exceeds {limit}" if more > limit.free else None
 
     def resize(self, slots: int) -> None:
         if (reason := self.no_room(slots)) is not None:
@@ -139,7 +139,7 @@ class LlamaSlotOps:
         self._library.log.clear()
         written = self._library.state_get(self._context.pointer, into.ctypes.data_as(_BYTES), into.size, slot)
         if written != into.size:
-            raise BackendError(f"llama.cpp did not save slot {slot}: {self._library.log.reason()}")
+            raise BackendError(f"llama.cpp cannot save slot {slot}: {self._library.log.reason()}")
 
     def _checked(self, slot: int) -> int:
         # llama.cpp ends the process on an id it does not know.

@@ -10,7 +10,7 @@ are in. So we keep them as in the first of the most streams that there can be, a
 
     header  streams  cells  ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒  0  0  0  0  0  0 …
 
-A model whose memory consists of several parts is written otherwise; `LlamaCppBackend.resizes_slots` tries it.
+A model whose memory has several parts is saved differently; `LlamaCppBackend.resizes_slots` tries it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class PortableState:
         read(room[:size])
         numbers = room[head : head + _NUMBER + before].view(np.uint32).tolist()
         if numbers != [slots, *[0] * slot] or room[size - after : size].any():
-            raise BackendError("llama.cpp saves a sequence in a form that is not known")
+            raise BackendError("llama.cpp saves sequences in an unknown format")
         room[size - after :] = 0
         saved = room[before:]
         saved[:head] = room[:head].copy()
         return saved
 
     def for_slots(self, saved: SavedKV, slots: int) -> SavedKV:
-        """What llama.cpp reads while there are so many slots. Valid until it is asked for again."""
+        """The state as llama.cpp reads it with this number of slots. Valid until the next call."""
         saved[self._head : self._head + _NUMBER].view(np.uint32)[0] = slots
         return saved[: saved.size - _NUMBER * (self._most_slots - slots)]

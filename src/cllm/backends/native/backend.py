@@ -60,14 +60,14 @@ class NativeBackend(Backend):
         self._geometry: BlockGeometry | None = None
         self._logits = self._room_for_logits(1)
         self._memory: NDArray[np.uint8] | None = None
-        """All blocks as bytes, once somebody has asked for some."""
+        """All blocks as bytes, from the first time they are needed."""
         with LoadProgress(model.path.name) as progress:
             self._engine: Engine | None = load_engine(
                 model, threads=threads, instruction_set=instruction_set, progress=progress
             )
         if instruction_set == "auto" and self._engine.instruction_set != (best := instruction_sets()[0]):
             log.warning(
-                "this CPU has %s, but the system does not let this process use it: %s instead",
+                "this CPU has %s, but the system does not let this process use it; using %s",
                 *(best, self._engine.instruction_set),
             )
 
@@ -121,10 +121,10 @@ class NativeBackend(Backend):
         try:
             return [self._memory[block] for block in blocks]
         except IndexError as error:
-            raise BackendError(f"the native engine has {len(self._memory)} blocks: {error}") from error
+            raise BackendError(f"no such block, the native engine has {len(self._memory)}: {error}") from error
 
     def landing(self, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """The blocks themselves: no step that is under way writes to blocks that nobody uses."""
+        """The blocks themselves: no step writes to unused blocks."""
         return self.read_blocks(blocks)
 
     def land(self, blocks: Sequence[int], content: Sequence[NDArray[np.uint8]]) -> None:
@@ -214,8 +214,7 @@ class NativeBackend(Backend):
             raise ConfigError(f"the native engine cannot keep K/V as configured: {error}") from error
         except MemoryError as error:
             raise ConfigError(
-                f"the native engine found no address space for {geometry.tokens} tokens of K/V; "
-                "lower resources.kv_cache_max_memory_mb"
+                f"not enough address space for {geometry.tokens} tokens of K/V; lower resources.kv_cache_max_memory_mb"
             ) from error
 
     def _room_for_logits(self, rows: int) -> Logits:
@@ -223,7 +222,7 @@ class NativeBackend(Backend):
 
 
 class _Outputs:
-    """Room for what chunks ask for beside logits, all together."""
+    """Buffers for what chunks ask for besides logits."""
 
     def __init__(self, chunks: Sequence[Chunk], n_embd: int) -> None:
         wants: list[int] = []
@@ -278,7 +277,7 @@ def _refusals(chunks: Sequence[Chunk]) -> Iterator[None]:
 
 
 def _head_share(model: GGUFModel) -> float:
-    """What the logits of a token cost beside what its layers do."""
+    """The cost of a token's logits, relative to that of its layers."""
     layers = sum(math.prod(info.shape) for name, info in model.tensors.items() if name.startswith("blk."))
     return (model.shape.n_embd + _SCORE_COLUMNS) * model.shape.n_vocab / max(layers, 1)
 

@@ -1,7 +1,7 @@
-"""From a GGUF file to the engine: what it cannot run, whether the file holds what it says, and the weights.
+"""Loads a GGUF file into the native engine.
 
 Everything is checked against the header before the engine is built, so that a file with absurd numbers is refused
-before memory is taken for them.
+before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from gguf import GGMLQuantizationType
 
 from cllm._native import Engine
 from cllm.errors import ConfigError, ModelError
-from cllm.models.gguf import GGUFModel
+from cllm.models.gguf import GGUFModel, TensorFile
 from cllm.models.gguf_decoder import (
     ROPE_NEOX,
-    Numbers,
-    Wanted,
-    foreign,
+    DecoderParams,
+    TensorSpec,
     layer_tensors,
     outer_tensors,
-    read_numbers,
+    read_params,
+    unsupported_reason,
 )
-from cllm.models.tensor_file import TensorFile
 
 _TYPES = frozenset({
     GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.Q4_0,
@@ -33,7 +32,7 @@ _TYPES = frozenset({
 _MAX_HEAD_DIM = 512
 _TILE_ROWS = 16
 _PIECE_BYTES = 16 << 20  # read and packed at a time
-_ADVICE = "fetch it again or give another .gguf file"
+_ADVICE = "download it again or use another .gguf file"
 _OPTIONAL = frozenset({"output", "rope_freqs", "attn_q.bias", "attn_k.bias", "attn_v.bias"})
 
 
@@ -41,13 +40,13 @@ Progress = Callable[[int, int], None]
 
 
 def unsupported(model: GGUFModel) -> str | None:
-    """Why the native engine cannot run this model, as one clause; None if it can, unless the file is damaged."""
-    reason = foreign(model, _TYPES)
+    """Why the native engine cannot run this model, as one clause; None: it can, unless the file is damaged."""
+    reason = unsupported_reason(model, _TYPES)
     if reason is not None:
         return reason
     head_dim = model.shape.head_dim_k
     if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
-        return f"its heads have {head_dim} dimensions, no multiple of 8 up to {_MAX_HEAD_DIM}"
+        return f"its head size is {head_dim}, not a multiple of 8 up to {_MAX_HEAD_DIM}"
     return None
 
 
@@ -56,12 +55,12 @@ def load_engine(
 ) -> Engine:
     """An engine with the model's weights, packed. Every problem is a `ModelError` that names the file.
 
-    `progress` is called with the bytes of the file that were loaded and those that will be.
+    `progress` is called with the bytes loaded so far and in all.
     """
     reason = unsupported(model)
     if reason is not None:
-        raise ModelError(f"{model.path}: the native engine cannot run it: {reason}")
-    numbers = read_numbers(model)
+        raise ModelError(f"{model.path}: the native engine cannot run this model: {reason}")
+    numbers = read_params(model)
     wanted = list(_present(model, numbers))
     shape = model.shape
     try:
@@ -84,25 +83,25 @@ def load_engine(
         _load_weights(engine, model, wanted, progress)
         engine.seal()
     except ValueError as error:
-        raise ModelError(f"{model.path}: the native engine refuses it: {error}") from error
+        raise ModelError(f"{model.path}: the native engine cannot load this model: {error}") from error
     except MemoryError as error:
-        raise ModelError(f"{model.path}: there is not enough memory for its weights; give a smaller model") from error
+        raise ModelError(f"{model.path}: not enough memory for its weights; use a smaller model") from error
     except RuntimeError as error:  # no more threads
-        raise ConfigError(f"{error}; lower backend.threads, or raise the limit of processes or memory") from error
+        raise ConfigError(f"{error}; lower backend.threads, or raise the limit on processes or memory") from error
     return engine
 
 
 # --- the weights ---
 
 
-def _present(model: GGUFModel, numbers: Numbers) -> Iterator[Wanted]:
-    """The tensors to load, each of the right size. The first that is missing ends this, however many are claimed."""
+def _present(model: GGUFModel, numbers: DecoderParams) -> Iterator[TensorSpec]:
+    """The tensors to load, with their sizes checked. Raises at the first one missing, however many are claimed."""
     yield from _checked(model, outer_tensors(model, numbers.rope_dims))
     for layer in range(model.shape.n_layers):
         yield from _checked(model, layer_tensors(model, layer, numbers.n_ff))
 
 
-def _checked(model: GGUFModel, wanted: Iterator[Wanted]) -> Iterator[Wanted]:
+def _checked(model: GGUFModel, wanted: Iterator[TensorSpec]) -> Iterator[TensorSpec]:
     for item in wanted:
         info = model.tensors.get(item.name)
         if info is None:
@@ -116,7 +115,7 @@ def _checked(model: GGUFModel, wanted: Iterator[Wanted]) -> Iterator[Wanted]:
         yield item
 
 
-def _load_weights(engine: Engine, model: GGUFModel, wanted: list[Wanted], progress: Progress) -> None:
+def _load_weights(engine: Engine, model: GGUFModel, wanted: list[TensorSpec], progress: Progress) -> None:
     total = sum(model.tensors[item.name].size for item in wanted)
     done = 0
     with TensorFile(model) as file:
@@ -128,8 +127,8 @@ def _load_weights(engine: Engine, model: GGUFModel, wanted: list[Wanted], progre
                 progress(done, total)
 
 
-def _load_tensor(engine: Engine, model: GGUFModel, item: Wanted, file: TensorFile) -> Iterator[int]:
-    """Reads and packs it piece by piece, so that no second copy of a large one is in memory; yields their sizes."""
+def _load_tensor(engine: Engine, model: GGUFModel, item: TensorSpec, file: TensorFile) -> Iterator[int]:
+    """Read and pack a tensor piece by piece, so that there is never a second copy of a large one; yields the sizes."""
     info = model.tensors[item.name]
     row_bytes = info.size // item.rows
     rows = max(1, _PIECE_BYTES // (row_bytes * _TILE_ROWS)) * _TILE_ROWS

@@ -1,7 +1,6 @@
-"""How much memory a model's weights take once they are packed, known from the header alone.
+"""How much memory a model's packed weights take, from the header alone, so that a lack of it is known before loading.
 
-The packed weights are the process's own memory: what does not fit is better known before it is loaded. They take as
-many bytes as in the file, once rows are filled up to whole tiles (csrc/packed.h).
+They take as many bytes as in the file, with rows padded to whole tiles (csrc/packed.h).
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ _TILE_ROWS = 16
 
 
 def packed_bytes(model: GGUFModel) -> int:
-    """Of a model that the engine runs (see `unsupported`)."""
+    """For a model that the engine can run (see `unsupported`)."""
     return sum(map(_packed, model.tensors.values()))
 
 
 def read_per_token(model: GGUFModel) -> int:
-    """Bytes of weights that a decoded token reads: not those of an embedding that is not the head as well."""
+    """Bytes of weights read per decoded token: all but an embedding that is not the output head, too."""
     embedding = model.tensors["token_embd.weight"] if "output.weight" in model.tensors else None
     return packed_bytes(model) - (_packed(embedding) if embedding is not None else 0)
 

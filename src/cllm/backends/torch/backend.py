@@ -25,39 +25,39 @@ from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, HostBatch, Tables, batch_on, read_chunks
 from cllm.backends.torch.blocks import Blocks
 from cllm.backends.torch.device import (
-    choose_chooser,
     choose_device,
     choose_dtype,
     choose_operations,
+    choose_sampler,
     device_name,
     dtype_name,
     is_out_of_memory,
     unsupported_heads,
 )
-from cllm.backends.torch.drawing import Chooser, Chosen, HostDraws, choose, chosen_already, read_draws
 from cllm.backends.torch.graphs import DecodeGraphs, Ran
 from cllm.backends.torch.memory import Memory
 from cllm.backends.torch.model import Model, Weights
-from cllm.backends.torch.padded import PaddedStep
+from cllm.backends.torch.padded_step import PaddedStep
 from cllm.backends.torch.profiling import draws_of_all_kinds, kept_bytes, peak_bytes, whole_prompts
-from cllm.backends.torch.reading import Queued, fetch, read_states
+from cllm.backends.torch.prompt_outputs import Queued, fetch, read_states
+from cllm.backends.torch.sampling import Chosen, HostDraws, Sampler, choose, chosen_already, read_draws
 from cllm.backends.torch.sources import decoder_of, open_source, unsupported
 from cllm.backends.torch.staging import upload
 from cllm.backends.torch.weights import Loader, Progress, weight_bytes
 from cllm.errors import BackendError, CLLMError, ConfigError, ModelError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, Geometry
-from cllm.machine import Room
+from cllm.machine import MemoryLimit
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 
 log = logging.getLogger("cllm.torch")
 
 GPU_STEP_TOKENS = 8192
-"""A GPU is fast only with many tokens at a time, and computes so many in a fraction of a second."""
+"""A GPU is fast only with many tokens at a time, and computes this many in a fraction of a second."""
 _SPARE = 1.2
 """What a profiled step took, times this, is kept free for the largest one."""
 _GRAPHS_BYTES = 512 << 20
-"""Kept free on a GPU for what libraries, and graphs beside their tensors, take later."""
+"""Kept free on a GPU for what libraries and graphs take later."""
 _TRIED_BLOCK = 16
 
 
@@ -100,7 +100,7 @@ class TorchBackend(Blocks):
         if self.on_gpu:
             self.preferred_step_tokens, self.context_cap = GPU_STEP_TOKENS, None
         self._operations = choose_operations(self._device)
-        self._chooser: Chooser = choose_chooser(self._device)
+        self._sampler: Sampler = choose_sampler(self._device)
         self._threads = threads
         self._rows = rows
         self.depth = 2 if self.on_gpu else 1
@@ -109,7 +109,7 @@ class TorchBackend(Blocks):
         self._memory: Memory | None = None
         reason = unsupported(model) or unsupported_heads(self.shape.head_dim_k, self._device)
         if reason is not None:
-            raise ModelError(f"{self._label}: torch cannot run it: {reason}")
+            raise ModelError(f"{self._label}: the torch backend cannot run this model: {reason}")
         self._decoder = decoder_of(model)
         if self._device.type == "cpu":
             torch.set_num_threads(threads)
@@ -146,11 +146,11 @@ class TorchBackend(Blocks):
 
     @property
     def spare_blocks(self) -> int:
-        """Blocks that are taken beside those of the pool: padded rows of graphs write there."""
+        """Blocks besides those of the pool: padded rows of graphs write there."""
         return int(self.on_gpu)
 
-    def room(self, step_tokens: int, rows: int) -> Room:
-        """What the GPU leaves for K and V beside the weights and what a step of that size takes."""
+    def room(self, step_tokens: int, rows: int) -> MemoryLimit:
+        """GPU memory left for K and V after the weights and a step of that size."""
         try:
             with self._here(), torch.inference_mode():
                 torch.cuda.empty_cache()
@@ -162,7 +162,7 @@ class TorchBackend(Blocks):
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         left = free - int((step + graphs) * _SPARE) - _GRAPHS_BYTES
-        return Room(f"the memory of {self._device}", total, max(0, left), hard=True)
+        return MemoryLimit(f"the memory of {self._device}", total, max(0, left), hard=True)
 
     def _try_out(self, tokens: int, rows: int) -> tuple[int, int]:
         """Bytes that the largest step takes at once, and those that graphs keep."""
@@ -179,7 +179,7 @@ class TorchBackend(Blocks):
         """Choose with all parameters at once, from nothing: what that takes, and its kernels compiled."""
         draws = draws_of_all_kinds(rows, self.shape.n_vocab)
         logits = torch.zeros((rows, self.shape.n_vocab), device=self._device)
-        choose(logits, draws, upload(draws.parts(), self._device), self._chooser, memory.last)
+        choose(logits, draws, upload(draws.parts(), self._device), self._sampler, memory.last)
 
     def allocate(self, geometry: Geometry) -> None:
         if not isinstance(geometry, BlockGeometry):
@@ -193,7 +193,7 @@ class TorchBackend(Blocks):
             self._make_graphs(memory, memory.graphs)
 
     def _make_graphs(self, memory: Memory, graphs: DecodeGraphs) -> None:
-        """Now, not while somebody waits for the first step of a size."""
+        """Make graphs now, not while a request waits for the first step of a size."""
         started = time.monotonic()
         try:
             with self._here(), torch.inference_mode():
@@ -231,7 +231,7 @@ class TorchBackend(Blocks):
 
     def _graphs_over(self, model: Model, arena: Arena, last: torch.Tensor, blocks_per_row: int) -> DecodeGraphs:
         sizes = {"blocks_per_row": blocks_per_row, "rows": self._rows}
-        return DecodeGraphs(PaddedStep(model, arena, last, self._chooser, **sizes), self._rows)
+        return DecodeGraphs(PaddedStep(model, arena, last, self._sampler, **sizes), self._rows)
 
     @property
     def ops(self) -> TorchBackend:
@@ -259,7 +259,7 @@ class TorchBackend(Blocks):
                 if ran.tokens is not None:
                     chosen = chosen_already(draws, ran.tokens)
                 else:
-                    chosen = choose(ran.logits, draws, ran.moved, self._chooser, memory.last)
+                    chosen = choose(ran.logits, draws, ran.moved, self._sampler, memory.last)
                 return _Ticket(chosen, self._mark(), queued=queued)
         except StepAbortedError as error:
             # It is the step's result; those before it are not collected yet.
@@ -297,7 +297,7 @@ class TorchBackend(Blocks):
         if memory.graphs is not None and memory.graphs.fits(host):
             return memory.graphs.run(host, draws)
         beside = [] if draws is None else draws.parts()
-        batch, moved = batch_on(host, self._device, memory.last, self._chooser.prepare, beside)
+        batch, moved = batch_on(host, self._device, memory.last, self._sampler.prepare, beside)
         return Ran(memory.model.forward(batch, memory.arena, self._raise_if_aborted), None, moved)
 
     def read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
@@ -309,11 +309,11 @@ class TorchBackend(Blocks):
     def _run(
         self, memory: Memory, host: HostBatch, draws: HostDraws | None, chunks: Sequence[Chunk]
     ) -> tuple[Ran, Queued]:
-        """As `_forward`, with what the chunks ask for beside logits."""
+        """Like `_forward`, with what the chunks ask for besides logits."""
         if not asks_more(chunks):
             return self._forward(memory, host, draws), {}
         beside = [] if draws is None else draws.parts()
-        batch, moved = batch_on(host, self._device, memory.last, self._chooser.prepare, beside)
+        batch, moved = batch_on(host, self._device, memory.last, self._sampler.prepare, beside)
         states = memory.model.states(batch, memory.arena, self._raise_if_aborted)
         queued = read_states(memory.model, states, chunks)
         return Ran(memory.model.logits(states[batch.wanted.long()]), None, moved), queued

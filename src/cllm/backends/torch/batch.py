@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from cllm.backends.base import Chunk
-from cllm.backends.torch.sharing import SharedPrefixes
+from cllm.backends.torch.shared_prefixes import SharedPrefixes
 from cllm.backends.torch.staging import Numbers, upload
 from cllm.errors import BackendError
 
@@ -150,7 +150,7 @@ def read_chunks(
     lengths = rows.begins + rows.sizes
     short = np.flatnonzero(np.diff(firsts) * block_size < lengths)
     if len(short):
-        raise BackendError(f"a chunk ends at position {lengths[short[0]]}, and its blocks end before that")
+        raise BackendError(f"a chunk ends at position {lengths[short[0]]}, past the end of its blocks")
     starts = _running(rows.sizes)
     if order is None:
         tokens, positions, begins = rows.first_tokens(), rows.begins, firsts[:-1]
@@ -219,7 +219,7 @@ Prepare = Callable[
 """Tokens, follows, last, table, firsts, tables: rows that follow get their tokens, and every row its blocks."""
 
 
-def prepare_plainly(
+def plain_prepare(
     tokens: torch.Tensor,
     follows: torch.Tensor,
     last: torch.Tensor,
@@ -261,9 +261,9 @@ def batch_on(
 
 
 def make_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> StepBatch:
-    """Of chunks whose tokens are all known."""
+    """For chunks whose tokens are all known."""
     last = torch.empty(0, dtype=torch.int32, device=device)
-    return batch_on(read_chunks(chunks, block_size), device, last, prepare_plainly)[0]
+    return batch_on(read_chunks(chunks, block_size), device, last, plain_prepare)[0]
 
 
 def _wanted(chunks: Sequence[Chunk], order: list[int] | None, starts: Ints) -> Ints:
@@ -281,9 +281,9 @@ def _check_rows(rows: _Rows, bounds: Bounds) -> None:
         raise BackendError("a chunk has no tokens, or begins before position 0")
     end = int((rows.begins + rows.sizes).max())
     if end > bounds.positions:
-        raise BackendError(f"a chunk ends at position {end}, of {bounds.positions} there are")
+        raise BackendError(f"a chunk ends at position {end}, but there are {bounds.positions}")
     if max(rows.numbers) >= ROW_NUMBERS:
-        raise BackendError(f"a chunk has the row {max(rows.numbers)}, of {ROW_NUMBERS} there are")
+        raise BackendError(f"a chunk has the row {max(rows.numbers)}, but there are {ROW_NUMBERS}")
     if True in rows.following[rows.decode_rows :]:
         raise BackendError("a chunk of several tokens follows on a token")
     if min(rows.numbers) < 0 and any(each and row < 0 for each, row in zip(rows.following, rows.numbers, strict=True)):
@@ -293,4 +293,4 @@ def _check_rows(rows: _Rows, bounds: Bounds) -> None:
 def _check_range(what: str, values: Ints, count: int) -> None:
     least, most = int(values.min()), int(values.max())
     if least < 0 or most >= count:
-        raise BackendError(f"a chunk names {what} {least if least < 0 else most}, of {count} there are")
+        raise BackendError(f"a chunk names {what} {least if least < 0 else most}, but there are {count}")

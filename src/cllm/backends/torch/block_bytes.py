@@ -1,4 +1,4 @@
-"""Blocks of the torch backend as bytes of the host, for who keeps them elsewhere."""
+"""The torch backend's blocks as bytes in host memory, for the slower tiers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cllm.backends.torch.host_rows import Rows
 from cllm.errors import BackendError
 
 LANDED_AT_ONCE_BYTES = 64 << 20
-"""The device has room for that beside the arena, not for all that a load may bring."""
+"""Device memory for this much beside the arena; a load may be larger."""
 
 
 class BlocksAsBytes(Backend):
@@ -25,12 +25,12 @@ class BlocksAsBytes(Backend):
     _host_rows: Rows | None = None
 
     def open_host_rows(self, limit: int) -> Rows:
-        """At most so many bytes of the host's memory, beside what the arena takes. They are there until `close`."""
+        """Rows of at most `limit` bytes of host memory, which exist until `close`."""
         self._host_rows = Rows(self._arena, limit, self._failure)
         return self._host_rows
 
     def _end_copies(self) -> None:
-        """The arena goes: nothing may read or write it any more."""
+        """The arena is about to be freed: wait for all copies."""
         if self._host_rows is not None:
             self._host_rows.drain()
 

@@ -1,4 +1,4 @@
-"""Blocks of the torch backend: copied and moved on the device, and as bytes of the host."""
+"""The torch backend's blocks: copying and moving them on the device."""
 
 from __future__ import annotations
 
@@ -47,4 +47,4 @@ class Blocks(BlocksAsBytes):
         count = self._block_count()
         wrong = next((block for block in blocks if not 0 <= block < count), None)
         if wrong is not None:
-            raise BackendError(f"there is no block {wrong} to copy or to move, of {count} there are")
+            raise BackendError(f"block {wrong} does not exist: there are {count}")

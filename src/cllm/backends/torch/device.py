@@ -6,12 +6,12 @@ import os
 
 import torch
 
-from cllm.backends.torch.drawing import Chooser
 from cllm.backends.torch.linear import FP8
 from cllm.backends.torch.operations import Operations, PlainOperations
-from cllm.backends.torch.plain_drawing import PlainChooser
+from cllm.backends.torch.plain_sampling import PlainSampler
+from cllm.backends.torch.sampling import Sampler
 from cllm.errors import ConfigError
-from cllm.machine import Room
+from cllm.machine import MemoryLimit
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "fp8": FP8}
 CAPABILITIES = {"bf16": (8, 0), "fp8": (8, 9)}
@@ -62,8 +62,7 @@ def _check_capability(setting: str, name: str, device: torch.device) -> None:
         found = torch.cuda.get_device_capability(device)
         has, needs = (".".join(map(str, each)) for each in (found, CAPABILITIES[name]))
         raise ConfigError(
-            f"{setting} is {name}, but {device_name(device)} has compute capability {has}, and it needs {needs} "
-            "for that; use f16"
+            f"{setting} is {name}, which needs compute capability {needs}, but {device_name(device)} has {has}; use f16"
         )
 
 
@@ -71,7 +70,7 @@ def unsupported_heads(head_dim: int, device: torch.device) -> str | None:
     """Why the device cannot compute heads of this size, or None."""
     if not uses_kernels(device) or (head_dim >= 16 and head_dim & (head_dim - 1) == 0):
         return None
-    return f"its heads have {head_dim} dimensions, and the kernels want a power of two from 16 on (use --device cpu)"
+    return f"its heads have {head_dim} dimensions, but the kernels need a power of two, at least 16 (use --device cpu)"
 
 
 def values_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -93,22 +92,22 @@ def choose_operations(device: torch.device) -> Operations:
     return TritonOperations()
 
 
-def choose_chooser(device: torch.device) -> Chooser:
+def choose_sampler(device: torch.device) -> Sampler:
     if not uses_kernels(device):
-        return PlainChooser()
-    from cllm.backends.torch.triton_drawing import TritonChooser
+        return PlainSampler()
+    from cllm.backends.torch.triton_sampling import TritonSampler
 
-    return TritonChooser()
+    return TritonSampler()
 
 
 def uses_kernels(device: torch.device) -> bool:
     return bool(device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
-def read_gpu_room(device: torch.device) -> Room:
-    """What of the GPU's memory nobody has taken."""
+def read_gpu_room(device: torch.device) -> MemoryLimit:
+    """Free GPU memory."""
     free, total = torch.cuda.mem_get_info(device)
-    return Room(f"the memory of {device_name(device)}", total, free, hard=True)
+    return MemoryLimit(f"the memory of {device_name(device)}", total, free, hard=True)
 
 
 def device_name(device: torch.device) -> str:

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 
 from cllm.backends.torch.batch import HostBatch
-from cllm.backends.torch.drawing import HostDraws
-from cllm.backends.torch.padded import PaddedStep
-from cllm.backends.torch.sharing import FEWEST_ROWS
+from cllm.backends.torch.padded_step import PaddedStep
+from cllm.backends.torch.sampling import HostDraws
+from cllm.backends.torch.shared_prefixes import FEWEST_ROWS
 
 LENGTHS = (1024, 4096, 1 << 30)
-"""Graphs are made for contexts up to these: what is launched for positions that nobody has still costs a little."""
+"""Graphs are made for contexts up to these lengths: launching for unused positions still costs a little."""
 
 Key = tuple[int, int, bool]
 """Rows, context, and whether rows share their beginnings."""

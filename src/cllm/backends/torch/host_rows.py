@@ -95,7 +95,7 @@ class Rows:
             while self.rows < self._wanted and not self._closed:
                 self._add_piece()
         except Exception as error:
-            log.warning("the host's memory for K/V stays at %d MiB: %s", self.rows * self.row_bytes >> 20, error)
+            log.warning("host memory for K/V stays at %d MiB: %s", self.rows * self.row_bytes >> 20, error)
             self.most_rows = self.rows
 
     def _add_piece(self) -> None:
@@ -216,4 +216,4 @@ def runs(blocks: Sequence[int], rows: Sequence[int], piece: int) -> Iterator[Run
 
 def _check(code: object) -> None:
     if int(code) != 0:  # type: ignore[call-overload]
-        raise MemoryError(f"memory could not be pinned (CUDA error {int(code)})")  # type: ignore[call-overload]
+        raise MemoryError(f"cannot pin memory (CUDA error {int(code)})")  # type: ignore[call-overload]

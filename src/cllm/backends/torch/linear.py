@@ -14,7 +14,7 @@ FP8_LARGEST = 448.0
 
 
 def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in fp8, and what each is to be multiplied with, in float32. Any piece of a matrix will do."""
+    """Rows in fp8, and their scales in float32. Works on any piece of a matrix."""
     wide = weight.float()
     largest = wide.abs().amax(-1)
     scales = torch.where(largest == 0, 1.0, largest / FP8_LARGEST)

@@ -1,4 +1,4 @@
-"""What a backend has once its memory is allocated; a rebuilt context is a new one of these."""
+"""What a backend has once its memory is allocated; a rebuild makes a new one."""
 
 from __future__ import annotations
 

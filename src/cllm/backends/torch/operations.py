@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from cllm.backends.torch import linear, twin
+from cllm.backends.torch import linear, reference
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import StepBatch
 from cllm.backends.torch.decoder import Decoder
@@ -91,13 +91,13 @@ class PlainOperations(Operations):
         return product(x, weight, scales, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return twin.rms_norm(x, weight, eps)
+        return reference.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return twin.add_rms_norm(x, residual, weight, eps)
+        return reference.add_rms_norm(x, residual, weight, eps)
 
     def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return twin.silu_multiply(gate_up)
+        return reference.silu_multiply(gate_up)
 
     def rotate_and_store(
         self,
@@ -115,10 +115,10 @@ class PlainOperations(Operations):
             for part in qkv.split([decoder.q_size, decoder.kv_size, decoder.kv_size], dim=1)
         )
         if q_norm is not None and k_norm is not None:
-            q, k = twin.rms_norm(q, q_norm, decoder.rms_eps), twin.rms_norm(k, k_norm, decoder.rms_eps)
+            q, k = reference.rms_norm(q, q_norm, decoder.rms_eps), reference.rms_norm(k, k_norm, decoder.rms_eps)
         turned = rotations[batch.positions.long()]
-        twin.store(twin.rotate(k, turned), v, arena, layer, batch.slots)
-        return twin.rotate(q, turned)
+        reference.store(reference.rotate(k, turned), v, arena, layer, batch.slots)
+        return reference.rotate(q, turned)
 
     def attend(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch) -> torch.Tensor:
-        return twin.attend(q, arena, layer, batch, alone=self._alone)
+        return reference.attend(q, arena, layer, batch, alone=self._alone)

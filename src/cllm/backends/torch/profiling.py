@@ -1,4 +1,4 @@
-"""What a step takes of the GPU's memory, found by trying it out."""
+"""How much GPU memory a step takes, found by running one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from cllm.backends.base import Bias, Chunk, Draw, Seen
-from cllm.backends.torch.drawing import HostDraws, read_draws
+from cllm.backends.torch.sampling import HostDraws, read_draws
 
 
 def whole_prompts(tokens: int, context: int, block_size: int) -> list[Chunk]:
-    """So many tokens, in chunks as long as the context, which may all lie in the same blocks."""
+    """`tokens` tokens in chunks as long as the context, all in the same blocks."""
     most = min(tokens, context)
     blocks = list(range(-(-most // block_size)))
     sizes = [min(most, tokens - first) for first in range(0, tokens, most)]

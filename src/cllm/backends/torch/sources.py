@@ -14,12 +14,11 @@ from cllm.backends.torch.decoder import Decoder, llama3_divisors
 from cllm.backends.torch.weights import HEAD, Shape, Source
 from cllm.errors import ModelError
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
-from cllm.models.gguf import GGUFModel
-from cllm.models.gguf_decoder import foreign, read_numbers
+from cllm.models.gguf import GGUFModel, TensorFile
+from cllm.models.gguf_decoder import read_params, unsupported_reason
 from cllm.models.hf_directory import HFModel
-from cllm.models.json_file import AGAIN
-from cllm.models.stamped_file import StampedFile
-from cllm.models.tensor_file import TensorFile
+from cllm.models.json_file import FETCH_AGAIN
+from cllm.models.unchanged_file import UnchangedFile
 
 _PIECE_BYTES = 16 << 20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -50,12 +49,12 @@ def unsupported(model: GGUFModel | HFModel) -> str | None:
     if isinstance(model, HFModel):
         wrong = next((name for name, tensor in model.tensors.items() if tensor.dtype not in _DTYPES), None)
         return None if wrong is None else f"its tensor {wrong} is of type {model.tensors[wrong].dtype}"
-    reason = foreign(model, DEQUANTISED)
+    reason = unsupported_reason(model, DEQUANTISED)
     if reason is not None:
         return reason
-    numbers, head_dim = read_numbers(model), model.shape.head_dim_k
+    numbers, head_dim = read_params(model), model.shape.head_dim_k
     if numbers.rope_dims != head_dim or head_dim % 2:
-        return f"its RoPE turns {numbers.rope_dims} dimensions of heads of {head_dim}"
+        return f"its RoPE rotates {numbers.rope_dims} of {head_dim} dimensions of a head"
     return None
 
 
@@ -69,7 +68,7 @@ def open_source(model: GGUFModel | HFModel) -> AbstractContextManager[Source]:
 
 
 def _decoder_of_directory(model: HFModel) -> Decoder:
-    shape, numbers, stretch = model.shape, model.numbers, model.numbers.llama3
+    shape, numbers, stretch = model.shape, model.params, model.params.llama3
     divisors = None
     if stretch is not None:
         divisors = llama3_divisors(
@@ -101,7 +100,7 @@ def _decoder_of_directory(model: HFModel) -> Decoder:
 
 
 def _decoder_of_gguf(model: GGUFModel) -> Decoder:
-    shape, numbers = model.shape, read_numbers(model)
+    shape, numbers = model.shape, read_params(model)
     return Decoder(
         n_layers=shape.n_layers,
         n_embd=shape.n_embd,
@@ -125,7 +124,7 @@ def _read_divisors(model: GGUFModel, pairs: int) -> tuple[float, ...]:
     with TensorFile(model) as file:
         (values,) = dequantised_rows(file, model, _ROPE_FREQS)
     if values.shape != (1, pairs) or not (values > 0).all():
-        raise ModelError(f"{model.path}: the tensor {_ROPE_FREQS} has not {pairs} positive factors; {AGAIN}")
+        raise ModelError(f"{model.path}: the tensor {_ROPE_FREQS} must have {pairs} positive factors; {FETCH_AGAIN}")
     return tuple(values[0].tolist())
 
 
@@ -134,7 +133,7 @@ class DirectorySource:
 
     def __init__(self, model: HFModel) -> None:
         self._model = model
-        self._files: dict[Path, StampedFile] = {}
+        self._files: dict[Path, UnchangedFile] = {}
         self._stack = ExitStack()
         self.label = str(model.path)
 
@@ -162,9 +161,9 @@ class DirectorySource:
             raw = file.read_bytes(tensor.offset + first * row_bytes, count * row_bytes, f"the tensor {name}")
             yield torch.from_numpy(raw).view(_DTYPES[tensor.dtype]).view(count, *columns)
 
-    def _file(self, path: Path) -> StampedFile:
+    def _file(self, path: Path) -> UnchangedFile:
         if path not in self._files:
-            self._files[path] = self._stack.enter_context(StampedFile(path, self._model.stamps[path], AGAIN))
+            self._files[path] = self._stack.enter_context(UnchangedFile(path, self._model.stamps[path], FETCH_AGAIN))
         return self._files[path]
 
 

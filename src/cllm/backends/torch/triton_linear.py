@@ -1,4 +1,4 @@
-"""Matrix products on a GPU: fast ones, and ones whose result of a row does not depend on how many there are."""
+"""Matrix products on a GPU: fast ones, and batch-invariant ones."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from cllm.backends.torch import attention_kernels, kernels
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import StepBatch
 from cllm.backends.torch.decoder import Decoder
+from cllm.backends.torch.gemv import chains, gemv
 from cllm.backends.torch.operations import Operations
-from cllm.backends.torch.sharing import MOST_SPLITS, TOGETHER
-from cllm.backends.torch.skinny import chains, gemv
+from cllm.backends.torch.shared_prefixes import MOST_SPLITS, TOGETHER
 from cllm.backends.torch.triton_linear import fast_linear, invariant_linear
 
 LOG2_E = math.log2(math.e)
@@ -226,7 +226,7 @@ class InvariantOperations(TritonOperations):
 
 
 def decode_split(programs: int, longest: int) -> int:
-    """Positions of a split, a power of two, for so many rows times KV heads."""
+    """Positions per split, a power of two, for this many rows times KV heads."""
     wanted = min(FEW_SPLITS, triton.cdiv(PROGRAMS, programs))
     split = int(min(LONGEST_SPLIT, max(SHORTEST_SPLIT, triton.next_power_of_2(triton.cdiv(longest, wanted)))))
     while split * MOST_SPLITS < longest:

@@ -77,9 +77,7 @@ def check_source(source: Source, decoder: Decoder) -> None:
         known.add(name)
     for name in names:
         if name not in known and not name.endswith(_UNUSED) and not (name == HEAD and decoder.tied):
-            raise ModelError(
-                f"{source.label}: it has the tensor {name}, whose use is unknown for such a model; give another one"
-            )
+            raise ModelError(f"{source.label}: the tensor {name} is unknown for this kind of model; use another one")
 
 
 class Loader:

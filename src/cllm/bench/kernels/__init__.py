@@ -1,16 +1,13 @@
-"""The engine without a server: cLLM's own kernels beside other engines and beside the machine's limits.
+"""The engine without a server: what `cllm bench kernels` needs (workloads/kernels.py, workloads/scaling.py).
 
-    cllm bench kernels
-
-works.py       the pieces of work, who does them, and what must be reached
+cli.py         `cllm bench kernels`
+works.py       the pieces of work, the peers, and what must be reached
 streams.py     how a piece of work is timed, the same way on every engine
 blocks.py      streams on cLLM's engine
 native.py      cLLM's engine     }
-llama.py       llama.cpp         }  each in a process of its own, see worker.py
+llama.py       llama.cpp         }  each in a process of its own (runners/kernels.py)
 genai.py       OpenVINO GenAI    }
-processes.py   starts those processes and asks them
-run.py         all work, side by side, in turn
-table.py       the figures, their verdicts, the table and the JSON file
-scaling.py     cLLM's engine by number of threads (scaling_report.py: table and JSON file, scaling_plot.py: picture)
+limits.py      what the machine can do at most
+requantise.py  the model as Q4_0, for llama.cpp
 shapes.py      random weights of real shapes, for machines without model files
 """

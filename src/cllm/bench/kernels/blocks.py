@@ -1,4 +1,4 @@
-"""Streams on cLLM's engine. It needs numpy and the extension, nothing else, so that it runs on a bare machine."""
+"""Streams on cLLM's engine."""
 
 from __future__ import annotations
 

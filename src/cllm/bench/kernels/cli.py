@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from cllm.bench.http import BenchError
-from cllm.bench.json_file import check_writable
-from cllm.bench.kernels.run import KernelBench, Options
+from cllm.bench.errors import BenchError
 from cllm.bench.kernels.shapes import DEFAULT_MIX, MIXES, SHAPES, pick
-from cllm.bench.kernels.table import make_lines, make_notes, print_lines, print_profiles, save
 from cllm.bench.kernels.works import ANY_MODEL, SECTIONS, SMOLLM2, SOME, Plan, parse_threads
 from cllm.bench.machine import describe_machine
-from cllm.bench.report import print_machine
+from cllm.bench.options import InstructionSet, Json, Quick, check_instruction_sets
+from cllm.bench.page import plots_of
+from cllm.bench.report import Report
+from cllm.bench.run import run_and_report
+from cllm.bench.workloads.base import Setup
+from cllm.bench.workloads.kernels import Kernels
 from cllm.machine import default_threads, read_cpus
 from cllm.models.registry import resolve
-from cllm.only_json import only_json
+from cllm.observe.json_option import only_json
+from cllm.report.extras import check_extra, check_plot
+from cllm.report.plots import save_plots
 
 DEFAULT_MODEL = "smollm2"
-INTERRUPTED = 130
-WIDTH = 170
-"""Of the table where it goes to a file."""
 PEERS = {
     "all": frozenset({"llama", "genai"}),
     "llama": frozenset({"llama"}),
@@ -38,11 +37,11 @@ PEERS = {
 
 Only = Annotated[
     list[str] | None,
-    typer.Option(help=f"Only this; may be repeated. One of {', '.join(SECTIONS)}; by threads also {SOME.key}."),
+    typer.Option(help=f"Measure only this; may be repeated. One of {', '.join(SECTIONS)}; by threads also {SOME.key}."),
 ]
-Against = Annotated[str, typer.Option(help=f"The peers: {', '.join(PEERS)}.")]
+Against = Annotated[str | None, typer.Option(help=f"Peers: {', '.join(PEERS)}. [default: all; --quick: none]")]
 Repeats = Annotated[
-    int | None, typer.Option(min=1, help=f"Passes of each side, in turn. [default: {SMOLLM2.repeats}, or fewer]")
+    int | None, typer.Option(min=1, help=f"Passes per side, in turn. [default: {SMOLLM2.repeats}, or fewer]")
 ]
 Model = Annotated[
     str | None, typer.Option(help=f"A known name, a .gguf file or hf:org/repo/file.gguf. [default: {DEFAULT_MODEL}]")
@@ -51,7 +50,7 @@ Threads = Annotated[
     str | None,
     typer.Option(
         metavar="N[,N...]",
-        help="Threads of each side; several numbers: cLLM alone with each of them. [default: those `cllm serve` takes]",
+        help="Threads per side; several numbers: cLLM alone, with each. [default: as many as `cllm serve` uses]",
     ),
 ]
 ShapeName = Annotated[
@@ -61,18 +60,18 @@ ShapeName = Annotated[
         help=f"Random weights instead of a model: {', '.join(SHAPES)}. With several --threads it may be repeated.",
     ),
 ]
-Type = Annotated[str | None, typer.Option(help=f"Of --shape: {', '.join(MIXES)}. [default: {DEFAULT_MIX}]")]
+Type = Annotated[str | None, typer.Option(help=f"Weight type of --shape: {', '.join(MIXES)}. [default: {DEFAULT_MIX}]")]
 PlotFile = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="By threads: draw it as .png, .svg or .pdf.")
+    Path | None,
+    typer.Option(
+        "--plot", metavar="FILE", callback=check_plot, help="With several --threads: draw them as .png, .svg or .pdf."
+    ),
 ]
-InstructionSet = Annotated[str, typer.Option(help="cLLM's: auto, amx, avx512, avxvnni, avx2 or generic.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file (- is stdout).")]
-Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: to see that it runs, not for figures.")]
-Profile = Annotated[bool, typer.Option("--profile", help="Also where the time of a pass goes.")]
+Profile = Annotated[bool, typer.Option("--profile", help="Also show where the time of a pass goes.")]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Options:
     """What the user wants."""
 
     only: Sequence[str]
@@ -94,14 +93,14 @@ class Asked:
 
     @property
     def plan(self) -> Plan:
-        """The default model has one of its own; any work may be asked for by name."""
+        """The default model has one of its own; any work may be requested by name."""
         own = not self.shapes and self.model in (None, DEFAULT_MODEL)
         plan, other = (SMOLLM2, ANY_MODEL) if own else (ANY_MODEL, SMOLLM2)
         return plan.borrow(self.only, other)
 
     @property
     def compared(self) -> set[str]:
-        """The engines that what is asked for is compared with."""
+        """The engines that the requested works are compared with."""
         wanted = self.only or self.plan.sections
         return {each.peer.engine for each in self.plan.comparisons if each.work.key in wanted}
 
@@ -109,7 +108,7 @@ class Asked:
 @only_json
 def kernels(
     only: Only = None,
-    against: Against = "all",
+    against: Against = None,
     repeats: Repeats = None,
     model: Model = None,
     threads: Threads = None,
@@ -121,143 +120,119 @@ def kernels(
     quick: Quick = False,
     profile: Profile = False,
 ) -> None:
-    """The engine without a server: its speed beside other engines and beside the machine's limits.
+    """The engine without a server, compared with other engines and with the machine's limits.
 
-    The default model in full; of any other model, or random weights of a real shape, the main figures beside llama.cpp
-    on the same file. Several numbers of --threads: cLLM alone with each of them.
+    The default model gets every figure; any other model, or random weights of a real shape, the main ones against
+    llama.cpp on the same file. Several numbers of --threads: cLLM alone, with each of them.
     """
     counts = parse_threads(threads) if threads is not None else []
-    asked = Asked(
-        *(only or (), against, repeats, model, counts, shape or (), type, instruction_set, json, plot, quick, profile)
+    peers = against or ("none" if quick else "all")
+    options = Options(
+        *(only or (), peers, repeats, model, counts, shape or (), type, instruction_set, json, plot, quick, profile)
     )
-    _check(asked)
-    raise typer.Exit(_by_threads(asked) if asked.by_threads else _beside_peers(asked))
+    _check(options)
+    check_instruction_sets([instruction_set])
+    check_extra("scipy", "cllm bench")
+    raise typer.Exit(_by_threads(options) if options.by_threads else _beside_peers(options))
 
 
-def _check(asked: Asked) -> None:
-    if asked.against not in PEERS:
-        raise BenchError(f"--against is {asked.against!r}; it must be one of {', '.join(PEERS)}")
-    for name in asked.shapes:
-        pick(name, asked.type or DEFAULT_MIX)
-    if asked.shapes and asked.model is not None:
-        raise BenchError("--shape and --model do not go together: give one of them")
-    if asked.type is not None and not asked.shapes:
-        raise BenchError(f"--type goes with --shape, such as --shape 1B --type {asked.type}")
-    if asked.by_threads:
-        if asked.against not in ("all", "none") or asked.profile:
-            raise BenchError("--against and --profile do not go with several numbers of --threads")
-    elif asked.plot is not None:
+def _check(options: Options) -> None:
+    if options.against not in PEERS:
+        raise BenchError(f"--against is {options.against!r}; it must be one of {', '.join(PEERS)}")
+    for name in options.shapes:
+        pick(name, options.type or DEFAULT_MIX)
+    if options.shapes and options.model is not None:
+        raise BenchError("--shape and --model exclude each other")
+    if options.type is not None and not options.shapes:
+        raise BenchError(f"--type needs --shape, such as --shape 1B --type {options.type}")
+    if options.by_threads:
+        if options.against not in ("all", "none") or options.profile:
+            raise BenchError("--against and --profile cannot be combined with several numbers of --threads")
+    elif options.plot is not None:
         raise BenchError("--plot needs several numbers of --threads, such as 1,2,4")
-    elif len(asked.shapes) > 1:
-        raise BenchError("several --shape need several numbers of --threads; beside peers, give one at a time")
-    elif unknown := set(asked.only) - set(SECTIONS):
+    elif len(options.shapes) > 1:
+        raise BenchError("several --shape need several numbers of --threads; against peers, give one at a time")
+    elif unknown := set(options.only) - set(SECTIONS):
         raise BenchError(f"--only is {', '.join(sorted(unknown))}; it must be one of {', '.join(SECTIONS)}")
-    elif asked.against not in ("all", "none", *asked.compared):
+    elif options.against not in ("all", "none", *options.compared):
         works = dict.fromkeys(
             each.work.key
             for each in (*SMOLLM2.comparisons, *ANY_MODEL.comparisons)
-            if each.peer.engine == asked.against
+            if each.peer.engine == options.against
         )
         raise BenchError(
-            f"--against is {asked.against}, but nothing that would be measured is compared with it; "
+            f"--against is {options.against}, but nothing that would be measured is compared with it; "
             f"give --only with one of {', '.join(works)}"
         )
-    if asked.json is not None:
-        check_writable(asked.json)
 
 
-def _by_threads(asked: Asked) -> int:
-    from cllm.bench.kernels.scaling import Request, run  # needs the extension
+def _by_threads(options: Options) -> int:
+    from cllm.bench.workloads.scaling import Scaling, choose_works, file_subject, random_subject  # need the extension
 
-    request = Request(
-        threads=asked.threads,
-        shapes=asked.shapes,
-        type=asked.type or DEFAULT_MIX,
-        model=asked.model or DEFAULT_MODEL,
-        only=asked.only,
-        repeats=asked.repeats or SMOLLM2.repeats,
-        instruction_set=asked.instruction_set,
-        quick=asked.quick,
-        json=asked.json,
-        plot=asked.plot,
+    works, kind = choose_works(options.only), options.type or DEFAULT_MIX
+    subjects = [random_subject(name, kind, options.instruction_set) for name in options.shapes]
+    subjects = subjects or [file_subject(options.model or DEFAULT_MODEL, options.instruction_set)]
+    workloads = [Scaling(subject, works, options.threads) for subject in subjects]
+    repeats = options.repeats or SMOLLM2.repeats
+    settings: dict[str, Any] = {
+        "threads": options.threads,
+        "shapes": options.shapes,
+        "type": kind,
+        "model": options.model or DEFAULT_MODEL,
+        "only": options.only,
+        "repeats": repeats,
+        "instruction_set": options.instruction_set,
+        "quick": options.quick,
+    }
+    report = Report(describe_machine(), settings, options.json)
+    setup = Setup(
+        model=options.model or DEFAULT_MODEL, encode=str.encode, threads=0, repeats=1 if options.quick else repeats
     )
-    return run(request)
+    code = run_and_report([each.quick() for each in workloads] if options.quick else workloads, setup, report)
+    if options.plot is not None:
+        save_plots([plot for result in report.results for plot in plots_of(result)], options.plot)
+    return code
 
 
-def _beside_peers(asked: Asked) -> int:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    machine = describe_machine()
-    print_machine(console, machine)
-    with _progress(console) as progress:
-        file = _file(asked, progress)
-        bench = KernelBench(_options(asked, file, progress))
-        interrupted = not _finished(bench)
-    measured = bench.measured
-    lines = [line for line in make_lines(measured) if not asked.only or line.measured]
-    print_lines(console, lines, [f"model: {file}", *make_notes(measured)])
-    print_profiles(console, measured.profiles)
-    if asked.quick:
-        console.print("small sizes: the outcomes above do not count")
-    if asked.json is not None:
-        save(asked.json, _settings(asked, file, bench.options), machine, measured)
-    if interrupted:
-        Console(stderr=True).print("interrupted: what was measured until then stands above")
-    return INTERRUPTED if interrupted else 1 if measured.failures else 0
+def _beside_peers(options: Options) -> int:
+    plan, file = options.plan, _file(options)
+    workload = Kernels(
+        plan,
+        file,
+        options.instruction_set,
+        engines=PEERS[options.against],
+        sections=frozenset(options.only or plan.sections),
+        profile=options.profile,
+        small=options.quick,
+    )
+    setup = Setup(
+        model=str(file),
+        encode=str.encode,
+        threads=options.threads[0] if options.threads else default_threads(read_cpus()).count,
+        repeats=1 if options.quick else options.repeats or plan.repeats,
+    )
+    return run_and_report([workload], setup, Report(describe_machine(), _settings(options, setup), options.json))
 
 
-def _file(asked: Asked, progress: Callable[[str], None]) -> Path:
-    if not asked.shapes:
-        return resolve(asked.model or DEFAULT_MODEL)
+def _file(options: Options) -> Path:
+    if not options.shapes:
+        return resolve(options.model or DEFAULT_MODEL)
     from cllm.bench.random_model import random_file
 
-    return random_file(asked.shapes[0], asked.type or DEFAULT_MIX, progress)
+    return random_file(options.shapes[0], options.type or DEFAULT_MIX, partial(print, file=sys.stderr, flush=True))
 
 
-def _options(asked: Asked, file: Path, progress: Callable[[str], None]) -> Options:
-    plan = asked.plan
-    return Options(
-        model=file,
-        threads=asked.threads[0] if asked.threads else default_threads(read_cpus()).count,
-        repeats=1 if asked.quick else asked.repeats or plan.repeats,
-        plan=plan,
-        instruction_set=asked.instruction_set,
-        engines=PEERS[asked.against],
-        sections=frozenset(asked.only or plan.sections),
-        quick=asked.quick,
-        profile=asked.profile,
-        progress=progress,
-    )
-
-
-def _settings(asked: Asked, file: Path, options: Options) -> dict[str, Any]:
-    """What was asked for, for whoever reads the figures later."""
-    shape = {"shape": asked.shapes[0], "type": asked.type or DEFAULT_MIX} if asked.shapes else {}
-    model = {"model": asked.model or (None if asked.shapes else DEFAULT_MODEL), "file": str(file)}
-    rest = {"threads": options.threads, "repeats": options.repeats, "against": asked.against}
+def _settings(options: Options, setup: Setup) -> dict[str, Any]:
+    """The settings of this run, kept with its figures."""
+    shape = {"shape": options.shapes[0], "type": options.type or DEFAULT_MIX} if options.shapes else {}
     return {
-        **(model | shape | rest),
-        "instruction_set": asked.instruction_set,
-        "only": list(asked.only) or None,
-        "quick": asked.quick,
+        "model": options.model or (None if options.shapes else DEFAULT_MODEL),
+        "file": setup.model,
+        **shape,
+        "threads": setup.threads,
+        "repeats": setup.repeats,
+        "against": options.against,
+        "instruction_set": options.instruction_set,
+        "only": list(options.only) or None,
+        "quick": options.quick,
     }
-
-
-def _finished(bench: KernelBench) -> bool:
-    """False if the user had enough."""
-    try:
-        bench.run()
-    except KeyboardInterrupt:
-        return False
-    return True
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """One line that changes, or on no terminal one after another."""
-    if console.is_terminal:
-        with console.status("starting") as status:
-            yield status.update
-    else:
-        yield partial(print, file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ BATCHED_TOKENS = 2048
 MAX_STREAMS = 256
 
 
-class GenaiContender:
+class GenaiEngine:
     def __init__(self, *, model: str, threads: int) -> None:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = CACHE_GB

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from cllm._native import Engine, measure_limits
-from cllm.bench.http import BenchError
-from cllm.machine import mib, read_rooms, tightest
+from cllm._native import Engine
+from cllm.bench._limits import measure_limits
+from cllm.bench.errors import BenchError
+from cllm.machine import mib, read_memory_limits, tightest
 
 MOST_READ_BYTES = 1 << 30
 """More than caches hold, so that larger weights are read no faster or slower."""
@@ -17,7 +18,7 @@ def read_bytes(weight_bytes: int) -> int:
 
 def machine_limits(engine: Engine, seconds: float) -> dict[str, float]:
     taken = read_bytes(engine.weight_bytes)
-    room = tightest(read_rooms())
+    room = tightest(read_memory_limits())
     if taken > room.free:
         raise BenchError(f"measuring how fast memory is read takes {mib(taken)}, more than {room}; make room")
     return measure_limits(engine.instruction_set, engine.threads, seconds, taken)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 from cllm.backends.base import Chunk
@@ -19,7 +18,6 @@ from cllm.kv.ops import SlotGeometry
 
 BATCH = 2048
 MICRO_BATCH = 512
-HELD_PER_SEQUENCE = 512
 PADDING = 256
 
 
@@ -60,9 +58,8 @@ class SequenceStreams:
             self._ops.remove(slot, 0)
 
 
-class LlamaContender:
+class LlamaEngine:
     def __init__(self, *, model: str, threads: int) -> None:
-        self._started = perf_counter()
         self._library = load_library()
         self._model = load_model(self._library, Path(model), mmap=True, mlock=False)
         self._n_vocab = read_shape(self._library.api, self._model).n_vocab

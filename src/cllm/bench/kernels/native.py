@@ -15,13 +15,12 @@ from cllm.bench.kernels.blocks import KV_TYPE, BlockStreams
 from cllm.bench.kernels.limits import machine_limits
 from cllm.bench.kernels.streams import draw_tokens, fill, median_step_s, tokens_per_s
 from cllm.bench.kernels.works import Work
-from cllm.kv.memory import bytes_per_token
 from cllm.models.gguf import GGUFModel
 
 FIRST_PROMPT = 16
 
 
-class NativeContender:
+class NativeEngine:
     def __init__(self, *, model: str, threads: int, instruction_set: str) -> None:
         self._started = perf_counter()
         self._model = GGUFModel.open(Path(model))
@@ -67,15 +66,7 @@ class NativeContender:
         todo = Work(**work)
         streams = self._streams_for(todo)
         tokens_per_s(streams, todo, self._n_vocab)
-        shape = self._model.shape
-        per_token = bytes_per_token(
-            n_layers=shape.n_layers,
-            n_kv_heads=shape.n_kv_heads,
-            head_dim_k=shape.head_dim_k,
-            head_dim_v=shape.head_dim_v,
-            type_k=KV_TYPE,
-            type_v=KV_TYPE,
-        )
+        per_token = self._model.shape.kv_bytes_per_token(KV_TYPE, KV_TYPE)
         return {
             "resident_bytes": psutil.Process().memory_info().rss,
             "weight_bytes": self._engine.weight_bytes,

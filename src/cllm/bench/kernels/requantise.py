@@ -14,10 +14,9 @@ from gguf.constants import GGML_QUANT_SIZES
 from numpy.typing import NDArray
 
 from cllm.backends.llama_cpp.library import load_library
-from cllm.bench.made_files import made
+from cllm.bench.atomic_file import atomic_file
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
-from cllm.models.gguf import GGUFModel
-from cllm.models.tensor_file import TensorFile
+from cllm.models.gguf import GGUFModel, TensorFile
 
 _FLOATS = ctypes.POINTER(ctypes.c_float)
 
@@ -27,7 +26,7 @@ def requantise(model: Path, target: Path) -> None:
     source = GGUFModel.open(model)
     reader = GGUFReader(source.path)
     types = {name: _new_type(source, name) for name in source.tensors}
-    with made(target) as place, place.open("wb") as out, TensorFile(source) as file:
+    with atomic_file(target) as place, place.open("wb") as out, TensorFile(source) as file:
         with source.path.open("rb") as original:
             out.write(original.read(int(reader.tensors[0].field.offset)))
         _write_directory(source, types, out, reader.alignment)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.bench.http import BenchError
+from cllm.bench.errors import BenchError
 from cllm.bench.random_blocks import BLOCK_TYPES, BlockType, fitting
 
 if TYPE_CHECKING:
     from cllm._native import Engine
+    from cllm.models.gguf import GGUFModel
 
 RMS_EPS = 1e-5
 ROPE_BASE = 5e5
@@ -138,6 +139,26 @@ def norms(shape: Shape) -> list[str]:
 def weight_bytes(shape: Shape, mix: Mix) -> int:
     """Of all matrices, as a file stores them."""
     return sum(matrix.bytes for matrix in matrices(shape, mix))
+
+
+def file_weight_bytes(model: GGUFModel) -> float:
+    """As the file stores them."""
+    return float(sum(tensor.size for tensor in model.tensors.values()))
+
+
+def file_read_per_token(model: GGUFModel) -> float:
+    """Bytes of weights, as the file stores them, that a decoded token reads: not those of a separate embedding."""
+    tensors = model.tensors
+    return file_weight_bytes(model) - (tensors["token_embd.weight"].size if "output.weight" in tensors else 0)
+
+
+def file_macs_per_token(model: GGUFModel) -> float:
+    """As `Shape.macs_per_token`."""
+    shape = model.shape
+    n_ff = model.get(f"{shape.architecture}.feed_forward_length", 0)
+    queries, keys = shape.n_heads * shape.head_dim_k, shape.n_kv_heads * shape.head_dim_k
+    values, mixed = shape.n_kv_heads * shape.head_dim_v, shape.n_heads * shape.head_dim_v
+    return float(shape.n_layers * shape.n_embd * (queries + keys + values + mixed + 3 * n_ff))
 
 
 def random_engine(shape: Shape, mix: Mix, threads: int, instruction_set: str) -> Engine:

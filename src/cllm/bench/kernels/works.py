@@ -1,4 +1,4 @@
-"""The pieces of work, who does them, and what must be reached."""
+"""The pieces of work, the engines that do them, and what must be reached."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cllm.bench.http import BenchError
-from cllm.machine import read_cpus
+from cllm.bench.errors import BenchError
 
 MOST_THREADS = 1024
 QUICK_CONTEXT = 64
@@ -56,7 +55,7 @@ FEW_SHORT = Work("decode-8x16", "decode, 8 streams, context 16", streams=8, cont
 ROWS = Work("rows-8", "decode, 8 tokens of 1 stream a step, context 16", streams=1, context=16, steps=16, rows=8)
 PREFILL_ONCE = replace(PREFILL, rounds=1)
 
-# By number of threads; see scaling.py.
+# By number of threads; see workloads/scaling.py.
 SOME = Work("decode-8x512", "decode, 8 streams, context 512", streams=8, context=512, steps=32)
 SCALING_WORKS = (PREFILL, ONE_SHORT, ONE_MIDDLE, ONE_LONG, SOME, MANY)
 
@@ -66,8 +65,6 @@ HELD_TOKENS = 20_000
 # Names of what is measured beside the works.
 FIRST_TOKEN = "first-token"
 MEMORY = "memory"
-
-OURS = "cLLM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +136,11 @@ class Plan:
 
     def peers_of(self, work: Work) -> list[Peer]:
         return [comparison.peer for comparison in self.comparisons if comparison.work is work]
+
+    def compared(self, section: str) -> list[str]:
+        """What a section stands beside, by label."""
+        peers = [comparison.peer.label for comparison in self.comparisons if comparison.work.key == section]
+        return [*peers, *([ELSEWHERE_LABEL] if section in self.elsewhere else [])]
 
     def bound(self, section: str, value: float) -> float | None:
         return None if section in self.borrowed else value
@@ -218,9 +220,3 @@ def parse_threads(text: str) -> list[int]:
             raise BenchError(f"--threads is {text!r}: numbers from 1 to {MOST_THREADS}, with commas between them")
         counts.add(int(word))
     return sorted(counts)
-
-
-def usual_counts() -> list[int]:
-    """Powers of two up to all CPUs, and all of them."""
-    usable = read_cpus().usable
-    return sorted({usable, *(1 << power for power in range(usable.bit_length()))})

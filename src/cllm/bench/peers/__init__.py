@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cllm.bench.http import BenchError
+from cllm.bench.errors import BenchError
 from cllm.bench.peers.base import Peer
 from cllm.bench.peers.llama_cpp_python import LlamaCppPython
 from cllm.bench.peers.llama_server import LlamaServer

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
-from cllm.bench.http import BenchError
+from cllm.bench.errors import BenchError
 from cllm.bench.servers import Server
 
 PeerSettings = Mapping[str, int | bool | str]

@@ -23,7 +23,7 @@ class LlamaCppPython(Peer):
     @asynccontextmanager
     async def start(self, model: Path, threads: int, settings: PeerSettings) -> AsyncIterator[Server]:
         wanted = {"model": str(model), "threads": threads, **settings}
-        async with start_runner(self.name, "llama_cpp_python", wanted) as (pid, ready):
-            facts = {"settings": describe(settings), "threads": threads, "built_for": ready["built_for"]}
+        async with start_runner(self.name, "llama_cpp_python", wanted) as runner:
+            facts = {"settings": describe(settings), "threads": threads, "built_for": runner.ready["built_for"]}
             # It knows no ignore_eos, but does not end an answer below this length.
-            yield Server(ready["url"], pid, facts, extra={"min_tokens": _ENDLESS})
+            yield Server(runner.ready["url"], runner.pid, facts, extra={"min_tokens": _ENDLESS})

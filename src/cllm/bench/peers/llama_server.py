@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from cllm.backends.llama_cpp.finding import INSTALL
+from cllm.backends.llama_cpp.discovery import INSTALL
 from cllm.bench.peers.base import Needs, Peer, PeerSettings, describe
 from cllm.bench.servers import Server, start_runner
 
@@ -38,6 +38,6 @@ class LlamaServer(Peer):
     @asynccontextmanager
     async def start(self, model: Path, threads: int, settings: PeerSettings) -> AsyncIterator[Server]:
         wanted = {"model": str(model), "threads": threads, **settings}
-        async with start_runner(self.name, "llama_server", wanted) as (pid, ready):
-            facts = {"settings": describe(settings), "threads": threads, "built_for": ready["built_for"]}
-            yield Server(ready["url"], pid, facts)
+        async with start_runner(self.name, "llama_server", wanted) as runner:
+            facts = {"settings": describe(settings), "threads": threads, "built_for": runner.ready["built_for"]}
+            yield Server(runner.ready["url"], runner.pid, facts)

@@ -25,6 +25,6 @@ class OpenVino(Peer):
     @asynccontextmanager
     async def start(self, model: Path, threads: int, settings: PeerSettings) -> AsyncIterator[Server]:
         wanted = {"model": str(model), "threads": threads, **settings}
-        async with start_runner(self.name, "openvino_server", wanted) as (pid, ready):
-            facts = {"settings": describe(settings), "threads": threads, "version": ready["version"]}
-            yield Server(ready["url"], pid, facts)
+        async with start_runner(self.name, "openvino_server", wanted) as runner:
+            facts = {"settings": describe(settings), "threads": threads, "version": runner.ready["version"]}
+            yield Server(runner.ready["url"], runner.pid, facts)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from cllm.backends.llama_cpp.library import load_library
-from cllm.bench.runners import say_ready
+from cllm.bench.runners import Handler, answer_lines
 
 _API = load_library().api
 
@@ -33,7 +33,7 @@ class BareLlama:
         if not self._context:
             raise SystemExit(f"llama.cpp makes no context of {slots} x {slot_tokens} tokens")
 
-    def generate(self, prompt: list[int], tokens: int) -> tuple[list[int], list[float]]:
+    def generate(self, prompt: list[int], tokens: int) -> dict[str, Any]:
         """Greedy tokens of a sequence that starts empty, and the seconds from the start to each of them."""
         memory = _API.llama_get_memory(self._context)
         _API.llama_memory_seq_rm(memory, 0, -1, -1)
@@ -50,7 +50,7 @@ class BareLlama:
             ids.append(int(np.ctypeslib.as_array(logits, (self._vocab,)).argmax()))
             times.append(perf_counter() - start)
             pending = ids[-1:]
-        return ids, times
+        return {"ids": ids, "times": times}
 
 
 def _params(threads: int, slots: int, slot_tokens: int) -> Any:
@@ -66,13 +66,10 @@ def _params(threads: int, slots: int, slot_tokens: int) -> Any:
     return params
 
 
-def main() -> None:
+def start() -> tuple[dict[str, Any], Handler]:
     llama = BareLlama(**json.loads(sys.argv[1]))
-    say_ready(built_for=_API.llama_print_system_info().decode())
-    for line in sys.stdin:
-        ids, times = llama.generate(**json.loads(line))
-        print(json.dumps({"ids": ids, "times": times}), flush=True)
+    return {"built_for": _API.llama_print_system_info().decode()}, llama.generate
 
 
 if __name__ == "__main__":
-    main()
+    answer_lines(start)

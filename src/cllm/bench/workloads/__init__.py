@@ -22,6 +22,7 @@ from cllm.bench.workloads.mixed import Mixed
 from cllm.bench.workloads.overhead import Overhead
 from cllm.bench.workloads.page import Page
 from cllm.bench.workloads.prefix import Prefix
+from cllm.bench.workloads.router import Router
 from cllm.bench.workloads.sequential import Sequential
 from cllm.bench.workloads.snapshots import Snapshots
 from cllm.bench.workloads.soak import Soak
@@ -54,6 +55,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "page": (Page(),),
     "micro": (Micro(),),
     "snapshots": (Snapshots(),),
+    "router": (Router(),),
     "generator": (Generator(),),
 }
 
@@ -62,6 +64,8 @@ LONG = (
     "memory-busy", "memory-burst",
 )  # fmt: skip
 """Too long for the short set."""
+SLOW = ("overhead", "memory")
+"""Not in the short set if it is quick: they start llama.cpp several times."""
 ONCE = ("soak", "aged", "window", "hostile", "gap", "memory-busy", "memory-burst")
 """One pass is enough: it is long, or the sides take turns within it."""
 
@@ -80,6 +84,7 @@ SHORT: tuple[Workload, ...] = (
     MemoryMoves(rounds=4),
     Micro(),
     Snapshots(),
+    Router(),
     Generator(tokens=400),
 )
 """Everything but what is in `LONG`, in less than ten minutes on two cores, with one peer."""

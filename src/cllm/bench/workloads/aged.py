@@ -1,4 +1,4 @@
-"""An old server beside a fresh one: is request 10,000 as fast as request 1?"""
+"""A server that has answered thousands of requests beside a fresh one: is request 10,000 as fast as request 1?"""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from math import inf
 from typing import Any
 
-from cllm.bench.answer import Answer
 from cllm.bench.client import Client
 from cllm.bench.figures import OURS, Figure, Metrics, Run, own
-from cllm.bench.http import BenchError
-from cllm.bench.load import Job, at_most
+from cllm.bench.load import at_most
 from cllm.bench.measures import latencies
-from cllm.bench.servers import Server, start_cllm
+from cllm.bench.response import TimedResponse
+from cllm.bench.servers import Server
 from cllm.bench.stats import percent_more
 from cllm.bench.watch import Sample, Watcher
 from cllm.bench.workloads.base import LocalWorkload, Setup, busy_at_rest
-from cllm.bench.workloads.mixed import Arrival, Mixed
-from cllm.bench.workloads.over_http import warm_up
+from cllm.bench.workloads.mixed import Mixed
+from cllm.bench.workloads.over_http import warm_cllm
 from cllm.bench.workloads.soak import Soak
 
 FRESH = "a fresh server"
@@ -82,8 +80,8 @@ class Aged(LocalWorkload):
         people = islice(PEOPLE.arrivals(setup.prompts(f"{self.name} {repeat}")), self.requests)
         watcher = Watcher(client, server.pid)
         async with watcher, setup.view.following(client, watcher):
-            await at_most(self.at_a_time, [_visit(client, person) for person in people])
-        _all_answered(client)
+            await at_most(self.at_a_time, [person.visit(client) for person in people])
+        client.raise_for_errors()
         client.answers.clear()
         return watcher.samples
 
@@ -95,29 +93,16 @@ class Aged(LocalWorkload):
             for client in (old, fresh) if number % 2 == 0 else (fresh, old):
                 await asyncio.sleep(REST_S)
                 await client.complete(text, self.answer_tokens)
-        _all_answered(old)
-        _all_answered(fresh)
+        old.raise_for_errors()
+        fresh.raise_for_errors()
 
 
 async def _start(setup: Setup, stack: AsyncExitStack) -> tuple[Server, Client]:
     """A warm server in a cache that soon is full, as in a soak."""
-    settings = {**Soak.cllm_settings, **setup.settings}
-    server = await stack.enter_async_context(start_cllm(setup.model, setup.threads, setup.backend, settings))
-    client = await stack.enter_async_context(Client(server.url))
-    await warm_up(client, setup.prompts("warm-up"))
-    return server, client
+    return await stack.enter_async_context(warm_cllm(setup, {**Soak.cllm_settings, **setup.settings}))
 
 
-def _visit(client: Client, person: Arrival) -> Job[Answer]:
-    return partial(client.chat, person.messages, person.answer_tokens, leave_after=person.leave_after)
-
-
-def _all_answered(client: Client) -> None:
-    if client.first_error:
-        raise BenchError(f"{client.address.url} failed a request: {client.first_error}")
-
-
-def slower(old: Sequence[Answer], fresh: Sequence[Answer]) -> Metrics:
+def slower(old: Sequence[TimedResponse], fresh: Sequence[TimedResponse]) -> Metrics:
     """How much longer the old server takes than the fresh one, in percent, with the interval over the rounds."""
     pairs = list(zip(old, fresh, strict=True))
     return {

@@ -1,4 +1,4 @@
-"""What all workloads share: their setting, what they are asked for, and the hook for work that drives no server."""
+"""What all workloads share: their setup, their interface, and the base of those that drive no server."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cllm.bench.figures import OURS, Figure, Row, Run, Swept, summarise
+from cllm.bench.errors import BenchError
+from cllm.bench.figures import OURS, Figure, Row, Run, SweepPoint, summarise
 from cllm.bench.live import View
 from cllm.bench.machine import busy_percent
 from cllm.bench.measures import Targets
 from cllm.bench.peers.base import PeerSettings
 from cllm.bench.prompts import Encode, Prompts
+from cllm.bench.report import Result
+from cllm.bench.servers import Server
 from cllm.models.registry import resolve
 
 Keep = Callable[[Run], None]
@@ -45,7 +48,11 @@ class Setup:
     targets: Targets = field(default_factory=Targets)
     salt: str = ""
     """Makes the prompts of this run its own."""
+    running: Server | None = None
+    """A cLLM for all passes, instead of a fresh one for each: starting one takes longer than quick work."""
     view: View = field(default_factory=View)
+    ours: str = "cLLM"
+    """What the side under test is called, unless it is at `url`."""
 
     def sides(self, repeat: int) -> Sequence[str]:
         """Who runs in this repeat, in order. It alternates, so that a drift of the machine hits all alike."""
@@ -53,7 +60,7 @@ class Setup:
         return order if repeat % 2 == 0 else order[::-1]
 
     def shown(self, side: str) -> str:
-        return (self.url or "cLLM") if side == OURS else side
+        return (self.url or self.ours) if side == OURS else side
 
     @property
     def model_file(self) -> Path:
@@ -62,6 +69,14 @@ class Setup:
 
     def prompts(self, seed: str) -> Prompts:
         return Prompts(self.encode, f"{seed} {self.salt}")
+
+
+class PartsFailedError(BenchError):
+    """Parts of a work failed, by name; the others were measured."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"{part}: {reason}" for part, reason in reasons.items()))
+        self.reasons = reasons
 
 
 class Workload(ABC):
@@ -85,8 +100,13 @@ class Workload(ABC):
         return self.name
 
     @property
-    def swept(self) -> Swept | None:
+    def swept(self) -> SweepPoint | None:
         """Where it stands in a plot of throughput against concurrency, if it belongs into one."""
+        return None
+
+    @property
+    def by_side(self) -> str | None:
+        """The table has a row for each side, which is compared with this one; otherwise a row for each figure."""
         return None
 
     @abstractmethod
@@ -105,6 +125,10 @@ class Workload(ABC):
     def rows(self, figures: Sequence[Figure], runs: Sequence[Run]) -> list[Row]:
         """The table. `figures` are `all_figures`, with the limits of the backend that was measured."""
         return summarise(figures, runs)
+
+    def details(self, result: Result) -> Mapping[str, Any]:
+        """More for the JSON file, in a form of its own."""
+        return {}
 
 
 class LocalWorkload(Workload):

@@ -1,4 +1,4 @@
-"""Clients at once, every prompt different: what the machine gives when nothing can be shared."""
+"""Concurrent clients, all prompts different: raw throughput when nothing can be shared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from cllm.bench.client import Client
-from cllm.bench.figures import Figure, Metrics, Swept, times_the_peer
+from cllm.bench.figures import Figure, Metrics, SweepPoint, times_the_peer
 from cllm.bench.load import at_most
 from cllm.bench.peers.base import Needs
 from cllm.bench.prompts import Prompts
@@ -51,8 +51,8 @@ class Batch(HttpWorkload):
         return f"batch, {self.clients} x {self.prompt_tokens}/{self.answer_tokens}"
 
     @property
-    def swept(self) -> Swept:
-        return Swept(f"{self.prompt_tokens} tokens in, {self.answer_tokens} out", self.clients)
+    def swept(self) -> SweepPoint:
+        return SweepPoint(f"{self.prompt_tokens} tokens in, {self.answer_tokens} out", self.clients)
 
     @property
     def all_figures(self) -> Sequence[Figure]:
@@ -66,7 +66,7 @@ class Batch(HttpWorkload):
         return Needs(self.name, at_once=self.clients, tokens=self.prompt_tokens + self.answer_tokens)
 
     def quick(self) -> Batch:
-        return replace(self, requests_each=1, answer_tokens=16)
+        return replace(self, clients=4, requests_each=2, prompt_tokens=32, answer_tokens=8)
 
     async def drive(self, client: Client, prompts: Prompts) -> Metrics:
         texts = [prompts.text(self.prompt_tokens) for _ in range(self.clients * self.each)]

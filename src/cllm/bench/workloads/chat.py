@@ -1,4 +1,4 @@
-"""Conversations that take turns: is the history still there when the next turn comes?"""
+"""Conversations that take turns: is the history still cached when the next turn comes?"""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 from dataclasses import dataclass, replace
 from functools import partial
 
-from cllm.bench.answer import Answer
 from cllm.bench.client import Client
 from cllm.bench.figures import Figure, Metrics, times_the_peer
 from cllm.bench.load import at_most
 from cllm.bench.peers.base import Needs
 from cllm.bench.prompts import Prompts
+from cllm.bench.response import TimedResponse
 from cllm.bench.workloads.over_http import HttpWorkload
 
 _TEMPLATE_TOKENS = 10
@@ -58,7 +58,7 @@ class Chat(HttpWorkload):
         histories: list[list[dict[str, str]]] = [[] for _ in range(self.chats)]
         one_turn_at_a_time = [asyncio.Lock() for _ in range(self.chats)]
 
-        async def next_turn(chat: int) -> Answer:
+        async def next_turn(chat: int) -> TimedResponse:
             async with one_turn_at_a_time[chat]:
                 history = histories[chat]
                 history.append({"role": "user", "content": messages[chat][len(history) // 2]})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cllm.kv.memory import MIB, bytes_per_token
+from cllm.kv.memory import MIB
 from cllm.models.gguf import GGUFModel
 
 _STORE_MIB = 16
@@ -20,15 +20,7 @@ class ContextSize:
 
     def settings(self, model: Path) -> dict[str, Any]:
         """What makes cLLM take exactly these slots."""
-        shape = GGUFModel.open(model).shape
-        per_token = bytes_per_token(
-            n_layers=shape.n_layers,
-            n_kv_heads=shape.n_kv_heads,
-            head_dim_k=shape.head_dim_k,
-            head_dim_v=shape.head_dim_v,
-            type_k="f16",
-            type_v="f16",
-        )
+        per_token = GGUFModel.open(model).shape.kv_bytes_per_token("f16", "f16")
         return {
             "backend.llama_cpp.n_seq_max": self.slots,
             "backend.llama_cpp.slots_on_demand": False,

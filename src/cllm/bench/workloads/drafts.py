@@ -1,4 +1,4 @@
-"""Drafts beside none: are answers that repeat what was written before faster, and the others not slower?"""
+"""Draft tokens on and off: are repetitive answers faster, and the others no slower?"""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from time import perf_counter
 from typing import Any
 
 from cllm.bench.drafts.texts import CHAT, EDIT, FORM, KINDS, QUOTE, Task, tasks
+from cllm.bench.errors import BenchError
 from cllm.bench.figures import OURS, Figure, Metrics, Run, times_the_peer
-from cllm.bench.http import BenchError
 from cllm.bench.workloads.base import SETTLE_S, LocalWorkload, Setup, busy_at_rest
 from cllm.config import load_config
 from cllm.engine.params import SamplingParams

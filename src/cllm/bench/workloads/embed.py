@@ -1,4 +1,4 @@
-"""Embeddings beside the prefill of one long prompt, and a prompt that is scored beside one that is not."""
+"""Embeddings compared with the prefill of one long prompt, and a scored prompt with an unscored one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from cllm.bench.figures import OURS, Figure, Run, own
 from cllm.bench.workloads.base import SETTLE_S, LocalWorkload, Setup, busy_at_rest
 from cllm.config import load_config
-from cllm.embedding import Embeddings
 from cllm.engine.params import SamplingParams
 from cllm.engine.tenant import Tenant
 from cllm.llm import AsyncLLM
+from cllm.tasks.embedding import EmbeddingJob
 
 PLAIN = SamplingParams(max_tokens=1, temperature=0.0)
 SCORED = replace(PLAIN, prompt_logprobs=1)
@@ -103,7 +103,7 @@ class _Side:
         await asyncio.sleep(SETTLE_S)
         texts = self._texts(count, tokens)
         start = perf_counter()
-        await Embeddings(self._llm, texts, tenant=self._stranger()).compute()
+        await EmbeddingJob(self._llm, texts, tenant=self._stranger()).compute()
         return count * tokens / (perf_counter() - start)
 
     async def prefill(self, count: int, tokens: int) -> float:

@@ -1,15 +1,15 @@
-"""Many prompts arrive at once while others read their answers: how long are the gaps, and what do short ones cost?"""
+"""Many prompts arrive at once while others are streaming: how long are the gaps, and what do short prompts wait?"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cllm.bench.answer import Answer
 from cllm.bench.client import Client
 from cllm.bench.figures import OURS, Figure, Limit, Metrics, Run, own
 from cllm.bench.peers.base import Needs
 from cllm.bench.prompts import Prompts
+from cllm.bench.response import TimedResponse
 from cllm.bench.stats import percentile
 from cllm.bench.workloads.base import Keep, Setup
 from cllm.bench.workloads.newcomers import streams_and_newcomers
@@ -93,7 +93,7 @@ class Gap(HttpWorkload):
         )
 
 
-def figures_of(streams: Sequence[Answer], newcomers: Sequence[Answer]) -> Metrics:
+def figures_of(streams: Sequence[TimedResponse], newcomers: Sequence[TimedResponse]) -> Metrics:
     gaps = [gap * 1e3 for answer in streams for gap in answer.gaps]
     later_gaps = [gap * 1e3 for answer in newcomers for gap in answer.gaps]
     first = [answer.ttft * 1e3 for answer in newcomers]

@@ -1,4 +1,4 @@
-"""The load generator alone, against a server that sends tokens at a known pace: is what it reports true?"""
+"""The load generator alone, against a server that sends tokens at a known pace: are its figures right?"""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from statistics import mean
 
 import psutil
 
-from cllm.bench.answer import Answer
 from cllm.bench.client import Client
+from cllm.bench.errors import BenchError
 from cllm.bench.figures import OURS, Figure, Metrics, Run, own
-from cllm.bench.http import BenchError
 from cllm.bench.load import at_most
 from cllm.bench.measures import PERCENTS
+from cllm.bench.response import TimedResponse
 from cllm.bench.servers import start_runner
 from cllm.bench.stats import percentile
 from cllm.bench.workloads.base import LocalWorkload, Setup, busy_at_rest
@@ -66,10 +66,10 @@ class Generator(LocalWorkload):
         }
         return [Run(OURS, repeat, metrics, facts)]
 
-    async def _read(self, interval_ms: float) -> list[Answer]:
+    async def _read(self, interval_ms: float) -> list[TimedResponse]:
         async with (
-            start_runner("the fake server", "fake_server", {"interval_ms": interval_ms}) as (_, ready),
-            Client(ready["url"]) as client,
+            start_runner("the fake server", "fake_server", {"interval_ms": interval_ms}) as runner,
+            Client(runner.ready["url"]) as client,
         ):
             answers = await at_most(self.streams, [partial(client.complete, "x", self.tokens)] * self.streams)
         failed = next((answer.error for answer in answers if answer.error), None)
@@ -78,7 +78,7 @@ class Generator(LocalWorkload):
         return answers
 
 
-def compare(answers: Sequence[Answer]) -> Metrics:
+def compare(answers: Sequence[TimedResponse]) -> Metrics:
     """What the generator adds: the gaps it reports over those that were sent, at the mean and at percentiles."""
     reported = [gap for answer in answers for gap in answer.gaps]
     sent: list[float] = []
@@ -97,6 +97,6 @@ def compare(answers: Sequence[Answer]) -> Metrics:
     return metrics
 
 
-def _speed(answers: Sequence[Answer]) -> float:
+def _speed(answers: Sequence[TimedResponse]) -> float:
     seconds = max(answer.arrivals[-1] for answer in answers) - min(answer.started for answer in answers)
     return sum(len(answer.arrivals) for answer in answers) / seconds

@@ -1,4 +1,4 @@
-"""Unkind clients of many kinds: what are they answered, and what do others' streams and the memory feel of it?"""
+"""Abusive clients of many kinds: what do they get, and what do other streams and the memory suffer?"""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from time import perf_counter
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from cllm.bench.answer import Answer
 from cllm.bench.attacks import ATTACKS, ENDED_LIMIT_S, Attack, AttackSizes, Place, allow_connections
 from cllm.bench.client import Client
+from cllm.bench.errors import BenchError
 from cllm.bench.figures import OURS, Figure, Metrics, Run, own
-from cllm.bench.http import BenchError
 from cllm.bench.prompts import Prompts
-from cllm.bench.servers import start_cllm
+from cllm.bench.response import TimedResponse
 from cllm.bench.watch import resident_mb
 from cllm.bench.workloads.base import LocalWorkload, Setup
-from cllm.bench.workloads.over_http import warm_up
+from cllm.bench.workloads.over_http import warm_cllm
 
 SAMPLE_S = 0.05
 BACK_MB = 50.0
@@ -104,15 +103,11 @@ class Hostile(LocalWorkload):
         allow_connections(sizes.connections)
         metrics: Metrics = {}
         broken: list[str] = []
-        async with (
-            start_cllm(setup.model, setup.threads, setup.backend, setup.settings) as server,
-            Client(server.url) as client,
-        ):
+        async with warm_cllm(setup, setup.settings) as (server, client):
             assert server.pid is not None
-            await warm_up(client, setup.prompts("warm-up"))
             for attack in ATTACKS[self.first :]:
                 setup.view.say(f"{self.title}: {attack.label}")
-                beside = _Beside(self, client, setup.prompts(f"{attack.key} {repeat}"), server.pid)
+                beside = _AttackRun(self, client, setup.prompts(f"{attack.key} {repeat}"), server.pid)
                 try:
                     found = await beside.measure(attack, sizes)
                 except BenchError as error:
@@ -126,7 +121,7 @@ class Hostile(LocalWorkload):
         return [Run(OURS, repeat, metrics, facts, partial="; ".join(broken) or None)]
 
 
-class _Beside:
+class _AttackRun:
     """Streams, and a look at the server's memory, while somebody is unkind."""
 
     def __init__(self, work: Hostile, client: Client, prompts: Prompts, pid: int) -> None:
@@ -225,7 +220,7 @@ class _Beside:
         return kv
 
 
-def worst_gap(answers: list[Answer], begin: float, end: float) -> float:
+def worst_gap(answers: list[TimedResponse], begin: float, end: float) -> float:
     """The longest time between `begin` and `end` in which a stream got nothing, in seconds."""
     gaps = []
     for answer in answers:

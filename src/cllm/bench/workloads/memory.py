@@ -1,4 +1,4 @@
-"""Resident memory: what cLLM takes beside the library, and whether it grows with the requests."""
+"""Resident memory: how much more than the bare library cLLM takes, and whether it grows with the requests."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 
-from cllm.bench.answer import Answer
-from cllm.bench.client import Client
+from cllm.bench.errors import BenchError
 from cllm.bench.figures import OURS, Figure, Metrics, Run, own
-from cllm.bench.http import BenchError
 from cllm.bench.load import at_most
 from cllm.bench.prompts import Prompts
-from cllm.bench.servers import start_bare, start_cllm
+from cllm.bench.response import TimedResponse
+from cllm.bench.servers import bare_times, start_bare
 from cllm.bench.stats import slope
 from cllm.bench.watch import resident_mb
 from cllm.bench.workloads.base import LocalWorkload, Setup
 from cllm.bench.workloads.context import ContextSize
-from cllm.bench.workloads.over_http import warm_up
+from cllm.bench.workloads.over_http import warm_cllm
 
 BARE = "bare llama.cpp"
 
@@ -51,7 +50,7 @@ class Memory(LocalWorkload):
         )
 
     def quick(self) -> Memory:
-        return replace(self, requests=100, sample_every=5)
+        return replace(self, requests=20, sample_every=2, at_a_time=2, context=ContextSize(2, 256))
 
     async def one_repeat(self, setup: Setup, repeat: int) -> list[Run]:
         prompts = setup.prompts(f"{self.name} {repeat}")
@@ -63,23 +62,19 @@ class Memory(LocalWorkload):
     async def _bare_mb(self, setup: Setup) -> float:
         context = self.context
         async with start_bare(setup.model_file, setup.threads, context.slots, context.slot_tokens) as bare:
-            await bare.generate(range(64), 4)
+            await bare_times(bare, range(64), 4)
             return resident_mb(bare.pid)
 
     async def _ours(self, setup: Setup, prompts: Prompts) -> Metrics:
         texts = [prompts.text(self.prompt_tokens) for _ in range(self.requests)]
         settings = self.context.settings(setup.model_file)
-        async with (
-            start_cllm(setup.model, setup.threads, "llama_cpp", settings) as server,
-            Client(server.url) as client,
-        ):
+        async with warm_cllm(setup, settings, "llama_cpp") as (server, client):
             assert server.pid is not None
-            await warm_up(client, setup.prompts("warm-up"))
             loaded = resident_mb(server.pid)
             samples: list[tuple[int, float]] = []
             done = 0
 
-            async def request(pid: int, text: str) -> Answer:
+            async def request(pid: int, text: str) -> TimedResponse:
                 nonlocal done
                 answer = await client.complete(text, self.answer_tokens)
                 if answer.error:

@@ -1,4 +1,4 @@
-"""After a burst: does its memory go back to the system, and does the next burst pay for that?"""
+"""After a burst: is its memory returned to the system, and does the next burst pay for that?"""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from cllm.bench.answer import Answer
 from cllm.bench.client import Client
+from cllm.bench.errors import BenchError
 from cllm.bench.figures import OURS, Curve, Figure, Metrics, Run, own
-from cllm.bench.http import BenchError
 from cllm.bench.load import at_most
 from cllm.bench.prompts import Prompts
-from cllm.bench.servers import Server, start_cllm
+from cllm.bench.response import TimedResponse
+from cllm.bench.servers import Server
 from cllm.bench.stats import percentile, ratio_interval
 from cllm.bench.watch import resident_mb
 from cllm.bench.workloads.base import LocalWorkload, Setup, busy_at_rest
-from cllm.bench.workloads.over_http import warm_up
+from cllm.bench.workloads.over_http import warm_cllm
 from cllm.kv.memory import MIB
 
 KEPT = "memory kept"
@@ -97,10 +97,7 @@ class MemoryBurst(LocalWorkload):
             **setup.settings,
             "kv.release_after_s": "null" if release_after_s is None else release_after_s,
         }
-        server = await stack.enter_async_context(start_cllm(setup.model, setup.threads, setup.backend, settings))
-        client = await stack.enter_async_context(Client(server.url))
-        await warm_up(client, setup.prompts("warm-up"))
-        return _Side(server, client)
+        return _Side(*await stack.enter_async_context(warm_cllm(setup, settings)))
 
     async def _first_burst(self, setup: Setup, side: _Side, repeat: int) -> None:
         prompts = setup.prompts(f"{self.name} {repeat}")
@@ -137,7 +134,7 @@ class _Side:
     samples: list[tuple[float, float]] = field(default_factory=list)
     """Seconds, MB resident."""
     metrics: Metrics = field(default_factory=dict)
-    bursts: list[Sequence[Answer]] = field(default_factory=list)
+    bursts: list[Sequence[TimedResponse]] = field(default_factory=list)
 
     @property
     def resident(self) -> float:
@@ -159,17 +156,17 @@ class _Side:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def ask(self, texts: Sequence[str], at_a_time: int) -> Sequence[Answer]:
+    async def ask(self, texts: Sequence[str], at_a_time: int) -> Sequence[TimedResponse]:
         answers = await at_most(at_a_time, [partial(self.client.complete, text, 2) for text in texts])
-        if self.client.first_error:
-            raise BenchError(f"{self.client.address.url} failed a request: {self.client.first_error}")
+        self.client.raise_for_errors()
         return answers
 
     def first_tokens(self) -> Metrics:
         return {"ttft_p50_ms": _first_token(answer for burst in self.bursts for answer in burst) * 1e3}
 
     def curves(self, name: str) -> list[Curve]:
-        return [Curve("Resident memory in a burst and after it", name, "seconds", "MB", self.samples)]
+        caption = "The server's physical memory while bursts of requests come and go."
+        return [Curve("Resident memory in a burst and after it", name, "seconds", "MB", self.samples, caption)]
 
 
 async def _bytes_per_token(client: Client) -> int:
@@ -180,11 +177,11 @@ async def _bytes_per_token(client: Client) -> int:
     return size
 
 
-def _first_token(answers: Iterable[Answer]) -> float:
+def _first_token(answers: Iterable[TimedResponse]) -> float:
     return percentile([answer.ttft for answer in answers], 50)
 
 
-def first_token_ratio(ones: Sequence[Sequence[Answer]], others: Sequence[Sequence[Answer]]) -> Metrics:
+def first_token_ratio(ones: Sequence[Sequence[TimedResponse]], others: Sequence[Sequence[TimedResponse]]) -> Metrics:
     """Over the bursts, with its interval."""
     found = ratio_interval([_first_token(one) / _first_token(other) for one, other in zip(ones, others, strict=True)])
     return {

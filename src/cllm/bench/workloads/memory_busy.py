@@ -1,4 +1,4 @@
-"""Moving blocks all the time beside never: does anybody who waits for a token notice?"""
+"""KV compaction all the time and never: do streams notice?"""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ import re
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from math import inf
 from statistics import median
 from typing import Any
 
-from cllm.bench.answer import Answer
 from cllm.bench.client import Client
 from cllm.bench.figures import OURS, Figure, Metrics, Run, own
-from cllm.bench.http import BenchError
-from cllm.bench.load import Job, at_most
+from cllm.bench.load import at_most
 from cllm.bench.measures import latencies, totals
-from cllm.bench.servers import Server, start_cllm
+from cllm.bench.response import TimedResponse
+from cllm.bench.servers import Server
 from cllm.bench.stats import percent_more, percentile
 from cllm.bench.workloads.base import SETTLE_S, LocalWorkload, Setup, busy_at_rest
 from cllm.bench.workloads.mixed import Arrival, Mixed
-from cllm.bench.workloads.over_http import warm_up
+from cllm.bench.workloads.over_http import warm_cllm
 
 NEVER_MOVED = "compaction off"
 COMPACTION = "kv.compaction"
@@ -92,15 +90,12 @@ class MemoryBusy(LocalWorkload):
             **setup.settings,
             COMPACTION: compaction,
         }
-        server = await stack.enter_async_context(start_cllm(setup.model, setup.threads, setup.backend, settings))
-        client = await stack.enter_async_context(Client(server.url))
-        await warm_up(client, setup.prompts("warm-up"))
-        return _Side(server, client)
+        return _Side(*await stack.enter_async_context(warm_cllm(setup, settings)))
 
     async def _round(self, first: _Side, second: _Side, people: Sequence[Arrival]) -> None:
         for side in (first, second):
             await asyncio.sleep(SETTLE_S)
-            await at_most(self.streams, [_visit(side.client, person) for person in people])
+            await at_most(self.streams, [person.visit(side.client) for person in people])
             side.end_round()
 
 
@@ -108,17 +103,16 @@ class MemoryBusy(LocalWorkload):
 class _Side:
     server: Server
     client: Client
-    rounds: list[list[Answer]] = field(default_factory=list)
+    rounds: list[list[TimedResponse]] = field(default_factory=list)
     moved_before: float = 0.0
 
     def end_round(self) -> None:
-        if self.client.first_error:
-            raise BenchError(f"{self.client.address.url} failed a request: {self.client.first_error}")
+        self.client.raise_for_errors()
         self.rounds.append(list(self.client.answers))
         self.client.answers.clear()
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[TimedResponse]:
         return [answer for answers in self.rounds for answer in answers]
 
     async def metrics(self) -> Metrics:
@@ -128,14 +122,12 @@ class _Side:
         return latencies(complete) | {"tokens_per_s": rate, "moved_mb": moved / 1e6}
 
 
-def _visit(client: Client, person: Arrival) -> Job[Answer]:
-    return partial(client.chat, person.messages, person.answer_tokens, leave_after=person.leave_after)
-
-
-def _gap_ratios(ones: Sequence[Sequence[Answer]], others: Sequence[Sequence[Answer]], percent: float) -> list[float]:
+def _gap_ratios(
+    ones: Sequence[Sequence[TimedResponse]], others: Sequence[Sequence[TimedResponse]], percent: float
+) -> list[float]:
     """Round by round, a percentile of the times between tokens over the other's."""
 
-    def gaps(answers: Sequence[Answer]) -> float:
+    def gaps(answers: Sequence[TimedResponse]) -> float:
         return percentile([gap for answer in answers for gap in answer.gaps], percent)
 
     return [gaps(one) / gaps(other) for one, other in zip(ones, others, strict=True)]

@@ -1,4 +1,4 @@
-"""How fast are KV blocks moved, beside memcpy?"""
+"""How fast are KV blocks moved, compared with memcpy?"""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class MemoryMoves(LocalWorkload):
         return [Run(OURS, repeat, ours, facts), Run(MEMCPY, repeat, memcpy)]
 
     def _measure(self, engine: Engine) -> tuple[Metrics, Metrics]:
-        from cllm._native import measure_copy
+        from cllm.bench._limits import measure_copy
 
         engine.allocate(blocks=self.blocks, block_size=BLOCK, type_k="f16", type_v="f16")
         engine.prepare_pages(0, self.blocks)

@@ -1,4 +1,4 @@
-"""What does it give that blocks lie together, on large pages and on small ones?"""
+"""What is it worth that a sequence's blocks are contiguous, with large pages and small ones?"""
 
 from __future__ import annotations
 

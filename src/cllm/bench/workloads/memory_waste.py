@@ -1,4 +1,4 @@
-"""How much KV memory is taken and not needed, in blocks and in one piece per sequence?"""
+"""How much KV memory is reserved but not needed, in blocks and in one piece per sequence?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cllm.bench.figures import OURS, Figure, Metrics, Run, own
 from cllm.bench.workloads.base import LocalWorkload, Setup
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry
-from cllm.kv.paged import PagedKVManager
+from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.sequence import KVSequence
 from cllm.simulate.backend import SimulatedBlocks
 from cllm.simulate.contiguous import ContiguousKVManager, Tidying

@@ -1,4 +1,4 @@
-"""Bookkeeping without a model: what a step costs beside the computing, and how fast the pool and the tree are."""
+"""Bookkeeping without a model: what a step costs besides computing, and how fast the pool and the radix tree are."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from cllm.engine.sampling import choose
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
 from cllm.kv.ops import BlockGeometry
-from cllm.kv.paged import PagedKVManager
-from cllm.kv.pool import BlockPool
+from cllm.kv.paged.manager import PagedKVManager
+from cllm.kv.paged.pool import BlockPool
 from cllm.kv.radix import RadixTree
 
 BLOCK_SIZE = 16

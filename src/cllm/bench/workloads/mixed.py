@@ -1,4 +1,4 @@
-"""People come when they like, ask short and long things, and some leave before the end: how is a usual day?"""
+"""Users arrive at random with short and long prompts, and some leave early: latency on an ordinary day."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-from cllm.bench.answer import Answer
 from cllm.bench.client import Client
 from cllm.bench.figures import Figure, Metrics
 from cllm.bench.load import Job, at_times
 from cllm.bench.peers.base import Needs
 from cllm.bench.prompts import Prompts
+from cllm.bench.response import TimedResponse
 from cllm.bench.workloads.over_http import HttpWorkload
 
 _SYSTEM_PROMPTS = 3
@@ -32,6 +32,9 @@ class Arrival:
     answer_tokens: int
     leave_after: int | None
     """Pieces of text after which they go away; None: they stay to the end."""
+
+    def visit(self, client: Client) -> Job[TimedResponse]:
+        return partial(client.chat, self.messages, self.answer_tokens, leave_after=self.leave_after)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Mixed(HttpWorkload):
         return Needs(self.name, at_once=8, tokens=_SYSTEM_TOKENS + self.prompt_most + self.answer_most)
 
     def quick(self) -> Mixed:
-        return replace(self, rate=4.0, duration=3.0, prompt_most=200)
+        return replace(self, rate=4.0, duration=2.0, prompt_most=100, answer_tokens=16)
 
     def arrivals(self, prompts: Prompts) -> Iterator[Arrival]:
         """Everybody who comes, in order; the same for every server."""
@@ -93,10 +96,7 @@ class Mixed(HttpWorkload):
             at += source.expovariate(self.rate)
 
     async def drive(self, client: Client, prompts: Prompts) -> Metrics:
-        def ask(one: Arrival) -> Job[Answer]:
-            return partial(client.chat, one.messages, one.answer_tokens, leave_after=one.leave_after)
-
-        await at_times((one.at, ask(one)) for one in self.arrivals(prompts))
+        await at_times((person.at, person.visit(client)) for person in self.arrivals(prompts))
         return {"left": sum(answer.left for answer in client.answers)}
 
 

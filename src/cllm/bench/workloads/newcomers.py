@@ -1,4 +1,4 @@
-"""Streams run, and once each has shown some text, others come."""
+"""Streams run, and once each has produced some text, more requests arrive."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
-from cllm.bench.answer import Answer
 from cllm.bench.client import Client
 from cllm.bench.load import Job, at_most
+from cllm.bench.response import TimedResponse
 
 
 async def streams_and_newcomers(
@@ -18,11 +18,11 @@ async def streams_and_newcomers(
     head_start: int,
     texts: Sequence[str],
     answer_tokens: int,
-) -> tuple[list[Answer], list[Answer]]:
+) -> tuple[list[TimedResponse], list[TimedResponse]]:
     """The answers of the streams, and of those who come when every stream has had `head_start` pieces of text."""
     started = [asyncio.Event() for _ in stream_texts]
 
-    async def stream(index: int) -> Answer:
+    async def stream(index: int) -> TimedResponse:
         def on_text(arrivals: int) -> None:
             if arrivals >= head_start:
                 started[index].set()
@@ -32,12 +32,12 @@ async def streams_and_newcomers(
         finally:
             started[index].set()
 
-    async def newcomer(text: str) -> Answer:
+    async def newcomer(text: str) -> TimedResponse:
         for event in started:
             await event.wait()
         return await client.complete(text, answer_tokens)
 
-    jobs: list[Job[Answer]] = [partial(stream, index) for index in range(len(stream_texts))]
+    jobs: list[Job[TimedResponse]] = [partial(stream, index) for index in range(len(stream_texts))]
     jobs += [partial(newcomer, text) for text in texts]
     answers = await at_most(len(jobs), jobs)
     return answers[: len(stream_texts)], answers[len(stream_texts) :]

@@ -1,18 +1,18 @@
-"""Work for any OpenAI-compatible server: how the sides take turns, and what survives when one of them breaks off."""
+"""Workloads for any OpenAI-compatible server: how the sides take turns, and what is kept when one of them fails."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from cllm.bench.bandwidth import PerfCounter, bytes_read
 from cllm.bench.client import Client, ServerGoneError
+from cllm.bench.errors import BenchError
 from cllm.bench.figures import OURS, Figure, Metrics, Run
-from cllm.bench.http import BenchError
 from cllm.bench.measures import measure, with_common
 from cllm.bench.peers import PEERS
 from cllm.bench.peers.base import Needs
@@ -88,6 +88,8 @@ class HttpWorkload(Workload):
         if side == OURS:
             if setup.url is not None:
                 return already_running(setup.url)
+            if setup.running is not None:
+                return nullcontext(setup.running)
             return start_cllm(setup.model, setup.threads, setup.backend, {**self.cllm_settings, **setup.settings})
         if side not in PEERS:
             return already_running(side)
@@ -135,6 +137,19 @@ class Pass:
         elif self.perf.why_not:
             self.facts["perf"] = f"not available: {self.perf.why_not}"
         return metrics
+
+
+@asynccontextmanager
+async def warm_cllm(
+    setup: Setup, settings: Mapping[str, Any], backend: str | None = None
+) -> AsyncIterator[tuple[Server, Client]]:
+    """A server that has answered its first requests, and a client of it."""
+    async with (
+        start_cllm(setup.model, setup.threads, backend or setup.backend, settings) as server,
+        Client(server.url) as client,
+    ):
+        await warm_up(client, setup.prompts("warm-up"))
+        yield server, client
 
 
 async def warm_up(client: Client, prompts: Prompts) -> None:

@@ -1,4 +1,4 @@
-"""Our layers over the bare C API: the same tokens, one stream, with and without cLLM around llama.cpp."""
+"""The overhead of our layers: the same tokens, one stream, with cLLM around llama.cpp and with the bare C API."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from time import perf_counter
 
-from cllm.bench.client import Client
 from cllm.bench.figures import OURS, Figure, Metrics, Run, own
-from cllm.bench.servers import Bare, start_bare, start_cllm
+from cllm.bench.servers import Runner, bare_times, start_bare
 from cllm.bench.stats import percent_more
 from cllm.bench.workloads.base import LocalWorkload, Setup, busy_at_rest
 from cllm.bench.workloads.context import ContextSize
-from cllm.bench.workloads.over_http import warm_up
+from cllm.bench.workloads.over_http import warm_cllm
 from cllm.config import load_config
 from cllm.engine.params import SamplingParams
 from cllm.llm import AsyncLLM
+from cllm.models.gguf import GGUFModel
+from cllm.text.tokenizer import load_tokenizer
 
 BARE = "bare C API"
 
@@ -49,10 +50,12 @@ class Overhead(LocalWorkload):
         )
 
     def quick(self) -> Overhead:
-        return replace(self, answer_tokens=16, rounds=2)
+        return replace(self, answer_tokens=8, rounds=2, context=ContextSize(2, 256))
 
     async def one_repeat(self, setup: Setup, repeat: int) -> list[Run]:
         context = self.context
+        # llama.cpp on both sides, whatever --backend says: with `fake`, the setup's tokens would be bytes.
+        setup = replace(setup, encode=load_tokenizer(GGUFModel.open(setup.model_file)).encode)
         prompts = setup.prompts(f"{self.name} {repeat}")
         texts = [prompts.text(self.prompt_tokens) for _ in range(self.rounds)]
         facts = {"busy_percent_before": await busy_at_rest()}
@@ -61,7 +64,7 @@ class Overhead(LocalWorkload):
             ours |= await self._over_http(setup, texts, bare)
         return [Run(OURS, repeat, ours, facts), Run(BARE, repeat, theirs)]
 
-    async def _in_process(self, setup: Setup, texts: Sequence[str], bare: Bare) -> tuple[Metrics, Metrics]:
+    async def _in_process(self, setup: Setup, texts: Sequence[str], bare: Runner) -> tuple[Metrics, Metrics]:
         settings = {
             "model.name": str(setup.model_file),
             "backend.type": "llama_cpp",
@@ -74,14 +77,14 @@ class Overhead(LocalWorkload):
         async with AsyncLLM(load_config(overrides=settings).config) as llm:
             warm = setup.encode(setup.prompts("warm-up").text(self.prompt_tokens))
             await self._ours(llm, warm)
-            await bare.generate(warm, self.answer_tokens)
+            await bare_times(bare, warm, self.answer_tokens)
             for number, prompt in enumerate(map(setup.encode, texts)):
                 # Who goes first changes, so that a drift of the machine hits both alike.
                 for ours_now in (True, False) if number % 2 == 0 else (False, True):
                     if ours_now:
                         ours.append(await self._ours(llm, prompt))
                     else:
-                        theirs.append(await bare.generate(prompt, self.answer_tokens))
+                        theirs.append(await bare_times(bare, prompt, self.answer_tokens))
         ratios = [_token_ms(our) / _token_ms(their) for our, their in zip(ours, theirs, strict=True)]
         return _metrics(ours) | percent_more("overhead_percent", ratios), _metrics(theirs)
 
@@ -94,18 +97,14 @@ class Overhead(LocalWorkload):
             times += [perf_counter() - start] * len(delta.token_ids)
         return times
 
-    async def _over_http(self, setup: Setup, texts: Sequence[str], bare: Bare) -> Metrics:
+    async def _over_http(self, setup: Setup, texts: Sequence[str], bare: Runner) -> Metrics:
         settings = self.context.settings(setup.model_file)
         ours: list[float] = []
         theirs: list[float] = []
-        async with (
-            start_cllm(setup.model, setup.threads, "llama_cpp", settings) as server,
-            Client(server.url) as client,
-        ):
-            await warm_up(client, setup.prompts("warm-up"))
+        async with warm_cllm(setup, settings, "llama_cpp") as (_, client):
             for text in texts:
                 ours.append((await client.complete(text, self.answer_tokens)).seconds_per_token * 1e3)
-                theirs.append(_token_ms(await bare.generate(setup.encode(text), self.answer_tokens)))
+                theirs.append(_token_ms(await bare_times(bare, setup.encode(text), self.answer_tokens)))
         ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
         return {"http_token_ms": median(ours), **percent_more("http_overhead_percent", ratios)}
 

@@ -1,4 +1,4 @@
-"""What does it cost the others that somebody has the page open? Streams, with and without a reader of its events."""
+"""What does an open status page cost the others? Streams with and without a reader of its events."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from time import perf_counter
 from typing import Any
 
 from cllm.bench.client import Client
+from cllm.bench.errors import BenchError
 from cllm.bench.figures import OURS, Figure, Metrics, Run, own
-from cllm.bench.http import BenchError
 from cllm.bench.load import at_most
 from cllm.bench.prompts import Prompts
-from cllm.bench.servers import start_cllm
 from cllm.bench.sse import EventReader
 from cllm.bench.stats import ratio_interval
 from cllm.bench.workloads.base import LocalWorkload, Setup, busy_at_rest
-from cllm.bench.workloads.over_http import warm_up
-from cllm.kv.memory import MIB, bytes_per_token
+from cllm.bench.workloads.over_http import warm_cllm
+from cllm.kv.memory import MIB
 from cllm.models.gguf import GGUFModel
 
 BLOCK_TOKENS = 16
@@ -66,11 +65,7 @@ class Page(LocalWorkload):
     async def one_repeat(self, setup: Setup, repeat: int) -> list[Run]:
         prompts = setup.prompts(f"{self.name} {repeat}")
         facts: dict[str, Any] = {"busy_percent_before": await busy_at_rest()}
-        async with (
-            start_cllm(setup.model, setup.threads, setup.backend, self._settings(setup)) as server,
-            Client(server.url) as client,
-        ):
-            await warm_up(client, setup.prompts("warm-up"))
+        async with warm_cllm(setup, self._settings(setup)) as (server, client):
             if setup.backend == "fake":
                 await self._fill(client, prompts)
             return [Run(OURS, repeat, await self._rounds(client, prompts), {**facts, **server.facts})]
@@ -163,11 +158,6 @@ def _token_bytes(setup: Setup) -> int:
     if setup.backend == "fake":
         return _FAKE_TOKEN_BYTES
     shape = GGUFModel.open(setup.model_file).shape
-    return bytes_per_token(
-        n_layers=shape.n_layers,
-        n_kv_heads=shape.n_kv_heads,
-        head_dim_k=shape.head_dim_k,
-        head_dim_v=shape.head_dim_v,
-        type_k=setup.settings.get("resources.kv_type_k", "f16"),
-        type_v=setup.settings.get("resources.kv_type_v", "f16"),
+    return shape.kv_bytes_per_token(
+        setup.settings.get("resources.kv_type_k", "f16"), setup.settings.get("resources.kv_type_v", "f16")
     )

@@ -24,7 +24,7 @@ class Sequential(HttpWorkload):
     headline = "request_p50_ms"
     figures = (
         Figure("last_over_first", "last fifth / first fifth", "", limit=own(1.05)),
-        Figure("slope_ms", "slope per request", "ms"),
+        Figure("slope_ms", "slope per request", "ms", compared=False),
     )
 
     @property
@@ -42,7 +42,7 @@ class Sequential(HttpWorkload):
         return Needs(self.name, at_once=1, tokens=self.prompt_tokens + self.answer_tokens)
 
     def quick(self) -> Sequential:
-        return replace(self, requests=self.requests // 10)
+        return replace(self, requests=10, answer_tokens=4)
 
     async def drive(self, client: Client, prompts: Prompts) -> Metrics:
         texts = [prompts.text(self.prompt_tokens) for _ in range(self.requests)]

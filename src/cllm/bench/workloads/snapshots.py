@@ -1,4 +1,4 @@
-"""Statistics that are read while steps run: does a read ever wait for a step?"""
+"""Statistics that are read while steps run: does a reader ever wait for a step?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cllm.engine.request import Request, build_request
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stats import EngineSnapshot
 from cllm.kv.ops import BlockGeometry, BlockOps
-from cllm.kv.paged import PagedKVManager
+from cllm.kv.paged.manager import PagedKVManager
 from cllm.llm import GIL_SWITCH_S
 
 T = TypeVar("T")
@@ -97,8 +97,16 @@ class Snapshots(LocalWorkload):
                 "reading threads",
                 "P99 of a read, ms",
                 [(readers, percentile(waits[readers], 99) * 1e3) for readers in self.readers],
+                "The wait of all but the slowest hundredth of the reads, beside a running engine.",
             ),
-            Curve("Reads without a rest", name, "reading threads", "reads per second", list(speed.items())),
+            Curve(
+                "Reads without a rest",
+                name,
+                "reading threads",
+                "reads per second",
+                list(speed.items()),
+                "How often all threads together read the statistics when they do nothing else.",
+            ),
         )
         return Run(side, repeat, metrics, facts, curves=curves)
 

@@ -1,4 +1,4 @@
-"""The same mixed load for a long time: does latency, memory or fragmentation grow?"""
+"""The same mixed load for a long time: do latency, memory or fragmentation grow?"""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, ClassVar
 
-from cllm.bench.answer import Answer
 from cllm.bench.client import Client
 from cllm.bench.figures import Figure, Metrics, own
+from cllm.bench.response import TimedResponse
 from cllm.bench.stats import slope_interval
 from cllm.bench.watch import Sample, Watcher
 from cllm.bench.workloads.mixed import Mixed
@@ -45,7 +45,7 @@ class Soak(Mixed):
         return latency_trend(client.answers) | sample_trends(watcher.samples)
 
 
-def latency_trend(answers: Sequence[Answer]) -> Metrics:
+def latency_trend(answers: Sequence[TimedResponse]) -> Metrics:
     """The slope of the windows' medians, in milliseconds per minute, with its interval."""
     complete = [answer for answer in answers if answer.complete]
     if len(complete) < WINDOWS:

@@ -1,4 +1,4 @@
-"""A long prompt arrives while others are reading their answers: for how long do they get nothing?"""
+"""A long prompt arrives while others are streaming: how long do they get nothing?"""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Stall(HttpWorkload):
         return Needs(self.name, at_once=self.streams + 1, tokens=longest)
 
     def quick(self) -> Stall:
-        return replace(self, stream_tokens=64, long_prompt_tokens=400, answer_tokens=2)
+        return replace(self, stream_tokens=32, long_prompt_tokens=200, answer_tokens=2)
 
     async def drive(self, client: Client, prompts: Prompts) -> Metrics:
         texts = [prompts.text(self.prompt_tokens) for _ in range(self.streams)]

@@ -1,5 +1,4 @@
-"""Answers by a JSON schema beside free text: do masks cost anything, do forced tokens pay, how long does a new schema
-take?"""
+"""Answers by a JSON schema and free text: what do masks cost, do forced tokens pay, how long does a new schema take?"""
 
 from __future__ import annotations
 

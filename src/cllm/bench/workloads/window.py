@@ -1,4 +1,4 @@
-"""One stream, many times as long as the context: does a rolling window keep its speed and its memory?"""
+"""One stream, many times longer than the context: does a rolling window keep its speed and its memory?"""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from cllm.bench.client import Client
+from cllm.bench.errors import BenchError
 from cllm.bench.figures import OURS, Figure, Metrics, Run, own
-from cllm.bench.http import Address, BenchError
-from cllm.bench.servers import Server, start_cllm
+from cllm.bench.http import Address
+from cllm.bench.servers import Server
 from cllm.bench.sse import EventReader
 from cllm.bench.watch import resident_mb
 from cllm.bench.workloads.base import LocalWorkload, Setup, busy_at_rest
-from cllm.bench.workloads.over_http import warm_up
+from cllm.bench.workloads.over_http import warm_cllm
 
 TIMEOUT_S = 36_000.0
 
@@ -60,9 +60,7 @@ class Window(LocalWorkload):
             "scheduler.request_timeout_s": TIMEOUT_S,
             **setup.settings,
         }
-        async with start_cllm(setup.model, setup.threads, setup.backend, settings) as server:
-            async with Client(server.url) as client:
-                await warm_up(client, setup.prompts("warm-up"))
+        async with warm_cllm(setup, settings) as (server, _):
             facts = {**server.facts, "busy_percent_before": await busy_at_rest()}
             prompt = setup.prompts(f"{self.name} {repeat}").text(self.prompt_tokens)
             metrics = await self._stream(server, prompt, setup)

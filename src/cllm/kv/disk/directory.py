@@ -1,12 +1,12 @@
-"""The directory that several processes share: who may write, how much there is, and what goes first.
+"""The directory that several processes share: locks, sizes, and times of use.
 
-    ROOT/lock                      held (flock) by whoever makes room, begins or shortens a file; for milliseconds.
-                                   In it: how many bytes all segments have at most
-    ROOT/FINGERPRINT/ID.kv         a segment; held (flock) by whoever appends to it
-    ROOT/models                    digests of model files (contents.py)
+    ROOT/lock                      held (flock) for milliseconds to make room, create or shorten a file.
+                                   Contains an upper bound of the bytes of all segments
+    ROOT/FINGERPRINT/ID.kv         a segment; held (flock) by the process that appends to it
+    ROOT/models                    digests of model files (model_digest.py)
 
 A file's length counts from the moment it is set, before anything is written there, so the limit holds over all
-processes at any moment. A file's time of modification is when it was last used: that is what all of them agree on.
+processes at any moment. A file's modification time is when it was last used: all processes go by that.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _SPACE = re.compile(r"[0-9a-f]{32}")
 _SEGMENT = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}{re.escape(SUFFIX)}")
 
 
-class Found(NamedTuple):
+class SegmentFile(NamedTuple):
     """A segment's file."""
 
-    space: str
+    folder: str
     path: str
     size: int
     modified_ns: int
 
 
 class Survey(NamedTuple):
-    files: list[Found]
+    files: list[SegmentFile]
     foreign: int
-    """Entries that are not ours by name: never read, counted as bytes or removed."""
+    """Entries whose names are not ours: never read, counted or removed."""
 
     @property
     def bytes(self) -> int:
@@ -51,15 +51,16 @@ class Survey(NamedTuple):
 
 
 class Tally:
-    """The bytes of all segments, in the lock's file, so that who writes needs not look at each: never fewer than there
-    are. Who adds says so first. Who removes need not: it is counted again when that matters, and from time to time."""
+    """An upper bound of the bytes of all segments, stored in the lock file, so that writers need not stat every file.
+    Raised before anything is added; removals need not lower it, because it is recounted when that matters, and from
+    time to time."""
 
     def __init__(self, files: Files, file: int) -> None:
         self._files = files
         self._file = file
 
     def read(self) -> int | None:
-        """None: nobody knows."""
+        """None: unknown."""
         data = bytearray(_TALLY.size)
         try:
             if read_all(self._files, self._file, [memoryview(data)], 0) < len(data):
@@ -78,7 +79,7 @@ class Tally:
 
 
 class BusyError(OSError):
-    """Another process holds the directory, or the file, for too long."""
+    """Another process has held the directory, or a file, for too long."""
 
 
 class Directory:
@@ -100,7 +101,7 @@ class Directory:
         self._stamping = threading.Lock()
 
     def stamps(self, count: int) -> int:
-        """The first of `count` stamps that are later than all that were ever seen here, whatever the clock says."""
+        """The first of `count` timestamps later than all seen here, whatever the clock says."""
         with self._stamping:
             first = max(self._clock_ns(), self._newest + 1)
             self._newest = first + count - 1
@@ -110,19 +111,19 @@ class Directory:
         with self._stamping:
             self._newest = max(self._newest, modified_ns)
 
-    def space_path(self, space: str) -> str:
-        return os.path.join(self.root, space)  # noqa: PTH118 (strings: there are thousands of them)
+    def path_in(self, name: str) -> str:
+        return os.path.join(self.root, name)  # noqa: PTH118 (strings: there are thousands of them)
 
     def survey(self) -> Survey:
-        """All segments of all models. What vanishes meanwhile is left out."""
-        found: list[Found] = []
+        """All segments of all models, without those removed meanwhile."""
+        found: list[SegmentFile] = []
         foreign = 0
         for entry in self._entries(self.root):
             if entry.is_directory and _SPACE.fullmatch(entry.name):
-                inside = self.space_path(entry.name)
+                inside = self.path_in(entry.name)
                 for file in self._entries(inside):
                     if file.is_file and _SEGMENT.fullmatch(file.name):
-                        found.append(Found(entry.name, f"{inside}/{file.name}", file.size, file.modified_ns))
+                        found.append(SegmentFile(entry.name, f"{inside}/{file.name}", file.size, file.modified_ns))
                         self.seen(file.modified_ns)
                     else:
                         foreign += 1
@@ -138,12 +139,12 @@ class Directory:
 
     @contextmanager
     def locked(self) -> Iterator[Tally]:
-        """Nobody else begins, shortens or removes a file meanwhile."""
+        """Nobody else creates, shortens or removes a file meanwhile."""
         deadline, pause = self._monotonic() + LOCK_WAIT_S, 0.001
         while True:
             self.files.make_directory(self.root)
-            with self.opened(self.space_path(LOCK_NAME), create=True, write=True) as file:
-                # A lock file that somebody removed locks out nobody.
+            with self.opened(self.path_in(LOCK_NAME), create=True, write=True) as file:
+                # A lock file that was removed locks nobody out.
                 if self.files.lock(file) and self.files.status(file).st_nlink:
                     yield Tally(self.files, file)
                     return
@@ -163,8 +164,8 @@ class Directory:
 
     @contextmanager
     def taken(self, path: str) -> Iterator[int]:
-        """A segment that nobody else writes to or shortens meanwhile; the directory is locked. BusyError: somebody
-        writes to it now."""
+        """Open a segment that nobody else writes to or shortens meanwhile; the directory is locked. BusyError: another
+        process is writing to it."""
         with self.opened(path, write=True) as file:
             if not self.files.lock(file):
                 raise BusyError(f"{path} is being written to")

@@ -1,4 +1,4 @@
-"""Every call that the store makes to the operating system, in one place, so that tests can let any of them fail."""
+"""Every system call of the store, in one place, so that tests can make any of them fail."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ except ImportError:  # not a POSIX system: `why_not` says so
 
 DIRECTORY_MODE, FILE_MODE = 0o700, 0o600
 ID_BYTES = 16
-"""Of a segment."""
+"""Size of a segment's id."""
 
 MOST_BUFFERS = 512
-"""In one call; Linux allows 1024."""
+"""Most buffers per call; Linux allows 1024."""
 
 Buffer = memoryview | bytes
-"""Of single bytes."""
+"""With items of one byte."""
 
 
 def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Linux has it, Python does not."""
+    """Linux has it, but Python does not expose it."""
     try:
         found = ctypes.CDLL(None).sync_file_range
     except (AttributeError, OSError, TypeError):
@@ -50,7 +50,7 @@ class Listed(NamedTuple):
 
 
 class Files:
-    """Calls fail with OSError, and with nothing else."""
+    """Calls raise OSError, and nothing else."""
 
     why_not: str | None = None
     """Why this system cannot keep K/V on disk."""
@@ -61,7 +61,7 @@ class Files:
         return os.urandom(ID_BYTES)
 
     def open(self, path: str, *, create: bool = False, new: bool = False, write: bool = False) -> int:
-        """A link is not followed: nobody leads us to a file that is not ours."""
+        """Links are not followed: they could lead to a file that is not ours."""
         flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDWR if write else os.O_RDONLY)
         flags |= (os.O_CREAT if create or new else 0) | (os.O_EXCL if new else 0)
         return os.open(path, flags, FILE_MODE)
@@ -73,7 +73,7 @@ class Files:
         return os.preadv(file, buffers, offset)
 
     def cached(self, file: int, offset: int) -> bool:
-        """Whether the system has this byte in its memory, so far as it can say."""
+        """Whether this byte is in the page cache, as far as the system can say."""
         try:
             return os.preadv(file, [bytearray(1)], offset, getattr(os, "RWF_NOWAIT", 0)) > 0
         except OSError:
@@ -89,13 +89,13 @@ class Files:
         getattr(os, "fdatasync", os.fsync)(file)
 
     def begin_sync(self, file: int, offset: int, count: int) -> None:
-        """Have the system begin to write this to the disk; what comes of it, `sync` tells."""
+        """Start writing this range to the disk; `sync` reports the outcome."""
         if _sync_file_range is not None:
             _sync_file_range(file, offset, count, _SYNC_FILE_RANGE_WRITE)
 
     def direct(self, file: int, on: bool) -> None:
-        """Have an open file read and written without the system's memory, or no longer. Whole pages only, on disk and
-        in memory. EINVAL: the file system cannot do that, now or when it is tried."""
+        """Bypass the page cache for an open file (O_DIRECT), or stop doing so. Whole pages only, on disk and in memory.
+        EINVAL, now or on first use: the file system does not support it."""
         flag = getattr(os, "O_DIRECT", 0)
         if not flag:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -103,7 +103,7 @@ class Files:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
 
     def lock(self, file: int) -> bool:
-        """Take the file for this process, until it is closed there. False: another one has it."""
+        """Lock the file for this process until it is closed. False: another process holds it."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -116,7 +116,7 @@ class Files:
         return os.fstat(file)
 
     def list(self, path: str) -> list[Listed]:
-        """Entries that vanish meanwhile are left out."""
+        """Entries removed meanwhile are left out."""
         found: list[Listed] = []
         with os.scandir(path) as entries:
             for entry in entries:
@@ -137,25 +137,22 @@ class Files:
         os.unlink(path)  # noqa: PTH108 (paths are strings here: there are thousands of them)
 
     def make_directory(self, path: str) -> None:
-        """It, and those above it; that it is there already is no error."""
+        """Create it and its parents; it may exist already."""
         os.makedirs(path, DIRECTORY_MODE, exist_ok=True)  # noqa: PTH103
 
     def remove_directory(self, path: str) -> None:
         os.rmdir(path)  # noqa: PTH106
 
-    def replace(self, source: str, target: str) -> None:
-        os.replace(source, target)  # noqa: PTH105
-
 
 def read_all(files: Files, file: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fill the buffers as far as the file goes; how many bytes that were."""
+    """Fill the buffers as far as the file goes; returns the bytes read."""
     return _transfer(files.read, file, buffers, offset)
 
 
 def write_all(files: Files, file: int, buffers: Sequence[Buffer], offset: int) -> None:
     views = [memoryview(buffer) for buffer in buffers]
     if _transfer(files.write, file, views, offset) < sum(map(len, views)):
-        raise OSError(errno.EIO, "the system writes nothing any more")
+        raise OSError(errno.EIO, "the system wrote fewer bytes than asked")
 
 
 def _transfer(

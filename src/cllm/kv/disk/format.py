@@ -1,7 +1,7 @@
-"""The bytes of a segment, the file in which the store keeps a run of a chain (or one saved sequence).
+"""The format of a segment: a file with a run of blocks of one chain, or one saved sequence.
 
     +------------------+ 0
-    | segment header   | one page: whose it is, and where in a chain it begins
+    | segment header   | one page: the model, and where in a chain it begins
     +------------------+ 4096
     | record header    | whole pages: names of the blocks, and a checksum of each
     | payload          | block after block, filled up with zeros to a whole page
@@ -10,8 +10,8 @@
     | payload          |
     +------------------+
 
-All numbers are little-endian. A header's last four bytes are the CRC-32 of all before them. A payload's piece (a block;
-1 MiB of a sequence) has its CRC-32 in the record's header; that of the last piece covers the zeros after it as well.
+Numbers are little-endian. A header ends with the CRC-32 of everything before. Each piece of the payload (a block, or 1
+MiB of a sequence) has its CRC-32 in the record header; the last piece's covers the padding after it, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from cllm.kv.disk.names import NAME_BYTES
+from cllm.kv.block_names import NAME_BYTES
 
 PAGE = 4096
 VERSION = 1
@@ -42,15 +42,15 @@ class Kind(IntEnum):
     BLOCKS = 1
     """Consecutive blocks of a chain."""
     SEQUENCE = 2
-    """One sequence that a backend saved, which can only be loaded whole."""
+    """One sequence as a backend saved it, which can only be loaded whole."""
 
 
 class DamagedError(Exception):
-    """These bytes are not what the store writes."""
+    """The bytes are not what the store wrote."""
 
 
 class OtherVersionError(Exception):
-    """A segment of another version of the format: not to be used, and not damaged."""
+    """A segment in another version of the format: not usable, but not damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ class SegmentHeader:
     id: bytes
     kind: Kind
     block_bytes: int
-    """Of one block; 0 for a sequence."""
+    """Size of a block; 0 for a sequence."""
     block_tokens: int
     first: int
-    """The number in its chain of the first block here."""
+    """The first block's number in its chain."""
     parent: bytes
     """The name of the block before it, or the chain's root."""
     about: Mapping[str, str | int]
-    """The model in words, for who looks at the directory."""
+    """A description of the model, for `cllm cache`."""
 
     def encode(self) -> bytes:
         text = json.dumps(dict(self.about), ensure_ascii=True).encode()
@@ -94,14 +94,14 @@ def decode_segment_header(page: bytes) -> SegmentHeader:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One append: names, and the checksums of the pieces that follow."""
+    """One append: block names, and the checksums of the pieces that follow."""
 
     segment: bytes
     offset: int
     piece_bytes: int
     payload_bytes: int
     tokens: int
-    """Sequences: how many tokens there are. The last name is that of all of them, the others of whole blocks."""
+    """Sequences: the number of tokens. The last name covers all of them, the others whole blocks."""
     names: tuple[bytes, ...]
     checksums: array[int]
 
@@ -111,7 +111,7 @@ class Record:
 
     @property
     def payload(self) -> int:
-        """Where it begins."""
+        """Its offset."""
         return self.offset + self.header_bytes
 
     @property
@@ -119,11 +119,11 @@ class Record:
         return self.payload + whole_pages(self.payload_bytes)
 
     def piece_end(self, piece: int) -> int:
-        """The offset up to which a piece's checksum goes; that of the last one goes to the record's end."""
+        """The end of what a piece's checksum covers; for the last one the record's end."""
         return self.end if piece == len(self.checksums) - 1 else self.payload + (piece + 1) * self.piece_bytes
 
     def whole_pieces(self, size: int) -> int:
-        """Pieces that a file of `size` bytes has of this record."""
+        """How many pieces of this record fit into a file of `size` bytes."""
         if size >= self.end:
             return len(self.checksums)
         return min(max(0, (size - self.payload) // self.piece_bytes), len(self.checksums) - 1)
@@ -137,7 +137,7 @@ class Record:
 
 
 def record_header_bytes(page: bytes) -> int:
-    """How long the header is that begins with this page; not yet checked in any other way."""
+    """The length of the header that begins with this page; nothing else is checked yet."""
     if len(page) < PAGE or page[:8] != _RECORD_MAGIC:
         raise DamagedError("no record begins there")
     size = int(_RECORD.unpack_from(page)[1])
@@ -147,7 +147,7 @@ def record_header_bytes(page: bytes) -> int:
 
 
 def decode_record(header: bytes, segment: bytes, offset: int) -> Record:
-    """Of a header that was read at `offset` of `segment`."""
+    """Decode a header that was read at `offset` of `segment`."""
     if record_header_bytes(header) != len(header) or not _is_sealed(header):
         raise DamagedError("a record's header is damaged")
     _, size, owner, place, names, pieces, piece_bytes, payload_bytes, tokens = _RECORD.unpack_from(header)
@@ -172,12 +172,12 @@ def whole_pages(size: int) -> int:
 
 
 def record_bytes(names: int, pieces: int, payload_bytes: int) -> int:
-    """All that a record takes of a file."""
+    """The size of a record in the file."""
     return _header_bytes(names, pieces) + whole_pages(payload_bytes)
 
 
 def most_names(block_bytes: int, room: int) -> int:
-    """Blocks that a record of at most `room` bytes can hold."""
+    """How many blocks fit into a record of at most `room` bytes."""
     count = room // (block_bytes + NAME_BYTES + CRC_BYTES)
     while count > 0 and record_bytes(count, count, count * block_bytes) > room:
         count -= 1

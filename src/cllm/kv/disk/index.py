@@ -1,30 +1,30 @@
-"""What of one model is on disk: where each block lies, and which saved sequences begin like a prompt."""
+"""The index of one model's segments: where each block is, and which saved sequences share a prefix with a prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from cllm.kv.disk.names import TOKEN_BYTES, tail_name
+from cllm.kv.block_names import TOKEN_BYTES, tail_name
 from cllm.kv.disk.segment import Segment
 
 
 class Use(NamedTuple):
     segment: Segment
     blocks: int
-    """From its beginning."""
+    """How many of its blocks, from the first."""
 
 
 class FoundSequence(NamedTuple):
     segment: Segment
     matched: int
-    """Tokens that it has in common with the prompt; its others have to be cut off."""
+    """Tokens it shares with the prompt; the rest has to be cut off."""
     tokens: int
     nbytes: int
 
 
 class Index:
-    """Not for two threads at once: the store's lock guards it."""
+    """Guarded by the catalog's lock."""
 
     def __init__(self, block_tokens: int) -> None:
         self.segments: dict[str, Segment] = {}
@@ -32,7 +32,7 @@ class Index:
         self._block_tokens = block_tokens
         self._places: dict[bytes, tuple[Segment, int]] = {}
         self._sequences: dict[bytes, list[Segment]] = {}
-        """By the name of every whole block, oldest first."""
+        """By the name of each of their whole blocks, oldest first."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -43,7 +43,7 @@ class Index:
     # -- changing ----------------------------------------------------------------------------------------------
 
     def add(self, segment: Segment, first: int = 0) -> None:
-        """A segment that is new, or has grown by the blocks from `first` on."""
+        """Add a new segment, or the blocks from `first` on of one that has grown."""
         self.segments[segment.path] = segment
         if segment.is_sequence:
             for name in segment.records[0].names[:-1]:
@@ -53,7 +53,7 @@ class Index:
             self._places.setdefault(name, (segment, number))
 
     def cut(self, segment: Segment, block: int, size: int) -> None:
-        """The segment has lost its blocks from this one on; all of them: it is gone."""
+        """The segment has lost its blocks from this one on; without any left it is removed."""
         if segment.is_sequence:
             self._drop_sequence(segment)
         else:
@@ -79,7 +79,7 @@ class Index:
     # -- blocks ------------------------------------------------------------------------------------------------
 
     def held(self, names: Sequence[bytes]) -> int:
-        """How many of these blocks, from the first on, are there."""
+        """How many of these blocks, from the first on, are on disk."""
         places = self._places
         for count, name in enumerate(names):
             if name not in places:
@@ -90,14 +90,14 @@ class Index:
         return self._places.get(name)
 
     def tip(self, name: bytes) -> Segment | None:
-        """The segment that ends with this block, if another record can follow it there."""
+        """The segment that ends with this block, if a record can be appended to it."""
         found = self._places.get(name)
         if found is None or found[1] != found[0].count - 1 or not found[0].whole:
             return None
         return found[0]
 
     def path(self, name: bytes) -> Iterator[Use]:
-        """What the chain up to this block takes, from its end to its beginning."""
+        """The segments of the chain up to this block, last to first."""
         seen: set[int] = set()
         while (found := self._places.get(name)) is not None and id(found[0]) not in seen:
             segment, number = found
@@ -108,7 +108,7 @@ class Index:
     # -- sequences ---------------------------------------------------------------------------------------------
 
     def find_sequence(self, names: Sequence[bytes], tokens: bytes) -> FoundSequence | None:
-        """The saved sequence that has the most tokens in common with `tokens`, whose whole blocks have these names."""
+        """The saved sequence with the longest common prefix with `tokens`, whose whole blocks have these names."""
         for blocks in range(len(names), 0, -1):
             held = self._sequences.get(names[blocks - 1])
             if held:

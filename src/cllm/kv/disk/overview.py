@@ -1,4 +1,4 @@
-"""What lies in a directory, for who looks at it, and how to clear it."""
+"""What is in a directory, and clearing it: for `cllm cache`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cllm.kv.disk.directory import KNOWN_NAME, Directory, Found
+from cllm.kv.disk.directory import KNOWN_NAME, Directory, SegmentFile
 from cllm.kv.disk.files import Files
 from cllm.kv.disk.format import DamagedError, OtherVersionError
 from cllm.kv.disk.segment import scan
@@ -15,9 +15,9 @@ from cllm.kv.disk.segment import scan
 
 @dataclass(slots=True)
 class ModelOnDisk:
-    """One model, as it is run: K/V types and engine are part of it."""
+    """One model with its settings: other K/V types or another engine make another one."""
 
-    space: str
+    folder: str
     about: dict[str, str | int] = field(default_factory=dict)
     segments: int = 0
     bytes: int = 0
@@ -25,12 +25,12 @@ class ModelOnDisk:
     block_tokens: int = 0
     sequences: int = 0
     damaged: int = 0
-    """Files that are damaged or were not finished: never used, and removed by the next server that finds them."""
+    """Damaged or unfinished files: never used, and removed by the next server that finds them."""
     other_versions: int = 0
     unreadable: int = 0
-    """Files that the system does not let us read, now or at all."""
+    """Files that cannot be read."""
     used_ns: int = 0
-    """When any of it was last used."""
+    """When it was last used."""
 
     @property
     def tokens(self) -> int:
@@ -58,11 +58,11 @@ def overview(root: Path, files: Files | None = None) -> Overview:
     survey = directory.survey()
     models: dict[str, ModelOnDisk] = {}
     for found in survey.files:
-        _count(directory, found, models.setdefault(found.space, ModelOnDisk(found.space)))
+        _count(directory, found, models.setdefault(found.folder, ModelOnDisk(found.folder)))
     return Overview(sorted(models.values(), key=lambda model: -model.used_ns), survey.foreign)
 
 
-def _count(directory: Directory, found: Found, model: ModelOnDisk) -> None:
+def _count(directory: Directory, found: SegmentFile, model: ModelOnDisk) -> None:
     try:
         with directory.opened(found.path) as file:
             segment, torn = scan(directory.files, file, found.path)
@@ -86,20 +86,20 @@ def _count(directory: Directory, found: Found, model: ModelOnDisk) -> None:
 
 
 def clear(root: Path, wanted: Callable[[ModelOnDisk], bool], files: Files | None = None) -> tuple[int, int]:
-    """Remove what belongs to models that are wanted; how many files and bytes that were.
+    """Remove the models for which `wanted` is true; returns how many files and bytes.
 
-    Servers that use them notice. Nothing that is not ours is touched.
+    Running servers notice. Foreign files are not touched.
     """
     directory = Directory(str(root), files or Files())
     survey = directory.survey()
     if not survey.files:
         return 0, 0
     with directory.locked() as tally:
-        models = {model.space: model for model in overview(root, files).models}
+        models = {model.folder: model for model in overview(root, files).models}
         count = size = 0
         failure: OSError | None = None
         for found in directory.survey().files:
-            model = models.get(found.space)
+            model = models.get(found.folder)
             if model is None or not wanted(model):
                 continue
             try:
@@ -111,14 +111,14 @@ def clear(root: Path, wanted: Callable[[ModelOnDisk], bool], files: Files | None
                 continue
             count += 1
             size += found.size
-        for space in models:
+        for folder in models:
             with suppress(OSError):  # not empty
-                directory.files.remove_directory(directory.space_path(space))
+                directory.files.remove_directory(directory.path_in(folder))
         with suppress(OSError):
             tally.forget()
         if not directory.survey().files:
             with suppress(OSError):
-                directory.files.remove(directory.space_path(KNOWN_NAME))
+                directory.files.remove(directory.path_in(KNOWN_NAME))
     if failure is not None:
         raise failure
     return count, size

@@ -1,4 +1,4 @@
-"""A segment as it is known in memory, and how it is read from a file without its payload."""
+"""A segment in memory, and reading one's headers from a file."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Place(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Blocks from `first` on were last used at `stamp`; all before them later."""
+    """Blocks from `first` on were last used at `stamp`, those before them later."""
 
     stamp: int
     first: int
 
 
 class Segment:
-    """Blocks 0 to `count` of it can be read; its file has `size` bytes.
+    """Blocks [0, count) can be read; the file has `size` bytes.
 
-    Who uses a block uses all before it, so the blocks at the end were never used later than those before them: a
-    segment goes from its end, a piece at a time, and nothing ever has to be written again to keep what is in use.
+    Using a block uses all before it, so later blocks were never used more recently than earlier ones: a segment is
+    evicted from its end, and nothing has to be rewritten to keep what is in use.
     """
 
     def __init__(self, path: str, header: SegmentHeader, size: int, stamp: int) -> None:
@@ -45,12 +45,12 @@ class Segment:
         self.header = header
         self.size = size
         self.modified_ns = stamp
-        """As the file says, so far as we know: if it says something else, another process has used it."""
+        """The file's modification time as we know it; if it differs, another process has used the file."""
         self.count = 0
         self.records: list[Record] = []
         self._starts: list[int] = []
         self._uses: list[tuple[int, int]] = []
-        """(blocks, stamp): so many blocks from the beginning were used then. More blocks, longer ago."""
+        """(blocks, stamp): the first `blocks` blocks were used at `stamp`. More blocks, longer ago."""
 
     @property
     def is_sequence(self) -> bool:
@@ -58,17 +58,17 @@ class Segment:
 
     @property
     def whole(self) -> bool:
-        """Whether it ends with a whole record, so that another one can follow."""
+        """Whether it ends with a whole record, so that another can be appended."""
         return self.size == (self.records[-1].end if self.records else PAGE)
 
     def add(self, record: Record) -> None:
-        """A record that begins where the last one ends; as much of it as the file has."""
+        """Append a record, as far as the file has it."""
         self._starts.append(self.count)
         self.records.append(record)
         self.count += record.whole_pieces(self.size) if not self.is_sequence else int(self.size >= record.end)
 
     def names(self, first: int = 0) -> Iterator[tuple[int, bytes]]:
-        """The blocks that can be read, from number `first` on."""
+        """The readable blocks from number `first` on, with their names."""
         for start, record in zip(self._starts, self.records, strict=True):
             for number in range(max(first, start), min(self.count, start + len(record.names))):
                 yield number, record.names[number - start]
@@ -78,7 +78,7 @@ class Segment:
         return Place(self.records[at], block - self._starts[at])
 
     def offset(self, block: int) -> int:
-        """The size of the file if it is cut before this block; a record without blocks goes, too."""
+        """The file's size if truncated before this block, without a record that would be empty."""
         record, piece = self.place(block)
         return record.payload + piece * record.piece_bytes if piece else record.offset
 
@@ -93,13 +93,13 @@ class Segment:
     # -- use ---------------------------------------------------------------------------------------------------
 
     def use(self, blocks: int, stamp: int) -> None:
-        """The first `blocks` of it are used now."""
+        """The first `blocks` blocks are used at `stamp`."""
         self._uses = [(count, when) for count, when in self._uses if when > stamp or count > blocks]
         self._uses.append((blocks, stamp))
         self._uses.sort(key=lambda use: use[1])
 
     def pieces(self) -> list[Piece]:
-        """From the end to the beginning, the least recently used first."""
+        """From the end to the beginning, least recently used first."""
         found: list[Piece] = []
         end = self.count
         for number, (_, stamp) in enumerate(self._uses):
@@ -116,20 +116,20 @@ class Segment:
 class Scanned(NamedTuple):
     segment: Segment
     torn: bool
-    """What follows the last record is not one: it was never finished, or is damaged."""
+    """What follows the last record is unfinished or damaged."""
 
 
 def scan(files: Files, file: int, path: str) -> Scanned:
-    """Read a segment's headers. DamagedError, OtherVersionError: it is none of ours, or not of this version."""
+    """Read a segment's headers. DamagedError: not a segment; OtherVersionError: of another format version."""
     status = files.status(file)
     header = decode_segment_header(read_page(files, file, 0, PAGE))
     segment = Segment(path, header, status.st_size, status.st_mtime_ns)
-    return Scanned(segment, scan_on(files, file, segment))
+    return Scanned(segment, _read_records(files, file, segment))
 
 
-def scan_on(files: Files, file: int, segment: Segment) -> bool:
-    """Read what follows the records that are known. True: something does, and it is no record."""
-    offset = segment.records[-1].end if segment.records else PAGE
+def _read_records(files: Files, file: int, segment: Segment) -> bool:
+    """Read all records. True: something follows that is no record."""
+    offset = PAGE
     while offset < segment.size:
         try:
             record = read_record(files, file, segment.header, offset)

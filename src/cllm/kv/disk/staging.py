@@ -1,4 +1,4 @@
-"""Copies of blocks that wait to be written, in memory that is used again: fresh pages cost more than the copying."""
+"""Buffers for blocks that wait to be written. They are reused: page faults cost more than the copying."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 AHEAD_BYTES = 16 << 20
-"""Memory for copies that is taken ahead, by the thread that writes, for those who have no time for that."""
+"""Buffers allocated ahead by the writer's thread, to save the engine's thread the time."""
 
 
 class Staging:
-    """How many copies there are at once is for the writer's queue to say; up to `keep` bytes stay until `clear`."""
+    """The writer's queue limits how many copies exist at once; up to `keep` bytes of buffers stay until `clear`."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
@@ -20,7 +20,7 @@ class Staging:
         self._free: dict[int, list[memoryview]] = {}
         self._lock = threading.Lock()
         self._wanted = 0
-        """The size of copies that somebody could have made had there been memory: that is taken until it is enough."""
+        """The size of buffers to allocate ahead, because there were none."""
 
     def copies(self, blocks: Sequence[memoryview]) -> list[memoryview]:
         return [self._copy(block) for block in blocks]
@@ -36,7 +36,7 @@ class Staging:
         return copy
 
     def give_back(self, copies: Sequence[memoryview]) -> None:
-        """Nobody reads them any more."""
+        """Return buffers that are no longer read."""
         with self._lock:
             for copy in copies:
                 if self._kept + len(copy) <= self._keep:
@@ -44,7 +44,7 @@ class Staging:
                     self._kept += len(copy)
 
     def ready(self, size: int) -> int:
-        """Copies of this size that take no fresh memory. If there are none, `prepare` has something to do."""
+        """How many buffers of this size are ready. If there are none, `prepare` allocates some."""
         with self._lock:
             ready = len(self._free.get(size, ()))
             if not ready:
@@ -52,8 +52,8 @@ class Staging:
             return ready
 
     def prepare(self, in_use: int) -> int:
-        """Have memory ready for one more copy, if that is wanted and `in_use` bytes of copies leave room for it; its
-        bytes. Others go on meanwhile."""
+        """Allocate one more buffer, if one is wanted and `in_use` bytes of copies leave room for it; returns its size.
+        Releases the GIL."""
         size = self._wanted
         if size and not self._fits(size, in_use):
             self._drop_others(size, in_use)
@@ -72,7 +72,7 @@ class Staging:
         return not beside or beside + size <= min(AHEAD_BYTES, self._keep)
 
     def _drop_others(self, wanted: int, in_use: int) -> None:
-        """Blocks of another model have all that may be taken: some of it goes, if there is nothing of this size."""
+        """Another model's buffers use the whole limit: free some, if there is none of the wanted size."""
         with self._lock:
             if self._free.get(wanted) or not self._may_be_taken(wanted, in_use):
                 return
@@ -82,7 +82,7 @@ class Staging:
                     self._kept -= size
 
     def clear(self) -> None:
-        """Give the memory back to the system."""
+        """Free all buffers."""
         with self._lock:
             self._free = {}
             self._kept = 0

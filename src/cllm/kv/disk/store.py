@@ -1,14 +1,14 @@
-"""The store: one directory, one limit, one thread that writes and one that reads, for all models of a process.
+"""The store: one directory with one size limit, a writer and a reader thread, for all models of a process.
 
     store = DiskStore(Path("~/.cache/cllm/kv"), limit=2 << 30)
-    space = store.space(fingerprint(...), block_tokens=16, block_bytes=368_640, about={"model": "smollm2"})
-    root  = space.root(salt)
+    model = store.open_model(fingerprint(...), block_tokens=16, block_bytes=368_640, about={"model": "smollm2"})
+    root  = model.root(salt)
     names = chain(root, tokens, 16)
-    space.put(root, 0, names, blocks)             copied, written when there is time
-    space.held(names)                             how many, from the first on, are on disk
-    ticket = space.load(names[:n], buffers)       ticket.done, ticket.loaded
+    model.put(root, 0, names, blocks)             copied, written when there is time
+    model.held(names)                             how many, from the first on, are on disk
+    ticket = model.load(names[:n], buffers)       ticket.done, ticket.loaded
 
-What the engine's thread calls here never waits for a disk.
+Nothing that the engine's thread calls here waits for a disk.
 """
 
 from __future__ import annotations
@@ -21,38 +21,37 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.kv.block_names import TOKEN_BYTES, root_name, tail_name
+from cllm.kv.disk.catalog import Catalog, ModelEntry, folder_of
 from cllm.kv.disk.directory import Directory
 from cllm.kv.disk.files import Files
-from cllm.kv.disk.helpers import Helpers
 from cllm.kv.disk.index import FoundSequence
-from cllm.kv.disk.keeper import Keeper, Shelf, space_of
-from cllm.kv.disk.names import TOKEN_BYTES, root_name, tail_name
-from cllm.kv.disk.reader import Reader, Ticket
-from cllm.kv.disk.runs import Run, Saved
-from cllm.kv.disk.speed import GUESS_BYTES
+from cllm.kv.disk.pending_writes import BlockRun, SavedSequence
+from cllm.kv.disk.reader import Reader, ReadTicket
 from cllm.kv.disk.staging import Staging
-from cllm.kv.disk.worker import Worker
+from cllm.kv.disk.threads import DaemonPool, Worker
 from cllm.kv.disk.writer import Writer
+from cllm.kv.throughput import GUESS_BYTES
 
 Block = NDArray[np.uint8] | memoryview | bytes
-HELPERS = 4
-"""Threads that read and check, and sum up what is written at full speed. They wait for the disk most of the time."""
+POOL_THREADS = 4
+"""Threads that read and verify, and checksum what is written at full speed. They mostly wait for the disk."""
 
 LOOK_INTERVAL_S = 2.0
-"""How often, at most, the directory is looked at for what others wrote; only while somebody asks."""
+"""How often, at most, the directory is listed for what other processes wrote; only on a miss."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskStats:
-    """One moment of the store as plain numbers."""
+    """The store in numbers."""
 
     directory: str
     limit: int
     bytes: int
-    """Of all models and all processes, when last looked at."""
+    """Of all models and processes, at the last survey."""
     segments: int
     blocks: int
-    """Of the models of this process."""
+    """Of this process's models."""
     queued_bytes: int
     loading_bytes: int
     written_bytes: int
@@ -80,27 +79,27 @@ class DiskStore:
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`rate`: most bytes per second to write. Without `threads`, `work` does what they would."""
+        """`rate`: most bytes per second to write. Without `threads` (tests), `work` does what they would."""
         root = str(directory)
-        self._keeper = Keeper(
+        self._catalog = Catalog(
             Directory(root, files or Files(), clock_ns=clock_ns, monotonic=monotonic, sleep=sleep),
             limit,
             monotonic=monotonic,
         )
         self._monotonic = monotonic
         self.staging = Staging(queue_bytes)
-        self._helpers = Helpers(HELPERS, "cllm-kv-help") if threads else None
+        self._pool = DaemonPool(POOL_THREADS, "cllm-kv-help") if threads else None
         self.writer = Writer(
-            self._keeper,
+            self._catalog,
             staging=self.staging,
-            helpers=self._helpers,
+            pool=self._pool,
             queue_bytes=queue_bytes,
             linger_s=linger_s,
             rate=rate,
             monotonic=monotonic,
             sleep=sleep,
         )
-        self.reader = Reader(self._keeper, helpers=self._helpers, monotonic=monotonic)
+        self.reader = Reader(self._catalog, pool=self._pool, monotonic=monotonic)
         self._workers = (
             Worker("cllm-kv-write", self.writer.work),
             Worker("cllm-kv-read", self.reader.work),
@@ -111,39 +110,39 @@ class DiskStore:
             for worker in self._workers:
                 worker.start()
 
-    def space(
+    def open_model(
         self, fingerprint: bytes, *, block_tokens: int, block_bytes: int, about: Mapping[str, str | int]
-    ) -> Space:
-        """A model's part. What lies there is read in the background: until `ready`, nothing is found."""
-        shelf = Shelf(fingerprint, block_tokens=block_tokens, block_bytes=block_bytes, about=about)
-        with self._keeper.lock:
-            shelf = self._keeper.shelves.setdefault(shelf.space, shelf)
-            if (shelf.fingerprint, shelf.block_bytes) != (fingerprint, block_bytes):
-                raise ValueError(f"another model has the fingerprint {space_of(fingerprint)}")
-            self.reader.look(shelf)
+    ) -> ModelStore:
+        """A model's part of the store. The directory is read in the background: nothing is found before `ready`."""
+        model = ModelEntry(fingerprint, block_tokens=block_tokens, block_bytes=block_bytes, about=about)
+        with self._catalog.lock:
+            model = self._catalog.models.setdefault(model.folder, model)
+            if (model.fingerprint, model.block_bytes) != (fingerprint, block_bytes):
+                raise ValueError(f"another model has the fingerprint {folder_of(fingerprint)}")
+            self.reader.look(model)
         self.wake()
-        return Space(self, self._keeper, shelf, self._monotonic)
+        return ModelStore(self, self._catalog, model, self._monotonic)
 
     @property
     def limit(self) -> int:
-        return self._keeper.limit
+        return self._catalog.limit
 
     @property
     def kept_bytes(self) -> int:
-        """In the directory, when last looked at."""
-        return self._keeper.bytes
+        """Size of the directory at the last survey."""
+        return self._catalog.bytes
 
     @property
     def closed(self) -> bool:
         return self._closed
 
     def allow_queue(self, nbytes: int) -> None:
-        """So many bytes may wait to be written, if that is more than before."""
+        """Raise the limit of the write queue to `nbytes`, if that is more."""
         self.writer.queue_bytes = max(self.writer.queue_bytes, nbytes)
 
     def load_seconds(self, nbytes: int) -> float:
-        """How long loading so much would take now, behind all that waits."""
-        with self._keeper.lock:
+        """How long loading `nbytes` would take now, behind everything queued."""
+        with self._catalog.lock:
             return self.reader.speed.seconds(nbytes + self.reader.queued_bytes)
 
     @property
@@ -152,17 +151,17 @@ class DiskStore:
 
     @property
     def read_speed_known(self) -> bool:
-        """Whether what was read weighs more than the first guess."""
+        """Whether enough was read to outweigh the first guess."""
         return self.reader.speed.total >= GUESS_BYTES
 
     def stats(self) -> DiskStats:
-        keeper = self._keeper
-        with keeper.lock:
-            indexes = [shelf.index for shelf in keeper.shelves.values()]
+        catalog = self._catalog
+        with catalog.lock:
+            indexes = [model.index for model in catalog.models.values()]
             return DiskStats(
-                directory=keeper.directory.root,
-                limit=keeper.limit,
-                bytes=keeper.bytes,
+                directory=catalog.directory.root,
+                limit=catalog.limit,
+                bytes=catalog.bytes,
                 segments=sum(len(index.segments) for index in indexes),
                 blocks=sum(map(len, indexes)),
                 queued_bytes=self.writer.queued_bytes,
@@ -172,17 +171,17 @@ class DiskStore:
                 write_bytes_per_s=self.writer.speed.bytes_per_s,
                 read_bytes_per_s=self.reader.speed.bytes_per_s,
                 trouble=self.writer.trouble,
-                counts=dict(keeper.counts),
+                counts=dict(catalog.counts),
             )
 
     def wake(self, *, to_read: bool = True) -> None:
-        """There is something to do; unless it is `to_read`, for who writes alone."""
+        """There is something to do: wake the writer, and, if it is `to_read`, the reader."""
         if self._threads:
             for worker in self._workers[: 1 + to_read]:
                 worker.wake()
 
     def work(self) -> None:
-        """Without threads: do all that is to do."""
+        """Without threads: do all pending work."""
         while self.reader.work() == 0.0:
             pass
         with self.writer.flushing():
@@ -190,7 +189,7 @@ class DiskStore:
                 pass
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until all that was handed over is written. False: it is not, yet."""
+        """Wait until the queue is written. False: it is not, yet."""
         if not self._threads:
             self.work()
             return True
@@ -199,7 +198,7 @@ class DiskStore:
             return self.writer.wait_empty(timeout)
 
     def close(self, flush_s: float = 5.0) -> None:
-        """Write what is queued, for so long; then stop."""
+        """Write what is queued, for at most `flush_s`, then stop."""
         if self._closed:
             return
         self._closed = self.writer.closed = True
@@ -209,96 +208,96 @@ class DiskStore:
             for worker in self._workers:
                 worker.stop(1.0)
         self.reader.give_up()
-        if self._helpers is not None:
-            self._helpers.stop()
+        if self._pool is not None:
+            self._pool.stop()
 
 
-class Space:
+class ModelStore:
     """One model's part of a store."""
 
-    def __init__(self, store: DiskStore, keeper: Keeper, shelf: Shelf, monotonic: Callable[[], float]) -> None:
-        self.block_bytes = shelf.block_bytes
+    def __init__(self, store: DiskStore, catalog: Catalog, model: ModelEntry, monotonic: Callable[[], float]) -> None:
+        self.block_bytes = model.block_bytes
         self._store = store
-        self._keeper = keeper
-        self._shelf = shelf
+        self._catalog = catalog
+        self._model = model
         self._monotonic = monotonic
         self._looked_at = monotonic()
 
     @property
     def written_bytes(self) -> int:
-        """Of this model, by this process; so is what follows."""
-        return self._shelf.written_bytes
+        """Of this model, by this process; likewise `read_bytes`."""
+        return self._model.written_bytes
 
     @property
     def read_bytes(self) -> int:
-        return self._shelf.read_bytes
+        return self._model.read_bytes
 
     def ready(self, timeout: float | None = 0.0) -> bool:
-        """Whether it is known what lies on disk."""
-        return self._shelf.ready.wait(timeout)
+        """Whether the directory has been read."""
+        return self._model.ready.wait(timeout)
 
     def root(self, salt: bytes = b"") -> bytes:
-        """Where chains begin, for whoever shares the salt."""
-        return root_name(self._shelf.fingerprint, salt)
+        """The root of chains, for all that share the salt."""
+        return root_name(self._model.fingerprint, salt)
 
     def held(self, names: Sequence[bytes]) -> int:
         """How many of these blocks, from the first on, are on disk."""
-        with self._keeper.lock:
-            held = self._shelf.index.held(names)
+        with self._catalog.lock:
+            held = self._model.index.held(names)
         if held < len(names):
             self.look()
         return held
 
     def look(self) -> None:
-        """Somebody else may have written what is missing: find out, if that was not done just now."""
+        """Another process may have written what is missing: list the directory, unless that was done just now."""
         now = self._monotonic()
         if now - self._looked_at >= LOOK_INTERVAL_S:
             self._looked_at = now
-            with self._keeper.lock:
-                self._store.reader.look(self._shelf)
+            with self._catalog.lock:
+                self._store.reader.look(self._model)
             self._store.wake()
 
     def used(self, name: bytes) -> None:
-        """The chain up to this block is in use, though nothing of it was loaded."""
-        with self._keeper.lock:
-            self._store.reader.note_use(self._shelf, name)
+        """The chain up to this block is in use, though none of it was loaded."""
+        with self._catalog.lock:
+            self._store.reader.note_use(self._model, name)
         self._store.wake()
 
     def put(
         self, parent: bytes, first: int, names: Sequence[bytes], blocks: Sequence[Block], *, urgent: bool = False
     ) -> int:
-        """Hand over consecutive blocks that follow `parent`, the first of which is number `first` of its chain.
+        """Queue consecutive blocks that follow `parent`; the first is number `first` of its chain.
 
-        They are copied as far as there is room; while answers are generated, unless it is urgent, only into memory that
-        has been used for that before. How many, from the first on, are on disk or will be, if nothing fails.
+        They are copied as far as there is room; while sequences run, only into buffers that are ready, unless it is
+        `urgent`. Returns how many, from the first on, are on disk or will be, if nothing fails.
         """
         views = [_view(block, self.block_bytes) for block in blocks]
         taken = self._missing(names, urgent)
         for number, (start, end) in enumerate(taken):
             try:
                 copies = self._store.staging.copies(views[start:end])
-            except MemoryError:  # they are not written, then
+            except MemoryError:  # do not write them
                 self._give_up([name for begin, stop in taken[number:] for name in names[begin:stop]])
                 break
             before = names[start - 1] if start else parent
-            with self._keeper.lock:
-                run = Run(self._shelf, before, first + start, list(names[start:end]), copies)
+            with self._catalog.lock:
+                run = BlockRun(self._model, before, first + start, list(names[start:end]), copies)
                 self._store.writer.add(run)
-        with self._keeper.lock:
-            index, pending = self._shelf.index, self._shelf.pending
+        with self._catalog.lock:
+            index, pending = self._model.index, self._model.pending
             if not taken and names:
-                self._store.reader.note_use(self._shelf, names[-1])
+                self._store.reader.note_use(self._model, names[-1])
             kept = next((i for i, name in enumerate(names) if name not in pending and name not in index), len(names))
         self._store.wake(to_read=not taken)
         return kept
 
     def _missing(self, names: Sequence[bytes], urgent: bool) -> list[tuple[int, int]]:
-        """The runs of these that are to be written, and that there is room for; they are pending from now on."""
+        """The runs of these blocks to write, as far as there is room; they are pending from now on."""
         runs: list[tuple[int, int]] = []
-        with self._keeper.lock:
-            index, pending = self._shelf.index, self._shelf.pending
+        with self._catalog.lock:
+            index, pending = self._model.index, self._model.pending
             room = self._store.writer.room() // self.block_bytes
-            if self._store.writer.pace.gentle and not urgent:
+            if self._store.writer.throttle.active and not urgent:
                 room = min(room, self._store.staging.ready(self.block_bytes))
             for number, name in enumerate(names):
                 if name in index or name in pending:
@@ -315,21 +314,21 @@ class Space:
         return runs
 
     def _give_up(self, names: list[bytes]) -> None:
-        with self._keeper.lock:
-            self._shelf.pending.difference_update(names)
+        with self._catalog.lock:
+            self._model.pending.difference_update(names)
             self._store.writer.reserve(-self.block_bytes * len(names))
 
     def load(
-        self, names: Sequence[bytes], buffers: Sequence[Block], tell: Callable[[Ticket], None] | None = None
-    ) -> Ticket:
-        """Read consecutive blocks into `buffers`, one each; `tell` is called on the reader's thread when it is done."""
+        self, names: Sequence[bytes], buffers: Sequence[Block], tell: Callable[[ReadTicket], None] | None = None
+    ) -> ReadTicket:
+        """Read consecutive blocks into `buffers`, one each; `tell` is called on the reader's thread at the end."""
         views = [_view(buffer, self.block_bytes) for buffer in buffers]
-        ticket = Ticket(self._shelf, len(names), len(names) * self.block_bytes, views, tell)
+        ticket = ReadTicket(self._model, len(names), len(names) * self.block_bytes, views, tell)
         ticket.names = list(names)
         return self._ask(ticket)
 
-    def _ask(self, ticket: Ticket) -> Ticket:
-        with self._keeper.lock:
+    def _ask(self, ticket: ReadTicket) -> ReadTicket:
+        with self._catalog.lock:
             self._store.reader.add(ticket)
         if self._store.closed:
             self._store.reader.give_up()
@@ -339,51 +338,51 @@ class Space:
     # -- whole sequences ---------------------------------------------------------------------------------------
 
     def room(self) -> int:
-        """Bytes that can be handed over now."""
-        with self._keeper.lock:
+        """Bytes that can be queued now."""
+        with self._catalog.lock:
             return self._store.writer.room()
 
     def put_sequence(self, names: Sequence[bytes], tokens: bytes, payload: NDArray[np.uint8] | bytes) -> bool:
-        """Hand over a sequence that a backend saved: the names of its whole blocks, all its tokens, its bytes.
+        """Queue a sequence that a backend saved: the names of its whole blocks, all its tokens, its bytes.
 
-        They are not copied: nobody may change them. False: there is no room now, or it is shorter than a block.
+        The bytes are not copied and must not change. False: there is no room now, or it is shorter than a block.
         """
         view = np.frombuffer(payload, np.uint8).data.toreadonly()
         if not names or not len(view):
             return False
-        shelf, count = self._shelf, len(tokens) // TOKEN_BYTES
-        rest = tokens[len(names) * shelf.block_tokens * TOKEN_BYTES :]
+        model, count = self._model, len(tokens) // TOKEN_BYTES
+        rest = tokens[len(names) * model.block_tokens * TOKEN_BYTES :]
         end = tail_name(names[-1], rest)
-        with self._keeper.lock:
-            found = shelf.index.find_sequence(names, tokens)
-            if end in shelf.pending or (found is not None and found.matched == count):
+        with self._catalog.lock:
+            found = model.index.find_sequence(names, tokens)
+            if end in model.pending or (found is not None and found.matched == count):
                 return True
             if self._store.writer.room() < len(view):
                 return False
-            shelf.pending.add(end)
+            model.pending.add(end)
             self._store.writer.reserve(len(view))
-            self._store.writer.add(Saved(shelf, [*names, end], tokens, count, view))
+            self._store.writer.add(SavedSequence(model, [*names, end], tokens, count, view))
         self._store.wake()
         return True
 
     def find_sequence(self, names: Sequence[bytes], tokens: bytes) -> FoundSequence | None:
-        """The saved sequence that has the most tokens in common with a prompt; in whole blocks, or all it has."""
-        with self._keeper.lock:
-            found = self._shelf.index.find_sequence(names, tokens)
+        """The saved sequence with the longest common prefix with a prompt: whole blocks, or all of it."""
+        with self._catalog.lock:
+            found = self._model.index.find_sequence(names, tokens)
         if found is None or found.matched < len(tokens) // TOKEN_BYTES:
             self.look()
         return found
 
     def load_sequence(
-        self, found: FoundSequence, buffer: NDArray[np.uint8], tell: Callable[[Ticket], None] | None = None
-    ) -> Ticket:
-        """Read a saved sequence into `buffer`, which has its size; `ticket.complete` says whether it is right."""
+        self, found: FoundSequence, buffer: NDArray[np.uint8], tell: Callable[[ReadTicket], None] | None = None
+    ) -> ReadTicket:
+        """Read a saved sequence into `buffer`, which has its size; `ticket.complete`: it is intact."""
         view = _view(buffer, found.nbytes)
-        with self._keeper.lock:
+        with self._catalog.lock:
             records = found.segment.records
             step = records[0].piece_bytes if records else found.nbytes
         pieces = [view[at : at + step] for at in range(0, found.nbytes, step)]
-        ticket = Ticket(self._shelf, len(pieces), found.nbytes, pieces, tell)
+        ticket = ReadTicket(self._model, len(pieces), found.nbytes, pieces, tell)
         ticket.sequence = found.segment
         return self._ask(ticket)
 

@@ -1,6 +1,6 @@
-"""Pictures of the engine as server-sent events: `whole`, or `change` for who has the picture before.
+"""Views of the engine as server-sent events: `whole`, or `change` for watchers that have the view before it.
 
-What both hold is one JSON object; `change` leaves out what is as it was.
+Both hold one JSON object; `change` leaves out what has not changed.
 
     version             goes up by one with every event
     model, backend      names
@@ -10,7 +10,7 @@ What both hold is one JSON object; `change` leaves out what is as it was.
     prefixes            the largest nodes of the prefix tree
     requests            running ones first; `holders` are the numbers of its sequences
     kept                what `/kv` has in `details` of the disk and of pins
-    told                what came into the prefix tree and left it since the version before (told.py); not in `whole`
+    cache_events        what was stored in and removed from the prefix tree since the version before; not in `whole`
     now                 plain numbers: counters of the engine and the cache, resident bytes of the process
 
 Columns of numbers are base64 of little-endian 32-bit integers: a hundred thousand of them cost a millisecond, as JSON
@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.engine.watch import Picture, RequestView
+from cllm.engine.views import EngineView, RequestView
 from cllm.kv.view import FREE, KVView, PrefixView
-from cllm.server.page.told import short_name
+from cllm.server.page.cache_events import short_name
 
 CACHED, SHARED, PRIVATE = 1, 2, 3
 _NUMBERS = (1 << 29) - 1
@@ -38,15 +38,15 @@ _NUMBERS = (1 << 29) - 1
 _TEXT_LENGTH = 120
 
 Cells = NDArray[np.int32]
-Counts = NDArray[np.integer[Any]]
+TokenCounts = NDArray[np.integer[Any]]
 TextOf = Callable[[Sequence[int]], str]
 
 
 class Frame(NamedTuple):
-    """What a watcher knows who has read everything."""
+    """What a watcher that has read everything knows."""
 
     version: int
-    picture: Picture
+    view: EngineView
     names: Mapping[str, Any]
     geometry: Mapping[str, Any]
     codes: Cells
@@ -54,7 +54,7 @@ class Frame(NamedTuple):
     prefixes: list[dict[str, Any]]
     requests: list[dict[str, Any]]
     kept: Mapping[str, Any]
-    told: Sequence[Mapping[str, Any]]
+    cache_events: Sequence[Mapping[str, Any]]
     now: Mapping[str, Any]
 
 
@@ -62,33 +62,33 @@ class Source(NamedTuple):
     """What a frame is made of."""
 
     version: int
-    picture: Picture
+    view: EngineView
     names: Mapping[str, Any]
     now: Mapping[str, Any]
     text_of: TextOf | None
     """Turns the tokens that a prefix begins with into text; None where they are not shown."""
     kept: Mapping[str, Any] = {}
-    told: Sequence[Mapping[str, Any]] = ()
+    cache_events: Sequence[Mapping[str, Any]] = ()
 
 
 def frame_of(before: Frame | None, source: Source) -> Frame:
     """The frame after `before`. Parts that have not changed are the same objects."""
-    version, picture, names, now, text_of, kept, told = source
-    view = picture.kv
-    now = {**now, "prefixes": view.prefixes_in_all, "requests": picture.requests_in_all}
-    if before is not None and before.picture is picture:
-        return before._replace(version=version, now=now, kept=kept, told=told)
+    version, view, names, now, text_of, kept, cache_events = source
+    kv = view.kv
+    now = {**now, "prefixes": kv.prefixes_in_all, "requests": view.requests_in_all}
+    if before is not None and before.view is view:
+        return before._replace(version=version, now=now, kept=kept, cache_events=cache_events)
     return Frame(
         version=version,
-        picture=picture,
+        view=view,
         names=names,
-        geometry=_geometry(view),
-        codes=codes_of(view),
-        resident=_base64(np.packbits(view.resident, bitorder="little")),
-        prefixes=[_prefix(prefix, text_of) for prefix in view.prefixes],
-        requests=_requests(picture),
+        geometry=_geometry(kv),
+        codes=codes_of(kv),
+        resident=_base64(np.packbits(kv.resident, bitorder="little")),
+        prefixes=[_prefix(prefix, text_of) for prefix in kv.prefixes],
+        requests=_requests(view),
         kept=kept,
-        told=told,
+        cache_events=cache_events,
         now=now,
     )
 
@@ -119,8 +119,8 @@ def change(before: Frame, after: Frame) -> bytes:
     for part in ("resident", "prefixes", "requests", "kept"):
         if (value := getattr(after, part)) != getattr(before, part):
             content[part] = value
-    if after.told:
-        content["told"] = after.told
+    if after.cache_events:
+        content["cache_events"] = after.cache_events
     return _event("change", content)
 
 
@@ -134,7 +134,7 @@ def codes_of(view: KVView) -> Cells:
     return np.repeat(codes, lengths)
 
 
-def _runs(cells: Cells) -> tuple[Counts, Cells]:
+def _runs(cells: Cells) -> tuple[TokenCounts, Cells]:
     """How long each run of equal cells is, and what is in it."""
     starts = np.flatnonzero(np.diff(cells, prepend=~cells[:1]))
     return np.diff(starts, append=len(cells)), cells[starts]
@@ -155,7 +155,7 @@ def _changes(before: Cells, after: Cells) -> dict[str, str] | None:
     return {"starts": _base64_of_int32(changed[first]), **_columns(lengths, values[first])}
 
 
-def _columns(lengths: Counts, codes: Cells) -> dict[str, str]:
+def _columns(lengths: TokenCounts, codes: Cells) -> dict[str, str]:
     return {"lengths": _base64_of_int32(lengths), "codes": _base64_of_int32(codes)}
 
 
@@ -184,11 +184,11 @@ def _prefix(prefix: PrefixView, text_of: TextOf | None) -> dict[str, Any]:
     return shown
 
 
-def _requests(picture: Picture) -> list[dict[str, Any]]:
+def _requests(view: EngineView) -> list[dict[str, Any]]:
     holders: dict[str, list[int]] = {}
-    for sequence in picture.kv.sequences:
+    for sequence in view.kv.sequences:
         holders.setdefault(sequence.request_id, []).append(sequence.number & _NUMBERS)
-    return [_request(request, holders.get(request.id, [])) for request in picture.requests]
+    return [_request(request, holders.get(request.id, [])) for request in view.requests]
 
 
 def _request(request: RequestView, holders: list[int]) -> dict[str, Any]:

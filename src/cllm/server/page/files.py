@@ -52,7 +52,7 @@ def page_files() -> dict[str, PageFile]:
 @cache
 def docs_files() -> dict[str, PageFile]:
     """Of the page that shows the API's description."""
-    return _read("docs", DOCS, f"{DOCS}/")
+    return {**_read("docs", DOCS, f"{DOCS}/"), f"{DOCS}/icon.svg": page_files()[f"{FOLDER}icon.svg"]}
 
 
 def _read(folder: str, index: str, others: str) -> dict[str, PageFile]:

@@ -1,6 +1,6 @@
 """One source of events for all watchers.
 
-    engine ──picture──► hub ──encoded once──► recent events ──► watcher: those it has not had
+    engine ──view─────► hub ──encoded once──► recent events ──► watcher: those it has not had
                                                             └─► watcher, new or too slow: the newest frame whole
 
 Nothing is queued for anybody: a watcher knows the last version it has sent. Without watchers nothing runs.
@@ -21,23 +21,23 @@ import psutil
 
 from cllm.errors import ShuttingDownError
 from cllm.server.errors import ApiError
+from cllm.server.page.cache_events import summarize
 from cllm.server.page.encode import Frame, Source, TextOf, change, frame_of, whole
-from cllm.server.page.told import told
 
 if TYPE_CHECKING:
     from cllm.config import Config
-    from cllm.engine.watch import Picture
+    from cllm.engine.views import EngineView
     from cllm.kv.events import Listener
     from cllm.llm import AsyncLLM
 
 log = logging.getLogger("cllm.server")
 
 TICK_S = 0.05
-"""How often the hub looks for a new picture; the engine makes them less often."""
+"""How often the hub looks for a new view; the engine makes them less often."""
 QUIET_TICKS = 20
 """While nothing happens, the numbers are sent every so many ticks."""
 RECENT = 8
-"""Events that a slow watcher may be behind by; who is further behind gets a frame whole."""
+"""Events that a slow watcher may be behind by; one that is further behind gets a whole frame."""
 INLINE_S = 0.001
 """Encoding goes to a thread, unless the last time took less than this."""
 
@@ -87,7 +87,7 @@ class Hub:
         if self._watchers >= self._most:
             raise ApiError(
                 503,
-                f"{self._watchers} watchers look on already (server.max_watchers).",
+                f"Too many open pages: {self._watchers} (server.max_watchers).",
                 kind="unavailable_error",
                 code="too_many_watchers",
                 headers={"Retry-After": "10"},
@@ -95,7 +95,7 @@ class Hub:
         self._llm.watch()
         self._watchers += 1
         if self._ticking is None or self._ticking.done():
-            # What the last watchers saw is old, and nobody can be told what has changed since.
+            # What the last watchers saw is old, and no event says what has changed since.
             self._frame = None
             self._recent.clear()
             self._ticking = asyncio.create_task(self._tick())
@@ -135,11 +135,11 @@ class Hub:
         try:
             self._listener = await self._llm.listen()
             while True:
-                picture = self._llm.picture()
-                known = self._frame and self._frame.picture
-                quiet = quiet + 1 if picture is known else 0
-                if picture is not None and quiet % QUIET_TICKS == 0:
-                    in_thread = await self._advance(picture, in_thread)
+                view = self._llm.view()
+                known = self._frame and self._frame.view
+                quiet = quiet + 1 if view is known else 0
+                if view is not None and quiet % QUIET_TICKS == 0:
+                    in_thread = await self._advance(view, in_thread)
                 await asyncio.sleep(TICK_S)
         except ShuttingDownError:
             pass
@@ -149,10 +149,10 @@ class Hub:
             self._listener = None
             self._tell()
 
-    async def _advance(self, picture: Picture, in_thread: bool) -> bool:
+    async def _advance(self, view: EngineView, in_thread: bool) -> bool:
         """Encode the next event; says whether it took so long that the next one should be encoded in a thread."""
-        news = told(self._listener.take()) if self._listener is not None else []
-        source = Source(next(self._versions), picture, self._names(), self._now(), self._text_of, self._kept(), news)
+        news = summarize(self._listener.take()) if self._listener is not None else []
+        source = Source(next(self._versions), view, self._names(), self._now(), self._text_of, self._kept(), news)
         if in_thread:
             frame, data, seconds = await asyncio.to_thread(_encode, self._frame, source)
         else:

@@ -9,11 +9,11 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cllm.server.answers import unless_gone
 from cllm.server.errors import ClientGoneError
+from cllm.server.http.response import unless_gone
 from cllm.server.page.files import PageFile, docs_files, page_files
 from cllm.server.page.hub import Hub
-from cllm.server.state import may_still
+from cllm.server.state import still_allowed
 
 _HEADERS = {
     "cache-control": "no-store",
@@ -28,7 +28,7 @@ def add_page(app: FastAPI, hub_of: Callable[[str | None], Hub]) -> None:
     router = _router_of(page_files())
 
     async def stream(request: Request, model: str | None = None) -> Response:
-        return WatchStream(hub_of(model), partial(may_still, request))
+        return WatchStream(hub_of(model), partial(still_allowed, request))
 
     router.add_api_route("/kv/stream", stream, methods=["GET"])
     app.include_router(router)
@@ -55,11 +55,11 @@ class WatchStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, hub: Hub, may_still: Callable[[], bool]) -> None:
+    def __init__(self, hub: Hub, still_allowed: Callable[[], bool]) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._hub = hub
-        self._may_still = may_still
+        self._may_still = still_allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

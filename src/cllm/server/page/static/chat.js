@@ -56,7 +56,7 @@ export class Chat {
     const messages = [...this.messages, { role: "user", content: text }];
     this.messages = messages;
     this.show("user", text);
-    const answer = { content: "", bubble: this.show("assistant", ""), began: performance.now(), first: 0, last: 0, pieces: 0, usage: null };
+    const answer = { content: "", reasoning: "", bubble: this.show("assistant", ""), began: performance.now(), first: 0, last: 0, pieces: 0, usage: null };
     this.setRunning(new AbortController());
     let failure = "";
     try {
@@ -66,7 +66,10 @@ export class Chat {
       answer.bubble.classList.toggle("failed", error.name !== "AbortError");
     }
     this.setRunning(null);
-    if (this.messages === messages && answer.content) this.messages.push({ role: "assistant", content: answer.content });
+    if (this.messages === messages && answer.content) {
+      const { content, reasoning } = answer;
+      this.messages.push({ role: "assistant", content, ...(reasoning && { reasoning_content: reasoning }) });
+    }
     answer.bubble.append(make("small", "", [failure, summary(answer)].filter(Boolean).join(" · ")));
     setText(byId("chat-stats"), failure ? `The answer ended: ${failure}` : summary(answer));
     this.field.focus();
@@ -90,13 +93,22 @@ export class Chat {
     });
     if (!response.ok) throw new Error(await problemOf(response));
     const text = answer.bubble.appendChild(document.createTextNode(""));
+    let reasoning = null;
     for await (const { data } of eventsOf(response)) {
       if (data === "[DONE]") break;
       const event = JSON.parse(data);
       if (event.error) throw new Error(event.error.message);
       answer.usage = event.usage ?? answer.usage;
-      const piece = event.choices?.[0]?.delta?.content;
-      if (piece) this.append(answer, text, piece);
+      const { reasoning_content: thought, content: said } = event.choices?.[0]?.delta ?? {};
+      if (thought) {
+        reasoning ??= showReasoning(text);
+        answer.reasoning += thought;
+        this.append(answer, reasoning, thought);
+      }
+      if (said) {
+        answer.content += said;
+        this.append(answer, text, said);
+      }
     }
   }
 
@@ -104,7 +116,6 @@ export class Chat {
     answer.last = performance.now();
     answer.first ||= answer.last;
     answer.pieces += 1;
-    answer.content += piece;
     const atEnd = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 40;
     text.appendData(piece);
     if (atEnd) this.box.scrollTop = this.box.scrollHeight;
@@ -125,6 +136,15 @@ export class Chat {
     // Screen readers wait for the whole answer instead of reading every piece.
     this.box.setAttribute("aria-busy", String(Boolean(controller)));
   }
+}
+
+/** A folded place before the answer; returns the text node that the reasoning goes into. */
+function showReasoning(answer) {
+  const folded = make("details", "reasoning");
+  const text = document.createTextNode("");
+  folded.append(make("summary", "", "Reasoning"), text);
+  answer.before(folded);
+  return text;
 }
 
 function summary(answer) {

@@ -12,7 +12,7 @@ import { PRIVATE } from "./colour.js";
 import { PrefixTree } from "./tree.js";
 import { Requests } from "./requests.js";
 import { Selection } from "./selection.js";
-import { Told } from "./told.js";
+import { CacheEvents } from "./cache_events.js";
 import { bytes, percent, rate, whole } from "./format.js";
 import { follow } from "./stream.js";
 import { models } from "./models.js";
@@ -28,7 +28,7 @@ const map = new ArenaMap(arena, (number, state) => (state === PRIVATE ? requests
 const chart = new MemoryChart();
 const events = new Events();
 const kept = new Kept(tree, selection);
-const told = new Told();
+const cacheEvents = new CacheEvents();
 const shown = { geometry: null, prefixes: [], requests: [], kept: {} };
 let pace = [];
 
@@ -50,7 +50,7 @@ follow((kind, event) => {
     setText(byId("model"), event.model);
     setText(byId("backend"), `${event.backend}, context ${whole(event.context)}`);
     events.restart();
-    told.restart();
+    cacheEvents.restart();
     chat.showDefaults();
     pace = [];
   }
@@ -64,7 +64,7 @@ follow((kind, event) => {
   tree.show(shown.prefixes, now.prefixes, cellBytes / cellTokens);
   requests.show(shown.requests, now.requests);
   kept.show(shown.kept, now);
-  told.follow(event.told ?? [], now, shown.blockTokens);
+  cacheEvents.follow(event.cache_events ?? [], now, shown.blockTokens);
   const takenBytes = arena.takenCells * cellBytes;
   chart.add(now, takenBytes);
   events.follow(now);

@@ -229,8 +229,8 @@ export class ArenaMap {
   describe(cell) {
     const code = this.arena.codes[cell];
     const name = `Cell ${whole(cell)}`;
-    if (!code) return `${name}: free, ${this.arena.isResident(cell) ? "ready to be used" : "its memory is with the OS"}`;
-    const state = { [CACHED]: "cached, used by nobody now", [SHARED]: "shared and in use", [PRIVATE]: "private" }[code & 3];
+    if (!code) return `${name}: free, ${this.arena.isResident(cell) ? "ready to be used" : "its memory is returned to the OS"}`;
+    const state = { [CACHED]: "cached, not in use", [SHARED]: "shared and in use", [PRIVATE]: "private" }[code & 3];
     return `${name}: ${state}; ${this.nameOf(code >>> 2, code & 3)}`;
   }
 }

@@ -91,12 +91,13 @@ export class MemoryChart {
     const { context } = this;
     context.font = "11px system-ui, sans-serif";
     for (const { text, at } of ticks) {
+      const top = Math.max(at - 14, 0);
       context.globalAlpha = 0.75;
       context.fillStyle = cssColour("panel");
-      context.fillRect(0, at - 14, context.measureText(text).width + 6, 13);
+      context.fillRect(0, top, context.measureText(text).width + 6, 13);
       context.globalAlpha = 1;
       context.fillStyle = cssColour("muted");
-      context.fillText(text, 2, at - 4);
+      context.fillText(text, 2, top + 10);
     }
   }
 

@@ -1,0 +1,76 @@
+"""What chunks ask for besides logits: scores, some rows at a time, and pooled hidden states. All of it is queued on the
+device; `fetch` waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from cllm.backends.base import Chunk, Hidden, Pooling, PromptScores, Scoring
+from cllm.backends.torch.model import Model
+
+_SCORED_VALUES = 1 << 25
+"""Logits that there are of scored rows at the same time."""
+
+Queued = dict[int, tuple[torch.Tensor, ...]]
+
+
+def read_states(model: Model, states: torch.Tensor, chunks: Sequence[Chunk]) -> Queued:
+    """`states` are in the order in which a step computes the chunks: single tokens first."""
+    queued: Queued = {}
+    first = 0
+    for index in sorted(range(len(chunks)), key=lambda each: len(chunks[each].tokens) > 1):
+        chunk = chunks[index]
+        rows = states[first : first + len(chunk.tokens)]
+        first += len(chunk.tokens)
+        if isinstance(chunk.asks, Scoring):
+            queued[index] = _scores(model, rows[: len(chunk.asks.targets)], chunk.asks)
+        elif chunk.asks is not None:
+            queued[index] = (_pooled(rows, chunk, chunk.asks),)
+    return queued
+
+
+def fetch(queued: Queued) -> Mapping[int, PromptScores | Hidden]:
+    read: dict[int, PromptScores | Hidden] = {}
+    for index, tensors in queued.items():
+        arrays = [tensor.cpu().numpy() for tensor in tensors]
+        read[index] = PromptScores(*arrays) if len(arrays) > 1 else arrays[0]
+    return read
+
+
+def _scores(model: Model, states: torch.Tensor, asked: Scoring) -> tuple[torch.Tensor, ...]:
+    targets = torch.from_numpy(np.array(asked.targets, np.int64)).to(states.device)
+    at_once = max(1, _SCORED_VALUES // model.decoder.n_vocab)
+    parts = [
+        _score_rows(model.logits(states[start : start + at_once]), targets[start : start + at_once], asked.top)
+        for start in range(0, len(states), at_once)
+    ]
+    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+
+
+def _score_rows(logits: torch.Tensor, targets: torch.Tensor, top: int) -> tuple[torch.Tensor, ...]:
+    chosen = logits.gather(1, targets[:, None])
+    totals = torch.logsumexp(logits.double(), dim=1, keepdim=True)
+    ranks = 1 + (logits > chosen).sum(dim=1)
+    values, ids = logits.topk(min(top, logits.shape[1]), dim=1)
+    logprobs = values.double() - totals
+    missing = ~torch.isfinite(logprobs)
+    return (
+        (chosen.double() - totals)[:, 0],
+        ranks.int(),
+        ids.int().masked_fill(missing, -1),
+        logprobs.masked_fill(missing, 0.0),
+    )
+
+
+def _pooled(states: torch.Tensor, chunk: Chunk, asked: Pooling) -> torch.Tensor:
+    if asked.kind == "last":
+        return states[-1].double()
+    before = torch.zeros(states.shape[1], dtype=torch.float64, device=states.device)
+    if asked.before is not None:
+        before = torch.from_numpy(asked.before).to(states.device)
+    if asked.kind == "mean":
+        return before + states.double().sum(dim=0)
+    return before + states[0].double() if chunk.start == 0 else before

@@ -1,1 +1,0 @@
-"""The report as one page that needs nothing else: tables, and plots as SVG."""

@@ -1,0 +1,216 @@
+"""The server process of `cllm serve`, from binding the port to shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from cllm.cli.memory import explain_bus_errors
+from cllm.config import Config, ServerConfig
+from cllm.errors import ConfigError
+from cllm.llm import AsyncLLM
+from cllm.models.registry import resolve
+from cllm.observe.log import EfficiencyLog, RequestLog, setup_logging, stop_logging
+from cllm.served import ServedModels
+from cllm.server.app import create_app
+from cllm.server.cllm.warm import warming_up
+from cllm.server.http.connection import Connection
+from cllm.server.http.connections import Connections, room_for
+from cllm.server.state import ServerState
+
+log = logging.getLogger("cllm.serve")
+
+ONE_SIGNAL_S = 0.3
+"""Signals closer together than this count as one: Ctrl-C may arrive from the terminal and from the parent process."""
+KEEP_ALIVE_S = 65
+"""Longer than HTTP clients keep idle connections, so that the server never closes one that a client is about to use."""
+DELIVERY_S = 2
+"""After the grace period, time for the last responses to reach their clients."""
+YOUNG_OBJECTS = 20_000
+"""Threshold of the youngest generation of the garbage collector. Streams create many objects and no cycles; with
+Python's default of 700, collecting takes a sixth of a busy event loop's time."""
+
+
+def run_server(config: Config) -> int:
+    """Serve until a signal arrives; return the exit code. Bind the port first, to load no model in vain."""
+    setup_logging(config.log)
+    with bind(config.server) as listener:
+        if config.backend.type != "fake" and not config.models:
+            resolve(config.model.name)  # here, so that Ctrl-C stops a download
+        server = Server(config, listener)
+        with contextlib.suppress(asyncio.CancelledError):
+            server.run(sockets=[listener])
+        return server.exit_code
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A socket bound to the configured address, not listening yet."""
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(
+            f"server.host is {config.host!r}, which is not an address of this machine: {error}"
+        ) from error
+    # "localhost" is often both; prefer IPv4, which clients try first.
+    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _explain(error, config) from error
+    return listener
+
+
+def _explain(error: OSError, config: ServerConfig) -> ConfigError:
+    place = f"port {config.port} on {config.host}"
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"{place} is already in use: choose another with --port")
+    if error.errno == errno.EACCES:
+        return ConfigError(f"no permission to use {place}: choose a port above 1023 with --port")
+    return ConfigError(f"cannot listen on {place}: {error.strerror}; choose an address of this machine with --host")
+
+
+class Server(uvicorn.Server):
+    """Uvicorn with cLLM's connections and signals: the first signal shuts down gracefully, the second at once."""
+
+    def __init__(self, config: Config, listener: socket.socket) -> None:
+        self.exit_code = 0
+        serving = ServedModels if config.models else AsyncLLM
+        self._serves = serving(config, before_mapping=explain_bus_errors)
+        self._settings = config
+        self._listener = listener
+        self._serving: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._signalled_at: float | None = None
+        most, self._backlog = room_for(config.server.max_connections)
+        if most < config.server.max_connections:
+            log.warning("the open-file limit allows only %d connections (server.max_connections)", most)
+        connections = Connections(config.server, most)
+        app = create_app(self._serves, config)
+        self._state: ServerState = app.state.cllm
+        self._state.registry.register(connections)
+        protocol: Any = partial(Connection, connections)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                lifespan="off",  # serve() loads and closes the model; uvicorn would log a signal meanwhile as a failure
+                backlog=self._backlog,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=DELIVERY_S,
+            )
+        )
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        self._serving = asyncio.current_task(loop)
+        for number in _signals():
+            loop.add_signal_handler(number, self._on_signal, number)
+        efficiency = self._observe()
+        await self._serves.start()
+        # Loaded objects stay: a full collection that walks all of them would block every stream for 50 ms.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(YOUNG_OBJECTS)
+        background = [asyncio.create_task(each.run()) for each in efficiency]
+        try:
+            async with warming_up(self._state):
+                self._listen()
+                await super().serve(sockets)
+        finally:
+            for task in background:
+                task.cancel()
+            await (self._closing or self._serves.shutdown(0))
+
+    def _observe(self) -> list[EfficiencyLog]:
+        """Log the requests and the cache efficiency of every model."""
+        interval_s = self._settings.log.efficiency_interval_s
+        if isinstance(self._serves, AsyncLLM):
+            self._serves.observers.append(RequestLog())
+            return [EfficiencyLog(self._serves.snapshot, interval_s)]
+        for served in self._serves.models:
+            served.observers.append(RequestLog(served.name))
+        return [EfficiencyLog(served.snapshot, interval_s, served.name) for served in self._serves.models]
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._signalled_at is not None:
+            if now - self._signalled_at < ONE_SIGNAL_S:
+                return
+            log.warning("%s again: stopping at once", number.name)
+            stop_logging()
+            os._exit(128 + number)
+        self._signalled_at = now
+        if self._serving and not self.started:
+            self.should_exit = True
+            self.exit_code = 128 + number
+            self._serving.cancel()
+            return
+        grace_s = self._settings.server.shutdown_grace_s
+        log.info(
+            "%s: shutting down; running requests have %g s to finish (send it again to stop at once)",
+            number.name,
+            grace_s,
+        )
+        self._closing = asyncio.create_task(self._close(grace_s))
+
+    async def _close(self, grace_s: float) -> None:
+        """Keep the port open until the last answer is done, so that `/ready` can report the shutdown."""
+        try:
+            await self._serves.shutdown(grace_s)
+        finally:
+            self.should_exit = True
+
+    def _listen(self) -> None:
+        """If two processes are bound to the same port, this is where the second one fails."""
+        try:
+            self._listener.listen(self._backlog)
+        except OSError as error:
+            raise _explain(error, self._settings.server) from error
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        host, port = self._listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        print(f"cLLM is ready: {url} ({self._what_is_served()})", flush=True)
+
+    def _what_is_served(self) -> str:
+        serves = self._serves
+        if isinstance(serves, AsyncLLM):
+            return f"{serves.model_name}, {serves.backend_name}"
+        loaded = [served.name for served in serves.models if served.ready]
+        others = [served.name for served in serves.models if not served.ready]
+        parts = ((loaded, "loaded"), (others, "on first use"))
+        return "; ".join(f"{', '.join(names)} {how}" for names, how in parts if names)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Replaces uvicorn's handlers: ours are installed before the model is loaded."""
+        yield
+
+
+def _signals() -> list[signal.Signals]:
+    """The signals that stop the server. SIGHUP does, unless it was ignored at the start, as with nohup."""
+    ending = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        ending.append(signal.SIGHUP)
+    return ending

@@ -1,0 +1,249 @@
+"""The configuration schema: every setting with its type, range, default and description."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from cllm.config.backend import BackendConfig
+from cllm.config.consistency import check_consistency
+from cllm.config.errors import InvalidConfigError
+from cllm.config.kv import KVConfig
+from cllm.config.linear_regex import pattern_error
+from cllm.config.model_entry import ModelEntry
+from cllm.config.section import Section
+from cllm.config.server import ResponsesConfig, ServerConfig, StructuredConfig
+
+KVType = Literal["f16", "q8_0", "q4_0", "bf16", "f32", "fp8", "int8"]
+
+
+_DEFAULT = "(null: the model authors' recommendation, or {})"
+
+
+class SamplingConfig(Section):
+    temperature: float | None = Field(
+        default=None,
+        ge=0,
+        le=100,
+        description=f"default temperature; 0 is greedy {_DEFAULT.format(1)}",
+    )
+    top_p: float | None = Field(default=None, gt=0, le=1, description=f"default top_p {_DEFAULT.format(1)}")
+    top_k: int | None = Field(
+        default=None, ge=-1, description=f"default top_k; 0 or -1: all tokens {_DEFAULT.format(0)}"
+    )
+    min_p: float | None = Field(default=None, ge=0, le=1, description=f"default min_p {_DEFAULT.format(0)}")
+    repetition_penalty: float | None = Field(
+        default=None,
+        gt=0,
+        le=100,
+        description=f"default repetition_penalty {_DEFAULT.format(1)}",
+    )
+
+
+class ModelConfig(Section):
+    name: str = Field(
+        default="smollm2",
+        min_length=1,
+        description="smollm2, a .gguf file, a Hugging Face directory, hf:org/repo, hf:org/repo:Q4_K_M or "
+        "hf:org/repo/file.gguf",
+    )
+    chat_template: Path | None = Field(
+        default=None, strict=False, description="Jinja file that replaces the model's chat template"
+    )
+    alias: str | None = Field(
+        default=None, min_length=1, description="model name shown to clients (null: the model's own)"
+    )
+    sampling: SamplingConfig = SamplingConfig()
+
+
+class ResourcesConfig(Section):
+    kv_cache_max_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="maximum number of sequences in the KV cache, running or held (null: limited by memory only)",
+    )
+    kv_cache_max_memory_mb: float | None = Field(
+        default=None, gt=0, description="hard limit of the KV memory in MiB (null: set by kv_memory_fraction)"
+    )
+    max_memory_mb: float | None = Field(
+        default=None,
+        gt=0,
+        description="hard limit of the weights and KV memory of all models in MiB (null: with several models, half of "
+        "the memory that is free at the start)",
+    )
+    kv_memory_fraction: float = Field(
+        default=0.25,
+        gt=0,
+        le=1,
+        description="share of the memory left after loading the weights to use for the KV cache (on a GPU 0.9 unless "
+        "set)",
+    )
+    max_context_length: int | None = Field(
+        default=None,
+        ge=2,
+        description="maximum number of tokens in a sequence (null: the model's context; on a CPU at most 8192)",
+    )
+    kv_type_k: KVType = Field(
+        default="f16",
+        description="type of the cached keys; native and llama_cpp: f16, q8_0, q4_0; torch: f16, bf16, f32, fp8, int8",
+    )
+    kv_type_v: KVType = Field(default="f16", description="type of the cached values; torch: the same as kv_type_k")
+    block_size: int = Field(
+        default=16, ge=1, le=1024, description="tokens per KV block (paged backends; native: a multiple of 16)"
+    )
+
+
+class SchedulerConfig(Section):
+    max_running: int | None = Field(
+        default=None,
+        ge=1,
+        description="maximum number of running requests (null: 256 on paged backends; llama_cpp: n_seq_max)",
+    )
+    max_queue: int = Field(
+        default=256, ge=1, description="maximum number of waiting requests; more are refused with 429"
+    )
+    kv_cache_eviction_threshold: float = Field(
+        default=0.8,
+        gt=0,
+        le=1,
+        description="share of the cache in use above which held sequences are evicted (llama_cpp: of the store)",
+    )
+    eviction_policy: Literal["lru", "slru"] = Field(
+        default="lru", description="eviction order: lru, or slru, which protects prefixes that were reused"
+    )
+    inter_token_target_ms: float = Field(
+        default=100.0,
+        gt=0,
+        description="target for the mean time between tokens while other requests' prompts are computed and few of "
+        "them wait",
+    )
+    max_gap_ms: float | None = Field(
+        default=None,
+        gt=0,
+        description="maximum time between two tokens of an answer (P99), however many prompts arrive, as far as "
+        "decoding itself allows (null: 250; llama_cpp: 1000, as small prompt chunks are slower there)",
+    )
+    prefill_target_ms: float = Field(
+        default=1000.0, gt=0, description="target for the step time while only prompts are computed"
+    )
+    max_step_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=1 << 20,
+        description="maximum number of prompt tokens per step (null: 512; 8192 on a GPU)",
+    )
+    watermark: float = Field(
+        default=0.02,
+        ge=0,
+        lt=1,
+        description="share of the KV memory to keep free when admitting requests (paged backends)",
+    )
+    ageing_s: float = Field(
+        default=10.0, gt=0, description="waiting time after which a request moves up by one priority"
+    )
+    request_timeout_s: float = Field(
+        default=600.0, gt=0, description="maximum age of a request; older ones end with 408"
+    )
+
+
+class DraftsConfig(Section):
+    enabled: bool = Field(
+        default=True,
+        description="speculative decoding: draft tokens from the request's own text and recent answers, and verify "
+        "them in one step; used only while it is faster; answers do not change (llama_cpp: within its rounding; "
+        "not on torch)",
+    )
+    max_tokens: int = Field(default=16, ge=1, le=64, description="maximum number of drafted tokens per answer and step")
+    max_step_tokens: int = Field(
+        default=48, ge=1, le=128, description="maximum number of drafted tokens per step, over all answers"
+    )
+    recent_tokens: int = Field(
+        default=262_144,
+        ge=0,
+        le=1 << 26,
+        description="tokens of recent answers to keep for drafts, over all keys (about 20 bytes each); a key sees "
+        "only its own answers and may use a quarter of this; 0: none",
+    )
+
+
+BILLING_HEADER = r"x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*;?)+[ \t]*"
+"""Names and values, separated by semicolons, that coding agents put before their system prompt and change with every
+request. The prompt itself may follow on the same line."""
+
+
+class PromptConfig(Section):
+    volatile_patterns: tuple[str, ...] = Field(
+        default=(BILLING_HEADER,),
+        strict=False,
+        description="regular expressions for text at the start of lines of system prompts that changes with every "
+        "request; it is removed, so that the prefix stays cached",
+    )
+
+    @field_validator("volatile_patterns")
+    @classmethod
+    def _patterns_are_valid(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            if (wrong := pattern_error(pattern)) is not None:
+                problem = f"regular expressions; {pattern!r} {wrong}"
+                raise PydanticCustomError("pattern", "{problem}", {"problem": problem})
+        return patterns
+
+
+class ChatConfig(Section):
+    tool_format: Literal["auto", "hermes", "qwen3_coder", "llama3", "mistral", "json"] = Field(
+        default="auto", description="format of the model's tool calls (docs/tools.md); auto: that of its chat template"
+    )
+    reasoning: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="return reasoning as reasoning_content; auto: if the chat template marks it; off: leave it in the "
+        "text; a request may override this",
+    )
+    reasoning_format: Literal["auto", "think", "mistral", "seed", "cohere"] = Field(
+        default="auto", description="marks around reasoning; auto: those of the chat template, or <think>"
+    )
+
+
+class LogConfig(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="lowest level to log")
+    format: Literal["text", "json"] = Field(default="text", description="text lines, or one JSON object per line")
+    efficiency_interval_s: float = Field(
+        default=60.0, ge=0, description="interval of the cache-efficiency lines; 0: off"
+    )
+
+
+class Config(Section):
+    """All settings. An instance is always valid: contradictory settings raise `ConfigError`."""
+
+    model: ModelConfig = ModelConfig()
+    models: tuple[ModelEntry, ...] = Field(
+        default=(),
+        strict=False,
+        description="several models: names, or entries with their own settings (docs/models.md); replaces model.name",
+    )
+    backend: BackendConfig = BackendConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+    kv: KVConfig = KVConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    drafts: DraftsConfig = DraftsConfig()
+    structured: StructuredConfig = StructuredConfig()
+    server: ServerConfig = ServerConfig()
+    prompt: PromptConfig = PromptConfig()
+    chat: ChatConfig = ChatConfig()
+    responses: ResponsesConfig = ResponsesConfig()
+    log: LogConfig = LogConfig()
+
+    def at(self, key: str) -> Any:
+        """The value of a dotted key, such as "server.port"."""
+        value: Any = self
+        for part in key.split("."):
+            value = getattr(value, part)
+        return value
+
+    @model_validator(mode="after")
+    def _is_consistent(self, info: ValidationInfo) -> Config:
+        if problems := check_consistency(self, (info.context or {}).get("origins", {})):
+            raise InvalidConfigError(problems)
+        return self

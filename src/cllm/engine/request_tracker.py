@@ -1,0 +1,187 @@
+"""Every request, the state of its sequences, and its outputs.
+
+A decision about a request (a token, an end, a place in the queue) stands as soon as it is made. If freeing memory fails
+afterwards, that makes the cache suspect (`distrust`), never the decision. So nothing here raises half-way, and outputs
+wait in `take_outputs` however the step goes on.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+
+from cllm.engine.drafting import Drafting
+from cllm.engine.observer import Observers, record_of
+from cllm.engine.queue import WaitingQueue
+from cllm.engine.request import FinishReason, Output, Request, RequestState, Sequence
+from cllm.engine.sampling import TokenLogprob
+from cllm.errors import RequestTimeoutError
+from cllm.kv.manager import KVManager
+
+
+class RequestTracker(ABC):
+    def __init__(
+        self,
+        kv: KVManager,
+        *,
+        ageing_s: float = 10.0,
+        drafting: Drafting | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.kv = kv
+        self.drafting = drafting
+        self.observers = Observers()
+        self.requests: dict[str, Request] = {}
+        self.running: list[Sequence] = []
+        self.waiting = WaitingQueue(ageing_s)
+        self.dequeued = 0
+        self.preemptions = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.drafted_tokens = 0
+        """Drafted tokens that were computed."""
+        self.accepted_drafts = 0
+        """Those that became tokens of answers."""
+        self.finished: Counter[str] = Counter()
+        self._clock = clock
+        self._deadlines: list[tuple[float, str]] = []
+        self._outputs: list[Output] = []
+        self._free_rows: list[int] = []
+
+    @abstractmethod
+    def distrust(self, error: Exception) -> None:
+        """Memory could not be freed."""
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        self.requests[request.id] = request
+        heapq.heappush(self._deadlines, (request.deadline, request.id))
+        self.waiting.push(request.sequences[0])
+
+    def finish(self, request: Request, index: int | None, reason: FinishReason, error: Exception | None = None) -> None:
+        """End a request, or one of its answers, in any state."""
+        for sequence in request.sequences if index is None else [request.sequences[index]]:
+            if not sequence.ended:
+                self._end(sequence, reason, error=error)
+
+    def expire(self) -> None:
+        """End every request whose deadline has passed."""
+        now = self._clock()
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][1] not in self.requests):
+            _, request_id = heapq.heappop(self._deadlines)
+            if request := self.requests.get(request_id):
+                limit = request.deadline - request.arrival
+                error = RequestTimeoutError(f"request {request_id} did not finish within {limit:g} s")
+                self.finish(request, None, FinishReason.TIMEOUT, error)
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or len(self.waiting) > 0
+
+    def take_outputs(self) -> list[Output]:
+        """Tokens and ends since the last call, in order."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # -- sequences ---------------------------------------------------------------------------------------------
+
+    def _start(self, sequence: Sequence, cached: int) -> None:
+        request = sequence.request
+        sequence.running = True
+        sequence.refused = False
+        sequence.row = self._free_rows.pop() if self._free_rows else len(self.running)
+        self.running.append(sequence)
+        if request.admitted_at is None:
+            self.dequeued += 1
+            request.admitted_at = self._clock()
+            # A later admission finds what the request itself computed: that does not count.
+            request.cached_tokens = cached
+            self.prompt_tokens += sequence.n_prompt
+            self.cached_tokens += cached
+        request.state = RequestState.PROCESSING
+
+    def _preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Free a running sequence's memory for others; it goes to the front of the queue and is recomputed."""
+        self._stop_running(sequence)
+        self._queue_again(sequence)
+        self._free(sequence, rewind=False, keep=keep)
+
+    def _queue_again(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        sequence.request.preemptions += 1
+        sequence.request.state = RequestState.PENDING
+        sequence.forget_key()
+        self.waiting.push(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.running = False
+        self._free_rows.append(sequence.row)
+        sequence.epoch += 1
+        sequence.submitted = sequence.promised = 0
+
+    def _free(self, sequence: Sequence, *, rewind: bool, keep: bool) -> None:
+        """Free the sequence's memory; `rewind` if the backend may be ahead by a step that was not applied."""
+        try:
+            if rewind:
+                self.kv.rewind(sequence)
+            if keep and sequence.ended and sequence.index == 0:
+                for mark in sequence.request.pins:
+                    self.kv.pin(sequence, mark)
+            self.kv.release(sequence, keep=keep)
+        except Exception as error:
+            self.distrust(error)
+
+    # -- ends --------------------------------------------------------------------------------------------------
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        token: int | None = None,
+        logprob: TokenLogprob | None = None,
+        *,
+        error: Exception | None = None,
+        keep: bool = True,
+    ) -> None:
+        """End a sequence and free its memory; the last one ends the request."""
+        request = sequence.request
+        sequence.ended = True
+        stop_token = token if reason is FinishReason.STOP else None
+        self._outputs.append(
+            Output(request.id, sequence.index, token, logprob, reason, stop_token, error, request.cached_tokens)
+        )
+        if sequence.running:
+            self._stop_running(sequence)
+            # With a token, the step was applied.
+            self._free(sequence, rewind=token is None, keep=keep)
+        else:
+            self.waiting.discard(sequence)
+        if self.drafting is not None:
+            self.drafting.end(sequence)
+        for twin in sequence.twins:
+            if not twin.ended:
+                self.waiting.push(twin)
+        sequence.twins = []
+        request.unfinished -= 1
+        if request.reason is None or reason.state is not RequestState.COMPLETED:
+            request.reason = reason
+        if request.unfinished == 0:
+            self._close(request, error)
+
+    def _close(self, request: Request, error: Exception | None) -> None:
+        assert request.reason is not None
+        request.state = request.reason.state
+        del self.requests[request.id]
+        if request.admitted_at is None:
+            self.dequeued += 1
+        self.finished[request.reason.value] += 1
+        self.observers.finished(record_of(request, self._clock(), error))

@@ -1,0 +1,70 @@
+"""Consistency checks: block tables, tree and pool must agree on every block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.kv.manager import CHECK_SLICE
+from cllm.kv.paged.arena import Arena
+from cllm.kv.paged.block_table import allocation_of, own_blocks
+from cllm.kv.radix import COMMON_SPACE
+from cllm.kv.sequence import KVSequence
+
+
+def examine_tables(
+    arena: Arena, pins_of: Callable[[dict[int, int]], dict[int, int]], check_one: Callable[[KVSequence], None]
+) -> Iterator[int]:
+    """Check everything, yielding the size of each piece; raises AssertionError. `pins_of` adds the nodes that pins use
+    to those of sequences; `check_one` checks one sequence's table."""
+    pool, running = arena.pool, arena.running
+    held = np.zeros(pool.total, np.int32)
+    uses: dict[int, int] = {}
+    for sequence in running.values():
+        for node in allocation_of(sequence).node.path():
+            uses[node.number] = uses.get(node.number, 0) + 1
+        yield from _count(own_blocks(sequence), held)
+    yield from arena.prefixes.examine(uses, pins_of(uses), held, CHECK_SLICE)
+    yield from pool.examine(held, CHECK_SLICE)
+    for number, sequence in running.items():
+        if allocation_of(sequence).number != number or arena.holders.owners.get(number) is not sequence:
+            raise AssertionError("a sequence is not known by its number")
+        check_one(sequence)
+        yield len(sequence.blocks)
+    if (np.frombuffer(pool.holders, np.int32, len(held)) != 0).tobytes() != (held != 0).tobytes():
+        raise AssertionError("a block in use has no holder, or a free one has")
+
+
+def check_table(arena: Arena, sequence: KVSequence) -> None:
+    pool, size = arena.pool, arena.geometry.block_size
+    spelled = bytearray()
+    shared: list[int] = []
+    held = allocation_of(sequence)
+    for node in reversed(list(held.node.path())):
+        spelled += node.key
+        shared += node.value
+    if not {part.space for part in held.node.path()} <= {sequence.space, COMMON_SPACE}:
+        raise AssertionError("a sequence stands in another space than its own")
+    if shared != sequence.blocks[: held.indexed]:
+        raise AssertionError("a block table disagrees with the tree")
+    if bytes(spelled) != sequence.tokens.tobytes()[: len(spelled)]:
+        raise AssertionError("a sequence stands on a path that spells other tokens")
+    if len(sequence.blocks) * size < sequence.held:
+        raise AssertionError("a sequence has computed more than its blocks hold")
+    writable = sequence.blocks[sequence.end // size : -(-sequence.room // size)]
+    if sequence.room > sequence.end and any(map(pool.is_shared, writable)):
+        raise AssertionError("a sequence may write to a block that another one uses")
+    for block in own_blocks(sequence):
+        holder = arena.running.get(pool.holders[block])
+        if holder is None or block not in own_blocks(holder):
+            raise AssertionError(f"block {block} has a holder that does not hold it")
+
+
+def _count(blocks: list[int], held: NDArray[np.int32]) -> Iterator[int]:
+    """Add one to `held` for every block, in pieces."""
+    for begin in range(0, len(blocks), CHECK_SLICE):
+        piece = blocks[begin : begin + CHECK_SLICE]
+        np.add.at(held, piece, 1)
+        yield len(piece)

@@ -1,0 +1,328 @@
+"""The prefix cache: a radix tree of blocks with reference counts and an eviction policy.
+
+Nodes that nobody references are in the eviction policy, which frees their blocks for reuse. Every node has an id, under
+which the pool records it as the holder of its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.kv.block_names import chain, root_name
+from cllm.kv.events import KVEvents
+from cllm.kv.eviction import EvictionPolicy, make_policy
+from cllm.kv.paged.block_table import BlockAllocation, BlockMatch, BlockNode, allocation_of
+from cllm.kv.paged.holder_ids import HolderIds
+from cllm.kv.paged.pool import BlockPool
+from cllm.kv.radix import COMMON_SPACE, TOKEN_BYTES, PrefixMatch, RadixTree
+from cllm.kv.sequence import KVSequence
+
+BlockHolders = HolderIds[BlockNode | KVSequence]
+
+
+class PrefixCache:
+    def __init__(
+        self, pool: BlockPool, holders: BlockHolders, *, block_size: int, policy: str, events: KVEvents
+    ) -> None:
+        self.tree: RadixTree[list[int]] = RadixTree(block_size, [], _split_blocks)
+        self.policy: EvictionPolicy[BlockNode] = make_policy(policy)
+        self.evictable = 0
+        """Blocks that no running sequence or pin uses."""
+        self.pinned = 0
+        """Blocks that pins use."""
+        self.leaving: Callable[[list[bytes], list[int]], None] | None = None
+        """Called with the names and blocks of what was evicted, before the blocks are reused."""
+        self._events = events
+        self._pool = pool
+        self._holders = holders
+
+    # -- finding -----------------------------------------------------------------------------------------------
+
+    def find(self, key: bytes, space: bytes) -> BlockMatch:
+        """The longest cached prefix visible to a space, in whole blocks, without the last token, which is always
+        computed."""
+        usable = len(key) - TOKEN_BYTES
+        return self.tree.find_for(key[: usable - usable % self.tree.unit_bytes], space)
+
+    def blocks_of(self, key: bytes, space: bytes) -> list[int]:
+        """The blocks of the longest cached prefix of `key`. Does not reference them."""
+        found = self.tree.find_for(key, space)
+        parts = [node.value for node in found.node.path()]
+        if parts:
+            parts[0] = parts[0][: found.inside // self.tree.unit_bytes]
+        return [block for part in reversed(parts) for block in part]
+
+    def name_before(self, found: BlockMatch, space: bytes) -> bytes:
+        """The parent name of the blocks that a space would add after what was found."""
+        inside = found.inside // self.tree.unit_bytes
+        return name_before(found.node.names[inside - 1] if inside else b"", found.node.space, space)
+
+    def unused_blocks(self, found: BlockMatch) -> int:
+        """Evictable blocks of a matched prefix: using it makes them unevictable."""
+        return self._blocks_below(found, lambda node: node.references > 0)
+
+    def enter(self, found: BlockMatch) -> tuple[BlockNode, list[int]]:
+        """Start a sequence with the matched prefix: reference it, and return its last node and its blocks."""
+        node = self._cut(found)
+        self.lock(node)
+        blocks: list[int] = []
+        for part in reversed(list(node.path())):
+            part.hits += 1
+            blocks += part.value
+        return node, blocks
+
+    # -- users -------------------------------------------------------------------------------------------------
+
+    def lock(self, node: BlockNode) -> None:
+        for part in node.path():
+            self._use(part)
+
+    def unlock(self, node: BlockNode, above: BlockNode | None = None) -> None:
+        """Drop a reference to `node` and its ancestors, below `above` if that is given."""
+        # Deepest first: the eviction policy relies on it.
+        for part in node.path():
+            if part is above:
+                break
+            part.references -= 1
+            if part.references == 0:
+                self.policy.add(part, part.hits)
+                self.evictable += len(part.value)
+
+    # -- pins --------------------------------------------------------------------------------------------------
+
+    def find_held(self, sequence: KVSequence, blocks: int) -> BlockMatch:
+        """Where the first `blocks` blocks of a sequence end, on its own path through the tree."""
+        held, unit = allocation_of(sequence), self.tree.unit_bytes
+        node, begin = held.node, held.indexed - len(held.node.value)
+        while begin >= blocks and node.parent is not None:
+            node = node.parent
+            begin -= len(node.value)
+        return PrefixMatch(node, (blocks - begin) * unit, blocks * unit)
+
+    def unpinned_blocks(self, found: BlockMatch) -> int:
+        """Blocks of a matched prefix that no pin uses yet."""
+        return self._blocks_below(found, lambda node: node.pins > 0)
+
+    def _blocks_below(self, found: BlockMatch, is_used: Callable[[BlockNode], bool]) -> int:
+        """Blocks of a matched prefix below the last used node. Using a node uses its ancestors, too."""
+        node, blocks, below = found.node, found.inside // self.tree.unit_bytes, 0
+        while node.parent is not None and not is_used(node):
+            below += blocks
+            node = node.parent
+            blocks = len(node.value)
+        return below
+
+    def pin(self, found: BlockMatch) -> BlockNode:
+        node = self._cut(found)
+        self.lock(node)
+        for part in node.path():
+            if part.pins == 0:
+                self.pinned += len(part.value)
+            part.pins += 1
+        return node
+
+    def unpin(self, node: BlockNode) -> None:
+        for part in node.path():
+            part.pins -= 1
+            if part.pins == 0:
+                self.pinned -= len(part.value)
+        self.unlock(node)
+
+    # -- leaving the tree --------------------------------------------------------------------------------------
+
+    def shorten(self, sequence: KVSequence, blocks: int) -> None:
+        """Drop the sequence's references past its first `blocks` blocks; the tree keeps those blocks."""
+        held, above = allocation_of(sequence), self._node_at(sequence, blocks)
+        self.unlock(held.node, above)
+        held.node, held.indexed = above, blocks
+
+    def take_out(self, sequence: KVSequence, blocks: int) -> bool:
+        """Take what follows the sequence's first `blocks` blocks out of the tree and make it private. False: others use
+        it, or continue from it."""
+        held, above = allocation_of(sequence), self._node_at(sequence, blocks)
+        below: BlockNode | None = None
+        for node in held.node.path():
+            if node is above:
+                break
+            if node.references > 1 or any(child is not below for child in node.children.values()):
+                return False
+            below = node
+        node = held.node
+        while node is not above:
+            self._pool.hand_over(node.value, held.number)
+            self._holders.release(node.number)
+            self._events.removed(node.names)
+            node = self.tree.remove(node)
+        held.node, held.indexed = above, blocks
+        return True
+
+    def _node_at(self, sequence: KVSequence, blocks: int) -> BlockNode:
+        """The node of the sequence's path that ends after `blocks` blocks; splits an edge if necessary."""
+        return self._cut(self.find_held(sequence, blocks))
+
+    def _use(self, node: BlockNode) -> None:
+        if node.references == 0:
+            self.evictable -= len(node.value)
+            # The upper half of an edge that was just split is not in the policy.
+            if node in self.policy:
+                self.policy.remove(node)
+        node.references += 1
+
+    # -- growing -----------------------------------------------------------------------------------------------
+
+    def index(self, sequence: KVSequence, full: int) -> None:
+        """Add the sequence's newly full blocks to the tree, or adopt those that are there already."""
+        tree, held = self.tree, allocation_of(sequence)
+        unit = tree.unit_bytes
+        size = unit // TOKEN_BYTES
+        key = sequence.tokens[held.indexed * size : full * size].tobytes()
+        node, space = held.node, sequence.space
+        while (found := self._next(node, key, space)).matched:
+            node = held.node = self._adopt(sequence.blocks, held, self._cut(found), found.matched // unit)
+            key = key[found.matched :]
+        if rest := sequence.blocks[held.indexed : full]:
+            before = node.names[-1] if node.names else b""
+            goes_on = bool(before) and node.space == space
+            start = name_before(before, node.space, space)
+            names = chain(start, key, size)
+            self._events.stored(before or start, names)
+            if goes_on and node.references == 1 and not node.children:
+                node.key += key
+                node.value += rest
+                node.names += names
+            else:
+                node = tree.add(node, key, rest, space)
+                node.names = names
+                node.references = 1
+                node.number = self._holders.assign(node)
+            self._pool.hand_over(rest, node.number)
+        held.node = node
+        held.indexed = full
+
+    def _next(self, node: BlockNode, key: bytes, space: bytes) -> BlockMatch:
+        """What follows `node` for a space: its own child, or else a common one."""
+        found = self.tree.find(key, node, space)
+        return found if found.matched or node.space != COMMON_SPACE else self.tree.find(key, node)
+
+    def _adopt(self, table: list[int], held: BlockAllocation, node: BlockNode, count: int) -> BlockNode:
+        """Another sequence computed the same `count` blocks first: use its blocks and free ours."""
+        blocks: list[int] = []
+        part = node
+        parts: list[BlockNode] = []
+        while part is not held.node:
+            parts.append(part)
+            assert part.parent is not None
+            part = part.parent
+        for part in reversed(parts):
+            self._use(part)
+            blocks += part.value
+        first = held.indexed
+        self._pool.release(table[first : first + count])
+        table[first : first + count] = blocks
+        held.indexed += count
+        return node
+
+    def _cut(self, found: BlockMatch) -> BlockNode:
+        """The node that ends where `found` does; the upper half of a split edge is a new holder."""
+        node = self.tree.cut(found)
+        if node is not found.node:
+            node.number = self._holders.assign(node)
+            self._pool.hand_over(node.value, node.number)
+        return node
+
+    # -- eviction ----------------------------------------------------------------------------------------------
+
+    def evict(self, count: int) -> int:
+        """Free at least `count` evictable blocks, or all, least recently used first, from the ends of edges."""
+        freed = 0
+        gone: list[tuple[list[bytes], list[int]]] = []
+        while freed < count and len(self.policy):
+            node = self.policy.peek()
+            take = min(count - freed, len(node.value))
+            keep = len(node.value) - take
+            gone.append((node.names[keep:], node.value[keep:]))
+            self._pool.release(node.value[keep:])
+            self._events.removed(node.names[keep:])
+            freed += take
+            if keep:
+                del node.value[keep:], node.names[keep:]
+                del node.key[keep * self.tree.unit_bytes :]
+            else:
+                self.policy.remove(node)
+                self.tree.remove(node)
+                self._holders.release(node.number)
+        self.evictable -= freed
+        if gone and self.leaving is not None:
+            gone.reverse()  # parents before children, as in every chain
+            names = [name for part, _ in gone for name in part]
+            self.leaving(names, [block for _, part in gone for block in part])
+        return freed
+
+    def next_to_go(self, count: int) -> Iterator[tuple[list[bytes], list[int]]]:
+        """Names and blocks of the next `count` (or a few more) blocks to evict, node by node."""
+        for node in self.policy:
+            if count <= 0:
+                return
+            keep = max(0, len(node.value) - count)
+            count -= len(node.value) - keep
+            yield node.names[keep:], node.value[keep:]
+
+    # -- checking ----------------------------------------------------------------------------------------------
+
+    def examine(self, uses: dict[int, int], pins: dict[int, int], held: NDArray[np.int32], piece: int) -> Iterator[int]:
+        """Check the tree, and add one to `held` for each of its blocks. `uses` has the references to each node by its
+        id, `pins` those of them that are pins."""
+        evictable = pinned = 0
+        blocks: list[int] = []  # checked in batches: numpy is slower than Python for single blocks
+        numbers: list[int] = []
+        for node in self.tree.examine():
+            size = len(node.value)
+            if size * self.tree.unit_bytes != len(node.key) or size != len(node.names):
+                raise AssertionError("an edge has another number of blocks, or of names, than its tokens need")
+            if node.pins != pins.get(node.number, 0):
+                raise AssertionError(f"a node counts {node.pins} pins, {pins.get(node.number, 0)} exist")
+            if node.references != uses.get(node.number, 0):
+                raise AssertionError(f"a node counts {node.references} users, {uses.get(node.number, 0)} exist")
+            if (node.references == 0) != (node in self.policy):
+                raise AssertionError("a node is evictable and in use, or neither")
+            if self._holders.owners.get(node.number) is not node:
+                raise AssertionError("a node is not known by its number")
+            evictable += size if node.references == 0 else 0
+            pinned += size if node.pins else 0
+            if size >= piece:
+                for begin in range(0, size, piece):
+                    yield self._count(node.value[begin : begin + piece], node.number, held)
+                continue
+            blocks += node.value
+            numbers += [node.number] * size
+            if len(blocks) >= piece:
+                yield self._count(blocks, numbers, held)
+                blocks, numbers = [], []
+        yield self._count(blocks, numbers, held)
+        if evictable != self.evictable:
+            raise AssertionError(f"{evictable} blocks are evictable, {self.evictable} were counted")
+        if pinned != self.pinned:
+            raise AssertionError(f"{pinned} blocks are pinned, {self.pinned} were counted")
+
+    def _count(self, blocks: list[int], numbers: list[int] | int, held: NDArray[np.int32]) -> int:
+        part = np.array(blocks, np.int64)
+        np.add.at(held, part, 1)
+        if (np.frombuffer(self._pool.holders, np.int32)[part] != numbers).any():
+            raise AssertionError("a block of the tree has another holder than its node")
+        return len(blocks)
+
+
+def name_before(last: bytes, last_space: bytes, space: bytes) -> bytes:
+    """The parent name of blocks that a space adds after the block `last`, or (`b""`) at its root.
+
+    A space's continuation of a common prefix gets names of its own: the same tokens may be below the space's root as
+    well, and no name may be in the tree twice.
+    """
+    return last if last and last_space == space else root_name(last, space)
+
+
+def _split_blocks(blocks: list[int], at: int) -> tuple[list[int], list[int]]:
+    return blocks[:at], blocks[at:]

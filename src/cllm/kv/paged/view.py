@@ -1,0 +1,51 @@
+"""The view of the paged cache. Made on the engine's thread, so its cost hardly depends on what is cached."""
+
+from __future__ import annotations
+
+from heapq import nlargest
+from itertools import islice
+
+import numpy as np
+
+from cllm.kv.paged.arena import Arena
+from cllm.kv.paged.block_table import BlockNode, allocation_of
+from cllm.kv.view import FIRST_TOKENS, MOST_NODES, MOST_PREFIXES, KVView, PrefixView, SequenceView
+
+
+def paged_view(arena: Arena) -> KVView:
+    extents = arena.pool.extents
+    size = arena.geometry.block_size
+    used = {node.number: node for sequence in arena.running.values() for node in allocation_of(sequence).node.path()}
+    return KVView(
+        layout="paged",
+        cell_tokens=size,
+        cell_bytes=arena.block_bytes,
+        holders=np.array(arena.pool.holders, np.int32),
+        resident=np.array(extents.taken, np.bool_),
+        extent_cells=extents.size,
+        prefixes=tuple(_prefix_view(node, size) for node in _largest(arena)),
+        prefixes_in_all=len(arena.holders.owners) - len(arena.running),
+        used_prefixes=frozenset(used),
+        sequences=tuple(
+            SequenceView(number, s.request_id, len(s.tokens), s.num_computed) for number, s in arena.running.items()
+        ),
+    )
+
+
+def _largest(arena: Arena) -> list[BlockNode]:
+    """The largest nodes, with their ancestors, an ancestor before its descendants."""
+    seen = islice(arena.prefixes.tree.nodes(), MOST_NODES)
+    listed: dict[int, BlockNode] = {}
+    for node in nlargest(MOST_PREFIXES, seen, key=lambda node: len(node.value)):
+        for part in reversed(list(node.path())):
+            listed.setdefault(part.number, part)
+        if len(listed) >= MOST_PREFIXES:
+            break
+    return list(listed.values())
+
+
+def _prefix_view(node: BlockNode, block_size: int) -> PrefixView:
+    parent = node.parent.number if node.parent is not None else 0
+    first = tuple(memoryview(node.key[: FIRST_TOKENS * 4]).cast("i"))
+    users, name = node.references - node.pins, node.names[-1]
+    return PrefixView(node.number, parent, len(node.value) * block_size, node.hits, users, first, node.pins, name)

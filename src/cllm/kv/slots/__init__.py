@@ -1,0 +1,1 @@
+"""The KV cache of a backend that keeps whole sequences in numbered slots (llama.cpp)."""

@@ -1,0 +1,89 @@
+"""How much memory a model will take, known before its weights are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cllm.backends.base import Backend
+from cllm.config import Config
+from cllm.errors import ConfigError
+from cllm.kv.disk.model_digest import identity
+from cllm.kv.memory import SLOT_PADDING
+from cllm.loading.backend_choice import choose_backend, name_of, open_model_file, weights_of
+from cllm.loading.disk_cache import ModelFiles, files_of
+from cllm.loading.resources import kv_bytes_per_token
+from cllm.loading.sampling_defaults import SamplingDefaults, sampling_defaults
+from cllm.loading.torch_model import device_of
+from cllm.models.shape import ModelShape
+
+Kind = Literal["native", "llama_cpp", "torch", "fake"]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a model will take once it is loaded."""
+
+    name: str
+    kind: Kind
+    weights: int
+    """Bytes."""
+    token_bytes: int
+    """K/V bytes per token."""
+    context: int
+    """Tokens of the longest sequence."""
+    is_elastic: bool
+    """Whether its K/V memory can grow and shrink while it is loaded."""
+    device: str = "cpu"
+    """The device whose memory it takes."""
+    files: ModelFiles | None = None
+    """The files this was read from."""
+    weight_type: str | None = None
+    """Of most weights."""
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+    @property
+    def context_bytes(self) -> int:
+        """K/V of one sequence of full length. With less, a model cannot serve the context it promises."""
+        return -(-self.context // SLOT_PADDING) * SLOT_PADDING * self.token_bytes
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the files have not changed since."""
+        try:
+            return self.files is None or tuple(map(identity, self.files.paths)) == self.files.identities
+        except OSError:
+            return False
+
+
+def estimate(config: Config) -> Estimate:
+    """Raises `ModelError` if no backend can run the model, `ConfigError` if the settings do not suit it."""
+    files, weight_type = None, None
+    sampling = sampling_defaults(config, None)
+    if config.backend.type == "fake":
+        from cllm.backends.fake import FakeBackend
+
+        kind: Kind = "fake"
+        name, shape, weights = "fake", FakeBackend(vocab_size=config.backend.fake.vocab_size).shape, 0
+    else:
+        model = open_model_file(config)
+        files = files_of(model)
+        kind = choose_backend(config, model)
+        name, shape = name_of(config, model), model.shape
+        weights = weights_of(config, model, kind).size
+        weight_type, sampling = model.weight_type, sampling_defaults(config, model)
+    is_elastic = kind == "native" or (kind == "fake" and config.backend.fake.layout == "paged")
+    device = device_of(config) if kind == "torch" else "cpu"
+    context = context_of(config, shape, Backend.context_cap if device == "cpu" else None)
+    token_bytes = kv_bytes_per_token(config.resources, shape)
+    return Estimate(name, kind, weights, token_bytes, context, is_elastic, device, files, weight_type, sampling)
+
+
+def context_of(config: Config, shape: ModelShape, cap: int | None) -> int:
+    trained, asked = shape.context_length, config.resources.max_context_length
+    if asked is not None and asked > trained:
+        raise ConfigError(
+            f"resources.max_context_length is {asked}, but the model was trained for {trained} tokens; "
+            f"set it to at most {trained}"
+        )
+    return asked or min(trained, cap or trained)

@@ -1,0 +1,140 @@
+"""What can be asked of a loaded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cllm.config import Config
+from cllm.dialect.dialect import Dialect
+from cllm.engine.loop import Engine
+from cllm.engine.params import SamplingParams
+from cllm.engine.stats import EngineSnapshot
+from cllm.engine.views import EngineView
+from cllm.errors import ShuttingDownError
+from cllm.kv.window import Window
+from cllm.loading.embedder import Embedder
+from cllm.loading.parts import ModelParts
+from cllm.loading.sampling_defaults import SamplingDefaults
+from cllm.models.shape import ModelShape
+from cllm.text.chat_template import ChatTemplate
+from cllm.text.token_limit import TokenLimit
+from cllm.text.tokenizer import Tokenizer
+
+
+class LoadedModel:
+    """The read-only half of `AsyncLLM`. Most of it raises `ShuttingDownError` while the model is not loaded."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._parts: ModelParts | None = None
+        self._engine: Engine | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self._engine is not None and self._engine.accepting
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model.alias or self._loaded.name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._loaded.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        return self._loaded.chat_template
+
+    @property
+    def dialect(self) -> Dialect:
+        return self._loaded.dialect
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Values of parameters that `SamplingParams.with_model_defaults` leaves open."""
+        return self._loaded.sampling
+
+    @property
+    def max_context(self) -> int:
+        return self._loaded.max_context
+
+    def prompt_limit(self, params: SamplingParams | None = None) -> TokenLimit:
+        """How long the prompt of a request with these parameters may be."""
+        if self._window_of(params) is not None:
+            most = self.config.server.max_encode_tokens
+            return TokenLimit(most, f"with a rolling window the limit is {most} (server.max_encode_tokens)")
+        return TokenLimit.of_context(self.max_context, answers=params is None or params.max_tokens != 0)
+
+    def answer_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
+        """The most tokens each answer to such a prompt can have."""
+        if self._window_of(params) is not None:
+            return self.max_context if params.max_tokens is None else params.max_tokens
+        room = max(self.max_context - prompt_tokens, 0)
+        return room if params.max_tokens is None else min(room, params.max_tokens)
+
+    @property
+    def embedder(self) -> Embedder:
+        return self._loaded.embedder
+
+    @property
+    def shape(self) -> ModelShape:
+        return self._loaded.backend.shape
+
+    @property
+    def backend_name(self) -> str:
+        return self._loaded.backend.name
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._loaded.bytes_per_token
+
+    def snapshot(self) -> EngineSnapshot:
+        return self._running.snapshot
+
+    def kv(self) -> dict[str, Any]:
+        """The state of the KV cache: counters as of the last step, and which sequence holds what."""
+        snapshot = self.snapshot()
+        usage = snapshot.kv
+        return {
+            **usage.as_dict(),
+            "bytes": usage.in_bytes(),
+            "bytes_per_token": self.bytes_per_token,
+            "hit_rate": usage.hit_tokens / usage.query_tokens if usage.query_tokens else 0.0,
+            "running": snapshot.running,
+            "waiting": snapshot.waiting,
+            "dropped_tokens": snapshot.dropped_tokens,
+            "drafted_tokens": snapshot.drafted_tokens,
+            "accepted_drafts": snapshot.accepted_drafts,
+            "details": self._running.details,
+        }
+
+    def watch(self) -> None:
+        """Have the engine publish views of itself until `unwatch` is called as many times."""
+        self._running.views.add_watcher()
+        self._running.wake()
+
+    def unwatch(self) -> None:
+        self._running.views.remove_watcher()
+
+    def view(self) -> EngineView | None:
+        """The latest one, if there is one yet. Raises `ShuttingDownError` once the engine has stopped."""
+        if not self._running.alive:
+            raise ShuttingDownError("the engine has stopped")
+        return self._running.views.latest
+
+    @property
+    def _loaded(self) -> ModelParts:
+        if self._parts is None:
+            raise ShuttingDownError("the model is not loaded")
+        return self._parts
+
+    @property
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise ShuttingDownError("the model is not loaded")
+        return self._engine
+
+    def _window_of(self, params: SamplingParams | None) -> Window | None:
+        if params is not None and params.prompt_logprobs is not None:
+            return None  # they need the whole prompt
+        return self._loaded.windows.of(params)

@@ -1,0 +1,265 @@
+"""Loads a model and builds everything around it: K/V cache, scheduler, grammar compiler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cllm.backends.base import Backend
+from cllm.config import Config
+from cllm.dialect.dialect import Dialect, dialect_of
+from cllm.drafts import Drafter
+from cllm.engine.budget import StepBudget
+from cllm.engine.drafting import Drafting
+from cllm.engine.row_sampler import RowSampler, fastest_sampler
+from cllm.engine.scheduler import Scheduler
+from cllm.kv.ledger import Account
+from cllm.kv.manager import KVManager
+from cllm.kv.memory import MIB, plan_blocks, plan_slots
+from cllm.kv.ops import BlockGeometry, BlockOps, SlotOps
+from cllm.kv.paged.manager import PagedKVManager
+from cllm.kv.paged.upkeep import UpkeepSettings
+from cllm.kv.slots.manager import SlotKVManager
+from cllm.loading.disk_cache import DiskCache, attach_disk_cache
+from cllm.loading.embedder import Embedder
+from cllm.loading.estimate import context_of
+from cllm.loading.host_cache import attach_host_cache
+from cllm.loading.open_model import PAGED_MAX_RUNNING, ModelShare, OpenedModel, TokenizerCache, open_model
+from cllm.loading.resources import kv_bytes_per_token
+from cllm.loading.sampling_defaults import SamplingDefaults
+from cllm.loading.windows import Windows
+from cllm.structured.compiler import Compiler
+from cllm.structured.vocabulary import Vocabulary
+from cllm.text.chat_template import ChatTemplate
+from cllm.text.tokenizer import Tokenizer
+
+log = logging.getLogger("cllm")
+
+AHEAD_BYTES = 64 * MIB
+"""K/V memory that an idle server keeps ready for the next requests."""
+
+
+@dataclass(slots=True)
+class ModelParts:
+    """A loaded model, without the engine's thread."""
+
+    name: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    dialect: Dialect
+    embedder: Embedder
+    compiler: Compiler
+    sampling: SamplingDefaults
+    windows: Windows
+    row_sampler: RowSampler
+    backend: Backend
+    scheduler: Scheduler
+    bytes_per_token: int
+    max_context: int
+    disk: DiskCache | None
+
+    def close(self) -> None:
+        """Once the engine has ended. Calling it again does nothing."""
+        self.compiler.close()
+        if self.disk is not None:
+            self.disk.close()
+        self.backend.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    kv: KVManager
+    max_running: int
+    max_context: int
+
+
+def load_model(
+    config: Config, share: ModelShare | None = None, before_mapping: Callable[[], None] | None = None
+) -> ModelParts:
+    """Raises `ModelError` or `ConfigError`, and then leaves nothing open.
+
+    `share` is for one of several models. `before_mapping` is called before the model file is mapped, if it is.
+    """
+    share = share or ModelShare()
+    row_sampler = fastest_sampler(config.backend.native.instruction_set)
+    opened = open_model(config, share, before_mapping)
+    try:
+        return _build(config, opened, share, row_sampler)
+    except BaseException:
+        opened.backend.close()
+        raise
+
+
+def _build(config: Config, opened: OpenedModel, share: ModelShare, row_sampler: RowSampler) -> ModelParts:
+    backend = opened.backend
+    shape = backend.shape
+    token_bytes = kv_bytes_per_token(config.resources, shape)
+    context = context_of(config, shape, backend.context_cap)
+    budget = opened.kv_bytes
+    if budget is None:
+        budget = _fake_bytes(config, token_bytes, context)
+    if backend.layout == "slots":
+        memory = _slot_memory(config, backend, budget, token_bytes, context)
+    else:
+        memory = _block_memory(config, backend, budget, token_bytes, context, share.account)
+    windows = Windows(config.kv.window, memory.kv, memory.max_context, backend.no_window)
+    dialect = dialect_of(opened.chat_template, opened.tokenizer, config.chat)
+    scheduler = Scheduler(
+        memory.kv,
+        _step_budget(config, backend),
+        max_running=memory.max_running,
+        ageing_s=config.scheduler.ageing_s,
+        drafting=_drafting(config, backend),
+        whole_prompts=backend.no_answers is not None,
+    )
+    log.info(
+        "%s: %d bytes of K/V per token, context %d, up to %d sequences at once",
+        backend.describe(),
+        token_bytes,
+        memory.max_context,
+        memory.max_running,
+    )
+    attach_host_cache(config, backend, memory.kv)
+    disk = attach_disk_cache(config, backend, opened.name, opened.files, memory.kv, token_bytes, share.stores)
+    public_name = config.model.alias or opened.name
+    return ModelParts(
+        name=opened.name,
+        tokenizer=opened.tokenizer,
+        chat_template=opened.chat_template,
+        dialect=dialect,
+        embedder=Embedder(public_name, backend, opened.tokenizer, opened.text_end, opened.pairs),
+        compiler=Compiler(_vocabulary(opened, share.tokenizers), config.structured),
+        sampling=opened.sampling,
+        windows=windows,
+        row_sampler=row_sampler,
+        backend=backend,
+        scheduler=scheduler,
+        bytes_per_token=token_bytes,
+        max_context=memory.max_context,
+        disk=disk,
+    )
+
+
+def _vocabulary(opened: OpenedModel, cache: TokenizerCache) -> Vocabulary:
+    if cache.vocabulary is None or cache.vocabulary.tokenizer is not opened.tokenizer:
+        cache.vocabulary = Vocabulary(opened.tokenizer, opened.backend.shape.n_vocab)
+    return cache.vocabulary
+
+
+def _step_budget(config: Config, backend: Backend) -> StepBudget:
+    settings = config.scheduler
+    gap_ms = settings.max_gap_ms or max(settings.inter_token_target_ms, backend.default_gap_ms)
+    return StepBudget(
+        inter_token_s=settings.inter_token_target_ms / 1000,
+        max_gap_s=gap_ms / 1000,
+        prompt_only_s=settings.prefill_target_ms / 1000,
+        max_tokens=settings.max_step_tokens or backend.preferred_step_tokens,
+        chunk_gap_s=max(settings.inter_token_target_ms, backend.chunk_gap_ms) / 1000 if backend.chunk_gap_ms else 0.0,
+    )
+
+
+def _drafting(config: Config, backend: Backend) -> Drafting | None:
+    settings = config.drafts
+    if not settings.enabled or backend.most_drafts == 0:
+        return None
+    drafter = Drafter(
+        max_tokens=settings.max_tokens,
+        max_step_tokens=settings.max_step_tokens,
+        recent_tokens=settings.recent_tokens,
+    )
+    return Drafting(drafter, backend.most_drafts)
+
+
+def _fake_bytes(config: Config, token_bytes: int, context: int) -> int:
+    asked = config.resources.kv_cache_max_memory_mb
+    return context * PAGED_MAX_RUNNING * token_bytes if asked is None else int(asked * MIB)
+
+
+def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int, context: int) -> _Memory:
+    llama = config.backend.llama_cpp
+    asked = config.scheduler.max_running
+    is_asked = asked is not None or "n_seq_max" in llama.model_fields_set
+    on_demand = llama.slots_on_demand and backend.resizes_slots
+    plan = plan_slots(
+        budget_bytes=budget,
+        bytes_per_token=token_bytes,
+        context=context,
+        running=asked or llama.n_seq_max,
+        running_is_asked=is_asked,
+        on_demand=on_demand,
+    )
+    for note in plan.notes:
+        log.warning("%s", note)
+    if llama.slots_on_demand and plan.geometry.at_start is None:
+        why = "this model's sequences cannot be moved"
+        if on_demand:
+            advice = "raise resources.kv_cache_max_memory_mb or lower n_seq_max"
+            why = f"the KV budget has no room to move a sequence; {advice}"
+        log.warning("all %d slots are allocated at the start and stay allocated: %s", plan.geometry.slots, why)
+    backend.allocate(plan.geometry)
+    ops = backend.ops
+    assert isinstance(ops, SlotOps)
+    kv = SlotKVManager(
+        ops,
+        plan.geometry,
+        bytes_per_token=token_bytes,
+        store_bytes=plan.store_bytes,
+        block_tokens=config.resources.block_size,
+        max_sequences=config.resources.kv_cache_max_size,
+        eviction_threshold=config.scheduler.kv_cache_eviction_threshold,
+        eviction_policy=config.scheduler.eviction_policy,
+        pin_limit=config.kv.pin_limit,
+        release_after_s=config.kv.release_after_s,
+        idle_bytes=_idle_bytes(config, budget, plan.geometry.slot_tokens * token_bytes),
+    )
+    return _Memory(kv, plan.running, min(context, plan.geometry.slot_tokens))
+
+
+def _idle_bytes(config: Config, budget: int, context_bytes: int) -> int:
+    """K/V memory that may stay allocated while nothing runs."""
+    asked = config.kv.idle_mb
+    return min(budget, max(budget // 4, context_bytes) if asked is None else int(asked * MIB))
+
+
+def _upkeep(
+    config: Config, backend: Backend, geometry: BlockGeometry, token_bytes: int, context: int
+) -> UpkeepSettings:
+    if not backend.gives_memory_back:
+        return UpkeepSettings(compaction="always" if config.kv.compaction == "always" else "off")
+    idle = _idle_bytes(config, geometry.tokens * token_bytes, context * token_bytes)
+    return UpkeepSettings(
+        release_after_s=config.kv.release_after_s,
+        idle_bytes=idle,
+        ahead_bytes=min(AHEAD_BYTES, idle // 4),
+        compaction=config.kv.compaction,
+    )
+
+
+def _block_memory(
+    config: Config, backend: Backend, budget: int, token_bytes: int, context: int, account: Account | None
+) -> _Memory:
+    geometry = plan_blocks(budget_bytes=budget, bytes_per_token=token_bytes, block_size=config.resources.block_size)
+    backend.allocate(geometry)
+    ops = backend.ops
+    assert isinstance(ops, BlockOps)
+    kv = PagedKVManager(
+        ops,
+        geometry,
+        bytes_per_token=token_bytes,
+        max_sequences=config.resources.kv_cache_max_size,
+        eviction_threshold=config.scheduler.kv_cache_eviction_threshold,
+        eviction_policy=config.scheduler.eviction_policy,
+        pin_limit=config.kv.pin_limit,
+        watermark=config.scheduler.watermark,
+        placement=config.kv.placement,
+        upkeep=_upkeep(config, backend, geometry, token_bytes, context),
+        account=account,
+    )
+    if geometry.tokens < context:
+        log.warning(
+            "the KV budget of %.0f MiB holds %d tokens: the context is limited to that instead of %d",
+            *(budget / MIB, geometry.tokens, context),
+        )
+    max_running = config.scheduler.max_running or PAGED_MAX_RUNNING
+    return _Memory(kv, max_running, min(context, geometry.tokens))

@@ -1,0 +1,46 @@
+"""Checks before the work begins: packages that a default install lacks, and files that cannot be written."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from cllm.errors import CLLMError
+
+PLOT_FORMATS = (".svg", ".png", ".pdf")
+
+
+def check_extra(module: str, what: str) -> None:
+    if find_spec(module) is None:
+        in_checkout = ".venv/bin/python scripts/install.py bench"
+        raise CLLMError(f"{what} needs {module}: pip install 'cllm[bench]', or in a checkout {in_checkout}")
+
+
+def check_writable(option: str, file: Path | None) -> None:
+    """Creates the directory of the file. Pipes and devices are not tried."""
+    if file is None or (file.exists() and not file.is_file() and not file.is_dir()):
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not file.exists()
+        file.open("ab").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise CLLMError(f"{option}: cannot write {file}: {error.strerror or error}") from error
+
+
+def check_plot(file: Path | None) -> Path | None:
+    """For the option --plot."""
+    if file is not None:
+        if file.suffix not in PLOT_FORMATS:
+            raise CLLMError(f"--plot {file}: the file must end in {', '.join(PLOT_FORMATS)}")
+        check_extra("matplotlib", "--plot")
+    return file
+
+
+def check_report(directory: Path | None) -> Path | None:
+    """For the option --report."""
+    if directory is not None:
+        check_extra("matplotlib", "--report")
+    return directory

@@ -1,0 +1,281 @@
+"""Requests of Anthropic's API. Parameters that are not supported are listed, and refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, Tag, model_validator
+from typing_extensions import TypedDict
+
+from cllm.dialect.tools import Tool
+from cllm.server.anthropic.messages import Conversation
+from cllm.server.http.response import as_json
+from cllm.server.schema.messages import CacheControl
+from cllm.server.schema.sampling import SamplingFields, StopStrings
+from cllm.server.schema.tools import (
+    MOST_TOOLS,
+    CallId,
+    JsonObject,
+    ToolName,
+    by_kind,
+    check_names,
+    check_schema,
+    known_kinds,
+)
+from cllm.server.schema.validation import (
+    WHOLE,
+    AtMost,
+    Hint,
+    Int32,
+    ModelName,
+    RequestModel,
+    Text,
+    Unsupported,
+    refusal,
+    shorten,
+    wrong,
+)
+from cllm.structured.structure import Structure
+
+_MARK = "Keep everything up to here in the KV cache for a while."
+_NO_TEXT = "; this server supports no images, documents or other kinds of content"
+_NO_SERVER_TOOL = "; this server has no tools of its own: send a tool with a name, a description and an input_schema"
+
+
+class TextBlock(RequestModel):
+    type: Literal["text"]
+    text: Text
+    cache_control: CacheControl | None = Field(None, description=_MARK)
+    citations: Hint = None
+
+
+TextOnly = Annotated[TextBlock, known_kinds(("text",), _NO_TEXT)]
+TextBlocks = Annotated[list[TextOnly], Field(fail_fast=True)]
+
+
+class ToolUseBlock(RequestModel):
+    type: Literal["tool_use"]
+    id: CallId
+    name: CallId
+    input: JsonObject
+    cache_control: CacheControl | None = Field(None, description=_MARK)
+    caller: Hint = None
+    toolset_name: Hint = None
+
+
+class ToolResultBlock(RequestModel):
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: Text | TextBlocks | None = None
+    is_error: bool | None = Field(None, description="Tells the model that this is an error.")
+    cache_control: CacheControl | None = Field(None, description=_MARK)
+    toolset_name: Hint = None
+
+
+class ThinkingBlock(RequestModel):
+    """Given to the chat template as reasoning, whichever model it came from."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Hint = None
+
+
+class RedactedThinkingBlock(RequestModel):
+    """Accepted and left out: it is encrypted."""
+
+    type: Literal["redacted_thinking"]
+    data: Text
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text object")]
+    | Annotated[ToolUseBlock, Tag("tool_use object")]
+    | Annotated[ToolResultBlock, Tag("tool_result object")]
+    | Annotated[ThinkingBlock, Tag("thinking object")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking object")],
+    by_kind(),
+    known_kinds(("text", "tool_use", "tool_result", "thinking", "redacted_thinking"), _NO_TEXT),
+]
+
+
+class Message(RequestModel):
+    role: Literal["user", "assistant", "system"]
+    content: Text | Annotated[list[Block], Field(fail_fast=True)] = Field(
+        description="Text, or blocks of type `text`, `tool_use`, `tool_result`, `thinking` or `redacted_thinking`."
+    )
+
+
+class CustomTool(RequestModel):
+    unsupported: ClassVar[Unsupported] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: Text | None = None
+    input_schema: JsonObject
+    input_examples: Annotated[list[JsonObject], Field(fail_fast=True)] | None = Field(
+        None, description="Shown to the model with the description."
+    )
+    strict: bool | None = Field(None, description="Calls are guaranteed to fit the schema.")
+    cache_control: CacheControl | None = Field(None, description=_MARK)
+    eager_input_streaming: Hint = None
+
+    def plain(self) -> Tool:
+        description = self.description
+        if self.input_examples:
+            examples = map(as_json, self.input_examples)
+            description = "\n".join([description or "", "Examples of input:", *examples]).strip()
+        return Tool(self.name, description, self.input_schema or None, bool(self.strict))
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> CustomTool:
+        check_schema(self.input_schema, "input_schema")
+        return self
+
+
+class ToolChoiceFields(RequestModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = Field(None, description="With `tool`: which.")
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> ToolChoiceFields:
+        if (self.type == "tool") != (self.name is not None):
+            reason = "is missing" if self.name is None else "is only allowed together with type = 'tool'"
+            raise refusal("name", reason)
+        return self
+
+
+class Thinking(RequestModel):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Int32 | None = Field(None, description="A hint: max_tokens is the limit of both.")
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="`omitted`: thinking blocks come without their text."
+    )
+
+
+class JsonFormat(TypedDict):  # a pydantic model cannot have a field `schema`
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
+    type: Literal["json_schema"]
+    schema: JsonObject
+
+
+class OutputConfig(RequestModel):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="Given to the chat template as reasoning_effort."
+    )
+    format: JsonFormat | None = Field(None, description="The answer is guaranteed to fit this schema.")
+
+
+class Metadata(RequestModel):
+    user_id: Annotated[Text, Field(max_length=1024)] | None = Field(
+        None, description="Identifies the end user; logged with the request id."
+    )
+
+
+def _clears_thinking(kind: str) -> str:
+    if not kind.startswith("clear_thinking_"):
+        raise wrong(f"is {shorten(repr(kind))}; this server does not edit conversations")
+    return kind
+
+
+class ContextEdit(RequestModel):
+    type: Annotated[str, AfterValidator(_clears_thinking), Field(json_schema_extra={"pattern": "^clear_thinking_"})] = (
+        Field(description="A hint: which earlier thinking the model sees is up to its chat template.")
+    )
+    keep: Hint = None
+
+
+class ContextManagement(RequestModel):
+    edits: Annotated[list[ContextEdit], Field(fail_fast=True)] | None = None
+
+
+class MessagesInput(SamplingFields):
+    """The fields that make the prompt, for answering and for counting tokens."""
+
+    model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")]
+    system: Text | TextBlocks | None = None
+    tools: (
+        Annotated[
+            list[Annotated[CustomTool, known_kinds(("custom",), _NO_SERVER_TOOL, "custom")]],
+            Field(fail_fast=True, max_length=MOST_TOOLS),
+        ]
+        | None
+    ) = None
+    tool_choice: ToolChoiceFields | None = None
+    thinking: Thinking | None = Field(None, description="Given to the chat template as enable_thinking.")
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = Field(None, description="The old name of output_config.format.")
+    context_management: ContextManagement | None = None
+    speed: Hint = None
+    user_profile_id: Hint = None
+    workspace_id: Hint = None
+
+    _conversation: Conversation = PrivateAttr()
+    _tools: list[Tool] = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> MessagesInput:
+        """Also converts the messages: bodies are validated where that does not block others."""
+        tools = self.tools or []
+        check_names((tool.name for tool in tools), "tools")
+        choice = self.tool_choice
+        if choice is not None and choice.name is not None and choice.name not in {tool.name for tool in tools}:
+            raise refusal("tool_choice.name", f"is {shorten(repr(choice.name))}, which is not among the tools")
+        if choice is not None and choice.type == "any" and not tools:
+            raise refusal("tool_choice", "is only allowed together with tools")
+        if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
+            raise refusal("output_format", "is the old name of output_config.format; send one of them")
+        self._conversation = Conversation.of(self)
+        self._tools = [tool.plain() for tool in tools]
+        return self
+
+    @property
+    def conversation(self) -> Conversation:
+        return self._conversation
+
+    @property
+    def chat_tools(self) -> list[Tool]:
+        return self._tools
+
+    def _of_this_api(self) -> Structure | None:
+        if self.output_format is not None:
+            return Structure("json_schema", as_json(self.output_format["schema"]), "output_format.schema")
+        if self.output_config is not None and self.output_config.format is not None:
+            return Structure("json_schema", as_json(self.output_config.format["schema"]), "output_config.format.schema")
+        return None
+
+
+class CountRequest(MessagesInput):
+    model_config = ConfigDict(json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello"}]}})
+
+
+class MessagesRequest(MessagesInput):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "max_tokens": 64,
+                "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            }
+        }
+    )
+    unsupported: ClassVar[Unsupported] = {"container": (), "mcp_servers": ([],)}
+
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] = Field(
+        description="Maximum number of tokens to generate."
+    )
+    stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
+    stop_sequences: StopStrings | None = Field(None, description="Stop before any of these strings.")
+    metadata: Metadata | None = None
+    service_tier: Hint = None
+    inference_geo: Hint = None
+    diagnostics: Hint = None
+
+    @model_validator(mode="after")
+    def _one_name_of_stop(self) -> MessagesRequest:
+        if self.stop_sequences is not None:
+            if self.stop is not None:
+                raise refusal("stop", "is another name of stop_sequences; send one of them")
+            self.stop = self.stop_sequences
+        return self

@@ -1,0 +1,1 @@
+"""cLLM's own endpoints: generate, tokenize, operations, models, warm prefixes."""

@@ -1,0 +1,47 @@
+"""`/models`: loading and unloading one of several models."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from pydantic import ConfigDict, Field
+
+from cllm.server.openai.replies import ServedCard
+from cllm.server.openai.routes import served_card
+from cllm.server.schema.body import json_body
+from cllm.server.schema.replies import ErrorReply, error_responses
+from cllm.server.schema.validation import ModelName, RequestModel
+from cllm.server.state import State
+
+router = APIRouter(prefix="/models", tags=["Models"])
+
+_ERRORS = error_responses(ErrorReply, 400, 401, 403, 404, 413, 500, 503)
+
+
+class LoadRequest(RequestModel):
+    model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2"}})
+
+    model: ModelName
+
+
+class UnloadRequest(LoadRequest):
+    wait: bool | None = Field(None, description="Wait for its requests to end instead of refusing. Default false.")
+
+
+@router.post("/load", responses=_ERRORS)
+async def load(body: Annotated[LoadRequest, Depends(json_body(LoadRequest))], state: State) -> ServedCard:
+    """Load a model; answered when it is ready. Others may be unloaded to make room."""
+    assert state.several is not None
+    served = state.find(body.model)
+    await state.several.load(served)
+    return served_card(served, state.created, sees_all=True)
+
+
+@router.post("/unload", responses={**_ERRORS, **error_responses(ErrorReply, 409)})
+async def unload(body: Annotated[UnloadRequest, Depends(json_body(UnloadRequest))], state: State) -> ServedCard:
+    """Unload a model. If it has running requests, refuse (409), or wait for them. The next request loads it again."""
+    assert state.several is not None
+    served = state.find(body.model)
+    await state.several.unload(served, wait=bool(body.wait))
+    return served_card(served, state.created, sees_all=True)

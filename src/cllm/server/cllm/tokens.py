@@ -1,0 +1,217 @@
+"""Tokenize, detokenize, render a chat's prompt, and describe the tokenizer.
+
+The formats are vLLM's; llama-server's parameters (`content`, `with_pieces`) work, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from cllm import __version__
+from cllm.engine.params import SamplingParams
+from cllm.errors import InvalidRequestError
+from cllm.server.http.response import SlicedJsonResponse, as_json, list_pieces, text_pieces
+from cllm.server.inference.chat import ChatInput, open_chat
+from cllm.server.openai.routes import chat_input_of
+from cllm.server.openai.schema import ChatRequest
+from cllm.server.schema.body import json_body
+from cllm.server.schema.messages import ChatMessage
+from cllm.server.schema.replies import ErrorReply, error_responses
+from cllm.server.schema.validation import AtMost, ModelName, RequestModel, Text, TokenIds, refusal
+from cllm.server.state import ModelState, ServerState, State
+from cllm.text.token_limit import TokenLimit
+
+if TYPE_CHECKING:
+    from cllm.text.tokenizer import Tokenizer
+
+router = APIRouter(tags=["Tokens"])
+
+_ERRORS = error_responses(ErrorReply, 400, 401, 404, 413, 500, 503)
+
+
+_SOURCES = ("prompt", "content", "messages")
+
+
+def _alone(name: str) -> dict[str, Any]:
+    """For the API's description: this one is given, and no other."""
+    others: dict[str, Any] = {other: {"type": "null"} for other in _SOURCES if other != name}
+    return {"required": [name], "properties": {**others, name: {"not": {"type": "null"}}}}
+
+
+class TokenizeRequest(RequestModel):
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"prompt": "Hello, world"}, "oneOf": [_alone(name) for name in _SOURCES]}
+    )
+
+    model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
+    prompt: Text | None = Field(None, description="A text as POST /v1/completions takes it.")
+    content: Text | None = Field(None, description="The same in llama-server's words: no BOS, special tokens by name.")
+    messages: (
+        Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")] | None
+    ) = Field(None, description="A chat as POST /v1/chat/completions takes it.")
+    add_special_tokens: bool | None = Field(
+        None, description="Begin `prompt` with BOS, if the model does. Default true."
+    )
+    add_special: bool | None = Field(None, description="The same for `content`. Default false.")
+    parse_special: bool | None = Field(None, description="Read names of special tokens in `content`. Default true.")
+    add_generation_prompt: bool | None = Field(
+        None, description="End `messages` so that the model answers. Default true."
+    )
+    return_token_strs: bool | None = Field(None, description="Also give each token's text.")
+    with_pieces: bool | None = Field(None, description="Give tokens as objects with `id` and `piece`.")
+
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        if [self.prompt, self.content, self.messages].count(None) != 2:
+            yield refusal("prompt", "is missing: send one of prompt, content and messages")
+
+
+class TokenPiece(BaseModel):
+    id: int
+    piece: str
+
+
+class TokenizeReply(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int] | list[TokenPiece]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(RequestModel):
+    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [1, 2]}})
+
+    model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
+    tokens: Annotated[TokenIds, AtMost("max_encode_tokens", "tokens")]
+
+
+class DetokenizeReply(BaseModel):
+    prompt: str
+    content: str = Field(description="The same, where llama-server's clients look for it.")
+
+
+class RenderReply(BaseModel):
+    prompt: str
+    prompt_token_ids: list[int]
+
+
+class TokenizerInfo(BaseModel):
+    model_config = ConfigDict(protected_namespaces=())
+
+    tokenizer_class: str
+    model_max_length: int
+    vocab_size: int
+    add_bos_token: bool
+    bos_token: str | None
+    eos_token: str | None
+    eos_token_ids: list[int] = Field(description="Every token that ends an answer.")
+    chat_template: str
+    added_tokens_decoder: dict[str, dict[str, Any]] = Field(description="Special tokens, by id.")
+
+
+class Version(BaseModel):
+    version: str
+
+
+@router.post("/tokenize", response_model=TokenizeReply, responses=_ERRORS)
+async def tokenize(
+    body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))], request: Request, state: State
+) -> Response:
+    """The tokens of a text or a chat."""
+    model = await state.model(body.model, request)
+    tokens = await _tokens_of(body, request, state, model)
+    return SlicedJsonResponse(_tokenize_pieces(body, tokens, model.llm.tokenizer, model.llm.max_context))
+
+
+@router.post("/detokenize", response_model=DetokenizeReply, responses=_ERRORS)
+async def detokenize(
+    body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))], request: Request, state: State
+) -> Response:
+    """The text of tokens, with special tokens by name."""
+    model = await state.model(body.model, request)
+    size = model.llm.shape.n_vocab
+    unknown = next((token for token in body.tokens if token >= size), None)
+    if unknown is not None:
+        raise InvalidRequestError(f"tokens contains {unknown}; ids go from 0 to {size - 1}", "tokens")
+    text = await model.encoder.decode(body.tokens)
+    return SlicedJsonResponse(('{"prompt":', *text_pieces(text), ',"content":', *text_pieces(text), "}"))
+
+
+async def render(
+    body: Annotated[ChatRequest, Depends(json_body(ChatRequest))], request: Request, state: State
+) -> Response:
+    """The prompt of a chat: its text, with special tokens by name, and its tokens. Nothing is computed."""
+    chat = await open_chat(state, request, chat_input_of(body), "render")
+    text = await chat.model.encoder.decode(chat.prompt)
+    ids = list_pieces(map(str, chat.prompt), entries=4096)
+    return SlicedJsonResponse(('{"prompt":', *text_pieces(text), ',"prompt_token_ids":', *ids, "}"))
+
+
+for path in ("/apply-template", "/v1/chat/completions/render"):
+    router.add_api_route(path, render, methods=["POST"], response_model=RenderReply, responses=_ERRORS)
+
+
+@router.get("/tokenizer_info", responses=error_responses(ErrorReply, 401, 404, 409))
+async def tokenizer_info(state: State, model: str | None = None) -> TokenizerInfo:
+    """The tokenizer's properties, as in a Hugging Face tokenizer_config.json."""
+    shown = state.loaded(model)
+    tokenizer, template = shown.llm.tokenizer, shown.llm.chat_template
+    return TokenizerInfo(
+        tokenizer_class="PreTrainedTokenizerFast",
+        model_max_length=shown.llm.max_context,
+        vocab_size=tokenizer.vocab_size,
+        add_bos_token=tokenizer.add_bos,
+        bos_token=template.bos or None,
+        eos_token=template.eos or None,
+        eos_token_ids=sorted(tokenizer.eos_ids),
+        chat_template=template.source,
+        added_tokens_decoder={
+            str(token_id): {"content": name, "special": True} for name, token_id in tokenizer.special_tokens.items()
+        },
+    )
+
+
+@router.get("/version", responses=error_responses(ErrorReply, 401))
+async def version() -> Version:
+    """The server's version."""
+    return Version(version=__version__)
+
+
+async def _tokens_of(body: TokenizeRequest, request: Request, state: ServerState, model: ModelState) -> Sequence[int]:
+    if body.messages is not None:
+        if body.add_generation_prompt is False:
+            return await model.encoder.encode_beginning([message.plain() for message in body.messages])
+        call = ChatInput([message.plain() for message in body.messages], SamplingParams(), model=body.model)
+        return (await open_chat(state, request, call, "tokenize")).prompt
+    most = state.config.server.max_encode_tokens
+    limit = TokenLimit(most, f"at most {most} are counted (server.max_encode_tokens)", "the text")
+    if body.content is not None:
+        special = body.parse_special is not False
+        return await model.encoder.encode(
+            body.content, limit, "content", special=special, add_bos=body.add_special is True
+        )
+    assert body.prompt is not None
+    return await model.encoder.encode(body.prompt, limit, "prompt", add_bos=body.add_special_tokens is not False)
+
+
+def _tokenize_pieces(
+    body: TokenizeRequest, tokens: Sequence[int], tokenizer: Tokenizer, max_context: int
+) -> Iterator[str]:
+    """A `TokenizeReply`."""
+    yield f'{{"count":{len(tokens)},"max_model_len":{max_context},"tokens":'
+    if body.with_pieces:
+        text = tokenizer.token_text
+        yield from list_pieces(f'{{"id":{token},"piece":{as_json(text(token))}}}' for token in tokens)
+    else:
+        yield from list_pieces(map(str, tokens), entries=4096)
+    yield ',"token_strs":'
+    if body.return_token_strs:
+        yield from list_pieces(json.dumps(tokenizer.token_text(token)) for token in tokens)
+    else:
+        yield "null"
+    yield "}"

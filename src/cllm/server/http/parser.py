@@ -1,0 +1,186 @@
+"""Parses requests, and limits everything that a client could make endless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+from urllib.parse import unquote
+
+import httptools
+
+from cllm.server.errors import Problem
+from cllm.server.http.cycle import RequestCycle
+
+MOST_PIPELINED = 8
+"""Requests that may begin in one slice of bytes."""
+_FRAMING = frozenset({b"content-length", b"transfer-encoding"})
+
+
+class RefusedError(Exception):
+    """What arrived is not a valid request, or too large."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+class RequestParser:
+    """Parses one connection's requests. `on_head` is called when a request's headers are complete, `on_end` when its
+    body is. `begin` creates a request cycle; `scope` is common to all of the connection's requests."""
+
+    def __init__(
+        self,
+        begin: Callable[[], RequestCycle],
+        scope: Mapping[str, Any],
+        most_head: int,
+        on_head: Callable[[RequestCycle], None],
+        on_end: Callable[[RequestCycle], None],
+    ) -> None:
+        self.incoming: RequestCycle | None = None
+        """The request being parsed."""
+        self._begin = begin
+        self._scope = scope
+        self._most_head = most_head
+        self._on_head = on_head
+        self._on_end = on_end
+        self._parser = httptools.HttpRequestParser(self)
+        self._in_head = True
+        self._begun = 0
+        """Requests that began in the current slice."""
+        self._known_bytes = 0
+        """Of complete request lines and headers: exact."""
+        self._head_bytes = self._body_bytes = self._framing_bytes = 0
+        self._problem: Problem | None = None
+        """Why a callback stopped the parser."""
+        self._asks_upgrade = False
+        """Whether the current request asks for another protocol, which is not supported."""
+        self._replays = False
+        """Whether a second parser is being told how the body is framed."""
+
+    @property
+    def between(self) -> bool:
+        """Whether no byte of another request has arrived."""
+        return self.incoming is None and not self._head_bytes
+
+    def close(self) -> None:
+        """Drop the parser, which refers back to this object: no garbage collection is needed then."""
+        self._parser = None  # type: ignore[assignment]
+
+    def feed(self, piece: bytes) -> None:
+        """Parse a slice of a few kilobytes. For what the parser buffers, limits are exact to within one slice."""
+        was_in_head, was, body_before = self._in_head, self.incoming, self._body_bytes
+        self._begun = 0
+        try:
+            self._parse(piece)
+        except httptools.HttpParserCallbackError:
+            raise RefusedError(self._problem or _bad("the request target is not valid")) from None
+        except httptools.HttpParserError as error:
+            raise RefusedError(_bad(str(error))) from None
+        if self._in_head:
+            if was_in_head and was in (None, self.incoming):
+                self._head_bytes += len(piece)
+        elif not was_in_head and self.incoming is was:
+            self._framing_bytes += len(piece) - (self._body_bytes - body_before)
+        if self._head_bytes > self._most_head:
+            raise RefusedError(self._headers_too_large())
+        if self._framing_bytes > self._most_head + self._body_bytes:
+            raise RefusedError(self._too_much("The chunk framing is larger"))
+
+    def _parse(self, piece: bytes) -> None:
+        """After a request to upgrade, httptools takes everything that follows for the other protocol. There is none
+        here, and what follows is the body: a second parser reads it, after a head that frames the body the same way."""
+        while True:
+            try:
+                self._parser.feed_data(piece)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                piece = piece[upgrade.args[0] :]
+            assert self.incoming is not None
+            framing = [header for header in self.incoming.headers if header[0] in _FRAMING]
+            self._asks_upgrade, self._replays = False, True
+            self._parser = httptools.HttpRequestParser(self)
+            self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(b"%b: %b\r\n" % each for each in framing))
+
+    def _headers_too_large(self) -> Problem:
+        return self._too_much("The request line and headers are larger")
+
+    def _too_much(self, what: str) -> Problem:
+        message = f"{what} than {self._most_head} bytes (server.max_header_bytes)."
+        return Problem(431, "invalid_request_error", message, code="headers_too_large")
+
+    # -- what the parser finds ---------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._replays:
+            return
+        self._begun += 1
+        if self._begun > MOST_PIPELINED:
+            self._stop(_bad(f"more than {MOST_PIPELINED} pipelined requests"))
+        self.incoming = self._begin()
+        self._in_head = True
+        self._known_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        assert self.incoming is not None
+        if self._replays:
+            return
+        self.incoming.url += url
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        assert self.incoming is not None
+        if self._in_head:  # otherwise it is a trailer, or a replay
+            self._count(len(name) + len(value) + len(b": \r\n"))
+            self.incoming.add_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        cycle = self.incoming
+        assert cycle is not None
+        if self._replays:
+            self._replays = False
+            return
+        url = httptools.parse_url(cycle.url)
+        version = self._parser.get_http_version()
+        cycle.keep_alive = version == "1.1" and self._parser.should_keep_alive()
+        cycle.scope = {
+            **self._scope,
+            "http_version": version,
+            "method": self._parser.get_method().decode("ascii"),
+            "path": self._scope["root_path"] + unquote(url.path.decode("ascii")),
+            "raw_path": self._scope["root_path"].encode() + url.path,
+            "query_string": url.query or b"",
+            "headers": cycle.headers,
+            "state": self._scope["state"].copy(),
+        }
+        self._in_head = False
+        self._asks_upgrade = self._parser.should_upgrade()
+        self._head_bytes = self._body_bytes = self._framing_bytes = 0
+        self._on_head(cycle)
+
+    def on_body(self, body: bytes) -> None:
+        assert self.incoming is not None
+        self._body_bytes += len(body)
+        self.incoming.add_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._asks_upgrade:
+            return  # the parser calls this for every such request, with a body or without
+        done, self.incoming = self.incoming, None
+        assert done is not None
+        self._in_head = True
+        self._framing_bytes = 0
+        done.end_body()
+        self._on_end(done)
+
+    def _count(self, size: int) -> None:
+        self._known_bytes += size
+        if self._known_bytes > self._most_head:
+            self._stop(self._headers_too_large())
+
+    def _stop(self, problem: Problem) -> NoReturn:
+        self._problem = problem
+        raise ValueError(problem.message)
+
+
+def _bad(why: str) -> Problem:
+    return Problem(400, "invalid_request_error", f"Malformed HTTP request: {why}.", code="bad_request")

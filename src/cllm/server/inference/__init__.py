@@ -1,0 +1,1 @@
+"""From a checked request to its answers, whatever the API."""

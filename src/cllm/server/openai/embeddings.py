@@ -1,0 +1,120 @@
+"""OpenAI's embeddings endpoint, and reranking as in Jina's, Cohere's and vLLM's APIs."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+from fastapi import APIRouter, Depends, Request, Response
+
+from cllm.errors import InvalidRequestError
+from cllm.server.http.response import SlicedJsonResponse, as_json, list_pieces, text_pieces, unless_gone
+from cllm.server.inference.tokenization import each_prompt
+from cllm.server.openai.embeddings_schema import (
+    EmbeddingReply,
+    EmbeddingRequest,
+    RerankReply,
+    RerankRequest,
+)
+from cllm.server.schema.body import json_body
+from cllm.server.schema.replies import ErrorReply, error_responses
+from cllm.server.state import ModelState, State, tenant_of, time_left
+from cllm.tasks.embedding import EmbeddingJob, shortened
+
+if TYPE_CHECKING:
+    from cllm.engine.reading import Embedding
+
+router = APIRouter(tags=["OpenAI"])
+_ERRORS = error_responses(ErrorReply, 400, 401, 404, 408, 413, 429, 500, 503)
+
+
+@router.post("/v1/embeddings", response_model=EmbeddingReply, responses=_ERRORS)
+async def embeddings(
+    body: Annotated[EmbeddingRequest, Depends(json_body(EmbeddingRequest))], request: Request, state: State
+) -> Response:
+    """Texts as vectors of length 1."""
+    model = await state.model(body.model, request, body.timeout)
+    if (reason := model.llm.embedder.no_embeddings) is not None:
+        raise InvalidRequestError(reason, "model")
+    size = model.llm.shape.n_embd
+    if body.dimensions is not None and body.dimensions > size:
+        raise InvalidRequestError(
+            f"dimensions is {body.dimensions}; embeddings of this model have {size}", "dimensions"
+        )
+    if not body.input:
+        raise InvalidRequestError("input is empty", "input")
+    texts = await model.encoder.encode_inputs(each_prompt(body.input), "input")
+    work = _embed(request, model, body, texts, "embd")
+    vectors = await unless_gone(request.receive, work.compute())
+    return SlicedJsonResponse(_pieces(body, model.served_name, vectors, work.prompt_tokens))
+
+
+@router.post("/rerank", response_model=RerankReply, responses=_ERRORS, include_in_schema=False)
+@router.post("/v1/rerank", response_model=RerankReply, responses=_ERRORS)
+async def rerank(
+    body: Annotated[RerankRequest, Depends(json_body(RerankRequest))], request: Request, state: State
+) -> Response:
+    """How well each document answers a query, best first."""
+    model = await state.model(body.model, request, body.timeout)
+    if (reason := model.llm.embedder.no_ranking) is not None:
+        raise InvalidRequestError(reason, "model")
+    documents = [each if isinstance(each, str) else each.text for each in body.documents]
+    texts = await model.encoder.encode_pairs(body.query, documents)
+    work = _embed(request, model, body, texts, "rerank")
+    vectors = await unless_gone(request.receive, work.compute())
+    scores = [float(vector[0]) for vector in vectors]
+    best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: body.top_n]
+    head = f"rerank-{request.state.unique_id}", model.served_name
+    shown = documents if body.return_documents is not False else None
+    return SlicedJsonResponse(_rerank_pieces(head, best, scores, shown, work.prompt_tokens))
+
+
+def _embed(
+    request: Request,
+    model: ModelState,
+    body: EmbeddingRequest | RerankRequest,
+    texts: Sequence[Sequence[int]],
+    prefix: str,
+) -> EmbeddingJob:
+    return EmbeddingJob(
+        model.llm,
+        texts,
+        request_id=f"{prefix}-{request.state.unique_id}",
+        priority=body.priority or 0,
+        timeout_s=time_left(request, model, body.timeout),
+        tenant=tenant_of(request),
+    )
+
+
+def _pieces(body: EmbeddingRequest, name: str, vectors: Sequence[Embedding], tokens: int) -> Iterator[str]:
+    """An `EmbeddingReply`."""
+    yield '{"object":"list","data":'
+    written = (_written(index, shortened(vector, body.dimensions), body) for index, vector in enumerate(vectors))
+    yield from list_pieces(written, entries=1)
+    yield f',"model":{as_json(name)},"usage":{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}}}'
+
+
+def _written(index: int, vector: Embedding, body: EmbeddingRequest) -> str:
+    if body.encoding_format == "base64":
+        shown = as_json(base64.b64encode(np.ascontiguousarray(vector, "<f4").tobytes()).decode())
+    else:
+        shown = as_json(vector.tolist())
+    return f'{{"object":"embedding","index":{index},"embedding":{shown}}}'
+
+
+def _rerank_pieces(
+    head: tuple[str, str], best: Sequence[int], scores: Sequence[float], documents: Sequence[str] | None, tokens: int
+) -> Iterator[str]:
+    """A `RerankReply`."""
+    yield f'{{"id":{as_json(head[0])},"model":{as_json(head[1])},'
+    yield f'"usage":{{"prompt_tokens":{tokens},"total_tokens":{tokens}}},"results":['
+    for place, index in enumerate(best):
+        yield f'{"," if place else ""}{{"index":{index},"relevance_score":{scores[index]!r}'
+        if documents is not None:
+            yield ',"document":{"text":'
+            yield from text_pieces(documents[index])
+            yield "}"
+        yield "}"
+    yield "]}"

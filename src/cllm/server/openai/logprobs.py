@@ -1,0 +1,193 @@
+"""Log probabilities as OpenAI's APIs write them, in pieces of JSON that each take little time to make.
+
+Those of prompts (OpenAI's `echo` with `logprobs`, vLLM's `prompt_logprobs`) are many: they are kept as arrays, and
+written a few tokens at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, overload
+
+from cllm.engine.sampling import TokenLogprob
+from cllm.server.http.response import as_json, list_pieces
+
+if TYPE_CHECKING:
+    from cllm.backends.base import PromptScores
+    from cllm.generation import Generation
+    from cllm.text.tokenizer import Tokenizer
+
+_LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot write."""
+_KEPT = 8192
+"""Tokens whose JSON is kept; the same few hundred come again and again."""
+_ENTRIES = 64
+"""Of a prompt, in a piece."""
+
+
+class ChatLogprobs:
+    """`{"content":[{"token":…,"logprob":…,"bytes":…,"top_logprobs":[…]},…],"refusal":null}`"""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._written: dict[int, tuple[str, str]] = {}
+
+    def pieces(self, entries: Sequence[TokenLogprob]) -> Iterator[str]:
+        yield '{"content":'
+        yield from self.list_pieces(entries)
+        yield ',"refusal":null}'
+
+    def list_pieces(self, entries: Sequence[TokenLogprob]) -> Iterator[str]:
+        return list_pieces(map(self._entry, entries))
+
+    def _entry(self, entry: TokenLogprob) -> str:
+        top = "},".join([self._fields(*pair) for pair in entry.top])
+        closed = "}" if top else ""
+        return f'{self._fields(entry.token_id, entry.logprob)},"top_logprobs":[{top}{closed}]}}'
+
+    def _fields(self, token_id: int, logprob: float) -> str:
+        """One token's object without its end."""
+        written = self._written.get(token_id) or self._write(token_id)
+        return f"{written[0]}{_finite(logprob)!r}{written[1]}"
+
+    def _write(self, token_id: int) -> tuple[str, str]:
+        if len(self._written) >= _KEPT:
+            self._written.clear()
+        raw = list(self._tokenizer.token_bytes(token_id)) or None
+        written = f'{{"token":{as_json(self._tokenizer.token_text(token_id))},"logprob":', f',"bytes":{as_json(raw)}'
+        self._written[token_id] = written
+        return written
+
+
+class CompletionLogprobs:
+    """`{"tokens":[…],"token_logprobs":[…],"top_logprobs":[{…},…],"text_offset":[…]}`"""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._text = tokenizer.token_text
+
+    def length(self, entries: Iterable[TokenLogprob]) -> int:
+        """Length of the tokens' text."""
+        return sum(len(self._text(entry.token_id)) for entry in entries)
+
+    def pieces(self, entries: Sequence[TokenLogprob], offset: int = 0) -> Iterator[str]:
+        """`offset` is where in the answer's text the first token begins."""
+        yield '{"tokens":'
+        yield from list_pieces(as_json(self._text(entry.token_id)) for entry in entries)
+        yield ',"token_logprobs":'
+        yield from list_pieces(_number(entry.logprob) for entry in entries)
+        yield ',"top_logprobs":'
+        yield from list_pieces(map(self._top, entries))
+        yield ',"text_offset":'
+        yield from list_pieces(map(str, self._offsets(entries, offset)))
+        yield "}"
+
+    def _top(self, entry: TokenLogprob) -> str:
+        if math.isnan(entry.logprob):
+            return "null"
+        likeliest = {self._text(token): _finite(logprob) for token, logprob in entry.top}
+        # The chosen token is always listed, even if it is not among the likeliest.
+        return as_json(likeliest | {self._text(entry.token_id): _finite(entry.logprob)})
+
+    def _offsets(self, entries: Sequence[TokenLogprob], offset: int) -> Iterator[int]:
+        for entry in entries:
+            yield offset
+            offset += len(self._text(entry.token_id))
+
+
+def _number(logprob: float) -> str:
+    """null for the first token of a prompt."""
+    return "null" if math.isnan(logprob) else repr(_finite(logprob))
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
+
+
+class PromptEntries(Sequence[TokenLogprob]):
+    """A prompt's tokens with their log probabilities, each built on access. That of the first is NaN."""
+
+    def __init__(self, ids: Sequence[int], scores: PromptScores, top: int) -> None:
+        self._ids = ids
+        self._scores = scores
+        self._top = top
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprob: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprob]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprob | list[TokenLogprob]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        token = self._ids[index]
+        if index == 0:
+            return TokenLogprob(token, math.nan, ())
+        scores, row = self._scores, index - 1
+        ids, logprobs = scores.top_ids[row, : self._top].tolist(), scores.top_logprobs[row, : self._top].tolist()
+        top = [(each, logprob) for each, logprob in zip(ids, logprobs, strict=True) if each >= 0]
+        return TokenLogprob(token, float(scores.logprobs[row]), top)
+
+    def rank(self, index: int) -> int:
+        return int(self._scores.ranks[index - 1])
+
+
+class HasGenerations(Protocol):
+    @property
+    def generations(self) -> Sequence[Generation]: ...
+
+
+class PromptReport:
+    """The log probabilities of prompts in the answers to a request."""
+
+    def __init__(
+        self,
+        answers: HasGenerations,
+        tokenizer: Tokenizer,
+        n: int,
+        *,
+        echoed: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        """`echoed`, `prompt_logprobs`: how many alternatives go with each echoed token, and with each token of
+        `prompt_logprobs`; None if the request did not ask for them."""
+        self._answers = answers
+        self._text = tokenizer.token_text
+        self._n = n
+        self._echoed = echoed
+        self._prompt_logprobs = prompt_logprobs
+
+    def entries(self, index: int) -> Sequence[TokenLogprob]:
+        """The echoed prompt's, which precede those of an answer."""
+        return () if self._echoed is None else self._entries(index, self._echoed)
+
+    def field(self, index: int) -> Iterator[str]:
+        """`,"prompt_logprobs":[null,{"42":{"logprob":…,"rank":…,"decoded_token":…},…},…]`, if it was asked for."""
+        if self._prompt_logprobs is not None:
+            entries = self._entries(index, self._prompt_logprobs)
+            yield ',"prompt_logprobs":'
+            yield from list_pieces((self._written(entries, place) for place in range(len(entries))), _ENTRIES)
+
+    def _entries(self, index: int, top: int) -> PromptEntries:
+        generation = self._answers.generations[index // self._n]
+        assert generation.prompt_scores is not None
+        return PromptEntries(generation.prompt_ids, generation.prompt_scores, top)
+
+    def _written(self, entries: PromptEntries, place: int) -> str:
+        if place == 0:
+            return "null"
+        entry = entries[place]
+        ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
+        ranked[entry.token_id] = (entry.logprob, entries.rank(place))
+        return as_json(
+            {
+                str(token): {
+                    "logprob": max(logprob, _LEAST_LOGPROB),
+                    "rank": rank,
+                    "decoded_token": self._text(token),
+                }
+                for token, (logprob, rank) in ranked.items()
+            }
+        )

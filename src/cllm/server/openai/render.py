@@ -1,0 +1,285 @@
+"""Renders answers for OpenAI's API: whole ones in pieces, and events from strings built once per request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from cllm.dialect.deltas import ChatDelta, Delta, ReasoningDelta, ToolCallDelta, ToolCallStart
+from cllm.engine.sampling import TokenLogprob
+from cllm.server.http.response import DONE, TokenCounts, as_json, progress_json, text_pieces
+from cllm.server.inference.streams import Head
+from cllm.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, PromptReport
+from cllm.server.openai.replies import PromptTokensDetails, Usage
+
+if TYPE_CHECKING:
+    from cllm.generation import Completion
+    from cllm.text.tokenizer import Tokenizer
+
+
+def usage_of(answers: TokenCounts) -> Usage:
+    return Usage(
+        prompt_tokens=answers.prompt_tokens,
+        completion_tokens=answers.completion_tokens,
+        total_tokens=answers.prompt_tokens + answers.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=answers.cached_tokens),
+    )
+
+
+def completion_pieces(
+    head: Head,
+    whole: Sequence[Completion],
+    usage: Usage,
+    tokenizer: Tokenizer,
+    echoes: Mapping[int, str],
+    report: PromptReport,
+) -> Iterator[str]:
+    """A `CompletionReply`. `echoes`: the prompts to put in front of answers."""
+    logprobs = CompletionLogprobs(tokenizer)
+    start = head.start("text_completion")
+    for index, answer in enumerate(whole):
+        yield f'{start}{{"index":{index},"text":'
+        yield from text_pieces(echoes.get(index, ""), answer.text)
+        yield ',"logprobs":'
+        entries = joined(report.entries(index), answer.logprobs or ())
+        yield from logprobs.pieces(entries) if len(entries) else ("null",)
+        yield _ending(answer)[:-1]
+        yield from report.field(index)
+        yield "}"
+        start = ","
+    yield f'],"usage":{usage.model_dump_json()}}}'
+
+
+def chat_pieces(
+    head: Head, whole: Sequence[Completion], usage: Usage, tokenizer: Tokenizer, report: PromptReport
+) -> Iterator[str]:
+    """A `ChatReply`."""
+    logprobs = ChatLogprobs(tokenizer)
+    start = head.start("chat.completion")
+    for index, answer in enumerate(whole):
+        yield f'{start}{{"index":{index},"message":{{"role":"assistant","content":'
+        yield from text_pieces(answer.text) if answer.text or not answer.tool_calls else ("null",)
+        yield from _reasoning_pieces(answer)
+        yield from _call_pieces(answer)
+        yield ',"refusal":null},"logprobs":'
+        yield from logprobs.pieces(answer.logprobs) if answer.logprobs else ("null",)
+        yield _ending(answer)
+        start = ","
+    yield f'],"usage":{usage.model_dump_json()}'
+    yield from report.field(0)
+    yield "}"
+
+
+def _reasoning_pieces(answer: Completion) -> Iterator[str]:
+    if answer.reasoning:
+        yield ',"reasoning_content":'
+        yield from text_pieces(answer.reasoning)
+
+
+def _call_pieces(answer: Completion) -> Iterator[str]:
+    start = ',"tool_calls":['
+    for call in answer.tool_calls:
+        yield f'{start}{{"id":{as_json(call.id)},"type":"function","function":{{"name":{as_json(call.name)}'
+        yield ',"arguments":'
+        yield from text_pieces(call.arguments)
+        yield "}}"
+        start = ","
+    if answer.tool_calls:
+        yield "]"
+
+
+def _ending(answer: Completion) -> str:
+    return f',"finish_reason":{as_json(answer.finish_reason)},"stop_reason":{as_json(answer.stop_reason)}}}'
+
+
+class _OpenAIEvents:
+    """An event is a constant start, the text and a constant end. No model is built per token."""
+
+    _object: str
+
+    _nothing: str
+    """The content of an answer that has not begun."""
+
+    def __init__(self, head: Head, *, include_usage: bool, counts: TokenCounts | None = None) -> None:
+        """`counts`: for usage in every event, if requested."""
+        self._include_usage = include_usage
+        self._counts = counts
+        self._start = f"data: {head.start(self._object)}"
+        self._end_events('}],"usage":null}\n\n' if include_usage else "}]}\n\n")
+
+    def _end_events(self, stop: str) -> None:
+        self._stop = stop
+        self._running = f',"logprobs":null,"finish_reason":null{stop}'
+
+    def progress(self, counts: TokenCounts, time_ms: int) -> str:
+        """The prompt's progress, as llama-server sends it."""
+        choice = f'{{"index":0,{self._nothing},"logprobs":null,"finish_reason":null}}'
+        return f'{self._start}{choice}],"prompt_progress":{progress_json(counts, time_ms)}}}\n\n'
+
+    def end(self, answers: TokenCounts) -> str:
+        if not self._include_usage:
+            return DONE
+        return f'{self._start}],"usage":{usage_of(answers).model_dump_json()}}}\n\n{DONE}'
+
+    def _rest(self, logprobs: str, finish_reason: str | None = None, stop_reason: str | int | None = None) -> str:
+        """The rest of an event, after its text."""
+        if self._counts is not None:
+            self._end_events(f'}}],"usage":{usage_of(self._counts).model_dump_json()}}}\n\n')
+        if finish_reason is None:
+            return self._running if logprobs == "null" else f',"logprobs":{logprobs},"finish_reason":null{self._stop}'
+        finish, stop = json.dumps(finish_reason), json.dumps(stop_reason)
+        return f',"logprobs":{logprobs},"finish_reason":{finish},"stop_reason":{stop}{self._stop}'
+
+
+class CompletionEvents(_OpenAIEvents):
+    _object = "text_completion"
+    _nothing = '"text":""'
+
+    def __init__(
+        self,
+        head: Head,
+        tokenizer: Tokenizer,
+        *,
+        include_usage: bool,
+        echoes: Mapping[int, str],
+        counts: TokenCounts | None = None,
+    ) -> None:
+        """`echoes`: the prompts to put in front of answers."""
+        super().__init__(head, include_usage=include_usage, counts=counts)
+        self._logprobs = CompletionLogprobs(tokenizer)
+        # As JSON without its quotes, once for all answers to a prompt.
+        written = {text: "".join(text_pieces(text))[1:-1] for text in set(echoes.values())}
+        self._echoes = {index: written[text] for index, text in echoes.items()}
+        self._offsets: dict[int, int] = {}
+
+    def event(self, delta: Delta) -> str:
+        echo = self._echoes.pop(delta.index, "") if self._echoes else ""
+        logprobs = "null" if delta.logprobs is None else self._written(delta.index, delta.logprobs)
+        text = json.dumps(delta.text)
+        rest = self._rest(logprobs, delta.finish_reason, delta.stop_reason)
+        return f'{self._start}{{"index":{delta.index},"text":"{echo}{text[1:]}{rest}'
+
+    def _written(self, index: int, entries: Sequence[TokenLogprob]) -> str:
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + self._logprobs.length(entries)
+        return "".join(self._logprobs.pieces(entries, offset))
+
+
+class ScoredCompletionEvents(CompletionEvents):
+    """The first event of each answer also has its prompt's log probabilities."""
+
+    def __init__(
+        self,
+        head: Head,
+        tokenizer: Tokenizer,
+        report: PromptReport,
+        *,
+        include_usage: bool,
+        echoes: Mapping[int, str],
+        counts: TokenCounts | None = None,
+    ) -> None:
+        super().__init__(head, tokenizer, include_usage=include_usage, echoes=echoes, counts=counts)
+        self._report = report
+        self._reported: set[int] = set()
+
+    def pieces(self, delta: Delta) -> Iterator[str]:
+        index = delta.index
+        if index in self._reported:
+            yield self.event(delta)
+            return
+        self._reported.add(index)
+        entries = joined(self._report.entries(index), delta.logprobs or ())
+        text = json.dumps(delta.text)[1:]
+        yield f'{self._start}{{"index":{index},"text":"{self._echoes.pop(index, "")}{text},"logprobs":'
+        yield from self._logprobs.pieces(entries) if len(entries) else ("null",)
+        self._offsets[index] = self._logprobs.length(entries)
+        yield self._rest("null", delta.finish_reason, delta.stop_reason)[len(',"logprobs":null') : -len(self._stop)]
+        yield from self._report.field(index)
+        yield self._stop
+
+
+class ChatEvents(_OpenAIEvents):
+    _object = "chat.completion.chunk"
+    _nothing = '"delta":{}'
+
+    def __init__(
+        self, head: Head, tokenizer: Tokenizer, *, include_usage: bool, counts: TokenCounts | None = None
+    ) -> None:
+        super().__init__(head, include_usage=include_usage, counts=counts)
+        self._logprobs = ChatLogprobs(tokenizer)
+        self._introduced: set[int] = set()
+
+    def event(self, delta: ChatDelta) -> str:
+        role = ""
+        if delta.index not in self._introduced:
+            self._introduced.add(delta.index)
+            role = '"role":"assistant",'
+        logprobs = "null" if delta.logprobs is None else "".join(self._logprobs.pieces(delta.logprobs))
+        if isinstance(delta, Delta):
+            if delta.finish_reason is None:
+                content = f'{{{role}"content":{json.dumps(delta.text)}}}{self._rest(logprobs)}'
+            else:
+                empty = f'{{{role}"content":""}}' if role else "{}"
+                content = empty + self._rest(logprobs, delta.finish_reason, delta.stop_reason)
+        elif isinstance(delta, ReasoningDelta):
+            content = f'{{{role}"reasoning_content":{json.dumps(delta.text)}}}{self._rest(logprobs)}'
+        else:
+            null = f'{role}"content":null,' if role else ""
+            content = f'{{{null}"tool_calls":[{_call_delta(delta)}]}}{self._rest(logprobs)}'
+        return f'{self._start}{{"index":{delta.index},"delta":{content}'
+
+
+def _call_delta(delta: ToolCallStart | ToolCallDelta) -> str:
+    if isinstance(delta, ToolCallDelta):
+        return f'{{"index":{delta.number},"function":{{"arguments":{json.dumps(delta.text)}}}}}'
+    name = json.dumps(delta.name)
+    function = f'{{"name":{name},"arguments":""}}'
+    return f'{{"index":{delta.number},"id":{json.dumps(delta.id)},"type":"function","function":{function}}}'
+
+
+class ScoredChatEvents(ChatEvents):
+    """The first event also has the prompt's log probabilities."""
+
+    def __init__(
+        self,
+        head: Head,
+        tokenizer: Tokenizer,
+        report: PromptReport,
+        *,
+        include_usage: bool,
+        counts: TokenCounts | None = None,
+    ) -> None:
+        super().__init__(head, tokenizer, include_usage=include_usage, counts=counts)
+        self._report: PromptReport | None = report
+
+    def pieces(self, delta: ChatDelta) -> Iterator[str]:
+        report, self._report = self._report, None
+        event = self.event(delta)
+        if report is None:
+            yield event
+            return
+        yield event[: -len("}\n\n")]
+        yield from report.field(0)
+        yield "}\n\n"
+
+
+def joined(prompt: Sequence[TokenLogprob], answer: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
+    """Both in one sequence, without copying the first."""
+    return _Joined(prompt, answer) if len(prompt) else answer
+
+
+class _Joined(Sequence[TokenLogprob]):
+    def __init__(self, first: Sequence[TokenLogprob], second: Sequence[TokenLogprob]) -> None:
+        self._first = first
+        self._second = second
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        return chain(self._first, self._second)
+
+    def __getitem__(self, index: Any) -> Any:
+        return [*self][index]

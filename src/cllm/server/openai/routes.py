@@ -1,0 +1,284 @@
+"""OpenAI's API: completions, chat completions, models."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from cllm.generation import Completion
+from cllm.server.anthropic.replies import AnthropicModel, AnthropicModels
+from cllm.server.http.response import EventStream, SlicedEventStream, SlicedJsonResponse, unless_gone
+from cllm.server.inference.chat import ChatInput, open_chat
+from cllm.server.inference.limits import check_count, check_logprobs
+from cllm.server.inference.pins import pins_of
+from cllm.server.inference.streams import BATCH, CompletionStream, Head, collect
+from cllm.server.inference.tokenization import each_prompt
+from cllm.server.openai.logprobs import PromptReport
+from cllm.server.openai.render import (
+    ChatEvents,
+    CompletionEvents,
+    ScoredChatEvents,
+    ScoredCompletionEvents,
+    chat_pieces,
+    completion_pieces,
+    usage_of,
+)
+from cllm.server.openai.replies import ChatReply, CompletionReply, ModelCard, ModelList, ServedCard, ServedList
+from cllm.server.openai.schema import ChatRequest, CompletionRequest, OpenAIRequest
+from cllm.server.schema.body import json_body
+from cllm.server.schema.messages import marks_in
+from cllm.server.schema.replies import ErrorReply, error_responses, event_stream
+from cllm.server.schema.structure import compiled
+from cllm.server.schema.tools import allowed_of, choice_of
+from cllm.server.state import ModelState, ServerState, State, is_operator, tenant_of, time_left
+
+if TYPE_CHECKING:
+    from cllm.engine.params import SamplingParams
+    from cllm.kv.pins import PinMark
+    from cllm.served import ServedModel
+    from cllm.structured.matcher import Grammar
+
+log = logging.getLogger("cllm.server")
+
+DEFAULT_COMPLETION_TOKENS = 16
+_LONG_ECHO = 4096
+"""Characters of an echoed prompt above which answers are sent one by one."""
+
+_ERRORS = error_responses(ErrorReply, 400, 401, 404, 408, 413, 429, 500, 503)
+_COMPLETION_STREAM = 'data: {"id":"cmpl-1","object":"text_completion",...,"choices":[{"index":0,"text":" Paris",...}]}'
+_CHAT_STREAM = (
+    'data: {"id":"chatcmpl-1","object":"chat.completion.chunk",...,"choices":[{"index":0,"delta":{...},...}]}'
+)
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"])
+
+
+@router.post("/completions", response_model=CompletionReply, responses={**_ERRORS, **event_stream(_COMPLETION_STREAM)})
+async def completions(
+    body: Annotated[CompletionRequest, Depends(json_body(CompletionRequest))], request: Request, state: State
+) -> Response:
+    """Continue a prompt, or several."""
+    model = await state.model(body.model, request, body.timeout)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    n = body.n or 1
+    best_of = n if body.best_of is None else body.best_of
+    # Log probabilities tell which are the best.
+    logprobs = 0 if best_of > n and body.logprobs is None else body.logprobs
+    echoed = body.logprobs if body.echo else None
+    params = _params(body, max_tokens, logprobs, echoed, n=best_of)
+    texts = each_prompt(body.prompt)
+    check_count(state, len(texts), params.n)
+    if body.suffix:
+        prompts = await model.encoder.encode_infill(texts, body.suffix, params)
+    else:
+        prompts = await model.encoder.encode_prompts(texts, params)
+    asked_by = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    check_logprobs(model, prompts, params, "best_of" if body.logprobs is None else "logprobs", asked_by)
+    tokenizer = model.llm.tokenizer
+    echoes = await _echoes(model, texts, n) if body.echo else {}
+    head = _head(request, model, "cmpl")
+    batch = 1 if max(map(len, echoes.values()), default=0) > _LONG_ECHO else BATCH
+    pins = [pins_of(model, body.cache_control, prompt) for prompt in prompts]
+    grammar = await compiled(model.llm, params)
+    completions = _completions(request, model, body, prompts, params, head.id, pins, grammar, batch)
+    report = PromptReport(completions, tokenizer, n, echoed=echoed, prompt_logprobs=body.prompt_logprobs)
+    if body.stream:
+        usage, counts = body.include_usage, completions if body.continuous_usage else None
+        if params.prompt_logprobs is not None:
+            scored = ScoredCompletionEvents(head, tokenizer, report, include_usage=usage, echoes=echoes, counts=counts)
+            return SlicedEventStream(completions, scored, scored.progress if body.return_progress else None)
+        events = CompletionEvents(head, tokenizer, include_usage=usage, echoes=echoes, counts=counts)
+        return EventStream(completions, events, events.progress if body.return_progress else None)
+    whole = await unless_gone(request.receive, collect(completions, _whole(len(prompts) * best_of)))
+    if best_of > n:
+        whole = keep_best(whole, best_of, n, with_logprobs=body.logprobs is not None)
+    return SlicedJsonResponse(completion_pieces(head, whole, usage_of(completions), tokenizer, echoes, report))
+
+
+@router.post("/chat/completions", response_model=ChatReply, responses={**_ERRORS, **event_stream(_CHAT_STREAM)})
+async def chat_completions(
+    body: Annotated[ChatRequest, Depends(json_body(ChatRequest))], request: Request, state: State
+) -> Response:
+    """Answer the last message of a conversation."""
+    chat = await open_chat(state, request, chat_input_of(body), "chatcmpl")
+    _log_user(body, chat.head.id)
+    tokenizer = chat.model.llm.tokenizer
+    report = PromptReport(chat, tokenizer, body.n or 1, prompt_logprobs=body.prompt_logprobs)
+    if body.stream:
+        usage, counts = body.include_usage, chat if body.continuous_usage else None
+        if body.prompt_logprobs is not None:
+            scored = ScoredChatEvents(chat.head, tokenizer, report, include_usage=usage, counts=counts)
+            return SlicedEventStream(chat, scored, scored.progress if body.return_progress else None)
+        events = ChatEvents(chat.head, tokenizer, include_usage=usage, counts=counts)
+        return EventStream(chat, events, events.progress if body.return_progress else None)
+    whole = await unless_gone(request.receive, collect(chat, _whole(body.n or 1)))
+    return SlicedJsonResponse(chat_pieces(chat.head, whole, usage_of(chat), tokenizer, report))
+
+
+@router.get("/models", responses=error_responses(ErrorReply, 401))
+async def models(request: Request, state: State) -> ServedList | ModelList | AnthropicModels:
+    """The available models, in Anthropic's format if the header anthropic-version is sent."""
+    if "anthropic-version" in request.headers:
+        return _for_anthropic(state)
+    if state.several is not None:
+        sees_all = is_operator(request)
+        cards = [served_card(served, state.created, sees_all=sees_all) for served in state.several.models]
+        return ServedList(data=list(cards), memory_budget_bytes=state.several.budget)
+    return ModelList(data=[_card(state)])
+
+
+@router.get("/models/{model_id:path}", responses=error_responses(ErrorReply, 401, 404))
+async def model(model_id: str, request: Request, state: State) -> ServedCard | ModelCard:
+    """One model, by any of its names."""
+    if state.several is not None:
+        return served_card(state.find(model_id), state.created, sees_all=is_operator(request))
+    assert state.one is not None
+    state.one.check_name(model_id)
+    return _card(state)
+
+
+def served_card(served: ServedModel, created: int, *, sees_all: bool) -> ServedCard:
+    """`sees_all`: include usage by all keys, and paths and errors of this machine."""
+    loaded = served.llm if served.ready else None
+    taken = served.account.taken - served.estimate.weights if loaded and served.account is not None else 0
+    names = served.names if sees_all else served.entry.aliases
+    return ServedCard(
+        id=served.name,
+        created=created,
+        max_model_len=loaded.max_context if loaded is not None else served.estimate.context,
+        aliases=[name for name in names if name != served.name],
+        state=served.state if served.state != "ready" or served.ready else "failed",
+        error=served.error if sees_all else None,
+        pinned=served.entry.pinned,
+        requests=served.users if sees_all else None,
+        weights_bytes=served.estimate.weights,
+        kv_bytes=taken if sees_all else None,
+        kv_bytes_per_token=served.estimate.token_bytes,
+    )
+
+
+def _for_anthropic(state: ServerState) -> AnthropicModels:
+    created_at = datetime.fromtimestamp(state.created, timezone.utc).isoformat()
+    if state.several is None:
+        assert state.one is not None
+        sizes = {state.one.served_name: state.one.llm.max_context}
+    else:
+        sizes = {
+            served.name: served_card(served, state.created, sees_all=False).max_model_len
+            for served in state.several.models
+        }
+    cards = [
+        AnthropicModel(id=name, display_name=name, created_at=created_at, max_input_tokens=size, max_tokens=size)
+        for name, size in sizes.items()
+    ]
+    return AnthropicModels(data=cards, first_id=cards[0].id, last_id=cards[-1].id)
+
+
+def _card(state: ServerState) -> ModelCard:
+    assert state.one is not None
+    return ModelCard(id=state.one.served_name, created=state.created, max_model_len=state.one.llm.max_context)
+
+
+def _params(
+    body: OpenAIRequest,
+    max_tokens: int | None,
+    logprobs: int | None,
+    echoed: int | None = None,
+    n: int | None = None,
+) -> SamplingParams:
+    """`echoed`: alternatives for the tokens of an echoed prompt."""
+    asked = [count for count in (body.prompt_logprobs, echoed) if count is not None]
+    return body.sampling(
+        max_tokens=max_tokens, n=n or body.n, logprobs=logprobs, prompt_logprobs=max(asked, default=None)
+    )
+
+
+def chat_input_of(body: ChatRequest) -> ChatInput:
+    return ChatInput(
+        messages=[message.plain() for message in body.messages],
+        params=_params(body, body.most_tokens, (body.top_logprobs or 0) if body.logprobs else None),
+        tools=allowed_of(body.tools, body.tool_choice),
+        tool_choice=choice_of(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        template_arguments=body.template_arguments,
+        separate_reasoning=body.separates_reasoning,
+        include_reasoning=body.include_reasoning is not False,
+        continue_last=bool(body.continue_final_message),
+        asks=body.add_generation_prompt is not False,
+        model=body.model,
+        priority=body.priority,
+        timeout=body.timeout,
+        marks=marks_in(body.messages),
+        cache_control=body.cache_control,
+    )
+
+
+def _log_user(body: OpenAIRequest, request_id: str) -> None:
+    if body.end_user:
+        log.info("%s user=%r", request_id, body.end_user)
+
+
+async def _echoes(model: ModelState, texts: list[str | list[int]], n: int) -> dict[int, str]:
+    """The prompt in front of each answer, by the answer's index."""
+    echoes: dict[int, str] = {}
+    for number, text in enumerate(texts):
+        shown = text if isinstance(text, str) else await model.encoder.decode(text)
+        echoes.update((number * n + index, shown) for index in range(n))
+    return echoes
+
+
+def _head(request: Request, model: ModelState, prefix: str) -> Head:
+    return Head(f"{prefix}-{request.state.unique_id}", int(time.time()), model.served_name)
+
+
+def _completions(
+    request: Request,
+    model: ModelState,
+    body: OpenAIRequest,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    request_id: str,
+    pins: Sequence[Sequence[PinMark]],
+    grammar: Grammar | None,
+    batch: int = BATCH,
+) -> CompletionStream:
+    _log_user(body, request_id)
+    return CompletionStream(
+        model.llm,
+        prompts,
+        params,
+        request_id=request_id,
+        priority=body.priority,
+        timeout_s=time_left(request, model, body.timeout),
+        batch=batch,
+        tenant=tenant_of(request),
+        pins=pins,
+        grammar=grammar,
+    )
+
+
+def _whole(count: int) -> list[Completion]:
+    return [Completion() for _ in range(count)]
+
+
+def _mean_logprob(answer: Completion) -> float:
+    """Minus infinity for an answer without tokens."""
+    known = [entry.logprob for entry in answer.logprobs or ()]
+    return sum(known) / len(known) if known else -math.inf
+
+
+def keep_best(whole: Sequence[Completion], generated: int, n: int, *, with_logprobs: bool) -> list[Completion]:
+    """The `n` best of each prompt's `generated` answers, best first. Log probabilities are dropped unless requested."""
+    kept: list[Completion] = []
+    for start in range(0, len(whole), generated):
+        kept += sorted(whole[start : start + generated], key=_mean_logprob, reverse=True)[:n]
+    if not with_logprobs:
+        for answer in kept:
+            answer.logprobs = None
+    return kept

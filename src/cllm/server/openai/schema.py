@@ -1,0 +1,275 @@
+"""Requests of OpenAI's API. Parameters that are not supported are listed, and refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from cllm.engine.params import MAX_LOGPROBS
+from cllm.server.schema.messages import MOST_MARKS, ChatMessage, check_calls, count_marks
+from cllm.server.schema.sampling import RETURN_PROGRESS, SamplingFields, in_range
+from cllm.server.schema.tools import Choice, Tools, check_tools
+from cllm.server.schema.validation import (
+    WHOLE,
+    AtMost,
+    Int32,
+    ModelName,
+    RequestModel,
+    Text,
+    Texts,
+    Tokens,
+    Unsupported,
+    UserName,
+    Words,
+    refusal,
+)
+
+_PROMPT = "A string, several strings, token ids, or several lists of token ids."
+
+
+class StreamOptions(RequestModel):
+    hints: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+    include_usage: bool | None = Field(None, description="End the stream with an event that holds the usage.")
+    continuous_usage_stats: bool | None = Field(None, description="Every event holds the usage so far.")
+
+
+def _together(name: str, needs: str) -> dict[str, Any]:
+    """For the API's description: `name` requires `needs` to be true."""
+    given = {"properties": {needs: {"const": True}}, "required": [needs]}
+    return {"anyOf": [{"properties": {name: {"type": "null"}}}, given]}
+
+
+HINTS = frozenset({
+    "cache_prompt", "id_slot", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "request_id", "service_tier", "spaces_between_special_tokens", "store",
+})  # fmt: skip
+"""Parameters of OpenAI, vLLM and llama-server that do not affect the answer."""
+
+OTHERS: Unsupported = {
+    "moderation": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "timings_per_token": (False,),
+    "post_sampling_probs": (False,),
+    "lora": ([],),
+    "samplers": (),
+    "n_probs": (0,),
+    "typical_p": (1.0, 1),
+    "top_n_sigma": (-1.0, -1),
+    "dynatemp_range": (0.0, 0),
+    "mirostat": (0,),
+    "repeat_penalty": (1.0, 1),
+    "xtc_probability": (0.0, 0),
+    "dry_multiplier": (0.0, 0),
+}
+"""Parameters of vLLM and llama-server that would change the answer, with the values that do not."""
+
+
+class OpenAIRequest(SamplingFields):
+    model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
+    n: Annotated[Int32, in_range("n")] | None = Field(None, description="Number of answers to each prompt. Default 1.")
+    stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
+    stream_options: StreamOptions | None = None
+    return_progress: bool | None = RETURN_PROGRESS
+    user: UserName | None = Field(None, description="Identifies the end user; logged with the request id.")
+    prompt_logprobs: Annotated[Int32, in_range("prompt_logprobs")] | None = Field(
+        None,
+        description="Log probabilities of the prompt's tokens, and of this many of the likeliest in their places.",
+    )
+
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        if self.stream_options is not None and not self.stream:
+            yield refusal("stream_options", "is only allowed together with stream = true")
+
+    @property
+    def end_user(self) -> str | None:
+        return self.user
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class CompletionRequest(OpenAIRequest):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0},
+            "allOf": [_together("stream_options", "stream")],
+        }
+    )
+    hints: ClassVar[frozenset[str]] = HINTS
+    unsupported: ClassVar[Unsupported] = {**OTHERS, "add_special_tokens": (True,)}
+
+    prompt: (
+        Words
+        | Annotated[Texts, Field(json_schema_extra={"minItems": 1}), AtMost("max_prompts", "prompts", str)]
+        | Tokens
+        | Annotated[
+            list[Tokens],
+            Field(fail_fast=True, json_schema_extra={"minItems": 1}),
+            AtMost("max_prompts", "prompts", list),
+        ]
+    ) = Field(description=_PROMPT)
+    max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
+        None, description="Maximum number of tokens to generate. Default 16. With 0, only the prompt is computed."
+    )
+    echo: bool | None = Field(
+        None, description="Return the prompt in front of the answer, with its log probabilities if logprobs is set."
+    )
+    logprobs: Annotated[Int32, in_range("logprobs")] | None = Field(
+        None, description="Log probabilities of this many of the likeliest tokens, 0 to 20."
+    )
+    best_of: Annotated[Int32, in_range("n")] | None = Field(
+        None,
+        description="Generate this many answers and return the n with the highest mean log probability. Default n.",
+    )
+    suffix: Text | None = Field(
+        None, description="Generate what comes between the prompt and this text, if the model has tokens for that."
+    )
+
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        yield from super().contradictions()
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            yield refusal("best_of", f"is {self.best_of}, less than n ({n})")
+        if self.best_of is not None and self.best_of > n and self.stream:
+            yield refusal("best_of", "is not supported with stream = true: which are best is only known at the end")
+        if self.suffix and self.echo:
+            yield refusal("suffix", "is not allowed together with echo")
+
+
+class ChatRequest(OpenAIRequest):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "messages": [{"role": "user", "content": "What is the capital of France?"}],
+                "max_completion_tokens": 64,
+            },
+            "allOf": [_together("stream_options", "stream"), _together("top_logprobs", "logprobs")],
+        }
+    )
+    hints: ClassVar[frozenset[str]] = HINTS | {"verbosity"}
+    unsupported: ClassVar[Unsupported] = {
+        "functions": ([],),
+        "function_call": ("none",),
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+        **OTHERS,
+        "add_special_tokens": (False,),
+        "chat_template": (),
+        "documents": ([],),
+        "mm_processor_kwargs": (),
+        "echo": (False,),
+    }
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")] = (
+        Field(examples=[[{"role": "user", "content": "What is the capital of France?"}]])
+    )
+    max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
+        None, description="The old name of max_completion_tokens."
+    )
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = Field(
+        None, description="Maximum number of tokens to generate. Default: as many as fit the context."
+    )
+    logprobs: bool | None = Field(None, description="Return the log probability of every token.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
+        None, description="Also report this many of the likeliest tokens."
+    )
+    safety_identifier: UserName | None = Field(None, description="The new name of user.")
+    tools: Tools | None = Field(None, description="Tools that the model may call.")
+    tool_choice: Choice | None = Field(
+        None,
+        description="`auto` (default): the model may call tools; `none`; `required`; or the one that it must call.",
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call. Default true.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Arguments for the chat template.", examples=[{"enable_thinking": False}]
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="For the chat template; none: also enable_thinking = false."
+    )
+    separate_reasoning: bool | None = Field(
+        None, description="Return reasoning as reasoning_content. Default: the server's chat.reasoning."
+    )
+    include_reasoning: bool | None = Field(None, description="false: leave reasoning_content out. Default true.")
+    reasoning_format: Literal["auto", "none", "deepseek"] | None = Field(
+        None, description="llama-server's name: none is separate_reasoning = false, deepseek is true."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Continue the last message, which must be the assistant's, instead of starting a new one."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="false: do not end the prompt with the start of an assistant message. Default true."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_names(cls, data: Any) -> Any:
+        """Before unknown keys are reported."""
+        for old, new, harmless in (("functions", "tools", []), ("function_call", "tool_choice", "none")):
+            if isinstance(data, dict) and data.get(old) not in (None, harmless):
+                raise refusal(old, f"is deprecated and not supported; send {new} instead")
+        return data
+
+    @model_validator(mode="after")
+    def _tools_fit(self) -> ChatRequest:
+        check_tools(self.tools, self.tool_choice)
+        check_calls(self.messages)
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refusal("add_generation_prompt", "must be false where continue_final_message is true")
+        if self.separate_reasoning is not None and self.reasoning_format not in (None, "auto"):
+            raise refusal("reasoning_format", "says the same as separate_reasoning; send one of them")
+        return self
+
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        yield from super().contradictions()
+        if self.top_logprobs is not None and not self.logprobs:
+            yield refusal("top_logprobs", "is only allowed together with logprobs = true")
+        names = (self.max_tokens, self.max_completion_tokens)
+        if None not in names and names[0] != names[1]:
+            yield refusal("max_tokens", f"is {names[0]}, but max_completion_tokens is {names[1]}; send one of them")
+        if (count := count_marks(self.messages)) > MOST_MARKS:
+            yield refusal("messages", f"has {count} cache_control marks; at most {MOST_MARKS} are allowed")
+
+    @property
+    def end_user(self) -> str | None:
+        return self.user or self.safety_identifier
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        arguments = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            arguments.setdefault("reasoning_effort", self.reasoning_effort)
+        if self.reasoning_effort == "none":
+            arguments.setdefault("enable_thinking", False)
+        return arguments
+
+    @property
+    def separates_reasoning(self) -> bool | None:
+        if self.reasoning_format in (None, "auto"):
+            return self.separate_reasoning
+        return self.reasoning_format == "deepseek"

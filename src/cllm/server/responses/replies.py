@@ -1,0 +1,46 @@
+"""Replies of OpenAI's Responses as models, for the API's description."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+
+class InputTokensDetails(BaseModel):
+    cached_tokens: int = Field(description="Prompt tokens found in the KV cache.")
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseReply(BaseModel):
+    """Also has fields of the request: `tools`, `text`, `metadata` and the like."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None
+    status: str = Field(description="`completed`, or `incomplete` where the answer was cut off.")
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    model: str
+    output: list[dict[str, Any]] = Field(description="Items of type `message`, `function_call` or `reasoning`.")
+    usage: ResponseUsage | None
+    store: bool = Field(description="Whether it is kept for previous_response_id.")
+
+
+class DeletedReply(BaseModel):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True

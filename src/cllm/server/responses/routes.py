@@ -1,0 +1,210 @@
+"""OpenAI's Responses: answers in items, which later requests can continue."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from cllm.errors import InvalidRequestError
+from cllm.server.errors import ApiError
+from cllm.server.http.response import SlicedJsonResponse, unless_gone
+from cllm.server.inference.blocks import ContentBlocks
+from cllm.server.inference.chat import ChatInput, open_chat
+from cllm.server.inference.streams import collect
+from cllm.server.responses.items import ConversationBuilder, with_instructions
+from cllm.server.responses.render import ResponseEvents, ResponseForm, ResponseStream
+from cllm.server.responses.replies import DeletedReply, ResponseReply
+from cllm.server.responses.schema import AllowedTools, ResponsesRequest, ResponseToolChoice
+from cllm.server.responses.store import Stored
+from cllm.server.schema.body import json_body
+from cllm.server.schema.replies import ErrorReply, error_responses, event_stream
+from cllm.server.schema.tools import NamedTool, ToolChoice
+from cllm.server.schema.validation import shorten
+from cllm.server.state import ServerState, State, tenant_of
+
+if TYPE_CHECKING:
+    from cllm.engine.tenant import Tenant
+
+log = logging.getLogger("cllm.server")
+
+_ERRORS = error_responses(ErrorReply, 400, 401, 404, 408, 413, 429, 500, 503)
+_STREAM = 'event: response.output_text.delta\ndata: {"type":"response.output_text.delta",...,"delta":" Paris"}'
+_STORED_ERRORS = error_responses(ErrorReply, 400, 401, 404)
+
+router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])
+
+
+@router.post("", response_model=ResponseReply, responses={**_ERRORS, **event_stream(_STREAM)})
+async def create(
+    body: Annotated[ResponsesRequest, Depends(json_body(ResponsesRequest))], request: Request, state: State
+) -> Response:
+    """Answer a text or a conversation, which may continue an earlier response."""
+    before = await _before(state, request, body)
+    size = len(before) + len(await request.body())
+    conversation = await state.bodies.run(size, lambda: _conversation(before, body))
+    call = _chat_input(body, conversation)
+    if not call.messages:
+        raise ApiError(400, "input has no message to answer.", param="input")
+    try:
+        chat = await open_chat(state, request, call, "resp")
+    except InvalidRequestError as error:
+        if error.param == "messages":  # its name in a chat
+            error.param = "input"
+        raise
+    if body.end_user:
+        log.info("%s user=%r", chat.head.id, body.end_user)
+    saver = (
+        _ResponseSaver(state, tenant_of(request), chat.head.id, conversation, size) if _stores(state, body) else None
+    )
+    form = ResponseForm(chat, body.echo, stored=saver is not None)
+
+    async def whole(blocks: ContentBlocks) -> Iterator[str]:
+        return form.whole(blocks) if saver is None else await saver.save(blocks, form.whole(blocks))
+
+    if body.stream:
+        return ResponseStream(chat, ResponseEvents(form), whole)
+    (blocks,) = await unless_gone(request.receive, collect(chat, [ContentBlocks()]))
+    if not blocks.all:
+        blocks.begin_empty()
+    return SlicedJsonResponse(await whole(blocks))
+
+
+@router.post("/input_tokens", include_in_schema=False)
+async def count_input() -> ErrorReply:
+    """Not supported: POST /tokenize counts the tokens of messages."""
+    raise ApiError(
+        400, "input_tokens is not supported; POST /tokenize counts the tokens of messages.", code="unsupported"
+    )
+
+
+@router.get("/{response_id}/input_items", include_in_schema=False)
+async def input_items(response_id: str) -> ErrorReply:
+    """Not supported: input items are not stored."""
+    raise ApiError(400, "input_items is not supported: input items are not stored.", code="unsupported")
+
+
+@router.get("/{response_id}", response_model=ResponseReply, responses=_STORED_ERRORS)
+async def retrieve(response_id: str, request: Request, state: State) -> Response:
+    """A stored response."""
+    if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
+        raise ApiError(400, "stream is not supported here: only whole responses are stored.", param="stream")
+    stored = state.responses.get(tenant_of(request), response_id)
+    if stored is None:
+        raise _not_stored(state, response_id)
+    return Response(stored.response, media_type="application/json")
+
+
+@router.delete("/{response_id}", responses=_STORED_ERRORS)
+async def delete(response_id: str, request: Request, state: State) -> DeletedReply:
+    """Delete a response. Those that continue it stay."""
+    if state.responses.remove(tenant_of(request), response_id) is None:
+        raise _not_stored(state, response_id)
+    return DeletedReply(id=response_id)
+
+
+@router.post("/{response_id}/cancel", include_in_schema=False)
+async def cancel(response_id: str) -> ErrorReply:
+    """Not supported: no response runs in the background."""
+    raise ApiError(
+        400,
+        "cancel is not supported: there are no background responses. Close the connection to cancel a response.",
+        param="background",
+        code="unsupported",
+    )
+
+
+async def _before(state: ServerState, request: Request, body: ResponsesRequest) -> bytes:
+    """The stored conversation that the request continues, as JSON."""
+    if body.previous_response_id is None:
+        return b"[]"
+    stored = state.responses.get(tenant_of(request), body.previous_response_id)
+    if stored is None:
+        raise _not_stored(state, body.previous_response_id, "previous_response_id")
+    return stored.conversation
+
+
+def _conversation(before: bytes, body: ResponsesRequest) -> ConversationBuilder:
+    conversation = ConversationBuilder(json.loads(before))
+    conversation.add(body.input)
+    return conversation
+
+
+def _chat_input(body: ResponsesRequest, conversation: ConversationBuilder) -> ChatInput:
+    effort = None if body.reasoning is None else body.reasoning.effort
+    return ChatInput(
+        messages=with_instructions(body.instructions, conversation.messages),
+        params=body.sampling(max_tokens=body.max_output_tokens, logprobs=body.logprobs),
+        tools=body.chat_tools,
+        tool_choice=_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        structure=body.structure,
+        template_arguments=_template_arguments(effort),
+        separate_reasoning=True,
+        model=body.model,
+        priority=body.priority,
+        timeout=body.timeout,
+        cache_control=body.cache_control,
+    )
+
+
+def _template_arguments(effort: str | None) -> dict[str, Any]:
+    given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    return {**given, "enable_thinking": False} if effort == "none" else given
+
+
+def _choice(body: ResponsesRequest) -> ToolChoice:
+    choice = body.tool_choice
+    if isinstance(choice, ResponseToolChoice):
+        return NamedTool(choice.name)
+    return choice.mode if isinstance(choice, AllowedTools) else choice or "auto"
+
+
+def _stores(state: ServerState, body: ResponsesRequest) -> bool:
+    return body.store is not False and state.responses.keeps
+
+
+def _not_stored(state: ServerState, response_id: str, param: str | None = None) -> ApiError:
+    settings = state.config.responses
+    why = (
+        f"responses are kept for {settings.stored_s:g} s after their last use, at most {settings.max_stored} of them, "
+        "unless store is false"
+        if state.responses.keeps
+        else "this server keeps none (responses.max_stored is 0)"
+    )
+    message = f"Response {shorten(repr(response_id))} not found: {why}. Send the whole conversation as input."
+    return ApiError(404, message, param=param, code="response_not_found")
+
+
+class _ResponseSaver:
+    """Stores a response before its last byte is sent, so that a client that has read it can continue it."""
+
+    def __init__(
+        self, state: ServerState, tenant: Tenant, response_id: str, conversation: ConversationBuilder, size: int
+    ) -> None:
+        """`size`: about that of the conversation as JSON."""
+        self._state = state
+        self._tenant = tenant
+        self._id = response_id
+        self._conversation = conversation
+        self._size = size
+
+    async def save(self, blocks: ContentBlocks, response: Iterator[str]) -> Iterator[str]:
+        """The same pieces; after the last one the response is stored."""
+        conversation = await self._state.bodies.run(self._size, lambda: self._encode(blocks))
+        return self._saving(conversation, response)
+
+    def _encode(self, blocks: ContentBlocks) -> bytes:
+        self._conversation.add_answer(blocks)
+        return json.dumps(self._conversation.messages, ensure_ascii=False, separators=(",", ":")).encode()
+
+    def _saving(self, conversation: bytes, response: Iterator[str]) -> Iterator[str]:
+        pieces = []
+        for piece in response:
+            pieces.append(piece)
+            yield piece
+        if not self._state.responses.put(self._tenant, self._id, Stored(conversation, "".join(pieces).encode())):
+            log.info("%s is larger than responses.max_stored_bytes and was not stored", self._id)

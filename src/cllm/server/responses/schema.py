@@ -1,0 +1,383 @@
+"""Requests of OpenAI's Responses. Parameters that are not supported are listed, and refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, PrivateAttr, Tag, model_validator
+from typing_extensions import NotRequired, TypedDict
+
+from cllm.dialect.tools import Tool
+from cllm.engine.params import MAX_LOGPROBS
+from cllm.server.http.response import as_json
+from cllm.server.schema.sampling import SamplingFields
+from cllm.server.schema.tools import (
+    CHOICES,
+    MOST_TOOLS,
+    CallId,
+    JsonObject,
+    ToolName,
+    by_kind,
+    check_names,
+    check_schema,
+    known_kinds,
+)
+from cllm.server.schema.validation import (
+    WHOLE,
+    AtMost,
+    Hint,
+    ModelName,
+    RequestModel,
+    Text,
+    Unsupported,
+    UserName,
+    Words,
+    refusal,
+    shorten,
+)
+from cllm.structured.structure import Structure
+
+_NO_CONTENT = "; this server supports no images, files or other kinds of content"
+_NO_ITEM = "; this server supports no references to items and has no tools of its own"
+_NO_HOSTED_TOOL = "; this server has no tools of its own: send a function"
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class ItemText(RequestModel):
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+    annotations: Hint = None
+    logprobs: Hint = None
+    parsed: Hint = None
+    prompt_cache_breakpoint: Hint = None
+
+
+class ItemRefusal(RequestModel):
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+Part = Annotated[
+    Annotated[ItemText, Tag("input_text object")]
+    | Annotated[ItemText, Tag("output_text object")]
+    | Annotated[ItemText, Tag("text object")]
+    | Annotated[ItemRefusal, Tag("refusal object")],
+    by_kind(),
+    known_kinds(("input_text", "output_text", "text", "refusal"), _NO_CONTENT),
+]
+Parts = Annotated[list[Part], Field(fail_fast=True)]
+
+
+class MessageItem(RequestModel):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"] = Field(
+        description="`developer` is another word for `system`."
+    )
+    content: Text | Parts
+    id: Hint = None
+    status: Hint = None
+    phase: Hint = None
+
+    @property
+    def plain_text(self) -> str:
+        return _joined(self.content)
+
+
+class FunctionCall(RequestModel):
+    type: Literal["function_call"]
+    call_id: CallId
+    name: CallId
+    arguments: Text
+    id: Hint = None
+    status: Hint = None
+    caller: Hint = None
+    namespace: Hint = None
+    parsed_arguments: Hint = None
+
+
+class FunctionOutput(RequestModel):
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: Text | Parts
+    id: Hint = None
+    name: Hint = None
+    namespace: Hint = None
+    caller: Hint = None
+    status: Hint = None
+
+    @property
+    def plain_text(self) -> str:
+        return _joined(self.output)
+
+
+class ReasoningText(RequestModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+class ReasoningItem(RequestModel):
+    """Its text, or else its summary, goes to the chat template; encrypted content is left out."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    id: Hint = None
+    encrypted_content: Hint = None
+    status: Hint = None
+
+    @property
+    def plain_text(self) -> str | None:
+        parts = self.content or self.summary
+        return "\n".join(part.text for part in parts) if parts else None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message object")]
+    | Annotated[FunctionCall, Tag("function_call object")]
+    | Annotated[FunctionOutput, Tag("function_call_output object")]
+    | Annotated[ReasoningItem, Tag("reasoning object")],
+    by_kind("message"),
+    known_kinds(("message", "function_call", "function_call_output", "reasoning"), _NO_ITEM, "message"),
+]
+
+
+def _joined(content: str | list[ItemText | ItemRefusal]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class ResponseTool(RequestModel):
+    unsupported: ClassVar[Unsupported] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
+
+    type: Literal["function"]
+    name: ToolName
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = Field(None, description="Calls are guaranteed to fit the schema.")
+    output_schema: Hint = None
+
+    def plain(self) -> Tool:
+        return Tool(self.name, self.description, self.parameters or None, bool(self.strict))
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> ResponseTool:
+        check_schema(self.parameters, "parameters")
+        return self
+
+
+class ResponseToolChoice(RequestModel):
+    type: Literal["function"]
+    name: ToolName
+
+
+class AllowedTools(RequestModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponseToolChoice], Field(fail_fast=True, min_length=1, max_length=MOST_TOOLS)]
+
+
+ChoiceObject = Annotated[
+    Annotated[ResponseToolChoice, Tag("function object")] | Annotated[AllowedTools, Tag("allowed_tools object")],
+    by_kind(),
+    known_kinds(("function", "allowed_tools"), _NO_HOSTED_TOOL, expected=CHOICES),
+]
+
+
+class PlainFormat(RequestModel):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(RequestModel):
+    type: Literal["json_object"]
+
+
+class SchemaFormat(TypedDict):  # a pydantic model cannot have a field `schema`
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
+    type: Literal["json_schema"]
+    name: Annotated[Text, Field(max_length=128)]
+    description: NotRequired[Text | None]
+    schema: JsonObject
+    strict: NotRequired[Annotated[bool | None, Field(description="The answer fits the schema in any case.")]]
+
+
+Format = Annotated[
+    Annotated[PlainFormat, Tag("text object")]
+    | Annotated[JsonObjectFormat, Tag("json_object object")]
+    | Annotated[SchemaFormat, Tag("json_schema object")],
+    by_kind(),
+    known_kinds(("text", "json_object", "json_schema")),
+]
+
+
+class TextFields(RequestModel):
+    format: Format | None = None
+    verbosity: Annotated[Any, Field(description="A hint: accepted, without effect.")] = None
+
+    def structure(self) -> Structure | None:
+        if isinstance(self.format, dict):
+            return Structure("json_schema", as_json(self.format["schema"]), "text.format.schema")
+        return Structure("json", "", "text.format") if isinstance(self.format, JsonObjectFormat) else None
+
+
+class ReasoningFields(RequestModel):
+    effort: Annotated[Text, Field(max_length=32)] | None = Field(
+        None, description="Given to the chat template as reasoning_effort."
+    )
+    summary: Hint = None
+    generate_summary: Hint = None
+    context: Hint = None
+
+
+class ResponseStreamOptions(RequestModel):
+    include_obfuscation: Hint = None
+
+
+Includable = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+]
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class ResponsesRequest(SamplingFields):
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"input": "What is the capital of France?", "max_output_tokens": 64}}
+    )
+    unsupported: ClassVar[Unsupported] = {
+        "background": (False,),
+        "conversation": (),
+        "context_management": ([],),
+        "moderation": (),
+        "prompt": (),
+        "truncation": ("disabled",),
+    }
+
+    model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
+    input: Words | Annotated[list[Item], Field(fail_fast=True, min_length=1), AtMost("max_messages", "items")] = Field(
+        description="A text, or items: messages, function calls and their outputs, reasoning."
+    )
+    instructions: Text | None = Field(None, description="The system message; not kept with the response.")
+    previous_response_id: Annotated[Text, Field(max_length=256)] | None = Field(
+        None, description="Continue from this response, which must still be stored."
+    )
+    store: bool | None = Field(None, description="Keep the response for a while (section responses). Default true.")
+    tools: (
+        Annotated[
+            list[Annotated[ResponseTool, known_kinds(("function",), _NO_HOSTED_TOOL)]],
+            Field(fail_fast=True, max_length=MOST_TOOLS),
+        ]
+        | None
+    ) = None
+    tool_choice: Literal["auto", "none", "required"] | ChoiceObject | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextFields | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = Field(
+        None, description="Maximum number of tokens to generate. Default: as many as fit the context."
+    )
+    include: Annotated[list[Includable], Field(fail_fast=True, max_length=64)] | None = Field(
+        None, description=f"`{_LOGPROBS}` is honoured; the others have no effect."
+    )
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
+        None, description="Log probabilities of this many of the likeliest tokens."
+    )
+    reasoning: ReasoningFields | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = Field(None, description="Returned with the response.")
+    stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
+    stream_options: ResponseStreamOptions | None = None
+    user: UserName | None = Field(None, description="Identifies the end user; logged with the request id.")
+    safety_identifier: UserName | None = Field(None, description="The new name of user.")
+    max_tool_calls: Hint = None
+    service_tier: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_options: Hint = None
+    prompt_cache_retention: Hint = None
+
+    _tools: list[Tool] = PrivateAttr()
+    _echo: str = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ResponsesRequest:
+        """Also converts the tools: bodies are validated where that does not block others."""
+        check_names((tool.name for tool in self.tools or ()), "tools")
+        self._check_choice({tool.name for tool in self.tools or ()})
+        if self.input == "":
+            raise refusal("input", "is empty")
+        allowed = {tool.name for tool in self.tool_choice.tools} if isinstance(self.tool_choice, AllowedTools) else None
+        self._tools = [tool.plain() for tool in self.tools or () if allowed is None or tool.name in allowed]
+        self._echo = as_json(self._echoed())[1:-1]
+        return self
+
+    def _check_choice(self, names: set[str]) -> None:
+        choice = self.tool_choice
+        if choice == "required" and not names:
+            raise refusal("tool_choice", "is only allowed together with tools")
+        chosen = (
+            [choice]
+            if isinstance(choice, ResponseToolChoice)
+            else choice.tools
+            if isinstance(choice, AllowedTools)
+            else []
+        )
+        for tool in chosen:
+            if tool.name not in names:
+                raise refusal("tool_choice", f"names {shorten(repr(tool.name))}, which is not among the tools")
+
+    def _echoed(self) -> dict[str, Any]:
+        """The fields of the request that its response repeats."""
+        given = self.model_dump(mode="json", by_alias=True, include={"tools", "tool_choice", "text", "reasoning"})
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "temperature": self.temperature,
+            "text": given["text"] or {"format": {"type": "text"}},
+            "tool_choice": given["tool_choice"] or "auto",
+            "tools": given["tools"] or [],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": self.top_p,
+            "truncation": "disabled",
+            "user": self.user,
+        }
+
+    @property
+    def chat_tools(self) -> list[Tool]:
+        return self._tools
+
+    def _of_this_api(self) -> Structure | None:
+        return None if self.text is None else self.text.structure()
+
+    @property
+    def echo(self) -> str:
+        """Members of a JSON object."""
+        return self._echo
+
+    @property
+    def end_user(self) -> str | None:
+        return self.user or self.safety_identifier
+
+    @property
+    def logprobs(self) -> int | None:
+        """How many alternatives; None: no log probabilities."""
+        return (self.top_logprobs or 0) if self.top_logprobs or _LOGPROBS in (self.include or ()) else None

@@ -1,0 +1,1 @@
+"""What the request bodies of all APIs have in common."""

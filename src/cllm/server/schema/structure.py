@@ -1,0 +1,154 @@
+"""Structured output: the parameters of OpenAI, vLLM and llama-server for it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field, PrivateAttr, model_validator
+
+from cllm.server.schema.validation import RequestModel, Text, Unsupported, Words, refusal
+from cllm.structured.structure import Kind, Structure
+
+if TYPE_CHECKING:
+    from cllm.engine.params import SamplingParams
+    from cllm.llm import AsyncLLM
+    from cllm.structured.matcher import Grammar
+
+_FORMATS = "text, json_object, json_schema or structural_tag"
+JsonObject = dict[str, Any]
+Choices = Annotated[list[Words], Field(fail_fast=True, min_length=1)]
+
+
+class StructuredOutputs(RequestModel):
+    """vLLM's parameter: exactly one of these."""
+
+    unsupported: ClassVar[Unsupported] = {"disable_any_whitespace": (True,)}
+
+    json_: JsonObject | Words | None = Field(None, alias="json")  # pydantic has a method of that name
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Words | None = None
+    json_object: bool | None = None
+    structural_tag: JsonObject | Words | None = None
+
+
+class StructureFields(RequestModel):
+    """At most one of these may be set."""
+
+    response_format: JsonObject | None = Field(
+        None,
+        description='What the answer is: {"type": "text"}, {"type": "json_object"} or '
+        '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}.',
+        examples=[{"type": "json_object"}],
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="vLLM's name: json (a schema), regex, choice, grammar, json_object or structural_tag."
+    )
+    guided_json: JsonObject | Words | None = Field(None, description="vLLM's old name: a JSON schema.")
+    guided_regex: Text | None = Field(None, description="vLLM's old name: a regular expression.")
+    guided_choice: Choices | None = Field(None, description="vLLM's old name: the answer is one of these.")
+    guided_grammar: Words | None = Field(None, description="vLLM's old name: a grammar in GBNF or Lark.")
+    json_schema: JsonObject | None = Field(None, description="llama-server's name: a JSON schema.")
+    grammar: Words | None = Field(None, description="llama-server's name: a grammar in GBNF (or Lark).")
+
+    _structure: Structure | None = PrivateAttr(None)
+
+    @model_validator(mode="after")
+    def _read_structure(self) -> StructureFields:
+        """A validator, so that it runs in the thread that parses large bodies."""
+        asked = (self._of_this_api(), self._from_format(), self._from_outputs(), *self._from_fields())
+        found = [each for each in asked if each is not None]
+        if len(found) > 1:
+            raise refusal(found[1].param, f"is not allowed together with {found[0].param}: an answer has one structure")
+        self._structure = found[0] if found else None
+        return self
+
+    @property
+    def structure(self) -> Structure | None:
+        return self._structure
+
+    def _of_this_api(self) -> Structure | None:
+        """From parameters of one API only."""
+        return None
+
+    def _from_format(self) -> Structure | None:
+        given = self.response_format
+        if given is None:
+            return None
+        kind, param = given.get("type"), "response_format"
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            schema = given.get("schema")
+            return (
+                Structure("json", "", param) if schema is None else _of_json("json_schema", schema, f"{param}.schema")
+            )
+        if kind == "json_schema":
+            described = given.get("json_schema")
+            if not isinstance(described, dict) or "schema" not in described:
+                raise refusal(param, "must have json_schema.schema")
+            return _of_json("json_schema", described["schema"], f"{param}.json_schema.schema")
+        if kind == "structural_tag":
+            return _of_json("structural_tag", given, param)
+        raise refusal(param, f"must have one of the types {_FORMATS}")
+
+    def _from_outputs(self) -> Structure | None:
+        given = self.structured_outputs
+        if given is None:
+            return None
+        name = "structured_outputs"
+        found = [
+            *_of_texts({f"{name}.regex": ("regex", given.regex), f"{name}.grammar": ("gbnf", given.grammar)}),
+            *_of_objects(
+                {
+                    f"{name}.json": ("json_schema", given.json_),
+                    f"{name}.choice": ("choice", given.choice),
+                    f"{name}.structural_tag": ("structural_tag", given.structural_tag),
+                }
+            ),
+        ]
+        if given.json_object:
+            found.append(Structure("json", "", f"{name}.json_object"))
+        if len(found) != 1:
+            raise refusal(name, "must have exactly one of json, regex, choice, grammar, json_object, structural_tag")
+        return found[0]
+
+    def _from_fields(self) -> list[Structure]:
+        texts: _Named = {
+            "guided_regex": ("regex", self.guided_regex),
+            "guided_grammar": ("gbnf", self.guided_grammar),
+            "grammar": ("gbnf", self.grammar),
+        }
+        objects: _Named = {
+            "guided_json": ("json_schema", self.guided_json),
+            "guided_choice": ("choice", self.guided_choice),
+            "json_schema": ("json_schema", self.json_schema),
+        }
+        return [*_of_texts(texts), *_of_objects(objects)]
+
+
+_Named = dict[str, tuple[Kind, Any]]
+
+
+def _of_texts(named: _Named) -> list[Structure]:
+    return [Structure(kind, text, param) for param, (kind, text) in named.items() if text is not None]
+
+
+def _of_objects(named: _Named) -> list[Structure]:
+    return [_of_json(kind, value, param) for param, (kind, value) in named.items() if value is not None]
+
+
+def _of_json(kind: Kind, value: Any, param: str) -> Structure:
+    """`value` as JSON, or JSON already."""
+    if isinstance(value, str):
+        return Structure(kind, value, param)
+    try:
+        return Structure(kind, json.dumps(value, ensure_ascii=False), param)
+    except RecursionError:
+        raise refusal(param, "is nested too deeply") from None
+
+
+async def compiled(llm: AsyncLLM, params: SamplingParams) -> Grammar | None:
+    """The grammar of `params.structured`, if set."""
+    return None if params.structured is None else await llm.compile(params.structured)

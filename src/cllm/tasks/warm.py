@@ -1,0 +1,203 @@
+"""Warming: computes prefixes before a request needs them, and pinned ones again after their memory was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cllm.engine.params import SamplingParams
+from cllm.engine.tenant import ANONYMOUS, Tenant
+from cllm.errors import CLLMError, InvalidRequestError, OverloadedError, ShuttingDownError
+from cllm.kv.pins import LostPin, PinMark, PinSource
+
+if TYPE_CHECKING:
+    from cllm.config.kv import WarmPrefix
+    from cllm.llm import AsyncLLM
+
+log = logging.getLogger("cllm.warm")
+
+LOW_PRIORITY = 1
+"""Behind every request of the last seconds: nobody is waiting for the result."""
+MOST_FILE_BYTES = 16 << 20
+
+
+class WarmResult(NamedTuple):
+    tokens: int
+    cached: int
+    """Tokens that were already in the cache."""
+    seconds: float
+    pin_id: str | None
+    pinned_tokens: int
+    left_s: float | None
+    """How long the pin lasts; None: forever, or there is none."""
+    refusal: str | None
+    """Why it could not be pinned."""
+
+
+async def warm(
+    llm: AsyncLLM,
+    prompt: Sequence[int],
+    *,
+    pin: bool = False,
+    ttl_s: float | None = None,
+    tenant: Tenant = ANONYMOUS,
+    request_id: str | None = None,
+    priority: int = LOW_PRIORITY,
+    source: PinSource = "warm",
+) -> WarmResult:
+    """Compute or load the K/V of a prompt, with a request of one token, which is discarded."""
+    mark = PinMark(len(prompt), math.inf if ttl_s is None else ttl_s, source)
+    started = time.perf_counter()
+    generation = llm.submit(
+        prompt,
+        SamplingParams(max_tokens=1, temperature=0.0, context_window=None),
+        request_id=request_id,
+        priority=priority,
+        tenant=tenant,
+        pins=[mark] if pin else [],
+    )
+    async with generation:
+        async for _ in generation:
+            pass
+    took = time.perf_counter() - started
+    left_s = mark.left_s if mark.pin_id is not None and math.isfinite(mark.left_s) else None
+    return WarmResult(
+        len(prompt), generation.cached_tokens, took, mark.pin_id, mark.pinned_tokens, left_s, mark.refusal
+    )
+
+
+async def warm_up(llm: AsyncLLM, prefixes: Sequence[WarmPrefix], tenant_of: Callable[[bool], Tenant | None]) -> None:
+    """Warm the prefixes of `kv.warm`, one after the other. Failures are logged and do not stop the server.
+
+    `tenant_of` gives the tenant of shared prefixes, or of others; None if there is none.
+    """
+    for number, prefix in enumerate(prefixes):
+        tenant = tenant_of(prefix.shared)
+        if tenant is None:
+            log.warning(
+                "skipping kv.warm[%d]: it is not shared, each key has its own cached prefixes, and there is no "
+                "server.api_key to compute it for",
+                number,
+            )
+            continue
+        try:
+            text = prefix.prompt if prefix.file is None else await _read_in_thread(prefix.file)
+            prompt = await asyncio.to_thread(_encode, llm, prefix, text)
+            name = f"warm-{number}"
+            done = await warm(llm, prompt, pin=prefix.pin, ttl_s=prefix.ttl_s, tenant=tenant, request_id=name)
+        except (CLLMError, OSError, ValueError) as error:
+            log.warning("kv.warm[%d] could not be computed: %s", number, error)
+            continue
+        outcome = f"not pinned: {done.refusal}" if done.refusal else "pinned" if done.pin_id else "not pinned"
+        log.info(
+            "kv.warm[%d]: %d tokens (%d already cached), %.2f s, %s",
+            *(number, done.tokens, done.cached, done.seconds, outcome),
+        )
+
+
+async def restore_pins(llm: AsyncLLM) -> None:
+    """Compute pinned prefixes whose memory was lost, one after the other, and pin them for the time they have left."""
+    with suppress(ShuttingDownError):
+        while lost := await llm.lost_pins():
+            await _restore_pin(llm, lost[0])
+
+
+async def _restore_pin(llm: AsyncLLM, pin: LostPin) -> None:
+    ttl_s = None if math.isinf(pin.ttl_s) else pin.ttl_s
+    tenant = Tenant(space=pin.of.space)
+    try:
+        done = await warm(llm, pin.of.tokens, pin=True, ttl_s=ttl_s, tenant=tenant, source=pin.source)
+    except OverloadedError as error:
+        await asyncio.sleep(error.retry_after_s)
+        return
+    except ShuttingDownError:
+        raise
+    except CLLMError as error:
+        pinned, reason = False, str(error)
+    else:
+        pinned, reason = done.pin_id == pin.id, done.refusal or "it has another name now"
+    if pinned:
+        log.info("a lost pinned prefix of %d tokens was computed and pinned again", len(pin.of.tokens))
+    else:
+        log.warning("a lost pinned prefix of %d tokens could not be restored: %s", len(pin.of.tokens), reason)
+        await llm.unpin(pin.id)
+
+
+def _encode(llm: AsyncLLM, prefix: WarmPrefix, text: str | None) -> list[int]:
+    messages = _messages(prefix, text)
+    if messages is not None:
+        return llm.encode_beginning(messages)
+    assert text is not None
+    llm.prompt_limit().check_text(llm.tokenizer, text, "prompt")
+    return llm.tokenizer.encode(text)
+
+
+def _messages(prefix: WarmPrefix, text: str | None) -> Sequence[Mapping[str, Any]] | None:
+    """None if it is plain text, the beginning of a prompt."""
+    if prefix.messages is not None:
+        return [_plain(message.model_dump()) for message in prefix.messages]
+    assert text is not None
+    if prefix.file is not None and prefix.file.suffix == ".json":
+        return [_plain(message) for message in _list_in(prefix.file, text)]
+    return None if prefix.role is None else [_plain({"role": prefix.role, "content": text})]
+
+
+def _list_in(path: Path, text: str) -> list[Any]:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{path} is not JSON: {error}") from error
+    messages = content.get("messages") if isinstance(content, dict) else content
+    if not isinstance(messages, list):
+        raise InvalidRequestError(f"{path} must contain a list of messages, or an object with one")
+    return messages
+
+
+def _plain(message: Any) -> Any:
+    """Chat templates know `system`, not `developer`."""
+    is_developer = isinstance(message, dict) and message.get("role") == "developer"
+    return {**message, "role": "system"} if is_developer else message
+
+
+async def _read_in_thread(path: Path) -> str:
+    """In a daemon thread, so that a network file that hangs does not keep the process from ending."""
+    done: Future[str] = Future()
+
+    def read() -> None:
+        try:
+            done.set_result(_read(path))
+        except Exception as error:
+            done.set_exception(error)
+
+    done.set_running_or_notify_cancel()
+    threading.Thread(target=read, name="cllm-read", daemon=True).start()
+    return await asyncio.wrap_future(done)
+
+
+def _read(path: Path) -> str:
+    with open(path, "rb", opener=_open_nonblocking) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise InvalidRequestError(f"{path} is not a regular file")
+        data = file.read(MOST_FILE_BYTES + 1)
+    if len(data) > MOST_FILE_BYTES:
+        raise InvalidRequestError(f"{path} has more than {MOST_FILE_BYTES} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{path} is not UTF-8 text") from error
+
+
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Does not wait for a writer if it is a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

@@ -1,0 +1,241 @@
+"""Turns chat messages into a prompt with the model's own chat template, which runs in a sandbox.
+
+The template's special tokens become special tokens; what users write never does. Content that contains the name of a
+special token is passed to the template with a mark before that name: a private-use character that occurs nowhere else.
+Wherever the mark comes out again, the character after it is kept out of special tokens. The template sees, trims and
+cuts the real content, and the rest is tokenised in one piece. special_token_guard.py does the same for tools and the
+arguments of calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateSyntaxError, meta
+
+from cllm.errors import InvalidRequestError, ModelError
+from cllm.models.gguf import GGUFModel
+from cllm.text.messages import Message, read_messages
+from cllm.text.sandbox import environment
+from cllm.text.special_token_guard import (
+    guard_for,
+    insert_marks,
+    iter_strings,
+    remove_marks,
+    replace_strings,
+    unused_character,
+)
+from cllm.text.token_limit import TokenLimit
+from cllm.text.tokenizer import Tokenizer
+from cllm.text.vocab import special_name
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""For models without a template."""
+
+_OURS = frozenset({
+    "messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "continue_final_message",
+})  # fmt: skip
+"""Set by the server, so that chat_template_kwargs must not contain them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """How to render the prompt, besides the messages."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """As `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """chat_template_kwargs, such as enable_thinking."""
+    asks: bool = True
+    """Whether the prompt ends with the generation prompt; otherwise more messages may follow."""
+    continues: bool = False
+    """Whether the answer continues the last message, which is the assistant's."""
+
+
+PLAIN = PromptOptions()
+
+
+class ChatTemplate:
+    def __init__(self, source: str, *, bos: str, eos: str) -> None:
+        """`bos` and `eos`: the names of those tokens, or empty strings, for templates that use them."""
+        try:
+            self._template = environment().from_string(source)
+        except TemplateSyntaxError as error:
+            raise ModelError(
+                f"the chat template has an error in line {error.lineno} ({error.message}); set another one with "
+                "model.chat_template"
+            ) from error
+        except Exception as error:  # a template is a program: compiling it can raise anything
+            raise ModelError(
+                f"the chat template cannot be compiled ({type(error).__name__}: {error}); set another one with "
+                "model.chat_template"
+            ) from error
+        self.source = source
+        self.bos = bos
+        self.eos = eos
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables that the template uses."""
+        return frozenset(meta.find_undeclared_variables(environment().parse(self.source)))
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether a conversation may begin with a system message."""
+        system, user = {"role": "system", "content": "x"}, {"role": "user", "content": "y"}
+        try:
+            self._render([system, user], PLAIN)
+        except InvalidRequestError:
+            return False
+        return True
+
+    @cached_property
+    def wants_arguments_as_text(self) -> bool:
+        """Whether the template expects the arguments of calls as a JSON string instead of an object."""
+        function = {"name": "f", "arguments": {"a": "b"}}
+        calls = [{"id": "call00001", "type": "function", "function": function}]
+        messages: list[Message] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+        ]
+        try:
+            self._render(messages, PLAIN)
+        except InvalidRequestError:
+            function["arguments"] = '{"a": "b"}'
+            try:
+                self._render(messages, PLAIN)
+            except InvalidRequestError:
+                return False
+            return True
+        return False
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        return self._render(read_messages(messages), PromptOptions(asks=add_generation_prompt))
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        limit: TokenLimit | None = None,
+        options: PromptOptions = PLAIN,
+    ) -> list[int]:
+        """The prompt as tokens; one that is longer than `limit` is refused."""
+        text, literal = self._compose(tokenizer, self._with_arguments(read_messages(messages)), options)
+        has_bos = bool(self.bos) and text.startswith(self.bos) and literal[:1] != [0]
+        if limit is not None:
+            limit.check_text(tokenizer, text, "messages", special=True)
+        ids = tokenizer.encode(text, special=True, add_bos=not has_bos, literal=literal)
+        if limit is not None:
+            limit.check(ids, "messages")
+        return ids
+
+    def _with_arguments(self, messages: list[Message]) -> list[Message]:
+        """The arguments of calls in the form that the template expects."""
+        if not any("tool_calls" in message for message in messages) or not self.wants_arguments_as_text:
+            return messages
+        return [
+            {**message, "tool_calls": [_as_text(call) for call in message["tool_calls"]]}
+            if "tool_calls" in message
+            else message
+            for message in messages
+        ]
+
+    def _compose(self, tokenizer: Tokenizer, messages: list[Message], options: PromptOptions) -> tuple[str, list[int]]:
+        """The prompt, and the positions in it that must not become special tokens."""
+        _check_options(messages, options)
+        guard = guard_for(frozenset(tokenizer.special_tokens))
+        written = set(_user_texts(messages, options))
+        risky = {text: spots for text in written if (spots := guard.find(text))}
+        if options.continues:
+            end = unused_character([self.source, self.bos, self.eos, *written], "messages")
+            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + end}]
+            written.add(end)
+            last = messages[-1]["content"]
+            if spots := guard.find(last[:-1]):
+                risky[last] = spots
+        literal: list[int] = []
+        if not risky:
+            text = self._render(messages, options)
+        else:
+            mark = unused_character([self.source, self.bos, self.eos, *written], "messages")
+            marked = {text: insert_marks(text, spots, mark) for text, spots in risky.items()}
+            text, literal = remove_marks(self._render(*_replace_texts(messages, options, marked)), mark)
+        if not options.continues:
+            return text, literal
+        length = text.rfind(end)
+        if length < 0:
+            raise InvalidRequestError(
+                "the last message cannot be continued: the model's chat template changes it",
+                "messages",
+            )
+        return text[:length], [position for position in literal if position < length]
+
+    def _render(self, messages: list[Message], options: PromptOptions) -> str:
+        try:
+            return self._template.render(
+                {
+                    "tools": None,
+                    "documents": None,
+                    **options.arguments,
+                    **({"tools": options.tools} if options.tools else {}),
+                },
+                messages=messages,
+                add_generation_prompt=options.asks and not options.continues,
+                bos_token=self.bos,
+                eos_token=self.eos,
+            )
+        except Exception as error:  # a template is a program: it can raise anything
+            raise InvalidRequestError(
+                f"the model's chat template rejected the messages: {error}", "messages"
+            ) from error
+
+
+def load_chat_template(model: GGUFModel, source: str | None = None) -> ChatTemplate:
+    """The template `source`, the file's own, or ChatML."""
+    template = source or model.get("tokenizer.chat_template", "") or CHATML
+    return ChatTemplate(template, bos=special_name(model, "bos"), eos=special_name(model, "eos"))
+
+
+def _as_text(call: Message) -> Message:
+    function = call["function"]
+    if isinstance(function["arguments"], str):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+def _check_options(messages: list[Message], options: PromptOptions) -> None:
+    if given := sorted(_OURS & set(options.arguments)):
+        raise InvalidRequestError(
+            f"chat_template_kwargs.{given[0]} is set by the server; remove it", "chat_template_kwargs"
+        )
+    if options.continues and (messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]):
+        raise InvalidRequestError("only an assistant message without tool calls can be continued", "messages")
+
+
+def _user_texts(messages: list[Message], options: PromptOptions) -> Iterator[str]:
+    for message in messages:
+        for name, value in message.items():
+            if name != "role":
+                yield from iter_strings(value)
+    yield from iter_strings(options.tools)
+    yield from iter_strings([*options.arguments.values()])
+
+
+def _replace_texts(
+    messages: list[Message], options: PromptOptions, by: Mapping[str, str]
+) -> tuple[list[Message], PromptOptions]:
+    marked = [
+        {name: value if name == "role" else replace_strings(value, by) for name, value in message.items()}
+        for message in messages
+    ]
+    arguments = {name: replace_strings(value, by) for name, value in options.arguments.items()}
+    return marked, PromptOptions(replace_strings(options.tools, by), arguments, options.asks, options.continues)

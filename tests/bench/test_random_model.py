@@ -1,0 +1,133 @@
+"""Random GGUF files of real shapes: the same bytes each time, mixed as llama.cpp mixes, of a sane size."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+
+from cllm.bench import random_model
+from cllm.bench.atomic_file import ABANDONED_S
+from cllm.bench.errors import BenchError
+from cllm.bench.kernels import shapes
+from cllm.bench.kernels.shapes import MIXES, SHAPES, Mix, Shape, matrices, weight_bytes
+from cllm.bench.random_blocks import BLOCK_TYPES, fitting
+from cllm.bench.random_model import random_file, write
+from cllm.models.gguf import GGUFModel
+
+TINY = Shape(n_layers=8, n_embd=256, n_heads=4, n_kv_heads=2, head_dim=64, n_ff=512, n_vocab=333)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    return tmp_path / "bench"
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_blocks_are_what_gguf_reads_and_of_the_wanted_spread(name: str) -> None:
+    kind = BLOCK_TYPES[name]
+    raw = kind.draw(np.random.default_rng(1), 40_000 // kind.weights, 0.05)
+    assert raw.shape == (40_000 // kind.weights, kind.bytes)
+    values = raw.view(np.float32) if name == "f32" else dequantize(raw, GGMLQuantizationType(kind.number))
+    assert values.std() == pytest.approx(0.05, rel=0.1)
+    assert abs(values.mean()) < 0.002
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_file_holds_what_its_shape_and_type_say(mix: str, cache: Path) -> None:
+    file = random_file("tiny", mix)
+    model = GGUFModel.open(file)
+    shape = model.shape
+    assert (shape.n_layers, shape.n_embd, shape.n_heads, shape.n_kv_heads) == (8, 256, 4, 2)
+    assert (shape.head_dim_k, shape.n_vocab) == (64, 333)
+    planned = {matrix.name: matrix for matrix in matrices(TINY, MIXES[mix])}
+    found = {name: info for name, info in model.tensors.items() if len(info.shape) > 1}
+    assert {name: info.type for name, info in found.items()} == {n: m.type.number for n, m in planned.items()}
+    assert sum(info.size for info in found.values()) == weight_bytes(TINY, MIXES[mix])
+
+
+def test_q4_k_m_has_more_bits_for_half_of_the_value_and_down_matrices() -> None:
+    """Of 32 layers, llama.cpp gives them to the first and the last four and to every third between."""
+    kinds = Counter((m.role, m.type.number) for m in matrices(SHAPES["8B"], MIXES["q4_k_m"]))
+    q4_k, q6_k = BLOCK_TYPES["q4_k"].number, BLOCK_TYPES["q6_k"].number
+    for role in ("attn_v", "ffn_down"):
+        assert (kinds[role, q4_k], kinds[role, q6_k]) == (16, 16)
+    assert kinds["attn_q", q4_k] == kinds["ffn_up", q4_k] == 32
+    assert kinds["token_embd", q6_k] == 1
+
+
+def test_rows_that_are_no_whole_blocks_get_the_type_that_llama_cpp_gives_them() -> None:
+    assert [fitting(name, 576) for name in ("q4_k", "q5_k", "q6_k", "q4_0")] == ["q5_0", "q5_1", "q8_0", "q4_0"]
+    assert [fitting(name, 100) for name in ("q4_k", "q8_0", "bf16")] == ["f16", "f16", "bf16"]
+
+
+def test_files_are_always_the_same_so_that_old_ones_can_be_used_again(tmp_path: Path) -> None:
+    """A change of the bytes needs another number in the files' names."""
+    files = [write(tmp_path / f"{mix}.gguf", TINY, MIXES[mix], "x") for mix in ("q4_k_m", "q8_0")]
+    digests = [sha256(file.read_bytes()).hexdigest() for file in files]
+    assert random_model._MADE == 1
+    assert digests == [
+        "2ffc249dc043f8a523441dbce1e601068a64dd410cace0c8ec0a053517d65ebf",
+        "574c3b9249e31a0e3eb7d48a87d3d9a1b8335d05604f16cc0f5246f9d14ab62d",
+    ]
+
+
+def test_matrices_are_written_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "_PIECE_BYTES", 1)
+    assert len(list(next(iter(matrices(TINY, MIXES["q6_k"]))).pieces())) == TINY.n_vocab
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_one_writes_now_is_not(cache: Path) -> None:
+    for name, age in (("dead", 2 * ABANDONED_S), ("alive", 0.0)):
+        left = cache / f".making-{name}"
+        left.mkdir(parents=True)
+        (left / "half.gguf").write_bytes(b"x")
+        for path in (left / "half.gguf", left):
+            os.utime(path, (time.time() - age,) * 2)
+    os.utime(cache / ".making-alive", (0, 0))  # a directory's time stands still while a file in it grows
+    file = random_file("tiny", "q4_0")
+    assert sorted(path.name for path in cache.iterdir()) == [".making-alive", file.name]
+
+
+def test_a_file_is_written_once_with_progress_and_under_its_name_only_when_it_is_whole(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    file = random_file("tiny", "q4_0", lines.append)
+    assert lines[-1].startswith("writing random tiny q4_0: 100% of") and list(cache.iterdir()) == [file]
+    assert 5 <= len(lines) <= 10
+    assert random_file("tiny", "q4_0", lambda line: pytest.fail(line)) == file
+
+    def fail(*_: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(random_model, "write", fail)
+    with pytest.raises(BenchError, match=r"cannot write .*random-tiny-q8_0.*: No space left"):
+        random_file("tiny", "q8_0")
+    assert list(cache.iterdir()) == [file]
+
+
+def test_a_disk_that_is_too_small_is_known_before(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_model.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 20}))
+    with pytest.raises(BenchError, match=r"tiny as q4_0 takes .* has 1 MiB left"):
+        random_file("tiny", "q4_0")
+    assert not list(cache.iterdir())
+
+
+def test_activations_keep_their_size_through_many_layers(tmp_path: Path) -> None:
+    pytest.importorskip("cllm._native", reason="the extension is not built")
+    from step_kit import Rig, random_tokens
+
+    deep = Shape(n_layers=40, n_embd=256, n_heads=4, n_kv_heads=2, head_dim=64, n_ff=512, n_vocab=333)
+    rig = Rig(write(tmp_path / "deep.gguf", deep, Mix("q4_k", "q6_k", "q6_k"), "deep"))
+    logits = rig.all_logits(random_tokens(333, 20), rig.table(20))
+    assert 0.5 < logits.std() < 2

@@ -1,0 +1,19 @@
+"""One script on three machines: slots, blocks, and blocks on a backend that computes ahead.
+
+Requests come, are cancelled, run out of time and of memory, and calls fail: each ends exactly once, and what it got is
+what it gets alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+from same_answers import SameAnswers
+from thorough import sampled
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+SameAnswers.TestCase.settings = settings(max_examples=sampled(30), stateful_step_count=25, deadline=None)
+TestSameAnswers = SameAnswers.TestCase

@@ -1,0 +1,489 @@
+"""`cllm simulate`: policies beside each other, sweeps, several servers, and what it says and writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from cllm.cli import app, main
+from cllm.errors import ConfigError
+from cllm.simulate import cluster as cluster_module
+from cllm.simulate.cluster import Cluster, simulate
+from cllm.simulate.commands import Outputs, TraceSource, choose_policies, parse_sweeps, run_grid
+from cllm.simulate.report import count, knee, short
+from cllm.simulate.results import Result
+from cllm.simulate.settings import (
+    COMPARED_POLICIES,
+    KEYS,
+    POLICIES,
+    ROUTINGS,
+    Settings,
+    changed,
+    grid,
+    parse_assignment,
+    parse_sweep,
+)
+from cllm.simulate.synthetic import Shape, SyntheticTrace
+from cllm.simulate.tally import Tally
+from cllm.simulate.traces import ListTrace, TracedRequest
+from simulate_kit import COST
+from thorough import sampled
+
+
+def chats(requests: int = 150, rate: float = 8.0, **shape: Any) -> ListTrace:
+    trace = SyntheticTrace("chats", requests, rate, Shape(**{"longest": 1500, "think_s": 1.0, **shape}), seed=1)
+    return ListTrace("chats", tuple(trace))
+
+
+def run(trace: ListTrace, **values: Any) -> Result:
+    return simulate(trace, replace(Settings(blocks=300, window=128), **values), COST)
+
+
+# -- policies judged -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def judged() -> dict[str, dict[str, float]]:
+    trace = chats()
+    return {policy: run(trace, policy=policy, reserve="512").figures for policy in POLICIES if policy != "slots"}
+
+
+def test_all_policies_do_the_same_work(judged: dict[str, dict[str, float]]) -> None:
+    assert set(judged) == set(COMPARED_POLICIES)
+    assert {figures["completed"] for figures in judged.values()} == {150}
+    assert len({figures["answer_tokens"] for figures in judged.values()}) == 1
+
+
+def test_what_each_policy_is_known_for(judged: dict[str, dict[str, float]]) -> None:
+    plain, holes, compaction = (judged[name] for name in ("contiguous", "hole-filling", "compaction"))
+    paged, prefix, window = (judged[name] for name in ("paged", "paged+prefix", "window"))
+    assert plain["fragmentation_failures"] > 0 and plain["batch_splits"] > 0 and plain["moved_bytes"] == 0
+    assert compaction["fragmentation_failures"] == 0 and compaction["moved_bytes"] > 0
+    assert holes["moved_bytes"] > 0
+    assert min(f["waste"] for f in (plain, holes, compaction)) > 0.3, "512 tokens are reserved for every answer"
+    assert max(paged["waste"], prefix["waste"]) < 0.04
+    assert prefix["hit_rate"] > 0.2 and prefix["answer_tokens_per_s"] > paged["answer_tokens_per_s"]
+    assert {f["hit_rate"] for f in (plain, holes, compaction, paged, window)} == {0.0}
+    assert window["forgotten_tokens"] > 0 and prefix["forgotten_tokens"] == 0
+
+
+def test_reserving_more_wastes_more() -> None:
+    waste = [
+        run(chats(60), policy="contiguous", reserve=reserve).figures["waste"] for reserve in ("exact", "pow2", "800")
+    ]
+    assert waste == sorted(waste) and waste[0] < waste[2]
+
+
+def test_what_can_never_fit_is_counted_and_the_rest_goes_on() -> None:
+    small = TracedRequest(0.0, ((0, 40),), ((40, 10),))
+    large = TracedRequest(0.0, ((1000, 4000),), ((5000, 900),))
+    figures = run(ListTrace("two", (small, large))).figures
+    assert (figures["completed"], figures["too_large"], figures["requests"]) == (1, 1, 2)
+
+
+def test_queues_and_time_limits_turn_requests_away() -> None:
+    crowd = ListTrace("crowd", tuple(TracedRequest(0.0, ((n * 100, 50),), ((n * 100 + 50, 20),)) for n in range(30)))
+    figures = run(crowd, queue=4, max_running=2).figures
+    assert figures["turned_away"] > 10
+    assert figures["completed"] + figures["turned_away"] == 30
+    follower = TracedRequest(0.0, ((9000, 50),), ((9050, 20),))
+    followed = ListTrace("followed", tuple(replace(request, followers=(follower,)) for request in crowd))
+    figures = run(followed, queue=4, max_running=2).figures
+    assert figures["requests"] == 60 and figures["never_sent"] == figures["turned_away"] > 10
+    figures = run(crowd, timeout_s=0.5, max_running=2).figures
+    assert figures["timed_out"] > 10 and figures["completed"] + figures["timed_out"] == 30
+
+
+def test_time_for_moving_memory_is_counted() -> None:
+    def at(speed: float) -> float:
+        cost = replace(COST, move_bytes_per_s=speed)
+        return simulate(chats(60), Settings(policy="compaction", blocks=200), cost).figures["duration_s"]
+
+    assert at(1e5) > at(1e12)
+
+
+# -- several servers -----------------------------------------------------------------------------------------------
+
+
+def test_more_servers_answer_sooner_and_prefixes_stay_together() -> None:
+    trace = chats(rate=30.0)
+    alone = run(trace, replicas=1).figures
+    turns = run(trace, replicas=3).figures
+    by_prefix = run(trace, replicas=3, routing="prefix").figures
+    assert {f["completed"] for f in (alone, turns, by_prefix)} == {150}
+    assert turns["ttft_p95_s"] < alone["ttft_p95_s"]
+    assert by_prefix["hit_rate"] > turns["hit_rate"] + 0.1
+
+
+def test_round_robin_takes_turns() -> None:
+    cluster = Cluster(chats(30), Settings(replicas=3), COST)
+    cluster.run()
+    assert [server._numbers for server in cluster.servers] == [10, 10, 10]
+
+
+def test_a_shared_prefix_does_not_drown_one_server() -> None:
+    requests = [TracedRequest(n / 50, ((0, 640), (1000 + n * 100, 90)), ((9, 10),)) for n in range(200)]
+    cluster = Cluster(ListTrace("shared", tuple(requests)), Settings(replicas=4, routing="prefix"), COST)
+    cluster.run()
+    assert min(server._numbers for server in cluster.servers) > 20
+
+
+def test_routing_policies_side_by_side() -> None:
+    trace = chats(rate=30.0)
+    figures = {routing: run(trace, replicas=4, routing=routing).figures for routing in ROUTINGS}
+    assert {f["completed"] for f in figures.values()} == {150}
+    by_prefix, by_chance = figures["prefix"], figures["random"]
+    assert by_prefix["hit_rate"] > by_chance["hit_rate"] + 0.1
+    assert by_prefix["ttft_p95_s"] < by_chance["ttft_p95_s"]
+    assert figures["consistent-hash"]["hit_rate"] > by_chance["hit_rate"]
+    assert all(1.0 <= f["balance"] < 4.0 for f in figures.values())
+    assert run(trace, replicas=4, routing="prefix").figures["ttft_p95_s"] == by_prefix["ttft_p95_s"]
+
+
+def test_a_router_that_learns_late_finds_less() -> None:
+    soon, late = (
+        run(chats(rate=30.0, think_s=0.1), replicas=4, routing="prefix", report_s=report_s).figures["hit_rate"]
+        for report_s in (0.1, 60.0)
+    )
+    assert soon > late
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_can_be_routed_by_prefix(policy: str) -> None:
+    assert run(chats(40), policy=policy, replicas=3, routing="prefix", max_running=2).figures["completed"] == 40
+
+
+def test_many_servers() -> None:
+    for trace in (
+        chats(60),
+        ListTrace("open", tuple(TracedRequest(n * 9.0, ((n * 99, 50),), ((7, 3),)) for n in range(60))),
+    ):
+        figures = run(trace, replicas=200, routing="prefix", blocks=200).figures
+        assert figures["completed"] == 60
+
+
+@settings(max_examples=sampled(20), deadline=None)
+@given(st.integers(1, 3), st.sampled_from(ROUTINGS))
+def test_no_request_is_answered_before_it_came(replicas: int, routing: str) -> None:
+    figures = run(chats(60, rate=20.0), replicas=replicas, routing=routing).figures
+    assert figures["completed"] == 60
+    assert 0 < figures["ttft_p50_s"] <= figures["ttft_p95_s"] <= figures["total_p99_s"]
+
+
+# -- settings and sweeps -------------------------------------------------------------------------------------------
+
+
+def test_another_block_size_keeps_the_memory() -> None:
+    base = Settings(blocks=1000, block_size=16)
+    assert changed(base, {"block-size": 64}).blocks == 250
+    assert changed(base, {"block-size": 64, "blocks": 1000}).kv_tokens == 64_000
+
+
+def test_every_setting_can_be_written() -> None:
+    texts = {
+        "policy": "paged",
+        "eviction": "slru",
+        "routing": "prefix",
+        "reserve": "exact",
+        "blocks": "1e3",
+        "watermark": "0",
+    }
+    for key in KEYS:
+        name, value = parse_assignment(f"{key}={texts.get(key, '1')}")
+        assert changed(Settings(), {name: value}) is not None
+    assert parse_assignment("blocks=1e3") == ("blocks", 1000)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("blocks", "write key=value"),
+        ("size=4", "there is no setting 'size'"),
+        ("blocks=many", "blocks=many: it must be a whole number from 2 to 100,000,000"),
+        ("blocks=1e9", "blocks=1e9: it must be a whole number from 2 to 100,000,000"),
+        ("replicas=1e99", "replicas=1e99: it must be a whole number from 1 to 10,000"),
+        ("blocks=2.5", "whole number"),
+        ("threshold=2", "threshold=2: it must be a number from 0.01 to 1"),
+        ("timeout=nan", "timeout=nan"),
+        ("eviction=random", "it must be one of lru, slru"),
+        ("reserve=some", "reserve=some"),
+    ],
+)
+def test_wrong_settings_are_named(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parse_assignment(text)
+
+
+def test_sweeps_are_grids() -> None:
+    sweeps = parse_sweeps(["blocks=10,20", "eviction=lru,slru", "rate=0.5"])
+    assert len(grid(sweeps)) == 4
+    assert grid(sweeps)[0] == {"blocks": 10, "eviction": "lru", "rate": 0.5}
+    assert grid({}) == [{}]
+    with pytest.raises(ConfigError, match="varies blocks twice"):
+        parse_sweeps(["blocks=10", "blocks=20"])
+    with pytest.raises(ConfigError, match="write key=value,value"):
+        parse_sweep("blocks=")
+    with pytest.raises(ConfigError, match="rate=fast"):
+        parse_sweeps(["rate=fast"])
+
+
+def test_policies_are_chosen() -> None:
+    assert choose_policies([], None, Settings()) == ["paged+prefix"]
+    assert choose_policies([], "all", Settings()) == list(COMPARED_POLICIES)
+    assert choose_policies(["paged", "slots"], None, Settings()) == ["paged", "slots"]
+    with pytest.raises(ConfigError, match="it must be one of"):
+        choose_policies(["best"], None, Settings())
+    with pytest.raises(ConfigError, match="must be `all`"):
+        choose_policies(["paged"], "all", Settings())
+
+
+def swept(figures: dict[float, float]) -> list[Result]:
+    return [
+        Result(Settings(), {"blocks": value}, "t", "c", {"total_p95_s": figure}, [], False)
+        for value, figure in figures.items()
+    ]
+
+
+def test_the_knee_is_where_more_no_longer_helps() -> None:
+    found = knee(swept({400: 1.0, 100: 9.0, 200: 1.05, 800: 0.99}), "blocks")
+    assert found is not None and found.varied["blocks"] == 200
+    assert knee(swept({100: 1.0, 200: 1.0, 400: 1.0}), "blocks") is None, "it never mattered"
+    assert knee(swept({100: 9.0, 200: 1.0}), "blocks") is None, "two points have no knee"
+    assert knee(swept({100: 9.0, 200: math.nan, 400: 1.0, 800: 1.0}), "blocks") is not None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (0.1234, "0.12"), (12.34, "12.3"), (1234.5, "1,234"), (math.nan, "-")]
+)
+def test_figures_have_three_digits(value: float, text: str) -> None:
+    assert short(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(12, "12"), (99_999, "99,999"), (123_456, "123k"), (3.2e6, "3.20M")])
+def test_large_counts_are_short(value: float, text: str) -> None:
+    assert count(value) == text
+
+
+def test_gaps_are_counted_closely() -> None:
+    tally = Tally()
+    tally._count_gaps(array("f", [0.010] * 90 + [0.5] * 10))
+    assert tally.gap_percentile(0.5) == pytest.approx(0.010, rel=0.02)
+    assert tally.gap_percentile(0.99) == pytest.approx(0.5, rel=0.02)
+    assert math.isnan(Tally().gap_percentile(0.5))
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+SMALL = ["simulate", "--requests", "40", "--rate", "1", "--seed", "3"]
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def exit_code(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_policies_side_by_side(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    output = invoke(*SMALL, "--policies", "all", "--json", str(file))
+    assert all(policy in output for policy in COMPARED_POLICIES)
+    written = json.loads(file.read_text())
+    assert [result["settings"]["policy"] for result in written["results"]] == list(COMPARED_POLICIES)
+    for result in written["results"]:
+        assert result["figures"]["completed"] == 40 and result["memory"] and not result["interrupted"]
+    assert written["cost"]["name"] == "smollm2"
+
+
+def test_a_sweep(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    output = invoke(*SMALL, "--what-if", "blocks=200,400", "--what-if", "eviction=lru,slru", "--json", str(file))
+    assert "slru" in output
+    assert len(json.loads(file.read_text())["results"]) == 4
+
+
+def test_larger_chunks_where_small_ones_cost_more(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    invoke(*SMALL, "--what-if", "chunk-ms=0,250", "--json", str(file))
+    assert [result["settings"]["chunk_ms"] for result in json.loads(file.read_text())["results"]] == [0, 250]
+
+
+def test_a_sweep_of_rates_and_of_policies(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    invoke(*SMALL, "--what-if", "rate=0.1,10", "--json", str(file))
+    slow, fast = (result["figures"] for result in json.loads(file.read_text())["results"])
+    assert slow["ttft_p95_s"] < fast["ttft_p95_s"]
+    invoke(*SMALL, "--what-if", "policy=paged,window", "--policy", "slots", "--json", str(file))
+    assert [result["settings"]["policy"] for result in json.loads(file.read_text())["results"]] == ["paged", "window"]
+
+
+def test_a_file(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}
+    trace.write_text("".join(json.dumps({**line, "timestamp": n * 9000}) + "\n" for n in range(20)))
+    file = tmp_path / "results.json"
+    assert "trace.jsonl" in invoke("simulate", "--trace", str(trace), "--json", str(file), "--set", "threshold=1")
+    figures = json.loads(file.read_text())["results"][0]["figures"]
+    assert figures["completed"] == 20
+    assert figures["hit_rate"] == pytest.approx(19 / 20 * 688 / 700), "all but the first find their whole blocks"
+
+
+def test_plots_and_a_page(tmp_path: Path) -> None:
+    plot = tmp_path / "knee.svg"
+    output = invoke(*SMALL, "--what-if", "blocks=100,200,400", "--plot", str(plot))
+    assert str(plot) in output.replace("\n", "") and "<svg" in plot.read_text()
+    invoke(*SMALL, "--policy", "paged", "--policy", "window", "--report", str(tmp_path / "report"))
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "Policies side by side</h2>" in page and "Memory over time</h2>" in page
+    for title in ("Throughput", "First token, P95", "Whole request, P95", "Memory taken but empty", "paged", "window"):
+        assert page.count(f"<figcaption><b>{title}</b>") == 1, title
+    assert "K/V moved" not in page and "Prompt from the cache" not in page, "a plot of zeros shows nothing"
+    assert page.count("<svg") == 6
+    assert (tmp_path / "report" / "plot-1.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "report" / "results.json").read_text())["results"]
+
+
+@pytest.mark.parametrize("sweep", ["blocks=100,200,400", "eviction=lru,slru", "policy=paged,paged+prefix"])
+def test_a_page_of_a_sweep(sweep: str, tmp_path: Path) -> None:
+    invoke(*SMALL, "--what-if", sweep, "--what-if", "block-size=8,16", "--report", str(tmp_path))
+    page = (tmp_path / "index.html").read_text()
+    assert f"What changes with {sweep.partition('=')[0]} and block-size</h2>" in page
+    assert page.count("<svg") == 6 and "block-size=8" in page
+
+
+def test_one_policy_has_no_bars(tmp_path: Path) -> None:
+    invoke(*SMALL, "--report", str(tmp_path))
+    page = (tmp_path / "index.html").read_text()
+    assert page.count("<svg") == 1 and "simulated time" in page
+
+
+def test_the_cost_of_a_step_against_the_size_of_the_cache(tmp_path: Path) -> None:
+    plot, file = tmp_path / "scale.png", tmp_path / "scale.json"
+    output = invoke(
+        "simulate", "scale", "--blocks", "1000,5000", "--requests", "100", "--plot", str(plot), "--json", str(file)
+    )
+    small, large = json.loads(file.read_text())
+    assert (small["blocks"], large["blocks"]) == (1000, 5000) and "5,000 blocks" in output
+    assert large["evicted_blocks"] > 0, "the cache is full from the beginning"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--synthetic", "random"], "--synthetic random: it must be one of poisson, bursts, diurnal, chats"),
+        (["--rate", "0"], "--rate 0: it must be a number above 0"),
+        (["--rate", "nan"], "--rate nan: it must be a number above 0"),
+        (["--shape", "prompt=3"], "lengths are written as"),
+        (["--cost", "gpt5"], "give a file, or one of"),
+        (["--policy", "best"], "it must be one of"),
+        (["--what-if", "colour=red"], "there is no setting 'colour'"),
+        (["--set", "blocks=1"], "blocks=1: it must be a whole number from 2 to 100,000,000"),
+        (["--blocks", "99999999999999"], "blocks=99999999999999: it must be a whole number"),
+        (["--what-if", "blocks=1e99"], "blocks=1e99: it must be a whole number"),
+        (["--trace", "absent.jsonl"], "absent.jsonl cannot be read"),
+        (["--trace", "x.jsonl", "--shape", "turns=3"], "omit --synthetic and --shape"),
+        (["--plot", "picture.gif"], "--plot picture.gif: the file must end in .svg, .png, .pdf"),
+        (["--report", "/proc/no"], "--report: cannot write /proc/no/results.json"),
+        (["--report", "/dev/null"], "--report: cannot write /dev/null/results.json"),
+        (["--json", "/proc/no/file"], "--json: cannot write /proc/no/file"),
+        (["--json", "/"], "--json: cannot write /"),
+        (["--plot", "/proc/no/plot.png"], "--plot: cannot write /proc/no/plot.png"),
+        (["scale", "--json", "/proc/no/file"], "--json: cannot write /proc/no/file"),
+        (["validate", "--save-cost", "/proc/no/file"], "--save-cost: cannot write /proc/no/file"),
+        (["--policy", "window", "--blocks", "10"], "one sequence needs 66 blocks, there are 10"),
+    ],
+)
+def test_wrong_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["simulate", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_a_broken_line_of_a_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 7, "output_length": 5}\n{"timestamp": 1}\n')
+    assert exit_code(["simulate", "--trace", str(trace)]) == 2
+    assert "trace.jsonl line 2: input_length is None" in capsys.readouterr().err
+
+
+class Interrupting(ListTrace):
+    """Ctrl-C in the middle of it."""
+
+    def __iter__(self) -> Iterator[TracedRequest]:
+        for number, item in enumerate(self.items):
+            if number == 30:
+                raise KeyboardInterrupt
+            yield item
+
+
+def test_an_interrupted_simulation_keeps_what_it_has() -> None:
+    trace = Interrupting("broken off", tuple(SyntheticTrace("poisson", 60, 2.0, Shape(), seed=1)))
+    result = run(trace)
+    assert result.interrupted and result.figures["requests"] == 30
+    assert 0 < result.figures["completed"] <= 30
+
+
+def test_ctrl_c_shows_and_writes_what_was_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "results.json"
+    runs = 0
+    run_cluster = cluster_module.Cluster.run
+
+    def second_is_interrupted(cluster: cluster_module.Cluster, *args: Any) -> None:
+        nonlocal runs
+        runs += 1
+        run_cluster(cluster, *args)
+        if runs == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cluster_module.Cluster, "run", second_is_interrupted)
+    assert exit_code([*SMALL, "--policies", "all", "--json", str(file)]) == 130
+    first, second = json.loads(file.read_text())["results"]
+    assert not first["interrupted"] and second["interrupted"]
+    output = capsys.readouterr().out
+    assert "hole-filling (part)" in output and "compaction" not in output
+
+
+def test_ctrl_c_between_two_keeps_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    opened = TraceSource.open
+
+    def interrupted(source: TraceSource, rate: float | None = None) -> Any:
+        if rate == 2.0:
+            raise KeyboardInterrupt
+        return opened(source, rate)
+
+    monkeypatch.setattr(TraceSource, "open", interrupted)
+    source = TraceSource(None, "poisson", 20, None, "", 512, 0)
+    file = tmp_path / "results.json"
+    assert not run_grid(source, Settings(), [], None, ["rate=1,2"], "smollm2", Outputs(file, None, None))
+    assert len(json.loads(file.read_text())["results"]) == 1
+
+
+def test_the_real_engine_is_run_beside_it(tmp_path: Path) -> None:
+    """On the fake backend, whose speed means nothing: what it caches must agree, and the files be written."""
+    cost, file = tmp_path / "cost.json", tmp_path / "validation.json"
+    arguments = ["simulate", "validate", "--backend", "fake", "--size", "0.2", "--kv-mb", "1", "--repeats", "2"]
+    result = CliRunner().invoke(app, [*arguments, "--save-cost", str(cost), "--json", str(file)])
+    assert result.exit_code in (0, 1), result.output
+    assert all(name in result.output for name in ("batch", "prefix", "chat"))
+    for comparison in json.loads(file.read_text()):
+        assert comparison["simulated"]["hit_rate"] == pytest.approx(comparison["measured"]["hit_rate"], abs=0.1)
+    assert json.loads(cost.read_text())["kv_bytes_per_token"] == 8
