@@ -9,7 +9,7 @@ import secrets
 import sys
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from cllm.engine.observer import Observers
 from cllm.engine.params import SamplingParams
 from cllm.engine.reading import PromptScoring, Reading
 from cllm.engine.request import FinishReason, Output, Request, build_request
+from cllm.engine.row_sampler import RowSampler
 from cllm.engine.tenant import ANONYMOUS, Tenant
 from cllm.engine.time_sharing import TimeShare
 from cllm.errors import InvalidRequestError, RequestCancelledError, ShuttingDownError
@@ -87,7 +88,7 @@ class AsyncLLM(LoadedModel):
                 time_share.leave()
             parts.close()
             raise
-        self._parts, self._engine = parts, engine
+        self._text, self._parts, self._engine = parts.text, parts, engine
         _OPEN.add(self)
 
     def _build_engine(self, parts: ModelParts, time_share: TimeShare | None) -> Engine:
@@ -123,7 +124,7 @@ class AsyncLLM(LoadedModel):
         self._live.clear()
         if parts is not None:
             await asyncio.to_thread(parts.close)
-        self._parts = None
+        self._text = self._parts = None
         _OPEN.discard(self)
 
     def release(self) -> None:
@@ -135,7 +136,7 @@ class AsyncLLM(LoadedModel):
         if engine is not None and parts is not None:
             engine.stop(0)
             parts.close()
-        self._parts = None
+        self._text = self._parts = None
         _OPEN.discard(self)
 
     async def __aenter__(self) -> AsyncLLM:
@@ -169,7 +170,7 @@ class AsyncLLM(LoadedModel):
 
     async def compile(self, structure: Structure) -> Grammar:
         """The `grammar` that `submit` takes. Raises `InvalidRequestError` if the structure cannot be compiled."""
-        return await self._loaded.compiler.compile(structure)
+        return await self._prepared.compiler.compile(structure)
 
     def submit(
         self,
@@ -211,14 +212,14 @@ class AsyncLLM(LoadedModel):
 
     def _prompt_scoring(self, params: SamplingParams) -> PromptScoring | None:
         """Raises `InvalidRequestError` if the model cannot generate, or not with prompt_logprobs."""
-        backend = self._loaded.backend
-        if backend.no_answers is not None:
-            raise InvalidRequestError(backend.no_answers, "model")
+        facts = self._prepared.facts
+        if facts.no_answers is not None:
+            raise InvalidRequestError(facts.no_answers, "model")
         if params.prompt_logprobs is None:
             return None
-        if backend.no_reading is not None:
-            raise InvalidRequestError(f"prompt_logprobs: {backend.no_reading}", "prompt_logprobs")
-        return PromptScoring(params.prompt_logprobs, backend.score_weight)
+        if facts.no_reading is not None:
+            raise InvalidRequestError(f"prompt_logprobs: {facts.no_reading}", "prompt_logprobs")
+        return PromptScoring(params.prompt_logprobs, facts.score_weight)
 
     def _submit(
         self,
@@ -233,7 +234,7 @@ class AsyncLLM(LoadedModel):
         grammar: Grammar | None = None,
         shown: Mapping[int, bytes] | None = None,
     ) -> Generation:
-        engine, limit = self._running, self.prompt_limit(params)
+        limit = self.prompt_limit(params)
         tokens = self._encode(prompt, limit) if isinstance(prompt, str) else prompt
         ids = validate_ids(tokens, limit, self.shape.n_vocab)
         if grammar is None and params.structured is not None:
@@ -254,7 +255,7 @@ class AsyncLLM(LoadedModel):
             max_context=self.max_context,
             vocab_size=self.shape.n_vocab,
             window=self._window_of(params),
-            rows=self._loaded.row_sampler,
+            rows=self._row_sampler,
             tenant=tenant,
             pins=pins,
             constraint=None if grammar is None else grammar.start(),
@@ -263,11 +264,14 @@ class AsyncLLM(LoadedModel):
         generation = Generation(request, self.tokenizer, self._cancel, shown)
         self._live[request_id] = generation
         try:
-            engine.submit(request)
+            self._start_request(request)
         except BaseException:
             del self._live[request_id]
             raise
         return generation
+
+    async def confirm(self, generations: Iterable[Generation]) -> None:
+        """Wait until it is certain that these are accepted. Raises the error of one that is not, as `submit` may."""
 
     def requests(self) -> list[Request]:
         """All that are waiting or running."""
@@ -295,7 +299,20 @@ class AsyncLLM(LoadedModel):
         """Subscribe to what enters and leaves the prefix cache. None if there is no such cache."""
         return await asyncio.wrap_future(self._running.call(self._loaded.scheduler.kv.listen))
 
+    async def held_names(self) -> tuple[int, set[bytes]]:
+        """All blocks in the prefix cache, and the number of the latest event they include."""
+        return await asyncio.wrap_future(self._running.call(self._loaded.scheduler.kv.held_names))
+
     # -- internals ---------------------------------------------------------------------------------------------
+
+    def _start_request(self, request: Request) -> None:
+        """Raises at once if it cannot be taken."""
+        self._running.submit(request)
+
+    @property
+    def _row_sampler(self) -> RowSampler | None:
+        """What samples here, if anything does."""
+        return self._loaded.row_sampler
 
     def _encode(self, prompt: str, limit: TokenLimit) -> list[int]:
         limit.check_text(self.tokenizer, prompt, "prompt")

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from cllm.config.backend import BackendConfig
+from cllm.config.cluster import ClusterConfig
 from cllm.config.consistency import check_consistency
 from cllm.config.errors import InvalidConfigError
 from cllm.config.kv import KVConfig
@@ -233,6 +234,7 @@ class Config(Section):
     prompt: PromptConfig = PromptConfig()
     chat: ChatConfig = ChatConfig()
     responses: ResponsesConfig = ResponsesConfig()
+    cluster: ClusterConfig = ClusterConfig()
     log: LogConfig = LogConfig()
 
     def at(self, key: str) -> Any:

@@ -248,6 +248,7 @@ class Request:
         "priority",
         "prompt",
         "reason",
+        "seed",
         "sequences",
         "state",
         "tenant",
@@ -277,6 +278,8 @@ class Request:
         self.deadline = deadline
         self.priority = priority
         self.end_ids = end_ids
+        self.seed = 0
+        """Of the first answer; answer i draws with seed + i."""
         self.embeds = False
         """Whether it is a text to embed."""
         self.state = RequestState.PENDING
@@ -341,6 +344,7 @@ def build_request(
         tenant=tenant,
         pins=pins,
     )
+    request.seed = seed
     limit = len(prompt) + (max_context if params.max_tokens is None else params.max_tokens)
     if window is None:
         limit = min(limit, max_context)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cllm.backends.base import Backend
 from cllm.engine.params import SamplingParams
 from cllm.engine.reading import PromptPooling
 from cllm.errors import InvalidRequestError
+from cllm.loading.facts import ModelFacts
 from cllm.text.rerank import PairEncoder
 from cllm.text.tokenizer import Tokenizer
 
@@ -19,8 +19,8 @@ EMBEDDING = SamplingParams(max_tokens=0, context_window=None)
 @dataclass(frozen=True, slots=True)
 class Embedder:
     name: str
-    """Of the model."""
-    backend: Backend
+    """The model's, as clients know it."""
+    facts: ModelFacts
     tokenizer: Tokenizer
     text_end: Sequence[int] = ()
     """Tokens that the model expects after a text to embed."""
@@ -30,10 +30,10 @@ class Embedder:
     @property
     def no_embeddings(self) -> str | None:
         """Why the model cannot embed texts; None if it can."""
-        backend = self.backend
-        if backend.pooling is None or backend.no_reading is not None:
-            return backend.no_reading or f"{backend.name} makes no embeddings"
-        return f"{self.name} ranks documents and makes no embeddings: use /v1/rerank" if backend.ranks else None
+        facts = self.facts
+        if facts.pooling is None or facts.no_reading is not None:
+            return facts.no_reading or f"{facts.backend} makes no embeddings"
+        return f"{self.name} ranks documents and makes no embeddings: use /v1/rerank" if facts.ranks else None
 
     @property
     def no_ranking(self) -> str | None:
@@ -52,6 +52,6 @@ class Embedder:
 
     def pooling(self) -> PromptPooling:
         """For one request: an embedding, or a rank."""
-        if self.backend.pooling is None:
+        if self.facts.pooling is None:
             raise InvalidRequestError(self.no_embeddings or "", "model")
-        return PromptPooling(self.backend.pooling, ranks=self.backend.ranks)
+        return PromptPooling(self.facts.pooling, ranks=self.facts.ranks)

@@ -13,8 +13,10 @@ from cllm.engine.views import EngineView
 from cllm.errors import ShuttingDownError
 from cllm.kv.window import Window
 from cllm.loading.embedder import Embedder
+from cllm.loading.facts import ModelFacts
 from cllm.loading.parts import ModelParts
 from cllm.loading.sampling_defaults import SamplingDefaults
+from cllm.loading.text_parts import TextParts
 from cllm.models.shape import ModelShape
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.token_limit import TokenLimit
@@ -26,6 +28,7 @@ class LoadedModel:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self._text: TextParts | None = None
         self._parts: ModelParts | None = None
         self._engine: Engine | None = None
 
@@ -35,28 +38,28 @@ class LoadedModel:
 
     @property
     def model_name(self) -> str:
-        return self.config.model.alias or self._loaded.name
+        return self.config.model.alias or self._prepared.facts.name
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._loaded.tokenizer
+        return self._prepared.tokenizer
 
     @property
     def chat_template(self) -> ChatTemplate:
-        return self._loaded.chat_template
+        return self._prepared.chat_template
 
     @property
     def dialect(self) -> Dialect:
-        return self._loaded.dialect
+        return self._prepared.dialect
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
         """Values of parameters that `SamplingParams.with_model_defaults` leaves open."""
-        return self._loaded.sampling
+        return self._prepared.sampling
 
     @property
     def max_context(self) -> int:
-        return self._loaded.max_context
+        return self._prepared.facts.max_context
 
     def prompt_limit(self, params: SamplingParams | None = None) -> TokenLimit:
         """How long the prompt of a request with these parameters may be."""
@@ -74,19 +77,23 @@ class LoadedModel:
 
     @property
     def embedder(self) -> Embedder:
-        return self._loaded.embedder
+        return self._prepared.embedder
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._prepared.facts
 
     @property
     def shape(self) -> ModelShape:
-        return self._loaded.backend.shape
+        return self._prepared.facts.shape
 
     @property
     def backend_name(self) -> str:
-        return self._loaded.backend.name
+        return self._prepared.facts.backend
 
     @property
     def bytes_per_token(self) -> int:
-        return self._loaded.bytes_per_token
+        return self._prepared.facts.bytes_per_token
 
     def snapshot(self) -> EngineSnapshot:
         return self._running.snapshot
@@ -123,6 +130,12 @@ class LoadedModel:
         return self._running.views.latest
 
     @property
+    def _prepared(self) -> TextParts:
+        if self._text is None:
+            raise ShuttingDownError("the model is not loaded")
+        return self._text
+
+    @property
     def _loaded(self) -> ModelParts:
         if self._parts is None:
             raise ShuttingDownError("the model is not loaded")
@@ -137,4 +150,4 @@ class LoadedModel:
     def _window_of(self, params: SamplingParams | None) -> Window | None:
         if params is not None and params.prompt_logprobs is not None:
             return None  # they need the whole prompt
-        return self._loaded.windows.of(params)
+        return self._prepared.windows.of(params)

@@ -55,34 +55,46 @@ class ModelShare:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedModel:
+class OpenedText:
+    """Of a model's file, all but the weights."""
+
     name: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate
+    sampling: SamplingDefaults
+    text_end: tuple[int, ...] = ()
+    """Tokens that the model expects after a text to embed."""
+    pairs: PairEncoder | None = None
+    model: Model | None = None
+    """None: the fake backend's."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    text: OpenedText
     backend: Backend
     kv_bytes: int | None
     """The K/V budget; None for the fake backend, which has no memory."""
-    sampling: SamplingDefaults
     files: ModelFiles | None = None
-    text_end: tuple[int, ...] = ()
-    pairs: PairEncoder | None = None
+
+
+def open_text(config: Config, cache: TokenizerCache) -> OpenedText:
+    """Raises `ModelError` or `ConfigError`."""
+    if config.backend.type == "fake":
+        tokenizer = ByteTokenizer(config.backend.fake.vocab_size)
+        return OpenedText("fake", tokenizer, _chat_template(config, None), sampling_defaults(config, None))
+    model, tokenizer, template = _read_model(config, cache)
+    pairs = load_pair_encoder(model, tokenizer) if isinstance(model, GGUFModel) and model.ranks else None
+    defaults = sampling_defaults(config, model)
+    return OpenedText(name_of(config, model), tokenizer, template, defaults, _text_end(model), pairs, model)
 
 
 def open_model(config: Config, share: ModelShare, before_mapping: Callable[[], None] | None) -> OpenedModel:
-    if config.backend.type == "fake":
-        from cllm.backends.fake import FakeBackend
-
-        fake = config.backend.fake
-        backend: Backend = FakeBackend(
-            vocab_size=fake.vocab_size,
-            latency_s=fake.latency_ms / 1000,
-            layout="slots" if fake.layout == "slots" else "blocks",
-        )
-        template, sampling = _chat_template(config, None), sampling_defaults(config, None)
-        return OpenedModel("fake", ByteTokenizer(fake.vocab_size), template, backend, share.kv_bytes, sampling)
-    model, tokenizer, template = _read_model(config, share.tokenizers)
+    text = open_text(config, share.tokenizers)
+    model, name = text.model, text.name
+    if model is None:
+        return OpenedModel(text, _open_fake(config), share.kv_bytes)
     files = files_of(model)
-    name = name_of(config, model)
     kind = choose_backend(config, model)
     if problems := check_backend_consistency(config, kind):  # those that `backend.type: auto` left open
         raise InvalidConfigError(problems)
@@ -98,9 +110,18 @@ def open_model(config: Config, share: ModelShare, before_mapping: Callable[[], N
         if before_mapping is not None and kind == "llama_cpp" and config.backend.llama_cpp.mmap:
             before_mapping()
         backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
-    pairs = load_pair_encoder(model, tokenizer) if isinstance(model, GGUFModel) and model.ranks else None
-    defaults = sampling_defaults(config, model)
-    return OpenedModel(name, tokenizer, template, backend, kv_bytes, defaults, files, _text_end(model), pairs)
+    return OpenedModel(text, backend, kv_bytes, files)
+
+
+def _open_fake(config: Config) -> Backend:
+    from cllm.backends.fake import FakeBackend
+
+    fake = config.backend.fake
+    return FakeBackend(
+        vocab_size=fake.vocab_size,
+        latency_s=fake.latency_ms / 1000,
+        layout="slots" if fake.layout == "slots" else "blocks",
+    )
 
 
 def _read_model(config: Config, cache: TokenizerCache) -> tuple[Model, Tokenizer, ChatTemplate]:

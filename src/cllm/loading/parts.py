@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from cllm.backends.base import Backend
 from cllm.config import Config
-from cllm.dialect.dialect import Dialect, dialect_of
 from cllm.drafts import Drafter
 from cllm.engine.budget import StepBudget
 from cllm.engine.drafting import Drafting
@@ -22,17 +21,13 @@ from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.loading.disk_cache import DiskCache, attach_disk_cache
-from cllm.loading.embedder import Embedder
 from cllm.loading.estimate import context_of
+from cllm.loading.facts import facts_of
 from cllm.loading.host_cache import attach_host_cache
-from cllm.loading.open_model import PAGED_MAX_RUNNING, ModelShare, OpenedModel, TokenizerCache, open_model
+from cllm.loading.open_model import PAGED_MAX_RUNNING, ModelShare, OpenedModel, open_model
 from cllm.loading.resources import kv_bytes_per_token
-from cllm.loading.sampling_defaults import SamplingDefaults
-from cllm.loading.windows import Windows
-from cllm.structured.compiler import Compiler
-from cllm.structured.vocabulary import Vocabulary
-from cllm.text.chat_template import ChatTemplate
-from cllm.text.tokenizer import Tokenizer
+from cllm.loading.text_parts import TextParts, build_text_parts
+from cllm.loading.weights_id import weights_id
 
 log = logging.getLogger("cllm")
 
@@ -44,24 +39,15 @@ AHEAD_BYTES = 64 * MIB
 class ModelParts:
     """A loaded model, without the engine's thread."""
 
-    name: str
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate
-    dialect: Dialect
-    embedder: Embedder
-    compiler: Compiler
-    sampling: SamplingDefaults
-    windows: Windows
+    text: TextParts
     row_sampler: RowSampler
     backend: Backend
     scheduler: Scheduler
-    bytes_per_token: int
-    max_context: int
     disk: DiskCache | None
 
     def close(self) -> None:
         """Once the engine has ended. Calling it again does nothing."""
-        self.compiler.close()
+        self.text.close()
         if self.disk is not None:
             self.disk.close()
         self.backend.close()
@@ -103,8 +89,15 @@ def _build(config: Config, opened: OpenedModel, share: ModelShare, row_sampler: 
         memory = _slot_memory(config, backend, budget, token_bytes, context)
     else:
         memory = _block_memory(config, backend, budget, token_bytes, context, share.account)
-    windows = Windows(config.kv.window, memory.kv, memory.max_context, backend.no_window)
-    dialect = dialect_of(opened.chat_template, opened.tokenizer, config.chat)
+    facts = facts_of(
+        opened.text.name,
+        "fake" if opened.files is None else weights_id(opened.files.paths),
+        backend,
+        max_context=memory.max_context,
+        bytes_per_token=token_bytes,
+        unit_tokens=memory.kv.unit_tokens,
+    )
+    text = build_text_parts(config, opened.text, facts, share.tokenizers)
     scheduler = Scheduler(
         memory.kv,
         _step_budget(config, backend),
@@ -121,30 +114,8 @@ def _build(config: Config, opened: OpenedModel, share: ModelShare, row_sampler: 
         memory.max_running,
     )
     attach_host_cache(config, backend, memory.kv)
-    disk = attach_disk_cache(config, backend, opened.name, opened.files, memory.kv, token_bytes, share.stores)
-    public_name = config.model.alias or opened.name
-    return ModelParts(
-        name=opened.name,
-        tokenizer=opened.tokenizer,
-        chat_template=opened.chat_template,
-        dialect=dialect,
-        embedder=Embedder(public_name, backend, opened.tokenizer, opened.text_end, opened.pairs),
-        compiler=Compiler(_vocabulary(opened, share.tokenizers), config.structured),
-        sampling=opened.sampling,
-        windows=windows,
-        row_sampler=row_sampler,
-        backend=backend,
-        scheduler=scheduler,
-        bytes_per_token=token_bytes,
-        max_context=memory.max_context,
-        disk=disk,
-    )
-
-
-def _vocabulary(opened: OpenedModel, cache: TokenizerCache) -> Vocabulary:
-    if cache.vocabulary is None or cache.vocabulary.tokenizer is not opened.tokenizer:
-        cache.vocabulary = Vocabulary(opened.tokenizer, opened.backend.shape.n_vocab)
-    return cache.vocabulary
+    disk = attach_disk_cache(config, backend, facts.name, opened.files, memory.kv, token_bytes, share.stores)
+    return ModelParts(text=text, row_sampler=row_sampler, backend=backend, scheduler=scheduler, disk=disk)
 
 
 def _step_budget(config: Config, backend: Backend) -> StepBudget:

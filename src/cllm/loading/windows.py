@@ -5,17 +5,17 @@ from __future__ import annotations
 from cllm.config.kv import WindowConfig
 from cllm.engine.params import ContextWindow, SamplingParams
 from cllm.errors import ConfigError, InvalidRequestError
-from cllm.kv.manager import KVManager
 from cllm.kv.window import Window
+from cllm.loading.facts import ModelFacts
 
 
 class Windows:
-    """Raises `ConfigError` if the configured window is not possible. `unsupported`: why the backend has no windows."""
+    """Raises `ConfigError` if the configured window is not possible."""
 
-    def __init__(self, configured: WindowConfig, kv: KVManager, max_context: int, unsupported: str | None) -> None:
-        self._unsupported = unsupported
-        self._unit = kv.unit_tokens
-        self._max_context = max_context
+    def __init__(self, configured: WindowConfig, facts: ModelFacts) -> None:
+        self._unsupported = facts.no_window
+        self._unit = facts.unit_tokens
+        self._max_context = facts.max_context
         self._default: Window | None = None
         if configured.recent is not None:
             try:

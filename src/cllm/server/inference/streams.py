@@ -96,6 +96,7 @@ class CompletionStream:
                 if time.perf_counter() - turn > _TURN_S:
                     await asyncio.sleep(0)
                     turn = time.perf_counter()
+            await self._llm.confirm(self.generations)
         except BaseException:
             await self._close()
             raise

@@ -1,0 +1,24 @@
+"""Many machines, one server, on Ray Serve.
+
+    client ──HTTP──► ingress: server/ over RemoteLLM ──Job, by Ray Serve──► replica: AsyncLLM
+                        ▲                                                      │
+                        └──── a link: tokens, cache events, numbers ───────────┘
+
+build.py          the application: an ingress and replicas
+ingress.py        the web application of the single server, over `RemoteLLM`
+remote_llm.py     `AsyncLLM`'s interface, for models that run elsewhere
+dispatcher.py     requests on their way through replicas; nothing is lost
+router.py         Ray's request router; routing_view.py: what it goes by
+peers.py          links to replicas; link_server.py: the replicas' side; link.py: what a link is
+replica.py        a loaded model; forwarder.py: a job on it
+messages.py       everything that is sent
+"""
+
+from typing import Any
+
+
+def build(args: dict[str, Any]) -> Any:
+    """For `serve run cllm.cluster:build config=FILE`, `serve deploy` and KubeRay."""
+    from cllm.cluster.build import build as build_application
+
+    return build_application(args)

@@ -1,0 +1,48 @@
+"""A Ray Serve application from a configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from cllm.cluster.ingress import Ingress
+from cllm.cluster.replica import Replica
+from cllm.cluster.router import PrefixRouter
+from cllm.config import Config, load_config
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """For `serve run cllm.cluster:build config=FILE`, `serve deploy` and KubeRay."""
+    return build_application(load_config(Path(args["config"]) if "config" in args else None).config)
+
+
+def build_application(config: Config) -> serve.Application:
+    settings = config.cluster
+    router = RequestRouterConfig(
+        request_router_class=PrefixRouter,
+        request_router_kwargs={"model": config.model.name},
+        request_routing_stats_period_s=1.0,
+        request_routing_stats_timeout_s=5.0,
+    )
+    replica = serve.deployment(Replica).options(
+        name="replica",
+        num_replicas=settings.replicas,
+        max_ongoing_requests=100_000,
+        request_router_config=router,
+        graceful_shutdown_timeout_s=settings.drain_s,
+        graceful_shutdown_wait_loop_s=0.1,
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
+    )
+    ingress = serve.deployment(Ingress).options(
+        name="ingress",
+        num_replicas=settings.ingresses,
+        max_ongoing_requests=100_000,
+        graceful_shutdown_timeout_s=settings.drain_s,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return ingress.bind(config, replica.bind(config))

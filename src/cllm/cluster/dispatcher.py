@@ -1,0 +1,358 @@
+"""Requests of an ingress on their way through replicas. Each ends exactly once, whatever happens to its replica.
+
+    send ──► accepted ──► outputs … ──► ended
+      ▲         │            │
+      └─────────┴────────────┴── the replica refuses, dies, hangs or drains: sent again, with the tokens so far
+
+The ingress keeps every token it has passed on, and the seed. So another replica continues where the last one stopped,
+and computes what that one would have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError
+
+from cllm.cluster.messages import Accepted, Cancel, Ended, Generated, Job, News, Progress, Refusal, Route
+from cllm.cluster.peers import Peer
+from cllm.cluster.routing_view import RoutingView
+from cllm.engine.observer import Observers, record_of
+from cllm.engine.request import FinishReason, Output, Request, RequestState
+from cllm.errors import (
+    BackendError,
+    ModelUnavailableError,
+    OverloadedError,
+    RequestTimeoutError,
+    ShuttingDownError,
+    describe,
+)
+
+log = logging.getLogger("cllm.cluster")
+
+_WHOLE = (FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.TIMEOUT)
+
+
+class ReplicaCalls(Protocol):
+    """Ray Serve's handle of the replicas."""
+
+    @property
+    def run(self) -> Any: ...
+
+
+class _Running:
+    """A request that has not ended."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        loop = asyncio.get_running_loop()
+        self.accepted: asyncio.Future[None] = loop.create_future()
+        """Done when a replica has accepted it for the first time, or when it has failed before."""
+        self.changed = asyncio.Event()
+        """Something has happened to the job under way."""
+        self.number = -1
+        """Of the job under way."""
+        self.peer: Peer | None = None
+        """The replica that has accepted it."""
+        self.lost = False
+        """Whether the job under way will bring nothing more."""
+        self.ended = False
+        self.sends = 0
+        self.tried: set[str] = set()
+        self.stopped: dict[int, FinishReason] = {}
+        """Answers that were cancelled alone."""
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def generated(self) -> Generated | None:
+        sequences = self.request.sequences
+        if not any(len(each.tokens) > each.n_prompt or each.ended for each in sequences):
+            return None
+        return [None if each.ended else list(each.tokens[each.n_prompt :]) for each in sequences]
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        ingress: str,
+        replicas: ReplicaCalls,
+        view: RoutingView,
+        deliver: Callable[[list[Output]], None],
+        observers: Observers,
+        *,
+        weights: str,
+        silence_s: float,
+        wait_s: float,
+        max_sends: int,
+    ) -> None:
+        """`wait_s`: how long a request waits while no replica can take it. `max_sends`: a request that this many
+        replicas did not finish fails: it may be what breaks them."""
+        self._ingress = ingress
+        self._replicas = replicas
+        self._view = view
+        self._deliver = deliver
+        self._observers = observers
+        self._weights = weights
+        self._silence_s = silence_s
+        self._wait_s = wait_s
+        self._max_sends = max_sends
+        self._numbers = itertools.count(1)
+        self._running: dict[str, _Running] = {}
+        self._jobs: dict[int, _Running] = {}
+        self.sent_again = self.resumed = self.failed = 0
+
+    # -- what the ingress asks ---------------------------------------------------------------------------------
+
+    def start(self, request: Request) -> None:
+        running = self._running[request.id] = _Running(request)
+        running.task = asyncio.create_task(self._carry(running))
+
+    async def accepted(self, request_id: str) -> None:
+        """Wait until a replica has accepted it, or it has ended."""
+        running = self._running.get(request_id)
+        if running is not None:
+            await asyncio.wait([running.accepted])
+
+    def cancel(self, request_id: str, index: int | None, reason: FinishReason) -> None:
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        if index is None:
+            self._stop_job(running, reason)
+            self._end(running, reason, None)
+            return
+        running.request.sequences[index].ended = True
+        running.stopped[index] = reason
+        if running.peer is not None:
+            running.peer.link.send(Cancel(running.number, index, reason))
+
+    def fail_all(self, error: Exception) -> None:
+        for running in list(self._running.values()):
+            self._stop_job(running, FinishReason.CANCELLED)
+            self._fail(running, error)
+
+    # -- one request -------------------------------------------------------------------------------------------
+
+    async def _carry(self, running: _Running) -> None:
+        try:
+            while not running.ended:
+                await self._send(running)
+        except Exception as error:
+            log.exception("request %s failed in the ingress", running.request.id)
+            self._fail(running, BackendError(describe(error)))
+
+    async def _send(self, running: _Running) -> None:
+        """Have a replica work on it until it ends, or the replica does."""
+        job = self._job(running)
+        self._jobs[job.number] = running
+        try:
+            await self._follow(running, job)
+        finally:
+            self._jobs.pop(job.number, None)
+
+    def _job(self, running: _Running) -> Job:
+        request = running.request
+        running.number, running.peer, running.lost = next(self._numbers), None, False
+        running.changed.clear()
+        params = request.params if request.params.seed is not None else replace(request.params, seed=request.seed)
+        generated = running.generated
+        names = self._view.names(request.prompt.tobytes(), request.tenant.space)
+        return Job(
+            ingress=self._ingress,
+            number=running.number,
+            request_id=request.id,
+            prompt=request.prompt,
+            params=params,
+            priority=request.priority,
+            timeout_s=max(0.0, request.deadline - time.monotonic()),
+            tenant=request.tenant,
+            pins=request.pins,
+            embeds=request.embeds,
+            generated=generated,
+            route=Route(names, len(request.prompt), request.tenant.name or None, self._weights, running.tried),
+        )
+
+    async def _follow(self, running: _Running, job: Job) -> None:
+        response = self._replicas.run.remote(job)
+        call = asyncio.ensure_future(_result(response))
+        changed = asyncio.ensure_future(running.changed.wait())
+        try:
+            wait_until = time.monotonic() + self._wait_s
+            while not (call.done() or changed.done()):
+                left_s = running.request.deadline - time.monotonic()
+                if running.peer is None:
+                    left_s = min(left_s, wait_until - time.monotonic())
+                done, _ = await asyncio.wait((call, changed), timeout=max(0.0, left_s), return_when="FIRST_COMPLETED")
+                if not done and self._out_of_time(running):
+                    return
+            if call.done():
+                await self._on_result(running, call)
+            elif running.lost:
+                self._send_again(running, "lost")
+        finally:
+            changed.cancel()
+            if not call.done():
+                with suppress(Exception):
+                    response.cancel()
+                call.cancel()
+            elif not call.cancelled():
+                call.exception()
+
+    def _out_of_time(self, running: _Running) -> bool:
+        if time.monotonic() >= running.request.deadline:
+            # A replica ends it itself, with whatever it has; it may hang, though.
+            self._stop_job(running, FinishReason.TIMEOUT)
+            self._fail(running, RequestTimeoutError("the request timed out"), FinishReason.TIMEOUT)
+            return True
+        if running.peer is None:
+            self._fail(running, ModelUnavailableError("no replica is available; try again later"))
+            return True
+        return False
+
+    async def _on_result(self, running: _Running, call: asyncio.Future[Refusal | None]) -> None:
+        if running.ended:
+            return
+        try:
+            refusal = call.result()
+        except (RayError, BackPressureError) as error:
+            log.info("request %s: %s", running.request.id, type(error).__name__)
+            self._send_again(running, "died")
+            return
+        if refusal is None:
+            # Its last messages may still be on the way.
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(running.changed.wait(), self._silence_s)
+            if not running.ended:
+                self._send_again(running, "lost")
+        elif refusal.elsewhere:
+            running.tried.add(refusal.replica)
+            if isinstance(refusal.error, OverloadedError) and running.tried.issuperset(self._view.replicas):
+                self._fail(running, refusal.error)
+        else:
+            self._fail(running, refusal.error)
+
+    def _send_again(self, running: _Running, why: str) -> None:
+        running.sends += 1
+        if running.peer is not None:
+            running.tried.add(running.peer.name)
+        if running.sends >= self._max_sends:
+            message = f"{running.sends} replicas were lost while they worked on this request"
+            self._fail(running, BackendError(message))
+        elif running.request.first_token_at is None:
+            self.sent_again += 1
+        else:
+            self.resumed += 1
+        log.info("request %s is sent again: its replica was %s", running.request.id, why)
+
+    def _stop_job(self, running: _Running, reason: FinishReason) -> None:
+        if running.peer is not None:
+            running.peer.link.send(Cancel(running.number, None, reason))
+
+    # -- what replicas say -------------------------------------------------------------------------------------
+
+    def _of(self, peer: Peer, number: int) -> _Running | None:
+        """None: the request has ended, or is with another replica by now."""
+        running = self._jobs.get(number)
+        return running if running is not None and running.number == number and running.peer in (None, peer) else None
+
+    def on_accepted(self, peer: Peer, message: Accepted) -> None:
+        running = self._of(peer, message.number)
+        if running is None:
+            peer.link.send(Cancel(message.number, None, FinishReason.CANCELLED))
+            return
+        running.peer = peer
+        running.request.state = RequestState.PROCESSING
+        if not running.accepted.done():
+            running.accepted.set_result(None)
+        for index, reason in running.stopped.items():
+            peer.link.send(Cancel(message.number, index, reason))
+
+    def on_news(self, peer: Peer, news: News) -> None:
+        running = self._of(peer, news.number)
+        if running is None or running.ended:
+            return
+        if isinstance(news.error, ShuttingDownError) or (isinstance(news.error, BackendError) and news.error.fatal):
+            running.lost = True
+            running.changed.set()
+            return
+        request = running.request
+        output = Output(request.id, *news[1:])
+        _mirror(request, output, time.monotonic())
+        self._deliver([output])
+        if output.reason is not None and (request.unfinished == 0 or output.reason in _WHOLE):
+            self._end(running, output.reason, output.error)
+
+    def on_progress(self, peer: Peer, message: Progress) -> None:
+        running = self._of(peer, message.number)
+        if running is not None and running.request.first_token_at is None:
+            first = running.request.sequences[0]
+            first.num_computed = min(message.computed, first.n_prompt)
+            running.request.cached_tokens = message.cached
+
+    def on_ended(self, peer: Peer, message: Ended) -> None:
+        running = self._of(peer, message.number)
+        if running is None:
+            return
+        for mark, done in zip(running.request.pins, message.pins, strict=True):
+            mark.pin_id, mark.pinned_tokens = done.pin_id, done.pinned_tokens
+            mark.left_s, mark.refusal = done.left_s, done.refusal
+        running.changed.set()
+
+    def on_lost(self, peer: Peer) -> None:
+        for running in list(self._jobs.values()):
+            if running.peer is peer and not running.ended:
+                running.lost = True
+                running.changed.set()
+
+    # -- ends --------------------------------------------------------------------------------------------------
+
+    def _fail(self, running: _Running, error: Exception, reason: FinishReason = FinishReason.ERROR) -> None:
+        if running.ended:
+            return
+        self.failed += 1
+        self._end(running, reason, error)
+        self._deliver([Output(running.request.id, 0, None, None, reason, None, error, 0)])
+
+    def _end(self, running: _Running, reason: FinishReason, error: Exception | None) -> None:
+        if running.ended:
+            return
+        running.ended = True
+        request = running.request
+        request.reason, request.state = reason, reason.state
+        self._running.pop(request.id, None)
+        if not running.accepted.done():
+            running.accepted.set_result(None)
+        running.changed.set()
+        self._observers.finished(record_of(request, time.monotonic(), error))
+
+
+async def _result(response: Any) -> Refusal | None:
+    result: Refusal | None = await response
+    return result
+
+
+def _mirror(request: Request, output: Output, now: float) -> None:
+    """Keep the request as its engine would."""
+    sequence = request.sequences[output.answer]
+    if request.first_token_at is None and output.token_id is not None:
+        request.cached_tokens = output.cached_tokens
+        request.admitted_at = request.admitted_at or request.arrival
+        request.first_token_at = now
+        sequence.num_computed = sequence.n_prompt
+    elif output.token_id is not None and request.last_token_at is not None:
+        request.gaps.append(now - request.last_token_at)
+    if output.token_id is not None:
+        request.last_token_at = now
+        if output.stop_token is None:
+            sequence.append(output.token_id)
+    if output.reason is not None and not sequence.ended:
+        sequence.ended = True
+        request.unfinished -= 1

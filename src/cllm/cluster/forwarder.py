@@ -1,0 +1,60 @@
+"""A job on its replica: passes the engine's outputs on to the ingress."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cllm.cluster.link import Link
+from cllm.cluster.messages import Ended, Job, News, Progress
+from cllm.engine.request import FinishReason, Output, Request
+
+_WHOLE = (FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.TIMEOUT)
+"""Reasons that end all answers of a request."""
+
+
+class Forwarder:
+    """A `Sink` of the engine's outputs. `ended` is done after the last one, or when nobody waits for more."""
+
+    def __init__(self, link: Link, job: Job, request: Request) -> None:
+        self.request = request
+        self.link = link
+        self.number = job.number
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ended = 0 if job.generated is None else sum(tokens is None for tokens in job.generated)
+        self._unfinished = job.params.n - ended
+        self._reported = -1
+
+    @property
+    def done(self) -> bool:
+        return self.ended.done()
+
+    def take(self, output: Output, now: float) -> None:
+        self.link.send(News(self.number, *output[1:]))
+        if output.reason is None and output.error is None:
+            return
+        self._unfinished -= 1
+        if self._unfinished <= 0 or output.error is not None or output.reason in _WHOLE:
+            self._end()
+
+    def fail(self, error: Exception) -> None:
+        """End all answers with an error."""
+        if not self.done:
+            self.link.send(News(self.number, 0, None, None, FinishReason.ERROR, None, error, 0, None))
+            self._end()
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        if not self.done:
+            self.ended.set_result(None)
+
+    def tell_progress(self) -> None:
+        """While the prompt is being computed."""
+        computed = self.request.computed
+        if not self.request.generated and computed != self._reported:
+            self._reported = computed
+            self.link.send(Progress(self.number, computed, self.request.cached_tokens))
+
+    def _end(self) -> None:
+        if not self.done:
+            self.link.send(Ended(self.number, self.request.pins))
+            self.ended.set_result(None)

@@ -1,0 +1,200 @@
+"""An ingress's side of the links: one to each replica of a model that Ray knows."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from cllm.cluster.link import Link, connect
+from cllm.cluster.messages import (
+    Accepted,
+    CacheContent,
+    CacheEvents,
+    Call,
+    Ended,
+    Greeting,
+    Hello,
+    Load,
+    News,
+    Progress,
+    Reply,
+    Report,
+)
+from cllm.cluster.routing_view import Address, RoutingView
+from cllm.errors import ModelUnavailableError
+
+log = logging.getLogger("cllm.cluster")
+
+RECONNECT_S = 0.25
+WATCH_S = 0.25
+
+
+class JobListener(Protocol):
+    """What is told of jobs."""
+
+    def on_accepted(self, peer: Peer, message: Accepted) -> None: ...
+
+    def on_news(self, peer: Peer, message: News) -> None: ...
+
+    def on_progress(self, peer: Peer, message: Progress) -> None: ...
+
+    def on_ended(self, peer: Peer, message: Ended) -> None: ...
+
+    def on_lost(self, peer: Peer) -> None: ...
+
+
+class Peer:
+    """A replica with a link. `report` is its latest."""
+
+    def __init__(self, hello: Hello, link: Link) -> None:
+        self.name = hello.replica
+        self.facts = hello.facts
+        self.link = link
+        self.report: Report | None = None
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        """One of the replica's calls (`LinkServer.calls`)."""
+        number = next(self._numbers)
+        self._calls[number] = future = asyncio.get_running_loop().create_future()
+        self.link.send(Call(number, name, arguments))
+        try:
+            return await future
+        finally:
+            self._calls.pop(number, None)
+
+    def on_reply(self, reply: Reply) -> None:
+        future = self._calls.get(reply.number)
+        if future is None or future.done():
+            return
+        if reply.error is not None:
+            future.set_exception(reply.error)
+        else:
+            future.set_result(reply.value)
+
+    def lose(self) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(ModelUnavailableError(f"the replica {self.name} is gone", retry_after_s=1.0))
+
+
+class Peers:
+    def __init__(self, ingress: str, view: RoutingView, jobs: JobListener, *, silence_s: float) -> None:
+        """`silence_s`: a replica that says nothing for this long counts as lost."""
+        self._ingress = ingress
+        self._view = view
+        self._jobs = jobs
+        self._silence_s = silence_s
+        self._loop = asyncio.get_running_loop()
+        self._linking: dict[str, asyncio.Task[None]] = {}
+        self.connected: dict[str, Peer] = {}
+        self.changed = asyncio.Event()
+        """Set when a replica is connected or lost; whoever waits for it clears it."""
+        view.on_replicas = self._on_replicas
+
+    def _on_replicas(self, replicas: Mapping[str, Address]) -> None:
+        """In Ray's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._follow, replicas)
+
+    def _follow(self, replicas: Mapping[str, Address]) -> None:
+        for name in self._linking.keys() - replicas.keys():
+            # It may be draining: its link stays until it closes, and only new jobs go elsewhere.
+            if name not in self.connected:
+                self._linking.pop(name).cancel()
+        for name, address in replicas.items():
+            if name not in self._linking or self._linking[name].done():
+                self._linking[name] = asyncio.create_task(self._keep_link(name, address))
+        self._known = frozenset(replicas)
+
+    _known: frozenset[str] = frozenset()
+
+    async def _keep_link(self, name: str, address: Address) -> None:
+        """For as long as Ray knows the replica."""
+        while True:
+            try:
+                link = await connect(*address)
+            except OSError as error:
+                log.debug("no link to replica %s: %s", name, error)
+            else:
+                await self._use(link)
+            await asyncio.sleep(RECONNECT_S)
+            if name not in self._known:
+                self._linking.pop(name, None)
+                return
+
+    async def _use(self, link: Link) -> None:
+        link.send(Greeting(self._ingress))
+        peer: Peer | None = None
+        watching = asyncio.create_task(self._watch(link))
+        try:
+            async for messages in link.messages():
+                for message in messages:
+                    if isinstance(message, Hello):
+                        peer = self._welcome(message, link)
+                    elif peer is not None:
+                        self._take(peer, message)
+        finally:
+            watching.cancel()
+            link.close()
+            if peer is not None and self.connected.get(peer.name) is peer:
+                self._lose(peer)
+
+    def _welcome(self, hello: Hello, link: Link) -> Peer:
+        peer = self.connected[hello.replica] = Peer(hello, link)
+        self._view.add(peer.name, peer.facts.weights, tells_cache=hello.block_tokens > 0)
+        log.info("replica %s joined", peer.name)
+        self.changed.set()
+        return peer
+
+    def _lose(self, peer: Peer) -> None:
+        del self.connected[peer.name]
+        self._view.remove(peer.name)
+        log.info("replica %s left", peer.name)
+        peer.lose()
+        self.changed.set()
+        self._jobs.on_lost(peer)
+
+    async def _watch(self, link: Link) -> None:
+        """Close a link on which nothing comes: its replica hangs, or its machine is gone."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if time.monotonic() - link.heard_at > self._silence_s:
+                await asyncio.sleep(WATCH_S)  # this process may have been the one that was held up
+                if time.monotonic() - link.heard_at > self._silence_s:
+                    log.warning("a replica has been silent for %.3g s; its requests go elsewhere", self._silence_s)
+                    link.close()
+                    return
+
+    def _take(self, peer: Peer, message: Any) -> None:
+        match message:
+            case News():
+                self._jobs.on_news(peer, message)
+            case Accepted():
+                self._jobs.on_accepted(peer, message)
+            case Progress():
+                self._jobs.on_progress(peer, message)
+            case Ended():
+                self._jobs.on_ended(peer, message)
+            case CacheEvents(events):
+                self._view.apply(peer.name, events)
+            case CacheContent(number, names):
+                self._view.take_content(peer.name, number, names)
+            case Load(stats):
+                self._view.report(peer.name, stats)
+            case Report():
+                peer.report = message
+            case Reply():
+                peer.on_reply(message)
+
+    async def close(self) -> None:
+        self._view.on_replicas = lambda replicas: None
+        tasks = list(self._linking.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,52 @@
+"""Ray Serve's request router for replicas: the policy of `cllm.routing`, in the process of each ingress."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from cllm.cluster.messages import Job
+from cllm.cluster.routing_view import Address, RoutingView, shared_view
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
+    """Jobs go where the policy says; a call without a job, to any replica."""
+
+    def initialize_state(self, model: str) -> None:
+        self._model = model
+
+    @property
+    def _view(self) -> RoutingView | None:
+        """None in a process that is not an ingress."""
+        return shared_view(self._model)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        if (view := self._view) is not None:
+            found = {replica.replica_id.unique_id: _address(replica.routing_stats) for replica in replicas}
+            view.on_replicas({name: address for name, address in found.items() if address is not None})
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        if (view := self._view) is not None:
+            view.remove(replica_id.unique_id)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        job = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        view = self._view
+        if not isinstance(job, Job) or job.route is None or view is None:
+            return [[random.choice(candidate_replicas)]] if candidate_replicas else []  # noqa: S311
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        chosen = view.choose(job.route, by_name)
+        return [] if chosen is None else [[by_name[chosen]]]
+
+
+def _address(stats: dict[str, Any]) -> Address | None:
+    """None: the replica has not said it yet."""
+    if "port" not in stats:
+        return None
+    return Address(stats["host"], stats["port"], bytes.fromhex(stats["secret"]))

@@ -1,0 +1,112 @@
+"""What an ingress knows of the replicas of one model, for choosing one.
+
+Two threads use it: Ray's, which routes, and that of the event loop, which hears from the replicas.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from cllm.cluster.messages import Route
+from cllm.kv.block_names import TOKEN_BYTES, chain, root_name
+from cllm.kv.events import KVEvent
+from cllm.kv.radix import COMMON_SPACE
+from cllm.routing.index import short_hashes
+from cllm.routing.policy import NoReplicaError, PrefixPolicy, ReplicaStats
+
+_ON_THE_WAY_S = 0.02
+"""What was sent to a replica this shortly before its report may not be part of it."""
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+    secret: bytes
+
+
+class RoutingView:
+    def __init__(self, block_tokens: int) -> None:
+        self.on_replicas: Callable[[Mapping[str, Address]], None] = lambda replicas: None
+        """Called, in Ray's thread, with the replicas that Ray knows."""
+        self._lock = threading.Lock()
+        self._block_tokens = block_tokens
+        self._policy = PrefixPolicy(block_tokens=block_tokens)
+        self._weights: dict[str, str] = {}
+
+    # -- what replicas say -------------------------------------------------------------------------------------
+
+    def add(self, replica: str, weights: str, *, tells_cache: bool) -> None:
+        with self._lock:
+            self._weights[replica] = weights
+            self._policy.add(replica)
+            if not tells_cache:
+                self._policy.index.remove(replica)
+
+    def remove(self, replica: str) -> None:
+        with self._lock:
+            self._weights.pop(replica, None)
+            self._policy.remove(replica)
+
+    def apply(self, replica: str, events: Sequence[KVEvent]) -> None:
+        with self._lock:
+            self._policy.index.apply(replica, events, time.monotonic())
+
+    def take_content(self, replica: str, number: int, names: Iterable[bytes]) -> None:
+        with self._lock:
+            self._policy.index.snapshot(replica, number, names, time.monotonic())
+
+    def report(self, replica: str, stats: ReplicaStats) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._policy.report(replica, stats, now - _ON_THE_WAY_S)
+            self._policy.index.apply(replica, (), now)
+
+    # -- choosing ----------------------------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> Sequence[str]:
+        with self._lock:
+            return self._policy.replicas
+
+    def choose(self, route: Route, candidates: Iterable[str]) -> str | None:
+        """One of the candidates, or None if none of them can take it now. Those already tried come last."""
+        with self._lock:
+            able = {each for each in candidates if self._weights.get(each) == route.weights}
+            others = set(self._policy.replicas) - able
+            for exclude in (others | route.tried, others):
+                try:
+                    return self._policy.choose(route.names, route.tokens, route.session, exclude=exclude)
+                except NoReplicaError:
+                    continue
+            return None
+
+    def names(self, prompt: bytes, space: bytes) -> list[bytes]:
+        """The names of a prompt's whole blocks, as the prefix caches of replicas name them (kv/paged/prefix_cache.py):
+        blocks that everyone shares first, as far as any replica has them, then those of the prompt's own space."""
+        size, step = self._block_tokens, self._block_tokens * TOKEN_BYTES
+        if space == COMMON_SPACE or not self._held(chain(root_name(b"", COMMON_SPACE), prompt[:step], size)):
+            return chain(root_name(b"", space), prompt, size)
+        common = chain(root_name(b"", COMMON_SPACE), prompt, size)
+        common = common[: self._held(common)]
+        return [*common, *chain(root_name(common[-1], space), prompt[len(common) * step :], size)]
+
+    def _held(self, names: Sequence[bytes]) -> int:
+        """How many of these blocks, from the first on, some replica has."""
+        with self._lock:
+            found = self._policy.index.lookup(short_hashes(names), time.monotonic()) if names else []
+        return max((blocks for blocks, _ in found), default=0)
+
+
+_VIEWS: dict[str, RoutingView] = {}
+
+
+def share_view(model: str, view: RoutingView) -> None:
+    """Let the router of this process find it."""
+    _VIEWS[model] = view
+
+
+def shared_view(model: str) -> RoutingView | None:
+    return _VIEWS.get(model)

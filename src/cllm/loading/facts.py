@@ -1,0 +1,51 @@
+"""What must be known of a loaded model to prepare requests for it, wherever it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cllm.backends.base import Backend, PoolingKind
+from cllm.models.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Can be sent to another process. The reasons are those of `Backend`."""
+
+    name: str
+    """The model's own, not its alias."""
+    weights: str
+    """Equal for equal model files, wherever they are."""
+    backend: str
+    shape: ModelShape
+    max_context: int
+    bytes_per_token: int
+    unit_tokens: int
+    """The smallest piece of K/V memory."""
+    score_weight: float
+    pooling: PoolingKind | None
+    ranks: bool
+    no_answers: str | None
+    no_reading: str | None
+    no_window: str | None
+
+
+def facts_of(
+    name: str, weights: str, backend: Backend, *, max_context: int, bytes_per_token: int, unit_tokens: int
+) -> ModelFacts:
+    """Once the backend has its K/V memory."""
+    return ModelFacts(
+        name=name,
+        weights=weights,
+        backend=backend.name,
+        shape=backend.shape,
+        max_context=max_context,
+        bytes_per_token=bytes_per_token,
+        unit_tokens=unit_tokens,
+        score_weight=backend.score_weight,
+        pooling=backend.pooling,
+        ranks=backend.ranks,
+        no_answers=backend.no_answers,
+        no_reading=backend.no_reading,
+        no_window=backend.no_window,
+    )
