@@ -199,12 +199,10 @@ class Dispatcher:
                 self._send_again(running, "lost")
         finally:
             changed.cancel()
-            if not call.done():
+            call.add_done_callback(_ignore_result)
+            if not call.done() and (running.lost or running.peer is None):
                 with suppress(Exception):
                     response.cancel()
-                call.cancel()
-            elif not call.cancelled():
-                call.exception()
 
     def _out_of_time(self, running: _Running) -> bool:
         if time.monotonic() >= running.request.deadline:
@@ -332,6 +330,12 @@ class Dispatcher:
             running.accepted.set_result(None)
         running.changed.set()
         self._observers.finished(record_of(request, time.monotonic(), error))
+
+
+def _ignore_result(call: asyncio.Future[Any]) -> None:
+    """Keep asyncio from reporting an error that nobody asked for."""
+    if not call.cancelled():
+        call.exception()
 
 
 async def _result(response: Any) -> Refusal | None:

@@ -11,32 +11,37 @@ from cllm.cluster.remote_llm import RemoteLLM
 from cllm.config import Config
 from cllm.server.app import create_app
 
-_application: list[ASGIApp] = []
-"""The application of this process: Ray wants one before the models are known."""
+_built: list[ASGIApp] = []
+"""The application of this process."""
 
 
-async def _forward(scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "lifespan":
-        await _no_lifespan(receive, send)
-    else:
-        await _application[0](scope, receive, send)
-
-
-async def _no_lifespan(receive: Receive, send: Send) -> None:
+class _WithoutLifespan:
     """The ingress starts and stops its models itself."""
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
             return
+        message = {"type": ""}
+        while message["type"] != "lifespan.shutdown":
+            message = dict(await receive())
+            await send({"type": f"{message['type']}.complete"})
 
 
-@serve.ingress(_forward)
+def _application() -> ASGIApp:
+    """Called by Ray Serve once the ingress is made."""
+    return _built[0]
+
+
+@serve.ingress(_application)
 class Ingress:
     async def __init__(self, config: Config, replicas: Any) -> None:  # type: ignore[misc]
         self._llm = RemoteLLM(config, replicas)
         await self._llm.start()
-        _application[:] = [create_app(self._llm, config)]
+        _built[:] = [_WithoutLifespan(create_app(self._llm, config))]
 
     async def __del__(self) -> None:
         await self._llm.shutdown()

@@ -74,7 +74,7 @@ class Link:
                     return
                 data = await self._reader.readexactly(size)
                 self.heard_at = time.monotonic()
-                yield pickle.loads(data)  # noqa: S301 - from a member of the cluster
+                yield pickle.loads(data)  # from a member of the cluster: see above
         except (asyncio.IncompleteReadError, OSError):
             return
         finally:

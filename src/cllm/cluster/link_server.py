@@ -1,4 +1,4 @@
-"""A replica's side of the links: takes connections of ingresses, tells them what they need to know, does what they ask."""
+"""A replica's side of the links: tells each ingress what it needs to know, and does what it asks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LinkServer:
 
     async def start(self) -> int:
         """The port."""
-        self._server = await asyncio.start_server(self._serve, "0.0.0.0", 0)  # noqa: S104 - guarded by the secret
+        self._server = await asyncio.start_server(self._serve, "0.0.0.0", 0)  # guarded by the secret
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
@@ -102,8 +102,8 @@ class LinkServer:
         if isinstance(message, Cancel):
             forwarder = self.forwarders.get((ingress, message.number))
             if forwarder is not None:
-                self._llm.cancel(forwarder.request.id, message.index, message.reason)
-                if message.index is None:
+                self._llm.cancel(forwarder.request.id, message.answer, message.reason)
+                if message.answer is None:
                     forwarder.abandon()
         elif isinstance(message, Call):
             self._spawn(self._answer(link, message))

@@ -40,7 +40,7 @@ class Route:
 
 @dataclass(slots=True)
 class Job:
-    """A request on its way to a replica. The same request gets another job, with another number, when it is sent again."""
+    """A request on its way to a replica. When it is sent again, that is another job, with another number."""
 
     ingress: str
     number: int
@@ -160,7 +160,8 @@ class Greeting(NamedTuple):
 
 class Cancel(NamedTuple):
     number: int
-    index: int | None
+    answer: int | None
+    """None: all."""
     reason: FinishReason
 
 

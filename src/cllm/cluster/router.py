@@ -14,8 +14,8 @@ from cllm.cluster.routing_view import Address, RoutingView, shared_view
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Jobs go where the policy says; a call without a job, to any replica."""
 
-    def initialize_state(self, model: str) -> None:
-        self._model = model
+    def initialize_state(self, **kwargs: Any) -> None:
+        self._model: str = kwargs["model"]
 
     @property
     def _view(self) -> RoutingView | None:
@@ -39,7 +39,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         job = pending_request.args[0] if pending_request is not None and pending_request.args else None
         view = self._view
         if not isinstance(job, Job) or job.route is None or view is None:
-            return [[random.choice(candidate_replicas)]] if candidate_replicas else []  # noqa: S311
+            return [[random.choice(candidate_replicas)]] if candidate_replicas else []
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         chosen = view.choose(job.route, by_name)
         return [] if chosen is None else [[by_name[chosen]]]

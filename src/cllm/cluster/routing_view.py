@@ -15,7 +15,7 @@ from cllm.kv.block_names import TOKEN_BYTES, chain, root_name
 from cllm.kv.events import KVEvent
 from cllm.kv.radix import COMMON_SPACE
 from cllm.routing.index import short_hashes
-from cllm.routing.policy import NoReplicaError, PrefixPolicy, ReplicaStats
+from cllm.routing.policy import PrefixPolicy, ReplicaStats
 
 _ON_THE_WAY_S = 0.02
 """What was sent to a replica this shortly before its report may not be part of it."""
@@ -76,12 +76,10 @@ class RoutingView:
         with self._lock:
             able = {each for each in candidates if self._weights.get(each) == route.weights}
             others = set(self._policy.replicas) - able
-            for exclude in (others | route.tried, others):
-                try:
-                    return self._policy.choose(route.names, route.tokens, route.session, exclude=exclude)
-                except NoReplicaError:
-                    continue
-            return None
+            if not able:
+                return None
+            exclude = others if able <= route.tried else others | route.tried
+            return self._policy.choose(route.names, route.tokens, route.session, exclude=exclude)
 
     def names(self, prompt: bytes, space: bytes) -> list[bytes]:
         """The names of a prompt's whole blocks, as the prefix caches of replicas name them (kv/paged/prefix_cache.py):

@@ -81,8 +81,8 @@ class OpenedModel:
 def open_text(config: Config, cache: TokenizerCache) -> OpenedText:
     """Raises `ModelError` or `ConfigError`."""
     if config.backend.type == "fake":
-        tokenizer = ByteTokenizer(config.backend.fake.vocab_size)
-        return OpenedText("fake", tokenizer, _chat_template(config, None), sampling_defaults(config, None))
+        byte_tokenizer = ByteTokenizer(config.backend.fake.vocab_size)
+        return OpenedText("fake", byte_tokenizer, _chat_template(config, None), sampling_defaults(config, None))
     model, tokenizer, template = _read_model(config, cache)
     pairs = load_pair_encoder(model, tokenizer) if isinstance(model, GGUFModel) and model.ranks else None
     defaults = sampling_defaults(config, model)
@@ -101,6 +101,7 @@ def open_model(config: Config, share: ModelShare, before_mapping: Callable[[], N
     threads = choose_threads(config.backend.threads, read_cpus())
     if kind == "torch" or isinstance(model, HFModel):
         running = config.scheduler.max_running or PAGED_MAX_RUNNING
+        backend: Backend
         backend, kv_bytes = open_torch(config, model, name, threads, running, share.kv_bytes)
     else:
         if share.kv_bytes is None:

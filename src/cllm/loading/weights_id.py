@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -20,13 +20,18 @@ def weights_id(files: Sequence[Path]) -> str:
     """
     found = blake2b(digest_size=16, person=b"cllm weights")
     for path in files:
-        try:
-            with path.open("rb") as file:
-                size = path.stat().st_size
-                found.update(size.to_bytes(8, "little") + file.read(_HEAD_BYTES))
-                for number in range(_SAMPLES):
-                    file.seek(size * number // _SAMPLES)
-                    found.update(file.read(_SAMPLE_BYTES))
-        except OSError as error:
-            raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+        for piece in _pieces(path):
+            found.update(piece)
     return found.hexdigest()
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            yield size.to_bytes(8, "little") + file.read(_HEAD_BYTES)
+            for number in range(_SAMPLES):
+                file.seek(size * number // _SAMPLES)
+                yield file.read(_SAMPLE_BYTES)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error

@@ -93,8 +93,8 @@ def run_validation(
             for _ in range(repeats):
                 calibrated += [measure(workload) for workload in calibrations(words, size)]
                 passes.append([measure(make(words, size)) for make in WORKLOADS])
-            description = f"{parts.name} on {parts.backend.describe()}, fitted from measured steps"
-            cost = validation.fit(parts.name, description, calibrated, parts.bytes_per_token)
+            description = f"{parts.text.facts.name} on {parts.backend.describe()}, fitted from measured steps"
+            cost = validation.fit(parts.text.facts.name, description, calibrated, parts.text.facts.bytes_per_token)
             comparisons = [validation.compare(_median(runs), cost) for runs in zip(*passes, strict=True)]
     _print_fit(console, cost, calibrated)
     _print_comparisons(console, comparisons)
