@@ -12,8 +12,9 @@ import time
 import httpx
 import pytest
 
-from cllm.cli.http_server import Server, bind
+from cllm.cli.http_server import Server
 from cllm.config import load_config
+from cllm.server.http.listening import bind
 from server_process import LIMIT_S, Served, completion, read_all, serving, until
 
 SLOW = "backend.fake.latency_ms=20"

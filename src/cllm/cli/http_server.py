@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import logging
 import os
@@ -12,30 +11,24 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import uvicorn
 
 from cllm.cli.memory import explain_bus_errors
-from cllm.config import Config, ServerConfig
-from cllm.errors import ConfigError
+from cllm.config import Config
 from cllm.llm import AsyncLLM
 from cllm.models.registry import resolve
 from cllm.observe.log import EfficiencyLog, RequestLog, setup_logging, stop_logging
 from cllm.served import ServedModels
 from cllm.server.app import create_app
 from cllm.server.cllm.warm import warming_up
-from cllm.server.http.connection import Connection
-from cllm.server.http.connections import Connections, room_for
+from cllm.server.http.listening import bind, explain, url_of, uvicorn_config
 from cllm.server.state import ServerState
 
 log = logging.getLogger("cllm.serve")
 
 ONE_SIGNAL_S = 0.3
 """Signals closer together than this count as one: Ctrl-C may arrive from the terminal and from the parent process."""
-KEEP_ALIVE_S = 65
-"""Longer than HTTP clients keep idle connections, so that the server never closes one that a client is about to use."""
 DELIVERY_S = 2
 """After the grace period, time for the last responses to reach their clients."""
 YOUNG_OBJECTS = 20_000
@@ -55,36 +48,6 @@ def run_server(config: Config) -> int:
         return server.exit_code
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """A socket bound to the configured address, not listening yet."""
-    try:
-        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(
-            f"server.host is {config.host!r}, which is not an address of this machine: {error}"
-        ) from error
-    # "localhost" is often both; prefer IPv4, which clients try first.
-    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    listener = socket.socket(family, kind, protocol)
-    try:
-        if os.name == "posix":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _explain(error, config) from error
-    return listener
-
-
-def _explain(error: OSError, config: ServerConfig) -> ConfigError:
-    place = f"port {config.port} on {config.host}"
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"{place} is already in use: choose another with --port")
-    if error.errno == errno.EACCES:
-        return ConfigError(f"no permission to use {place}: choose a port above 1023 with --port")
-    return ConfigError(f"cannot listen on {place}: {error.strerror}; choose an address of this machine with --host")
-
-
 class Server(uvicorn.Server):
     """Uvicorn with cLLM's connections and signals: the first signal shuts down gracefully, the second at once."""
 
@@ -97,28 +60,9 @@ class Server(uvicorn.Server):
         self._serving: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._signalled_at: float | None = None
-        most, self._backlog = room_for(config.server.max_connections)
-        if most < config.server.max_connections:
-            log.warning("the open-file limit allows only %d connections (server.max_connections)", most)
-        connections = Connections(config.server, most)
         app = create_app(self._serves, config)
         self._state: ServerState = app.state.cllm
-        self._state.registry.register(connections)
-        protocol: Any = partial(Connection, connections)
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=protocol,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                ws="none",
-                lifespan="off",  # serve() loads and closes the model; uvicorn would log a signal meanwhile as a failure
-                backlog=self._backlog,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=DELIVERY_S,
-            )
-        )
+        super().__init__(uvicorn_config(app, config.server, self._state.registry, delivery_s=DELIVERY_S))
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
@@ -183,15 +127,13 @@ class Server(uvicorn.Server):
     def _listen(self) -> None:
         """If two processes are bound to the same port, this is where the second one fails."""
         try:
-            self._listener.listen(self._backlog)
+            self._listener.listen(self.config.backlog)
         except OSError as error:
-            raise _explain(error, self._settings.server) from error
+            raise explain(error, self._settings.server) from error
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        host, port = self._listener.getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        print(f"cLLM is ready: {url} ({self._what_is_served()})", flush=True)
+        print(f"cLLM is ready: {url_of(self._listener)} ({self._what_is_served()})", flush=True)
 
     def _what_is_served(self) -> str:
         serves = self._serves

@@ -16,10 +16,12 @@ from cllm.config import Config, load_config
 
 def build(args: dict[str, Any]) -> serve.Application:
     """For `serve run cllm.cluster:build config=FILE`, `serve deploy` and KubeRay."""
-    return build_application(load_config(Path(args["config"]) if "config" in args else None).config)
+    config = load_config(Path(args["config"]) if "config" in args else None).config
+    return build_application(config, listens=False)
 
 
-def build_application(config: Config) -> serve.Application:
+def build_application(config: Config, *, listens: bool) -> serve.Application:
+    """`listens`: whether the ingress has a port of its own; otherwise requests come through Ray Serve's proxy."""
     settings = config.cluster
     router = RequestRouterConfig(
         request_router_class=PrefixRouter,
@@ -45,4 +47,4 @@ def build_application(config: Config) -> serve.Application:
         graceful_shutdown_timeout_s=settings.drain_s,
         ray_actor_options={"num_cpus": 0},
     )
-    return ingress.bind(config, replica.bind(config))
+    return ingress.bind(config, replica.bind(config), listens)

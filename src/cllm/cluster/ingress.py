@@ -7,6 +7,7 @@ from typing import Any
 from ray import serve
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cllm.cluster.http_listener import HttpListener
 from cllm.cluster.remote_llm import RemoteLLM
 from cllm.config import Config
 from cllm.server.app import create_app
@@ -38,10 +39,18 @@ def _application() -> ASGIApp:
 
 @serve.ingress(_application)
 class Ingress:
-    async def __init__(self, config: Config, replicas: Any) -> None:  # type: ignore[misc]
+    async def __init__(self, config: Config, replicas: Any, listens: bool) -> None:  # type: ignore[misc]
+        """`listens`: whether it has a port of its own, server.port; otherwise requests come through Ray's proxy."""
         self._llm = RemoteLLM(config, replicas)
         await self._llm.start()
-        _built[:] = [_WithoutLifespan(create_app(self._llm, config))]
+        app = create_app(self._llm, config)
+        _built[:] = [_WithoutLifespan(app)]
+        self._listener: HttpListener | None = None
+        if listens:
+            self._listener = HttpListener(app, config.server, app.state.cllm.registry, drain_s=config.cluster.drain_s)
+            await self._listener.start()
 
     async def __del__(self) -> None:
+        if self._listener is not None:
+            await self._listener.close()
         await self._llm.shutdown()
