@@ -14,6 +14,14 @@ from cllm.cluster.router import PrefixRouter
 from cllm.config import Config, load_config
 
 
+_ONE_LOOP = {
+    "runtime_env": {
+        "env_vars": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
+    }
+}
+"""Ray Serve's part of a process and ours share an event loop: a request changes threads four times less."""
+
+
 def build(args: dict[str, Any]) -> serve.Application:
     """For `serve run cllm.cluster:build config=FILE`, `serve deploy` and KubeRay."""
     config = load_config(Path(args["config"]) if "config" in args else None).config
@@ -38,13 +46,13 @@ def build_application(config: Config, *, listens: bool) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=2,
         health_check_timeout_s=10,
-        ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
+        ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus, **_ONE_LOOP},
     )
     ingress = serve.deployment(Ingress).options(
         name="ingress",
         num_replicas=settings.ingresses,
         max_ongoing_requests=100_000,
         graceful_shutdown_timeout_s=settings.drain_s,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, **_ONE_LOOP},
     )
     return ingress.bind(config, replica.bind(config), listens)

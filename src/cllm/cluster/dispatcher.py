@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from ray.exceptions import RayError
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import RayServeException
 
 from cllm.cluster.messages import Accepted, Cancel, Ended, Generated, Job, News, Progress, Refusal, Route
 from cllm.cluster.peers import Peer
@@ -38,6 +38,8 @@ from cllm.errors import (
 
 log = logging.getLogger("cllm.cluster")
 
+_REFUSED_S = 0.1
+"""How long to wait when every replica has refused a request."""
 _WHOLE = (FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.TIMEOUT)
 
 
@@ -58,8 +60,8 @@ class _Running:
         """Done when a replica has accepted it for the first time, or when it has failed before."""
         self.changed = asyncio.Event()
         """Something has happened to the job under way."""
-        self.number = -1
-        """Of the job under way."""
+        self.job: Job | None = None
+        """The one under way."""
         self.peer: Peer | None = None
         """The replica that has accepted it."""
         self.lost = False
@@ -67,9 +69,22 @@ class _Running:
         self.ended = False
         self.sends = 0
         self.tried: set[str] = set()
+        self.waits_since = time.monotonic()
+        """Since when no replica works on it."""
         self.stopped: dict[int, FinishReason] = {}
         """Answers that were cancelled alone."""
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def number(self) -> int:
+        """Of the job under way."""
+        return -1 if self.job is None else self.job.number
+
+    def is_with(self, peer: Peer) -> bool:
+        """Whether this replica works on it, or was chosen to."""
+        if self.peer is not None:
+            return self.peer is peer
+        return self.job is not None and self.job.route is not None and self.job.route.chosen == peer.name
 
     @property
     def generated(self) -> Generated | None:
@@ -151,7 +166,7 @@ class Dispatcher:
 
     async def _send(self, running: _Running) -> None:
         """Have a replica work on it until it ends, or the replica does."""
-        job = self._job(running)
+        job = running.job = self._job(running)
         self._jobs[job.number] = running
         try:
             await self._follow(running, job)
@@ -160,14 +175,14 @@ class Dispatcher:
 
     def _job(self, running: _Running) -> Job:
         request = running.request
-        running.number, running.peer, running.lost = next(self._numbers), None, False
+        running.peer, running.lost = None, False
         running.changed.clear()
         params = request.params if request.params.seed is not None else replace(request.params, seed=request.seed)
         generated = running.generated
         names = self._view.names(request.prompt.tobytes(), request.tenant.space)
         return Job(
             ingress=self._ingress,
-            number=running.number,
+            number=next(self._numbers),
             request_id=request.id,
             prompt=request.prompt,
             params=params,
@@ -177,7 +192,7 @@ class Dispatcher:
             pins=request.pins,
             embeds=request.embeds,
             generated=generated,
-            route=Route(names, len(request.prompt), request.tenant.name or None, self._weights, running.tried),
+            route=Route(names, len(request.prompt), request.session, self._weights, running.tried),
         )
 
     async def _follow(self, running: _Running, job: Job) -> None:
@@ -185,11 +200,10 @@ class Dispatcher:
         call = asyncio.ensure_future(_result(response))
         changed = asyncio.ensure_future(running.changed.wait())
         try:
-            wait_until = time.monotonic() + self._wait_s
             while not (call.done() or changed.done()):
                 left_s = running.request.deadline - time.monotonic()
                 if running.peer is None:
-                    left_s = min(left_s, wait_until - time.monotonic())
+                    left_s = min(left_s, running.waits_since + self._wait_s - time.monotonic())
                 done, _ = await asyncio.wait((call, changed), timeout=max(0.0, left_s), return_when="FIRST_COMPLETED")
                 if not done and self._out_of_time(running):
                     return
@@ -210,7 +224,7 @@ class Dispatcher:
             self._stop_job(running, FinishReason.TIMEOUT)
             self._fail(running, RequestTimeoutError("the request timed out"), FinishReason.TIMEOUT)
             return True
-        if running.peer is None:
+        if running.peer is None and time.monotonic() >= running.waits_since + self._wait_s:
             self._fail(running, ModelUnavailableError("no replica is available; try again later"))
             return True
         return False
@@ -220,9 +234,9 @@ class Dispatcher:
             return
         try:
             refusal = call.result()
-        except (RayError, BackPressureError) as error:
+        except (RayError, RayServeException, asyncio.CancelledError) as error:
             log.info("request %s: %s", running.request.id, type(error).__name__)
-            self._send_again(running, "died")
+            self._send_again(running, "lost")
             return
         if refusal is None:
             # Its last messages may still be on the way.
@@ -231,16 +245,25 @@ class Dispatcher:
             if not running.ended:
                 self._send_again(running, "lost")
         elif refusal.elsewhere:
-            running.tried.add(refusal.replica)
-            if isinstance(refusal.error, OverloadedError) and running.tried.issuperset(self._view.replicas):
-                self._fail(running, refusal.error)
+            await self._on_refused(running, refusal)
         else:
             self._fail(running, refusal.error)
 
+    async def _on_refused(self, running: _Running, refusal: Refusal) -> None:
+        """It may be taken elsewhere, or later."""
+        running.tried.add(refusal.replica)
+        if not running.tried.issuperset(self._view.replicas):
+            return
+        if isinstance(refusal.error, OverloadedError) or time.monotonic() > running.waits_since + self._wait_s:
+            self._fail(running, refusal.error)
+        else:
+            await asyncio.sleep(_REFUSED_S)
+
     def _send_again(self, running: _Running, why: str) -> None:
         running.sends += 1
-        if running.peer is not None:
-            running.tried.add(running.peer.name)
+        running.waits_since = time.monotonic()
+        if running.job is not None and running.job.route is not None and running.job.route.chosen is not None:
+            running.tried.add(running.job.route.chosen)
         if running.sends >= self._max_sends:
             message = f"{running.sends} replicas were lost while they worked on this request"
             self._fail(running, BackendError(message))
@@ -306,7 +329,7 @@ class Dispatcher:
 
     def on_lost(self, peer: Peer) -> None:
         for running in list(self._jobs.values()):
-            if running.peer is peer and not running.ended:
+            if running.is_with(peer) and not running.ended:
                 running.lost = True
                 running.changed.set()
 

@@ -129,8 +129,13 @@ class LinkServer:
     def _spawn(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_done)
         return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and self._llm.ready:
+            log.error("an ingress is told nothing more", exc_info=error)
 
     # -- what an ingress is told -------------------------------------------------------------------------------
 

@@ -35,7 +35,9 @@ class Route:
     weights: str = ""
     """Only replicas with these weights can take the job."""
     tried: set[str] = field(default_factory=set)
-    """Replicas that did not answer, or were lost."""
+    """Replicas that refused the request, or were lost with it."""
+    chosen: str | None = None
+    """The replica that the router has chosen."""
 
 
 @dataclass(slots=True)

@@ -79,7 +79,8 @@ class RoutingView:
             if not able:
                 return None
             exclude = others if able <= route.tried else others | route.tried
-            return self._policy.choose(route.names, route.tokens, route.session, exclude=exclude)
+            route.chosen = self._policy.choose(route.names, route.tokens, route.session, exclude=exclude)
+            return route.chosen
 
     def names(self, prompt: bytes, space: bytes) -> list[bytes]:
         """The names of a prompt's whole blocks, as the prefix caches of replicas name them (kv/paged/prefix_cache.py):

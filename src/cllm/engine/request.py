@@ -270,6 +270,7 @@ class Request:
         "resumed",
         "seed",
         "sequences",
+        "session",
         "state",
         "tenant",
         "unfinished",
@@ -298,6 +299,8 @@ class Request:
         self.deadline = deadline
         self.priority = priority
         self.end_ids = end_ids
+        self.session: str | None = None
+        """Requests of one session have much in common: a hint for routers."""
         self.seed = 0
         """Of the first answer; answer i draws with seed + i."""
         self.embeds = False
