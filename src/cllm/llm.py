@@ -187,6 +187,7 @@ class AsyncLLM(LoadedModel):
         priority: int = 0,
         timeout_s: float | None = None,
         tenant: Tenant = ANONYMOUS,
+        session: str | None = None,
         pins: Sequence[PinMark] = (),
         grammar: Grammar | None = None,
         shown: Mapping[int, bytes] | None = None,
@@ -200,6 +201,9 @@ class AsyncLLM(LoadedModel):
         the generation has ended. `grammar` is `params.structured`, compiled. `shown` are special tokens that are part
         of the answer's text.
 
+        `session`: requests with the same one have much in common; in a cluster they go to the same replica if that
+        costs nothing.
+
         `generated` resumes answers of a request with the same prompt, parameters and seed that was cut off: for each
         the tokens that it has, or None if it has ended. The generation consists of what follows them.
         """
@@ -211,6 +215,7 @@ class AsyncLLM(LoadedModel):
             priority=priority,
             timeout_s=timeout_s,
             tenant=tenant,
+            session=session,
             pins=pins,
             grammar=grammar,
             generated=generated,
@@ -226,6 +231,7 @@ class AsyncLLM(LoadedModel):
         priority: int = 0,
         timeout_s: float | None = None,
         tenant: Tenant = ANONYMOUS,
+        session: str | None = None,
         pins: Sequence[PinMark] = (),
         grammar: Grammar | None = None,
         generated: Generated | None = None,
@@ -234,7 +240,7 @@ class AsyncLLM(LoadedModel):
         params = (params or SamplingParams.with_model_defaults()).completed(self.sampling_defaults.values)
         scoring = self._prompt_scoring(params)
         return self._submit(
-            sink, prompt, params, scoring, request_id, priority, timeout_s, tenant, pins, grammar, generated
+            sink, prompt, params, scoring, request_id, priority, timeout_s, tenant, pins, grammar, generated, session
         )
 
     def submit_embedding(
@@ -294,6 +300,7 @@ class AsyncLLM(LoadedModel):
         pins: Sequence[PinMark] = (),
         grammar: Grammar | None = None,
         generated: Generated | None = None,
+        session: str | None = None,
     ) -> S:
         limit = self.prompt_limit(params)
         tokens = self._encode(prompt, limit) if isinstance(prompt, str) else prompt
@@ -323,6 +330,7 @@ class AsyncLLM(LoadedModel):
             reading=reading,
             generated=generated,
         )
+        request.session = session
         taker = sink(request)
         self._live[request_id] = taker
         try:

@@ -13,7 +13,6 @@ from cllm.cluster.replica import Replica
 from cllm.cluster.router import PrefixRouter
 from cllm.config import Config, load_config
 
-
 _ONE_LOOP = {
     "runtime_env": {
         "env_vars": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}

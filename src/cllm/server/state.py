@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from cllm.llm import AsyncLLM
 
 
+MOST_SESSION = 128
+"""Characters of a session's name that count."""
+
+
 class ModelState:
     """A loaded model, and what routes need with it."""
 
@@ -158,6 +162,12 @@ def tenant_of(request: Request) -> Tenant:
     """The tenant of the request's API key."""
     tenant: Tenant = getattr(request.state, "tenant", ANONYMOUS)
     return tenant
+
+
+def session_of(request: Request) -> str | None:
+    """Of the header x-session-id: requests of one session have much in common."""
+    session = request.headers.get("x-session-id")
+    return session[:MOST_SESSION] if session else None
 
 
 def is_operator(request: Request) -> bool:

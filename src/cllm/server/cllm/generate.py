@@ -40,7 +40,7 @@ from cllm.server.inference.streams import CompletionStream, collect
 from cllm.server.schema.body import json_body
 from cllm.server.schema.replies import error_responses, event_stream
 from cllm.server.schema.structure import compiled
-from cllm.server.state import ServerState, State, tenant_of, time_left
+from cllm.server.state import ServerState, State, session_of, tenant_of, time_left
 from cllm.text.token_limit import TokenLimit
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ async def _prepare(body: GenerateRequest, request: Request, state: ServerState) 
         request_id=run.id,
         priority=body.priority,
         timeout_s=time_left(request, model, body.timeout),
+        session=session_of(request),
         tenant=tenant_of(request),
         pins=[pins_of(model, body.cache_control, prompt)],
         grammar=await compiled(model.llm, params),

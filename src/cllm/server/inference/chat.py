@@ -20,7 +20,7 @@ from cllm.server.inference.pins import pins_of_chat
 from cllm.server.inference.streams import ChatStream, CompletionStream, Head
 from cllm.server.schema.messages import CacheControl, Mark
 from cllm.server.schema.tools import NamedTool, ToolChoice
-from cllm.server.state import tenant_of, time_left
+from cllm.server.state import session_of, tenant_of, time_left
 from cllm.structured.sources import RULES
 from cllm.structured.structure import Structure
 from cllm.text.chat_template import PromptOptions
@@ -94,6 +94,7 @@ async def open_chat(state: ServerState, request: Request, chat: ChatInput, prefi
         request_id=head.id,
         priority=chat.priority,
         timeout_s=time_left(request, model, chat.timeout),
+        session=session_of(request),
         tenant=tenant_of(request),
         pins=[pins],
         grammar=None if structure is None else await _compiled(model, structure, chat, tools),

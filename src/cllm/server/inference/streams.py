@@ -62,6 +62,7 @@ class CompletionStream:
         timeout_s: float | None = None,
         batch: int = BATCH,
         tenant: Tenant = ANONYMOUS,
+        session: str | None = None,
         pins: Sequence[Sequence[PinMark]] = (),
         grammar: Grammar | None = None,
         shown: Mapping[int, bytes] | None = None,
@@ -70,6 +71,7 @@ class CompletionStream:
         `shown` are special tokens that are part of the text."""
         self.request_id = request_id
         self._tenant = tenant
+        self._session = session
         self._pins = pins
         self._grammar = grammar
         self._shown = shown
@@ -163,6 +165,7 @@ class CompletionStream:
             priority=self._priority,
             timeout_s=self._timeout_s,
             tenant=self._tenant,
+            session=self._session,
             pins=self._pins[number] if self._pins else (),
             grammar=self._grammar,
             shown=self._shown,

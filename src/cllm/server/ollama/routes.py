@@ -24,7 +24,7 @@ from cllm.server.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, 
 from cllm.server.schema.body import json_body
 from cllm.server.schema.replies import error_responses
 from cllm.server.schema.structure import compiled
-from cllm.server.state import ModelState, ServerState, State, tenant_of
+from cllm.server.state import ModelState, ServerState, State, session_of, tenant_of
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
@@ -179,6 +179,7 @@ async def _open_raw(prompt: str, name: str, params: SamplingParams, request: Req
         [tokens],
         params,
         request_id=head.id,
+        session=session_of(request),
         tenant=tenant_of(request),
         grammar=await compiled(model.llm, params),
     )

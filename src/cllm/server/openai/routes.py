@@ -36,7 +36,7 @@ from cllm.server.schema.messages import marks_in
 from cllm.server.schema.replies import ErrorReply, error_responses, event_stream
 from cllm.server.schema.structure import compiled
 from cllm.server.schema.tools import allowed_of, choice_of
-from cllm.server.state import ModelState, ServerState, State, is_operator, tenant_of, time_left
+from cllm.server.state import ModelState, ServerState, State, is_operator, session_of, tenant_of, time_left
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
@@ -257,6 +257,7 @@ def _completions(
         priority=body.priority,
         timeout_s=time_left(request, model, body.timeout),
         batch=batch,
+        session=session_of(request),
         tenant=tenant_of(request),
         pins=pins,
         grammar=grammar,
