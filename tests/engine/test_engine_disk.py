@@ -19,9 +19,8 @@ from cllm.kv.disk.store import DiskStore
 from cllm.kv.ops import BlockBytes
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.tiers.disk_tier import DiskTier
-from engine_kit import Collector, assert_nothing_left, make_engine, make_request, reference
+from engine_kit import LIMIT_S, Collector, assert_nothing_left, make_engine, make_request, reference
 
-LIMIT_S = 20.0
 PROMPT = [i % 250 for i in range(100)]
 
 
@@ -78,7 +77,7 @@ def serving(directory: Path) -> Iterator[Server]:
         yield server
     finally:
         server.files.go.set()
-        server.engine.stop(5.0)
+        server.engine.stop(LIMIT_S)
         server.store.close()
 
 
@@ -150,7 +149,7 @@ def test_whoever_leaves_meanwhile_ends_once(written: Path, way: str) -> None:
         until(lambda: server.kv.loading == 0 and server.engine.snapshot.kv.referenced == 0)
         again = server.ask(PROMPT)
         assert server.answer(again) == reference(again)
-        server.engine.stop(5.0)
+        server.engine.stop(LIMIT_S)
         assert_nothing_left(server.engine)
 
 

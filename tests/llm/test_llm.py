@@ -321,7 +321,7 @@ async def _until_idle(llm: AsyncLLM) -> None:
         while llm.snapshot().kv.referenced or llm.snapshot().running:
             await asyncio.sleep(0.005)
 
-    await asyncio.wait_for(idle(), 10)
+    await asyncio.wait_for(idle(), 60)
 
 
 @pytest.fixture(scope="module", params=["native", "llama_cpp"])
