@@ -360,7 +360,7 @@ def routing(of: Metrics) -> Iterator[Panel]:
     yield Panel(
         "Saved requests",
         REQUESTS_PER_S,
-        "After a replica failed or drained: requests sent again before their first token, and streams resumed elsewhere.",
+        "After a replica failed or drained: requests sent again before a token, and streams resumed elsewhere.",
         [
             ("sent again: {{reason}}", total(rate("cllm_router_retries_total"), "reason")),
             ("resumed", total(rate("cllm_router_resumed_streams_total"))),
