@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import configparser
 import importlib.util
-import json
 import re
 import shlex
 import shutil
@@ -252,6 +251,8 @@ def test_the_ports_of_ray_are_the_real_ones(cluster: dict[str, Any]) -> None:
 # -- systemd ---------------------------------------------------------------------------------------------------------
 
 UNIT = DEPLOY / "cllm.service"
+MOST_EXPOSED = 25
+"""Of 100, by systemd's own measure; a service without any protection has 96."""
 
 
 @pytest.fixture(scope="module")
@@ -295,10 +296,7 @@ def test_systemd_finds_nothing_wrong(tmp_path: Path) -> None:
 
 
 def test_systemd_finds_little_exposed(tmp_path: Path) -> None:
-    done = analyse(tmp_path, "security", "--offline=yes", "--json=short")
+    done = analyse(tmp_path, "security", "--offline=yes", f"--threshold={MOST_EXPOSED}", "--no-pager")
     if "nrecognized option" in done.stderr:
         pytest.skip("systemd is older than 250")
-    found = json.loads(done.stdout)
-    exposed = {each["json_field"] for each in found if each["exposure"] and float(each["exposure"]) >= 0.3}
-    # A server needs the network.
-    assert exposed <= {"PrivateNetwork", "RestrictAddressFamilies_AF_INET_INET6"}, exposed
+    assert done.returncode == 0, done.stdout
