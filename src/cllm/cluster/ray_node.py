@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -93,6 +92,9 @@ def join(address: str, settings: ClusterConfig) -> RayNode:
 
 
 def stop(node: RayNode) -> None:
+    """Signals do not interrupt it: nothing of Ray is to be left."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     with suppress(psutil.Error):
         process = psutil.Process(node.pid)
         parts = [process, *process.children(recursive=True)]
@@ -157,7 +159,8 @@ def no_cluster() -> ClusterError:
 
 
 def _start(arguments: list[str], address: str, *, is_head: bool) -> RayNode:
-    output = Path(tempfile.mkdtemp(prefix="cllm-ray-")) / "start.log"
+    _record().parent.mkdir(parents=True, exist_ok=True)
+    output = _record().with_suffix(".log")
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     with output.open("wb") as file:
         process = subprocess.Popen(
@@ -170,7 +173,6 @@ def _start(arguments: list[str], address: str, *, is_head: bool) -> RayNode:
     node = RayNode(address, is_head, process.pid, psutil.Process(process.pid).create_time())
     try:
         _wait_started(process, output)
-        _record().parent.mkdir(parents=True, exist_ok=True)
         _record().write_text(json.dumps(asdict(node)), encoding="utf-8")
     except BaseException:
         stop(node)
