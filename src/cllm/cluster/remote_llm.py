@@ -48,7 +48,7 @@ class RemoteLLM(AsyncLLM):
         self._loop = asyncio.get_running_loop()
         settings = self.config.cluster
         ingress = uuid.uuid4().hex[:12]
-        view = RoutingView(self.config.resources.block_size)
+        view = RoutingView(self.config.resources.block_size, settings.routing, alone=settings.ingresses == 1)
         share_view(self.config.model.name, view)
         facts: ModelFacts = await self._replicas.facts.remote()
         self._text = await asyncio.to_thread(load_text_parts, self.config, facts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from cllm.config.section import Section
@@ -12,6 +14,11 @@ class ClusterConfig(Section):
     cpus: float = Field(default=1.0, ge=0, le=1024, description="CPUs that Ray reserves for each replica")
     gpus: float = Field(default=0.0, ge=0, le=64, description="GPUs that Ray reserves for each replica")
     ingresses: int = Field(default=1, ge=1, le=1000, description="number of ingresses: HTTP servers and routers")
+    routing: Literal["prefix", "least-loaded", "consistent-hash", "round-robin", "random"] = Field(
+        default="prefix",
+        description="how requests are routed; prefix: to the replica with the least work until the first token, given "
+        "its load and what it has cached",
+    )
     silence_s: float = Field(
         default=5.0, ge=1, le=600, description="a replica that says nothing for this long counts as lost"
     )
