@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -143,7 +145,8 @@ class LinkServer:
         """Everything that enters and leaves the prefix cache."""
         try:
             listener = await self._llm.listen()
-            link.send(Hello(self._replica, self._llm.facts, self._block_tokens if listener is not None else 0))
+            block_tokens = self._block_tokens if listener is not None else 0
+            link.send(Hello(self._replica, self._llm.facts, block_tokens, socket.gethostname(), os.getpid()))
             if listener is None:
                 return
             await self._tell_content(link)

@@ -85,6 +85,9 @@ class Hello(NamedTuple):
     facts: ModelFacts
     block_tokens: int
     """Of the blocks in cache events; 0: there are none."""
+    node: str
+    """Name of the machine."""
+    pid: int
 
 
 class Accepted(NamedTuple):

@@ -53,6 +53,7 @@ class Peer:
     def __init__(self, hello: Hello, link: Link) -> None:
         self.name = hello.replica
         self.facts = hello.facts
+        self.node, self.pid = hello.node, hello.pid
         self.link = link
         self.report: Report | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
