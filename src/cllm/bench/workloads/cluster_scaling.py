@@ -35,8 +35,8 @@ class ClusterScaling(LocalWorkload):
     @property
     def title(self) -> str:
         return (
-            f"cluster-scaling: 1 and {self.replicas} replicas that run {self.batch} requests at a time, steps of {self.step_ms:g} ms, "
-            f"{self._clients} clients, {self.answer_tokens} tokens out"
+            f"cluster-scaling: 1 and {self.replicas} replicas, each running {self.batch} requests at a time, steps of "
+            f"{self.step_ms:g} ms, {self._clients} clients, {self.answer_tokens} tokens out"
         )
 
     @property
