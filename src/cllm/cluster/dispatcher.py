@@ -251,8 +251,9 @@ class Dispatcher:
 
     async def _on_refused(self, running: _Running, refusal: Refusal) -> None:
         """It may be taken elsewhere, or later."""
+        refused_before = refusal.replica in running.tried
         running.tried.add(refusal.replica)
-        if not running.tried.issuperset(self._view.replicas):
+        if not (refused_before or running.tried.issuperset(self._view.replicas)):
             return
         if isinstance(refusal.error, OverloadedError) or time.monotonic() > running.waits_since + self._wait_s:
             self._fail(running, refusal.error)

@@ -22,6 +22,7 @@ from cllm.cluster.messages import (
     Load,
     Reply,
     Report,
+    portable,
 )
 from cllm.errors import CLLMError, ShuttingDownError, describe
 from cllm.kv.events import Listener
@@ -121,7 +122,7 @@ class LinkServer:
         try:
             value = await self.calls[call.name](*call.arguments)
         except CLLMError as error:
-            link.send(Reply(call.number, None, error))
+            link.send(Reply(call.number, None, portable(error)))
         except Exception as error:
             log.exception("the call %s failed", call.name)
             link.send(Reply(call.number, None, CLLMError(describe(error))))

@@ -123,7 +123,10 @@ class Peers:
             except OSError as error:
                 log.debug("no link to replica %s: %s", name, error)
             else:
-                await self._use(link)
+                try:
+                    await self._use(link)
+                except Exception:  # a message that cannot be read: the replica may be another version
+                    log.exception("the link to replica %s broke", name)
             await asyncio.sleep(RECONNECT_S)
             if name not in self._known:
                 self._linking.pop(name, None)

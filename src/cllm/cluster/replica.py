@@ -13,7 +13,7 @@ from ray import serve
 from cllm.cluster.forwarder import Forwarder
 from cllm.cluster.link import Link
 from cllm.cluster.link_server import LinkServer
-from cllm.cluster.messages import Accepted, Job, Refusal
+from cllm.cluster.messages import Accepted, Job, Refusal, portable
 from cllm.config import Config
 from cllm.engine.request import Request
 from cllm.errors import CLLMError, OverloadedError, ShuttingDownError
@@ -48,7 +48,7 @@ class Replica:
         except (OverloadedError, ShuttingDownError) as error:
             return Refusal(self.id, error, elsewhere=True)
         except CLLMError as error:
-            return Refusal(self.id, error, elsewhere=False)
+            return Refusal(self.id, portable(error), elsewhere=False)
         key = job.ingress, job.number
         self._links.forwarders[key] = forwarder
         link.send(Accepted(job.number))
