@@ -10,7 +10,7 @@ remote_llm.py     `AsyncLLM`'s interface, for models that run elsewhere
 dispatcher.py     requests on their way through replicas; nothing is lost
 router.py         Ray's request router; routing_view.py: what it goes by
 peers.py          links to replicas; link_server.py: the replicas' side; link.py: what a link is
-replica.py        a loaded model; forwarder.py: a job on it
+replica.py        a loaded model: replica_core.py, as a Ray Serve deployment; forwarder.py: a job on it
 messages.py       everything that is sent
 """
 

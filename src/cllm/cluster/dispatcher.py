@@ -19,9 +19,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-
 from cllm.cluster.messages import Accepted, Cancel, Ended, Generated, Job, News, Progress, Refusal, Route
 from cllm.cluster.peers import Peer
 from cllm.cluster.routing_view import RoutingView
@@ -234,7 +231,7 @@ class Dispatcher:
             return
         try:
             refusal = call.result()
-        except (RayError, RayServeException, asyncio.CancelledError) as error:
+        except (Exception, asyncio.CancelledError) as error:  # of Ray: the replica died, or the call was not made
             log.info("request %s: %s", running.request.id, type(error).__name__)
             self._send_again(running, "lost")
             return

@@ -1,0 +1,105 @@
+"""What a replica is, apart from Ray: a loaded model that works on jobs."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cllm.cluster.forwarder import Forwarder
+from cllm.cluster.link import Link
+from cllm.cluster.link_server import LinkServer
+from cllm.cluster.messages import Accepted, Job, Refusal
+from cllm.engine.request import Request
+from cllm.errors import CLLMError, OverloadedError, ShuttingDownError
+from cllm.llm import AsyncLLM
+from cllm.loading.facts import ModelFacts
+from cllm.observe.metrics import MetricsObserver
+from cllm.routing.policy import ReplicaStats
+
+
+class ReplicaCore:
+    def __init__(self, llm: AsyncLLM, name: str) -> None:
+        self.name = name
+        self.port = 0
+        self._llm = llm
+        observer = MetricsObserver()
+        llm.observers.append(observer)
+        self._links = LinkServer(llm, name, observer)
+
+    async def start(self) -> None:
+        await self._llm.start()
+        self._links.calls = {"unpin": self._llm.unpin, "lost_pins": self._llm.lost_pins}
+        self.port = await self._links.start()
+
+    async def close(self) -> None:
+        await self._links.close()
+        await self._llm.shutdown(0)
+
+    @property
+    def secret(self) -> bytes:
+        """What an ingress must know to link to it."""
+        return self._links.secret
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._llm.facts
+
+    @property
+    def ready(self) -> bool:
+        return self._llm.ready
+
+    @property
+    def stats(self) -> ReplicaStats:
+        return self._links.stats()
+
+    async def run(self, job: Job) -> Refusal | None:
+        """Ends when the job has ended."""
+        link = self._links.link_to(job.ingress)
+        if link is None:
+            return Refusal(self.name, ShuttingDownError("the ingress has no link to this replica"), elsewhere=True)
+        try:
+            forwarder = await self._submit(job, link)
+        except (OverloadedError, ShuttingDownError) as error:
+            return Refusal(self.name, error, elsewhere=True)
+        except CLLMError as error:
+            return Refusal(self.name, error, elsewhere=False)
+        key = job.ingress, job.number
+        self._links.forwarders[key] = forwarder
+        link.send(Accepted(job.number))
+        try:
+            await forwarder.ended
+        except asyncio.CancelledError:
+            self._llm.cancel(forwarder.request.id)
+            raise
+        finally:
+            del self._links.forwarders[key]
+        return None
+
+    async def _submit(self, job: Job, link: Link) -> Forwarder:
+        structure = job.params.structured
+        grammar = None if structure is None else await self._llm.compile(structure)
+        request_id = f"{job.request_id}~{job.number}"
+
+        def forwarder_of(request: Request) -> Forwarder:
+            return Forwarder(link, job, request)
+
+        if job.embeds:
+            return self._llm.submit_embedding_to(
+                forwarder_of,
+                job.prompt,
+                request_id=request_id,
+                priority=job.priority,
+                timeout_s=job.timeout_s,
+                tenant=job.tenant,
+            )
+        return self._llm.submit_to(
+            forwarder_of,
+            job.prompt,
+            job.params,
+            request_id=request_id,
+            priority=job.priority,
+            timeout_s=job.timeout_s,
+            tenant=job.tenant,
+            pins=job.pins,
+            grammar=grammar,
+            generated=job.generated,
+        )
