@@ -8,19 +8,27 @@ from typing import Any
 import ray
 from ray import serve
 
+from cllm.cluster.autoscaling import KV_USE
 from cllm.cluster.messages import Job, Refusal
 from cllm.cluster.replica_core import ReplicaCore
+from cllm.cluster.share import own_share
 from cllm.config import Config
 from cllm.llm import AsyncLLM
 from cllm.loading.facts import ModelFacts
+from cllm.machine import read_cpus
+from cllm.observe.log import setup_logging
 
 
 class Replica:
     """Ray Serve calls `run` for each job, and the methods below it to watch the replica. Everything else comes and goes
     over links."""
 
-    async def __init__(self, config: Config) -> None:  # type: ignore[misc]
-        self._core = ReplicaCore(AsyncLLM(config), serve.get_replica_context().replica_id.unique_id)
+    async def __init__(self, config: Config, version: str, replicas: int) -> None:  # type: ignore[misc]
+        """`version`: of its settings. `replicas`: the most that all models of the cluster have together."""
+        setup_logging(config.log)
+        self._version = version
+        self._llm = AsyncLLM(own_share(config, read_cpus(), _node_cpus(), replicas))
+        self._core = ReplicaCore(self._llm, serve.get_replica_context().replica_id.unique_id)
         await self._core.start()
         self._host: str = ray.util.get_node_ip_address()
 
@@ -28,8 +36,9 @@ class Replica:
         """Ends when the job has ended."""
         return await self._core.run(job)
 
-    async def facts(self) -> ModelFacts:
-        return self._core.facts
+    async def facts(self, version: str) -> ModelFacts | None:
+        """None: its settings are not those that the ingress has. One of the two is about to be replaced."""
+        return self._llm.facts if version == self._version else None
 
     # -- called by Ray Serve -----------------------------------------------------------------------------------
 
@@ -45,9 +54,18 @@ class Replica:
             "at": time.time(),
         }
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {KV_USE: self._llm.snapshot().kv.used_fraction}
+
     def check_health(self) -> None:
-        if not self._core.ready:
+        if not self._llm.ready:
             raise RuntimeError("the engine has stopped")
 
     async def __del__(self) -> None:
         await self._core.close()
+
+
+def _node_cpus() -> float:
+    """What Ray may hand out on this machine."""
+    own = ray.get_runtime_context().get_node_id()
+    return next((float(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["NodeID"] == own), 0.0)
