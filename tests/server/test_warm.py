@@ -23,7 +23,7 @@ from cllm.errors import BackendError, ConfigError
 from cllm.llm import AsyncLLM
 from cllm.server.app import create_app
 from cllm.server.auth.key_file import add_key
-from cllm.tasks.warm import warm, warm_up
+from cllm.tasks.warm import warm_up
 from http_kit import client_for
 from scripted_llm import ScriptedLLM
 

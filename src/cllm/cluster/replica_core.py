@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from cllm.cluster.forwarder import Forwarder
 from cllm.cluster.link import Link
 from cllm.cluster.link_server import LinkServer
 from cllm.cluster.messages import Accepted, Job, Refusal
 from cllm.engine.request import Request
-from cllm.errors import CLLMError, OverloadedError, ShuttingDownError
+from cllm.engine.tenant import ANONYMOUS, Tenant
+from cllm.errors import CLLMError, ConfigError, OverloadedError, ShuttingDownError
 from cllm.llm import AsyncLLM
 from cllm.loading.facts import ModelFacts
 from cllm.observe.metrics import MetricsObserver
 from cllm.routing.policy import ReplicaStats
+from cllm.server.auth.tenants import Tenants
+from cllm.tasks.warm import restore_pins, warm_up
+
+log = logging.getLogger("cllm.cluster")
 
 
 class ReplicaCore:
@@ -24,13 +30,33 @@ class ReplicaCore:
         observer = MetricsObserver()
         llm.observers.append(observer)
         self._links = LinkServer(llm, name, observer)
+        self._warming: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await self._llm.start()
-        self._links.calls = {"unpin": self._llm.unpin, "lost_pins": self._llm.lost_pins}
+        self._llm.restore_pins = restore_pins
+        self._warming = asyncio.create_task(self._warm_up())
+        if self._llm.config.kv.warm_before_ready:
+            await self._warming
+        self._links.calls = {"unpin": self._llm.unpin}
         self.port = await self._links.start()
 
+    async def _warm_up(self) -> None:
+        """Compute `kv.warm`."""
+        config = self._llm.config
+        if not config.kv.warm:
+            return
+        try:
+            tenants = Tenants(config.server) if config.server.needs_key else None
+        except ConfigError as error:
+            log.warning("kv.warm was not computed: %s", error)
+            return
+        await warm_up(self._llm, config.kv.warm, _for_everyone if tenants is None else tenants.warm_tenant)
+
     async def close(self) -> None:
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.gather(self._warming, return_exceptions=True)
         await self._links.close()
         await self._llm.shutdown(0)
 
@@ -103,3 +129,7 @@ class ReplicaCore:
             grammar=grammar,
             generated=job.generated,
         )
+
+
+def _for_everyone(shared: bool) -> Tenant:
+    return ANONYMOUS
