@@ -191,9 +191,10 @@ class Hub:
     def _now(self) -> dict[str, Any]:
         snapshot = self._llm.snapshot()
         numbers = {key: value for key, value in snapshot._asdict().items() if key not in ("kv", "finished")}
+        is_here = self._llm.replicas() is None  # otherwise this process holds none of the memory that is shown
         return {
             "time": round(time.time(), 3),
-            "resident_bytes": self._process.memory_info().rss,
+            **({"resident_bytes": self._process.memory_info().rss} if is_here else {}),
             "finished": dict(snapshot.finished),
             **numbers,
             "kv": snapshot.kv.as_dict(),
