@@ -46,6 +46,8 @@ class Link:
         self._writer = writer
         self._loop = asyncio.get_running_loop()
         self._outgoing: list[Any] = []
+        self.host: str = (writer.get_extra_info("peername") or ("",))[0]
+        """The other side's machine."""
         self.heard_at = time.monotonic()
         """When something last arrived."""
 

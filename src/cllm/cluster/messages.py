@@ -48,8 +48,14 @@ class Route:
     """Only replicas with these weights can take the job."""
     tried: set[str] = field(default_factory=set)
     """Replicas that refused the request, or were lost with it."""
+    only: str | None = None
+    """The replica that is asked for, if it must be a certain one."""
     chosen: str | None = None
     """The replica that the router has chosen."""
+    expected: int = 0
+    """Tokens that it is expected to have cached."""
+    seconds: float = 0.0
+    """How long choosing it took."""
 
 
 @dataclass(slots=True)

@@ -41,6 +41,8 @@ class RoutingView:
         self._policy = _make_policy(routing, block_tokens, alone)
         self._index = self._policy.index
         self._weights: dict[str, str] = {}
+        self._telling: set[str] = set()
+        """Replicas that tell what they have cached."""
 
     # -- what replicas say -------------------------------------------------------------------------------------
 
@@ -48,12 +50,15 @@ class RoutingView:
         with self._lock:
             self._weights[replica] = weights
             self._policy.add(replica)
-            if self._index is not None and not tells_cache:
+            if tells_cache:
+                self._telling.add(replica)
+            elif self._index is not None:
                 self._index.remove(replica)
 
     def remove(self, replica: str) -> None:
         with self._lock:
             self._weights.pop(replica, None)
+            self._telling.discard(replica)
             self._policy.remove(replica)
 
     def apply(self, replica: str, events: Sequence[KVEvent]) -> None:
@@ -73,6 +78,20 @@ class RoutingView:
             if self._index is not None:
                 self._index.apply(replica, (), now)
 
+    # -- numbers -----------------------------------------------------------------------------------------------
+
+    @property
+    def index_blocks(self) -> int:
+        """Blocks known of all replicas."""
+        return 0 if self._index is None else self._index.blocks
+
+    def is_silent(self, replica: str) -> bool:
+        """Whether it should tell what it has cached, and has not for a while."""
+        if self._index is None:
+            return False
+        with self._lock:
+            return replica in self._telling and not self._index.knows(replica, time.monotonic())
+
     # -- choosing ----------------------------------------------------------------------------------------------
 
     @property
@@ -82,14 +101,20 @@ class RoutingView:
 
     def choose(self, route: Route, candidates: Iterable[str]) -> str | None:
         """One of the candidates, or None if none of them can take it now. Those already tried come last."""
+        started = time.perf_counter()
         with self._lock:
-            able = {each for each in candidates if self._weights.get(each) == route.weights}
+            able = {each for each in candidates if self._can_take(each, route)}
             others = set(self._policy.replicas) - able
             if not able:
                 return None
             exclude = others if able <= route.tried else others | route.tried
             route.chosen = self._policy.choose(route.names, route.tokens, route.session, exclude=exclude)
-            return route.chosen
+            route.expected = self._policy.expected_tokens
+        route.seconds = time.perf_counter() - started
+        return route.chosen
+
+    def _can_take(self, replica: str, route: Route) -> bool:
+        return self._weights.get(replica) == route.weights and route.only in (None, replica)
 
     def names(self, prompt: bytes, space: bytes) -> list[bytes]:
         """The names of a prompt's whole blocks, as the prefix caches of replicas name them (kv/paged/prefix_cache.py):
