@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import secrets
-import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -147,7 +146,7 @@ class LinkServer:
         try:
             listener = await self._llm.listen()
             block_tokens = self._block_tokens if listener is not None else 0
-            link.send(Hello(self._replica, self._llm.facts, block_tokens, socket.gethostname(), os.getpid()))
+            link.send(Hello(self._replica, self._llm.facts, block_tokens, os.getpid()))
             if listener is None:
                 return
             await self._tell_content(link)

@@ -103,8 +103,6 @@ class Hello(NamedTuple):
     facts: ModelFacts
     block_tokens: int
     """Of the blocks in cache events; 0: there are none."""
-    node: str
-    """Name of the machine."""
     pid: int
 
 

@@ -203,6 +203,7 @@ class RemoteLLM(AsyncLLM):
         replicas = {
             status.name: {
                 "node": status.node,
+                "pid": status.pid,
                 "state": status.state,
                 **({} if status.report is None else status.report.kv),
             }
