@@ -15,7 +15,7 @@ from cllm.cluster.overview import Seen, seen_model
 from cllm.cluster.remote_llm import RemoteLLM
 from cllm.cluster.remote_models import RemoteModels
 from cllm.config import Config
-from cllm.observe.log import setup_logging
+from cllm.observe.log import RequestLog, setup_logging
 from cllm.server.app import create_app
 from cllm.server.http.listening import url_of
 
@@ -58,7 +58,9 @@ class Ingress:
         await asyncio.gather(*(llm.start() for llm in llms))
         self._llms = dict(zip((model.deployment for model in models), llms, strict=True))
         self._serves = RemoteModels(config, llms) if config.models else llms[0]
-        app = create_app(self._serves, config)
+        for llm in llms:
+            llm.observers.append(RequestLog(llm.model_name if config.models else None))
+        app = create_app(self._serves, config, servers=config.cluster.ingresses)
         _built[:] = [_WithoutLifespan(app)]
         self._listener: HttpListener | None = None
         self._url: str | None = None
