@@ -14,7 +14,8 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ CONNECT_S = 5.0
 _OBJECT_STORE_BYTES = 100 << 20
 """cLLM does not use Ray's object store."""
 _STARTED = "Ray runtime started."
+_TOO_SLOW = "timed out during startup"
+"""Ray gives up after half a minute, which a busy machine may need."""
+_TRIES = 3
 _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_LOG_TO_STDERR": "0"}
 """Unless the user has set it."""
 _NAMESPACE = "cllm"
@@ -93,8 +97,21 @@ def join(address: str, settings: ClusterConfig) -> RayNode:
 
 def stop(node: RayNode) -> None:
     """Signals do not interrupt it: nothing of Ray is to be left."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    with _uninterrupted():
+        _stop(node)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(node: RayNode) -> None:
     with suppress(psutil.Error):
         process = psutil.Process(node.pid)
         parts = [process, *process.children(recursive=True)]
@@ -158,7 +175,16 @@ def no_cluster() -> ClusterError:
 # -- the process -----------------------------------------------------------------------------------------------------
 
 
-def _start(arguments: list[str], address: str, *, is_head: bool) -> RayNode:
+def _start(arguments: list[str], address: str, *, is_head: bool, tries: int = _TRIES) -> RayNode:
+    try:
+        return _try_start(arguments, address, is_head=is_head)
+    except ClusterError as error:
+        if tries == 1 or _TOO_SLOW not in str(error):
+            raise
+        return _start(arguments, address, is_head=is_head, tries=tries - 1)
+
+
+def _try_start(arguments: list[str], address: str, *, is_head: bool) -> RayNode:
     _record().parent.mkdir(parents=True, exist_ok=True)
     output = _record().with_suffix(".log")
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
