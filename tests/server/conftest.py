@@ -37,13 +37,12 @@ ON_A_CLUSTER = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.module.__name__ in ON_A_CLUSTER and metafunc.definition.get_closest_marker("single") is None:
-        metafunc.fixturenames.insert(0, "served_by")
         metafunc.parametrize("served_by", ["single", "cluster"], indirect=True)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "cluster":
+    if getattr(request, "param", "single") == "cluster":
         for name, kind in {"AsyncLLM": LocalCluster, "ScriptedLLM": ScriptedCluster}.items():
             monkeypatch.setattr(request.module, name, kind, raising=False)
 
