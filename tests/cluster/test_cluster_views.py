@@ -151,7 +151,7 @@ async def test_the_kv_cache_of_all_replicas_and_of_each() -> None:
         assert found["evictable"] > 0 and found["query_tokens"] == len(PROMPT)
         single = llm.local.llm_of(llm.local.names[0]).kv()
         assert set(found) == {*single, "replicas"}
-        assert set(replicas[llm.local.names[0]]) == {*single, "node", "state"}
+        assert set(replicas[llm.local.names[0]]) == {*single, "node", "pid", "state"}
 
 
 async def test_a_replica_is_listed_before_it_has_reported_and_while_it_drains() -> None:

@@ -258,9 +258,11 @@ class Dispatcher:
 
     async def _on_refused(self, running: _Running, refusal: Refusal) -> None:
         """It may be taken elsewhere, or later."""
+        refused_before = refusal.replica in running.tried
         running.tried.add(refusal.replica)
         self._metrics.retried("refused")
-        if running.only is None and not running.tried.issuperset(self._view.replicas):
+        everywhere = refused_before or running.only is not None or running.tried.issuperset(self._view.replicas)
+        if not everywhere:
             return
         if isinstance(refusal.error, OverloadedError) or time.monotonic() > running.waits_since + self._wait_s:
             self._fail(running, refusal.error)

@@ -54,6 +54,7 @@ class Peer:
     def __init__(self, hello: Hello, link: Link) -> None:
         self.name = hello.replica
         self.facts = hello.facts
+        self.pid = hello.pid
         self.link = link
         self.report: Report | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -123,7 +124,10 @@ class Peers:
             except OSError as error:
                 log.debug("no link to replica %s: %s", name, error)
             else:
-                await self._use(link)
+                try:
+                    await self._use(link)
+                except Exception:  # a message that cannot be read: the replica may be another version
+                    log.exception("the link to replica %s broke", name)
             await asyncio.sleep(RECONNECT_S)
             if name not in self.known:
                 self._linking.pop(name, None)
@@ -200,8 +204,8 @@ class Peers:
     def _status(self, name: str) -> ReplicaStatus:
         peer = self.connected.get(name)
         if peer is None:
-            return ReplicaStatus(name, self.known[name].host, "joining", None)
-        return ReplicaStatus(name, peer.link.host, self._state(peer), peer.report)
+            return ReplicaStatus(name, self.known[name].host, None, "joining", None)
+        return ReplicaStatus(name, peer.link.host, peer.pid, self._state(peer), peer.report)
 
     def _state(self, peer: Peer) -> ReplicaState:
         if peer.name not in self.known:

@@ -83,7 +83,8 @@ class RemoteLLM(AsyncLLM):
         self._loop = asyncio.get_running_loop()
         settings = self.config.cluster
         ingress = uuid.uuid4().hex[:12]
-        self._routing = view = RoutingView(self.config.resources.block_size)
+        view = RoutingView(self.config.resources.block_size, settings.routing, alone=settings.ingresses == 1)
+        self._routing = view
         share_view(self._deployment, view)
         facts = await self._ask_facts()
         self._text = await asyncio.to_thread(load_text_parts, self.config, facts)
@@ -202,6 +203,7 @@ class RemoteLLM(AsyncLLM):
         replicas = {
             status.name: {
                 "node": status.node,
+                "pid": status.pid,
                 "state": status.state,
                 **({} if status.report is None else status.report.kv),
             }

@@ -1,4 +1,4 @@
-"""Several models of a cluster, with the interface of `ServedModels`. Each has replicas of its own, which stay loaded."""
+"""Several models of a cluster, with the interface of `ServedModels`. Each has replicas of its own, always loaded."""
 
 from __future__ import annotations
 

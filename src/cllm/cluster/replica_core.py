@@ -8,7 +8,7 @@ import logging
 from cllm.cluster.forwarder import Forwarder
 from cllm.cluster.link import Link
 from cllm.cluster.link_server import LinkServer
-from cllm.cluster.messages import Accepted, Job, Refusal
+from cllm.cluster.messages import Accepted, Job, Refusal, portable
 from cllm.engine.request import Request
 from cllm.engine.tenant import ANONYMOUS, Tenant
 from cllm.errors import CLLMError, ConfigError, OverloadedError, ShuttingDownError
@@ -20,6 +20,8 @@ from cllm.server.auth.tenants import Tenants
 from cllm.tasks.warm import restore_pins, warm_up
 
 log = logging.getLogger("cllm.cluster")
+
+_NO_LINK = "the ingress has no link to this replica"
 
 
 class ReplicaCore:
@@ -81,13 +83,16 @@ class ReplicaCore:
         """Ends when the job has ended."""
         link = self._links.link_to(job.ingress)
         if link is None:
-            return Refusal(self.name, ShuttingDownError("the ingress has no link to this replica"), elsewhere=True)
+            return Refusal(self.name, ShuttingDownError(_NO_LINK), elsewhere=True)
         try:
             forwarder = await self._submit(job, link)
         except (OverloadedError, ShuttingDownError) as error:
             return Refusal(self.name, error, elsewhere=True)
         except CLLMError as error:
-            return Refusal(self.name, error, elsewhere=False)
+            return Refusal(self.name, portable(error), elsewhere=False)
+        if link.closed:  # while a grammar was compiled
+            self._llm.cancel(forwarder.request.id)
+            return Refusal(self.name, ShuttingDownError(_NO_LINK), elsewhere=True)
         key = job.ingress, job.number
         self._links.forwarders[key] = forwarder
         link.send(Accepted(job.number))

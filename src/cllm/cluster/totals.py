@@ -22,6 +22,7 @@ class ReplicaStatus(NamedTuple):
     name: str
     node: str
     """The address of its machine."""
+    pid: int | None
     state: ReplicaState
     report: Report | None
     """The latest."""
