@@ -1,0 +1,273 @@
+"""A real Ray cluster of three nodes in this machine, cLLM on it, and ways to break it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import httpx
+import psutil
+import ray
+from ray import serve
+from ray._raylet import Config as RayConfig
+from ray.cluster_utils import Cluster
+from ray.serve.context import _get_global_client
+
+from breakable_replica import FOLDER_VARIABLE, JOURNAL, BreakableReplica
+from cllm.config import Config
+
+LIMIT_S = 120.0
+"""A guard against hanging, not a demand on speed: a replica may take ten seconds to start."""
+
+NODES = 3
+_BUILD = import_module("cllm.cluster.build")  # the package has a function of that name
+APPLICATION = "cllm"
+_OBJECT_STORE_BYTES = 80 << 20
+
+FAKE: dict[str, Any] = {
+    "backend": {"type": "fake", "fake": {"latency_ms": 15.0}},
+    "kv": {"disk": {"enabled": False}},
+    "server": {"shutdown_grace_s": 5.0},
+    "cluster": {"replicas": 4, "cpus": 0.1, "silence_s": 2.0, "drain_s": 20.0},
+}
+
+
+def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections within sections."""
+    result = dict(settings)
+    for key, value in changes.items():
+        old = result.get(key)
+        result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+class Actor(NamedTuple):
+    """A process of a deployment."""
+
+    id: str
+    pid: int
+    state: str
+    node: str
+
+
+class Entry(NamedTuple):
+    """A job that a replica was given."""
+
+    replica: str
+    pid: int
+    request: str
+    tokens: int
+    priority: int
+    generated: list[int | None] | None
+
+
+def until(condition: Callable[[], Any], what: str = "the condition", limit_s: float = LIMIT_S) -> Any:
+    """What the condition returns once that is true. It may raise until then."""
+    deadline, failure = time.monotonic() + limit_s, None
+    while time.monotonic() < deadline:
+        try:
+            if value := condition():
+                return value
+            failure = None
+        except Exception as error:
+            failure = error
+        time.sleep(0.05)
+    raise AssertionError(f"{what} never held") from failure
+
+
+class RayCluster:
+    """Ray with three nodes, and Ray Serve. `deploy` puts cLLM on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "faults"
+        self.folder.mkdir()
+        os.environ[FOLDER_VARIABLE] = str(self.folder)
+        self._settings: dict[str, Any] | None = None
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        # Ray would tell every `ray.init()` on this machine to join this cluster.
+        with mock.patch("ray._private.utils.write_ray_address"):
+            self.nodes = Cluster()
+            for number in range(NODES):
+                head = {"include_dashboard": False, "temp_dir": str(folder / "ray")} if number == 0 else {}
+                self.nodes.add_node(num_cpus=1, object_store_memory=_OBJECT_STORE_BYTES, **head)
+        ray.init(address=self.nodes.address, log_to_driver=False, logging_level="ERROR", namespace="cllm-tests")
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": "127.0.0.1", "port": self.port},
+            logging_config={"log_level": "WARNING"},
+        )
+
+    def stop(self) -> None:
+        """The nodes end with this process, too."""
+        with suppress(Exception):
+            serve.shutdown()
+        with suppress(Exception):
+            ray.shutdown()
+        self.nodes.shutdown()
+
+    # -- cLLM ----------------------------------------------------------------------------------------------------
+
+    def deploy(self, settings: Mapping[str, Any] = FAKE, **changes: Any) -> None:
+        """Serve with these settings, unless that is so already. Everything is whole again after that."""
+        wanted = merged(settings, changes)
+        self.mend()
+        if wanted != self._settings:
+            self.remove()
+            self.update(wanted)
+        self.whole()
+
+    def update(self, settings: Mapping[str, Any], *, blocking: bool = True) -> None:
+        """A rolling update, if something is being served."""
+        self._settings = dict(settings)
+        with mock.patch.object(_BUILD, "Replica", BreakableReplica):
+            application = _BUILD.build_application(Config.model_validate(settings))
+        run = serve.run if blocking else serve.api._run
+        run(application, name=APPLICATION, route_prefix="/")
+
+    def remove(self) -> None:
+        self._settings = None
+        serve.delete(APPLICATION)
+
+    @property
+    def wanted_replicas(self) -> int:
+        assert self._settings is not None
+        wanted: int = self._settings["cluster"]["replicas"]
+        return wanted
+
+    def whole(self, replicas: int | None = None) -> list[Actor]:
+        """Wait until so many replicas run, and the ingress has a link to each of them, and to no other."""
+        count = self.wanted_replicas if replicas is None else replicas
+
+        def linked() -> list[Actor] | None:
+            running = self.replicas()
+            return running if len(running) == count and self.linked() == {each.id for each in running} else None
+
+        found: list[Actor] = until(linked, f"{count} replicas")
+        return found
+
+    def linked(self) -> set[str]:
+        """The replicas that the ingress knows."""
+        return set(self.kv_of_replicas())
+
+    def kv_of_replicas(self) -> dict[str, dict[str, Any]]:
+        replicas: dict[str, dict[str, Any]] = httpx.get(f"{self.url}/kv", timeout=LIMIT_S).json()["replicas"]
+        return replicas
+
+    def idle(self) -> bool:
+        """Whether no replica works on anything."""
+        return all(kv["running"] == kv["waiting"] == kv["referenced"] == 0 for kv in self.kv_of_replicas().values())
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def replicas(self, *states: str) -> list[Actor]:
+        return [each for each in self._actors("replica") if each.state in (states or ("RUNNING",))]
+
+    def ingresses(self) -> list[Actor]:
+        return [each for each in self._actors("ingress") if each.state == "RUNNING"]
+
+    def _actors(self, deployment: str) -> list[Actor]:
+        applications = _get_global_client().get_serve_details()["applications"]
+        found = applications.get(APPLICATION, {}).get("deployments", {}).get(deployment, {}).get("replicas", [])
+        return [
+            Actor(each["replica_id"], each["pid"], str(getattr(each["state"], "value", each["state"])), each["node_id"])
+            for each in found
+            if each["pid"] is not None
+        ]
+
+    def process_named(self, name: str) -> int:
+        """The id of this cluster's process with `name` in its title: Serve's own actors."""
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if name in "".join(process.cmdline()[:1]):
+                    return process.pid
+        raise LookupError(name)
+
+    # -- faults --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def fault(self, name: str, replica: str | None = None) -> Iterator[None]:
+        path = self.folder / (name if replica is None else f"{name}.{replica}")
+        path.touch()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+    def mend(self) -> None:
+        for path in self.folder.iterdir():
+            if path.name != JOURNAL:
+                path.unlink()
+
+    def journal(self, since: int = 0) -> list[Entry]:
+        path = self.folder / JOURNAL
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [Entry(**json.loads(line)) for line in lines[since:]]
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """It does nothing meanwhile, and its connections stay open."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def running_cluster() -> Iterator[RayCluster]:
+    # Paths of sockets must be short.
+    folder = Path(tempfile.mkdtemp(prefix="cllm-ray-", dir="/tmp"))
+    kits = str(Path(__file__).parent)
+    environment = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        "PYTHONPATH": os.pathsep.join([kits, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        FOLDER_VARIABLE: "",
+    }
+    with mock.patch.dict(os.environ, environment):
+        RayConfig.initialize("")  # Ray may have been imported, and has read the environment then
+        cluster = RayCluster(folder)
+        try:
+            yield cluster
+        finally:
+            cluster.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+if __name__ == "__main__":
+    with running_cluster() as cluster:
+        print("ray", time.process_time(), flush=True)
+        began = time.monotonic()
+        cluster.deploy()
+        print(time.monotonic() - began, cluster.replicas(), cluster.ingresses(), file=sys.stderr)
