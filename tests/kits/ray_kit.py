@@ -96,8 +96,10 @@ class RayCluster:
         self.folder.mkdir()
         os.environ[FOLDER_VARIABLE] = str(self.folder)
         self._settings: dict[str, Any] | None = None
-        self.port = _free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self._port, proxy_port = _free_port(), _free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.proxy_url = f"http://127.0.0.1:{proxy_port}"
+        """The same through Ray Serve's proxy."""
         # Ray would tell every `ray.init()` on this machine to join this cluster.
         with mock.patch("ray._private.utils.write_ray_address"):
             self.nodes = Cluster()
@@ -107,7 +109,7 @@ class RayCluster:
         ray.init(address=self.nodes.address, log_to_driver=False, logging_level="ERROR", namespace="cllm-tests")
         serve.start(
             proxy_location="HeadOnly",
-            http_options={"host": "127.0.0.1", "port": self.port},
+            http_options={"host": "127.0.0.1", "port": proxy_port},
             logging_config={"log_level": "WARNING"},
         )
 
@@ -134,23 +136,23 @@ class RayCluster:
         """A rolling update, if something is being served."""
         self._settings = dict(settings)
         with mock.patch.object(_BUILD, "Replica", BreakableReplica):
-            application = _BUILD.build_application(Config.model_validate(settings))
+            application = _BUILD.build_application(self.config, listens=True)
         run = serve.run if blocking else serve.api._run
         run(application, name=APPLICATION, route_prefix="/")
+
+    @property
+    def config(self) -> Config:
+        assert self._settings is not None
+        listens = {"server": {"host": "127.0.0.1", "port": self._port}}
+        return Config.model_validate(merged(self._settings, listens))
 
     def remove(self) -> None:
         self._settings = None
         serve.delete(APPLICATION)
 
-    @property
-    def wanted_replicas(self) -> int:
-        assert self._settings is not None
-        wanted: int = self._settings["cluster"]["replicas"]
-        return wanted
-
     def whole(self, replicas: int | None = None) -> list[Actor]:
         """Wait until so many replicas run, and the ingress has a link to each of them, and to no other."""
-        count = self.wanted_replicas if replicas is None else replicas
+        count = self.config.cluster.replicas if replicas is None else replicas
 
         def linked() -> list[Actor] | None:
             running = self.replicas()
