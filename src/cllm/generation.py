@@ -114,6 +114,8 @@ class _Pending:
     stream: Detokenizer
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    tokens: int = 0
+    """Of the whole answer, also those that are part of a delta."""
     done: bool = False
 
 
@@ -195,8 +197,9 @@ class Generation:
                     completions[each.index].add(each)
                     if on_delta is not None:
                         on_delta(each)
-                if reader is not None and reader.ended:
-                    self.stop(delta.index)
+                if reader is not None and reader.ended and delta.finish_reason is None:
+                    self.stop(delta.index, reader.tokens)
+                    break
         for completion in completions:
             completion.prompt_tokens, completion.cached_tokens = len(self.prompt_ids), self.cached_tokens
             completion.completion_tokens, completion.timings = self.completion_tokens, self.timings
@@ -223,9 +226,11 @@ class Generation:
         """Why it failed, if it did."""
         return self._error
 
-    def stop(self, index: int) -> None:
-        """End one answer here; no more of its deltas come."""
+    def stop(self, index: int, tokens: int) -> None:
+        """End one answer after so many tokens. Those that came after them do not count, and no more deltas come."""
         answer = self._answers[index]
+        self.completion_tokens -= answer.tokens - tokens
+        answer.tokens = tokens
         if answer.done or self._error is not None:
             return
         answer.done = True
@@ -293,6 +298,7 @@ class Generation:
         if output.token_id is None:
             return ""
         self.completion_tokens += 1
+        answer.tokens += 1
         if output.stop_token is not None:
             # Clients that score a prompt together with the token after it rely on that one being there, whatever it is.
             if output.logprob is not None and self._params.prompt_logprobs is not None:

@@ -198,7 +198,8 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self.should_stop:
-                if not self.turn():
+                # The turn may have emptied the inbox, the last reason not to stop: nobody would wake the engine.
+                if not self.turn() and not self.should_stop:
                     self._wait()
         finally:
             self.close_down()

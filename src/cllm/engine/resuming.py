@@ -16,7 +16,7 @@ import numpy as np
 
 from cllm.engine.params import SamplingParams
 from cllm.engine.sampling import TokenChooser
-from cllm.errors import InvalidRequestError
+from cllm.errors import InvalidRequestError, StructureError
 
 Generated = Sequence[Sequence[int] | None]
 """For each answer the tokens it has so far; None if it has ended, so that nothing is left to do for it."""
@@ -69,11 +69,10 @@ def _validated(tokens: Sequence[int], name: str, most: int, end_ids: frozenset[i
 
 def observe_generated(chooser: TokenChooser, tokens: Sequence[int], index: int) -> None:
     """Have the chooser of answer `index` continue after these tokens."""
-    for place, token in enumerate(tokens):
-        try:
-            chooser.observe(token)
-        except Exception as error:  # noqa: PERF203 - it ends the loop
-            raise InvalidRequestError(
-                f"generated[{index}] does not follow the answer's structure: token {place} is {token} ({error})",
-                "generated",
-            ) from error
+    try:
+        chooser.observe_all(tokens)
+    except StructureError as error:
+        place = chooser.generated
+        raise InvalidRequestError(
+            f"generated[{index}] does not follow the answer's structure: token {place} is {tokens[place]}", "generated"
+        ) from error
