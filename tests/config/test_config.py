@@ -119,7 +119,7 @@ def test_unknown_keys_name_their_line_and_the_nearest_key(yaml_file: Any) -> Non
         "did you mean scheduler.kv_cache_eviction_threshold?",
         f"{path}:5: unknown key bananas: "
         "choose from model, models, backend, resources, kv, scheduler, drafts, structured, server, prompt, "
-        "chat, responses, log",
+        "chat, responses, cluster, log",
     )
 
 
@@ -399,7 +399,7 @@ def test_what_is_wrong_with_a_model_among_several_is_named(yaml_file: Any) -> No
     path = yaml_file("models:\n  - {name: a, aliass: [x]}\n  - 17\n  - {pinned: true}\n  - {name: b, load: soon}\n")
     assert problems(path) == (
         f"unknown key models[0].aliass ({path}:1): choose from name, aliases, chat_template, sampling, load, "
-        "pinned, unload_after_s, backend, resources, kv, scheduler, drafts, prompt",
+        "pinned, unload_after_s, backend, resources, kv, scheduler, drafts, prompt, cluster",
         f"models[1] is 17 ({path}:1): it must be a name, or an object with a name and settings",
         f"models[2].name is missing ({path}:1): every model needs a name",
         f"models[3].load is 'soon' ({path}:1): it must be start or first_use",

@@ -4,13 +4,13 @@
                         ▲                                                      │
                         └──── a link: tokens, cache events, numbers ───────────┘
 
-build.py          the application: an ingress and replicas
+application.py    the application: ingresses and replicas; models.py: of which models; autoscaling.py: how many
 ingress.py        the web application of the single server, over `RemoteLLM`
-remote_llm.py     `AsyncLLM`'s interface, for models that run elsewhere
+remote_llm.py     `AsyncLLM`'s interface, for a model that runs elsewhere; remote_models.py: for several
 dispatcher.py     requests on their way through replicas; nothing is lost
 router.py         Ray's request router; routing_view.py: what it goes by
 peers.py          links to replicas; link_server.py: the replicas' side; link.py: what a link is
-replica.py        a loaded model; forwarder.py: a job on it
+replica.py        a loaded model; share.py: what it takes of its machine; forwarder.py: a job on it
 messages.py       everything that is sent
 """
 
@@ -19,6 +19,6 @@ from typing import Any
 
 def build(args: dict[str, Any]) -> Any:
     """For `serve run cllm.cluster:build config=FILE`, `serve deploy` and KubeRay."""
-    from cllm.cluster.build import build as build_application
+    from cllm.cluster.application import build as build_application
 
     return build_application(args)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.cluster.http_listener import HttpListener
+from cllm.cluster.models import cluster_models
 from cllm.cluster.remote_llm import RemoteLLM
+from cllm.cluster.remote_models import RemoteModels
 from cllm.config import Config
+from cllm.observe.log import setup_logging
 from cllm.server.app import create_app
 
 _built: list[ASGIApp] = []
@@ -39,11 +44,18 @@ def _application() -> ASGIApp:
 
 @serve.ingress(_application)
 class Ingress:
-    async def __init__(self, config: Config, replicas: Any, listens: bool) -> None:  # type: ignore[misc]
-        """`listens`: whether it has a port of its own, server.port; otherwise requests come through Ray's proxy."""
-        self._llm = RemoteLLM(config, replicas)
-        await self._llm.start()
-        app = create_app(self._llm, config)
+    async def __init__(self, config: Config, replicas: Sequence[Any], listens: bool) -> None:  # type: ignore[misc]
+        """`replicas`: Ray Serve's handles, in the order of `cluster_models`. `listens`: whether it has a port of its
+        own, server.port; otherwise requests come through Ray's proxy."""
+        setup_logging(config.log)
+        models = cluster_models(config)
+        llms = [
+            RemoteLLM(model.config, handle, deployment=model.deployment, version=model.version)
+            for model, handle in zip(models, replicas, strict=True)
+        ]
+        await asyncio.gather(*(llm.start() for llm in llms))
+        self._serves = RemoteModels(config, llms) if config.models else llms[0]
+        app = create_app(self._serves, config)
         _built[:] = [_WithoutLifespan(app)]
         self._listener: HttpListener | None = None
         if listens:
@@ -53,4 +65,4 @@ class Ingress:
     async def __del__(self) -> None:
         if self._listener is not None:
             await self._listener.close()
-        await self._llm.shutdown()
+        await self._serves.shutdown()

@@ -92,6 +92,8 @@ class Peers:
         self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
         self._linking: dict[str, asyncio.Task[None]] = {}
+        self.known: dict[str, Address] = {}
+        """All replicas that Ray knows."""
         self.connected: dict[str, Peer] = {}
         self.changed = asyncio.Event()
         """Set when a replica is connected or lost; whoever waits for it clears it."""
@@ -110,9 +112,7 @@ class Peers:
         for name, address in replicas.items():
             if name not in self._linking or self._linking[name].done():
                 self._linking[name] = asyncio.create_task(self._keep_link(name, address))
-        self._known = frozenset(replicas)
-
-    _known: frozenset[str] = frozenset()
+        self.known = dict(replicas)
 
     async def _keep_link(self, name: str, address: Address) -> None:
         """For as long as Ray knows the replica."""
@@ -124,7 +124,7 @@ class Peers:
             else:
                 await self._use(link)
             await asyncio.sleep(RECONNECT_S)
-            if name not in self._known:
+            if name not in self.known:
                 self._linking.pop(name, None)
                 return
 

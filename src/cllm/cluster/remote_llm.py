@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cllm.cluster.dispatcher import Dispatcher
@@ -26,14 +26,22 @@ from cllm.loading.text_parts import load_text_parts
 
 log = logging.getLogger("cllm.cluster")
 
+FACTS_S = 0.25
+"""How often to ask for a replica with the right settings."""
+
 
 class RemoteLLM(AsyncLLM):
     """Tokenises, renders and detokenises here; everything else happens on replicas."""
 
-    def __init__(self, config: Config, replicas: Any) -> None:
-        """`replicas`: Ray Serve's handle."""
+    def __init__(
+        self, config: Config, replicas: Any, *, deployment: str | None = None, version: str | None = None
+    ) -> None:
+        """`replicas`: Ray Serve's handle. `deployment`: its name of them, if the model's is not unique. `version`: of
+        their settings; during an update there are replicas of others, too."""
         super().__init__(config)
         self._replicas = replicas
+        self._deployment = deployment or config.model.name
+        self._version = version
         self._dispatcher: Dispatcher | None = None
         self._peers: Peers | None = None
 
@@ -42,6 +50,11 @@ class RemoteLLM(AsyncLLM):
         """Replicas with a link."""
         return [] if self._peers is None else list(self._peers.connected.values())
 
+    @property
+    def hosts(self) -> Mapping[str, str]:
+        """The machines of all replicas that Ray knows, by replica."""
+        return {} if self._peers is None else {name: address.host for name, address in self._peers.known.items()}
+
     # -- lifecycle ---------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -49,8 +62,8 @@ class RemoteLLM(AsyncLLM):
         settings = self.config.cluster
         ingress = uuid.uuid4().hex[:12]
         view = RoutingView(self.config.resources.block_size)
-        share_view(self.config.model.name, view)
-        facts: ModelFacts = await self._replicas.facts.remote()
+        share_view(self._deployment, view)
+        facts = await self._ask_facts()
         self._text = await asyncio.to_thread(load_text_parts, self.config, facts)
         self._dispatcher = Dispatcher(
             ingress,
@@ -64,6 +77,15 @@ class RemoteLLM(AsyncLLM):
             max_sends=settings.max_sends,
         )
         self._peers = Peers(ingress, view, self._dispatcher, silence_s=settings.silence_s)
+
+    async def _ask_facts(self) -> ModelFacts:
+        asked = () if self._version is None else (self._version,)
+        facts: ModelFacts | None = None
+        while facts is None:
+            facts = await self._replicas.facts.remote(*asked)
+            if facts is None:
+                await asyncio.sleep(FACTS_S)
+        return facts
 
     async def shutdown(self, grace_s: float | None = None) -> None:
         if self._dispatcher is None or self._peers is None:

@@ -10,15 +10,19 @@ from typing import Any
 import ray
 from ray import serve
 
+from cllm.cluster.autoscaling import KV_USE
 from cllm.cluster.forwarder import Forwarder
 from cllm.cluster.link import Link
 from cllm.cluster.link_server import LinkServer
 from cllm.cluster.messages import Accepted, Job, Refusal
+from cllm.cluster.share import own_share
 from cllm.config import Config
 from cllm.engine.request import Request
 from cllm.errors import CLLMError, OverloadedError, ShuttingDownError
 from cllm.llm import AsyncLLM
 from cllm.loading.facts import ModelFacts
+from cllm.machine import read_cpus
+from cllm.observe.log import setup_logging
 from cllm.observe.metrics import MetricsObserver
 
 log = logging.getLogger("cllm.cluster")
@@ -28,8 +32,11 @@ class Replica:
     """Ray Serve calls `run` for each job, and the methods below it to watch the replica. Everything else comes and goes
     over links."""
 
-    async def __init__(self, config: Config) -> None:  # type: ignore[misc]
-        self._llm = AsyncLLM(config)
+    async def __init__(self, config: Config, version: str, replicas: int) -> None:  # type: ignore[misc]
+        """`version`: of its settings. `replicas`: the most that all models of the cluster have together."""
+        setup_logging(config.log)
+        self._version = version
+        self._llm = AsyncLLM(own_share(config, read_cpus(), _node_cpus(), replicas))
         observer = MetricsObserver()
         self._llm.observers.append(observer)
         await self._llm.start()
@@ -61,8 +68,9 @@ class Replica:
             del self._links.forwarders[key]
         return None
 
-    async def facts(self) -> ModelFacts:
-        return self._llm.facts
+    async def facts(self, version: str) -> ModelFacts | None:
+        """None: its settings are not those that the ingress has. One of the two is about to be replaced."""
+        return self._llm.facts if version == self._version else None
 
     async def _submit(self, job: Job, link: Link) -> Forwarder:
         structure = job.params.structured
@@ -109,6 +117,9 @@ class Replica:
             "at": time.time(),
         }
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {KV_USE: self._llm.snapshot().kv.used_fraction}
+
     def check_health(self) -> None:
         if not self._llm.ready:
             raise RuntimeError("the engine has stopped")
@@ -116,3 +127,9 @@ class Replica:
     async def __del__(self) -> None:
         await self._links.close()
         await self._llm.shutdown(0)
+
+
+def _node_cpus() -> float:
+    """What Ray may hand out on this machine."""
+    own = ray.get_runtime_context().get_node_id()
+    return next((float(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["NodeID"] == own), 0.0)

@@ -40,6 +40,8 @@ def check_consistency(config: Config, origins: Mapping[str, str]) -> list[str]:
             f"{describe('server.max_bodies_bytes')} but {describe('server.max_body_bytes')}: "
             "the limit for all bodies must not be less than the limit for one; raise the first or lower the second"
         ]
+    if problems := _check_cluster(config, describe):
+        return problems
     kind = config.backend.type
     return [] if kind == "auto" else check_backend_consistency(config, kind, origins)
 
@@ -55,6 +57,37 @@ def check_backend_consistency(config: Config, kind: str, origins: Mapping[str, s
 
 def _describe(config: Config, origins: Mapping[str, str], key: str) -> str:
     return f"{key} is {as_yaml(config.at(key))}" + (f" ({origins[key]})" if key in origins else "")
+
+
+def _check_cluster(config: Config, describe: Describe) -> list[str]:
+    cluster, scaling = config.cluster, config.cluster.autoscaling
+    problems = []
+    if scaling.max_replicas is not None and scaling.max_replicas < scaling.min_replicas:
+        problems.append(
+            f"{describe('cluster.autoscaling.max_replicas')} but {describe('cluster.autoscaling.min_replicas')}: "
+            "raise the first or lower the second"
+        )
+    elif scaling.max_replicas is not None and not (
+        scaling.min_replicas <= cluster.first_replicas <= scaling.max_replicas
+    ):
+        problems.append(
+            f"{describe('cluster.replicas')}, which is not between {describe('cluster.autoscaling.min_replicas')} and "
+            f"{describe('cluster.autoscaling.max_replicas')}: change or remove the first"
+        )
+    if cluster.gpus > 1 and not cluster.gpus.is_integer():
+        problems.append(f"{describe('cluster.gpus')}: more than one GPU must be a whole number")
+    if cluster.gpus > 0 and config.backend.type not in ("auto", "torch"):
+        problems.append(
+            f"{describe('cluster.gpus')} but {describe('backend.type')}: only torch uses GPUs; set the first to 0 or "
+            "change the second"
+        )
+    problems += [
+        f"{describe(key)} but {describe('cluster.memory_mb')}: a replica would need more memory than it reserves; "
+        "lower the first or raise the second"
+        for key in ("resources.kv_cache_max_memory_mb", "resources.max_memory_mb")
+        if cluster.memory_mb is not None and (config.at(key) or 0) > cluster.memory_mb and not cluster.gpus
+    ]
+    return problems
 
 
 def _check_kv_types(config: Config, kind: str, describe: Describe) -> list[str]:

@@ -10,9 +10,15 @@ from pydantic import Field, model_validator
 
 from cllm.config.section import Section
 
-OWN_SECTIONS = ("backend", "resources", "kv", "scheduler", "drafts", "prompt")
+OWN_SECTIONS = ("backend", "resources", "kv", "scheduler", "drafts", "prompt", "cluster")
 """Sections that a model may override."""
-SHARED_KEYS = ("resources.max_memory_mb",)
+SHARED_KEYS = (
+    "resources.max_memory_mb",
+    "cluster.ingresses",
+    "cluster.address",
+    "cluster.node_ip",
+    "cluster.ray_port",
+)
 """Settings in these sections that all models share."""
 
 
@@ -36,6 +42,7 @@ class ModelEntry(Section):
     scheduler: dict[str, Any] = Field(default={}, description="its own settings")
     drafts: dict[str, Any] = Field(default={}, description="its own settings")
     prompt: dict[str, Any] = Field(default={}, description="its own settings")
+    cluster: dict[str, Any] = Field(default={}, description="its own settings, such as replicas")
 
     @model_validator(mode="before")
     @classmethod

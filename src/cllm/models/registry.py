@@ -69,6 +69,11 @@ def resolve(
     return _check_path(name)
 
 
+def is_path(name: str) -> bool:
+    """Whether `resolve` takes it for the path of a file or directory."""
+    return name not in _KNOWN and not name.startswith(_HUB_PREFIX)
+
+
 def recommended_sampling(name: str) -> dict[str, int | float]:
     """Sampling parameters from the model's card, for known models whose file does not contain them."""
     files = {model.file: known for known, model in _KNOWN.items()}
@@ -107,7 +112,7 @@ def _hub_clients_cache() -> Path:
 def models_in(name: str) -> list[Path] | None:
     """The .gguf files and Hugging Face directories in a directory of models; None if the name is something else."""
     path = Path(name).expanduser()
-    if name in _KNOWN or name.startswith(_HUB_PREFIX) or not path.is_dir() or is_hf_directory(path):
+    if not is_path(name) or not path.is_dir() or is_hf_directory(path):
         return None
     found = sorted(each for each in path.iterdir() if each.suffix == ".gguf" or is_hf_directory(each))
     if not found:
