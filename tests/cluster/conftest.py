@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 collect_ignore_glob = [] if find_spec("ray") else ["test_*.py"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning:ray")
+    config.addinivalue_line("filterwarnings", "ignore:Using extra keyword arguments on `Field`")
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[RayCluster]:
     from ray_kit import running_cluster

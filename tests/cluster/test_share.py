@@ -42,9 +42,7 @@ def test_a_containers_limit_holds_and_so_does_what_was_set() -> None:
         (32.0, 16.0, 3, 1),
     ],
 )
-def test_replicas_of_a_machine_share_its_memory(
-    reserved: float, node_cpus: float, replicas: int, sharing: int
-) -> None:
+def test_replicas_of_a_machine_share_its_memory(reserved: float, node_cpus: float, replicas: int, sharing: int) -> None:
     found = share({"cluster": {"cpus": reserved}}, node_cpus=node_cpus, replicas=replicas)
     assert found.resources.kv_memory_fraction == pytest.approx(0.25 / sharing)
 

@@ -1,7 +1,10 @@
-"""A replica that keeps a journal of its jobs, and that breaks on request. Ray's workers import it.
+"""A replica that says what it does, and that breaks on request. Ray's workers import it.
 
-A folder is all that tests and replicas share (`FOLDER_VARIABLE`). It has the journal, a line for each job, and the
-faults: files whose existence is what counts, `NAME` for all replicas or `NAME.REPLICA` for one.
+A folder is all that tests and replicas share (`FOLDER_VARIABLE`):
+
+    journal         a line for each job
+    states/REPLICA  what the replica is doing, written anew all the time
+    faults/NAME     a fault of all replicas, faults/NAME.REPLICA of one: the file's existence is what counts
 """
 
 from __future__ import annotations
@@ -13,14 +16,16 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from ray import serve
+
 from cllm.cluster.link import Link
 from cllm.cluster.messages import Job, Refusal
 from cllm.cluster.replica import Replica
-from cllm.config import Config
 from cllm.kv.events import Listener
 
 FOLDER_VARIABLE = "CLLM_TEST_CLUSTER"
-JOURNAL = "journal"
+JOURNAL, STATES, FAULTS = "journal", "states", "faults"
+STATE_S = 0.1
 POISON = "kills its replica"
 """A prompt with these words does."""
 
@@ -32,8 +37,6 @@ NO_CONTENT = "no-content"
 """What the cache holds is not told either."""
 TELL_CONTENT = "tell-content"
 """What it holds is told again, for as long as the fault is there."""
-REFUSE_LINKS = "refuse-links"
-"""No ingress gets through to it."""
 
 
 def folder() -> Path:
@@ -41,15 +44,16 @@ def folder() -> Path:
 
 
 class BreakableReplica(Replica):
-    async def __init__(self, config: Config) -> None:  # type: ignore[misc]
-        await super().__init__(config)
-        links = self._links
-        self._tell_events, self._tell_content = links._tell_events, links._tell_content
-        links._tell_events = self._events  # type: ignore[method-assign]
-        links._tell_content = self._content  # type: ignore[method-assign]
-
-    def _breaks(self, fault: str) -> bool:
-        return (folder() / fault).exists() or (folder() / f"{fault}.{self.id}").exists()
+    async def __init__(self, *arguments: Any) -> None:  # type: ignore[misc]
+        await super().__init__(*arguments)
+        core = getattr(self, "_core", self)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._watched = core._llm
+        self._tells = core._links
+        self._tell_events, self._tell_content = self._tells._tell_events, self._tells._tell_content
+        self._tells._tell_events = self._events
+        self._tells._tell_content = self._content
+        self._telling_state = asyncio.create_task(self._tell_state())
 
     async def run(self, job: Job) -> Refusal | None:
         self._note(job)
@@ -60,8 +64,7 @@ class BreakableReplica(Replica):
     def _note(self, job: Job) -> None:
         given = None if job.generated is None else [None if each is None else len(each) for each in job.generated]
         entry: dict[str, Any] = {
-            "replica": self.id,
-            "pid": os.getpid(),
+            "replica": self._name,
             "request": job.request_id,
             "tokens": len(job.prompt),
             "priority": job.priority,
@@ -70,16 +73,33 @@ class BreakableReplica(Replica):
         with (folder() / JOURNAL).open("a", encoding="utf-8") as journal:
             journal.write(json.dumps(entry) + "\n")
 
+    async def _tell_state(self) -> None:
+        path = folder() / STATES / self._name
+        while self._watched.ready:
+            kv = self._watched.snapshot().kv
+            state = {
+                "ingresses": sorted(self._tells._links),
+                "requests": [request.id for request in self._watched.requests()],
+                "referenced": kv.referenced,
+            }
+            path.with_suffix(".new").write_text(json.dumps(state), encoding="utf-8")
+            path.with_suffix(".new").replace(path)
+            await asyncio.sleep(STATE_S)
+
+    # -- faults --------------------------------------------------------------------------------------------------
+
+    def _has(self, fault: str) -> bool:
+        faults = folder() / FAULTS
+        return (faults / fault).exists() or (faults / f"{fault}.{self._name}").exists()
+
     async def _events(self, link: Link, listener: Listener) -> None:
-        if self._breaks(TELL_CONTENT):
+        if self._has(TELL_CONTENT):
             await self._tell_content(link)
-        if self._breaks(LOSE_EVENTS):
+        if self._has(LOSE_EVENTS):
             listener.take()
-        elif self._breaks(DELAY_EVENTS):
-            await asyncio.sleep(0)
-        else:
+        elif not self._has(DELAY_EVENTS):
             await self._tell_events(link, listener)
 
     async def _content(self, link: Link) -> None:
-        if not self._breaks(NO_CONTENT):
+        if not self._has(NO_CONTENT):
             await self._tell_content(link)

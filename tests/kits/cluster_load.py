@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -52,7 +52,7 @@ class Answer:
         return any(value.startswith("text/event-stream") for value in self.header("content-type"))
 
 
-class BrokenConnection(Exception):
+class BrokenConnectionError(ConnectionError):
     """A connection that ended before the answer did."""
 
 
@@ -61,7 +61,7 @@ async def ask(
     body: Mapping[str, Any] | bytes,
     path: str = "/v1/completions",
     *,
-    headers: Mapping[str, str] = {},  # noqa: B006 - it is only read
+    headers: Mapping[str, str] | None = None,
     on_data: Callable[[Answer], None] = lambda answer: None,
     method: str = "POST",
 ) -> Answer:
@@ -70,12 +70,12 @@ async def ask(
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     lines = [f"{method} {path} HTTP/1.1", "host: test", "content-type: application/json", "connection: close"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     writer.write("\r\n".join([*lines, f"content-length: {len(content)}", "", ""]).encode() + content)
     try:
         return await asyncio.wait_for(_read(reader, on_data), LIMIT_S)
     except (asyncio.IncompleteReadError, ConnectionError) as error:
-        raise BrokenConnection(str(error)) from error
+        raise BrokenConnectionError(str(error)) from error
     finally:
         writer.transport.abort()
 
@@ -102,21 +102,37 @@ async def _read(reader: asyncio.StreamReader, on_data: Callable[[Answer], None])
 
 
 def meaning(answer: Answer) -> Any:
-    """All that must be equal wherever and however often a request was computed: of a stream, the events of each choice
-    in their order."""
+    """All that must be equal wherever and however often a request was computed: of a stream, what its events add up to
+    for each choice."""
     if not answer.streamed:
         return answer.status, _plain(answer.json)
     assert answer.status == 200
     events = answer.events
     assert events[-1] == "[DONE]", events[-1]
-    choices: dict[int, list[Any]] = defaultdict(list)
+    choices: dict[int, Any] = {}
     rest = []
     for event in map(json.loads, events[:-1]):
         for choice in event.get("choices", ()):
-            choices[choice["index"]].append(_plain(choice))
+            choices[choice["index"]] = _added(choices.get(choice["index"]), _plain(choice), "")
         if not event.get("choices"):
             rest.append(_plain(event))
-    return dict(choices), rest
+    return choices, rest
+
+
+_PIECES = frozenset({"text", "content", "arguments"})
+
+
+def _added(sum_: Any, piece: Any, key: str) -> Any:
+    """How the pieces of a stream are put together."""
+    if sum_ is None or piece is None:
+        return piece if sum_ is None else sum_
+    if isinstance(piece, dict):
+        return sum_ | {name: _added(sum_.get(name), value, name) for name, value in piece.items()}
+    if key == "tool_calls":
+        by_index = {each["index"]: each for each in sum_}
+        by_index |= {each["index"]: _added(by_index.get(each["index"]), each, "") for each in piece}
+        return list(by_index.values())
+    return sum_ + piece if isinstance(piece, list) or key in _PIECES else piece
 
 
 def _plain(value: Any) -> Any:
@@ -150,6 +166,10 @@ class Truth:
         if key not in self._known:
             self._known[key] = meaning(await self.answer(body, path))
         return self._known[key]
+
+    async def check(self, answer: Answer, body: Mapping[str, Any], path: str) -> None:
+        assert answer.status == 200, answer.body
+        assert meaning(answer) == await self.meaning(body, path), body
 
 
 @asynccontextmanager
@@ -210,3 +230,59 @@ def asked(number: int, tokens: int = 60) -> tuple[str, dict[str, Any]]:
 
 KINDS = 16
 """How many numbers it takes to ask every kind, whole and streamed."""
+
+
+# -- many clients ------------------------------------------------------------------------------------------------------
+
+
+class Load:
+    """Clients that ask all the time. Each answer is checked."""
+
+    def __init__(self, url: str, truth: Truth, *, tokens: int, pool: int) -> None:
+        self.right = 0
+        self.broken: list[BaseException] = []
+        """Connections that ended before the answer."""
+        self._url = url
+        self._truth = truth
+        self._tokens = tokens
+        self._numbers = itertools.count()
+        self._pool = pool
+        self._stopping = False
+
+    async def prepare(self) -> None:
+        """Know the right answers: this process has other things to do later."""
+        for number in range(self._pool):
+            path, body = asked(number, self._tokens)
+            await self._truth.meaning(body, path)
+
+    async def client(self) -> None:
+        while not self._stopping:
+            path, body = asked(next(self._numbers) % self._pool, self._tokens)
+            try:
+                answer = await ask(self._url, body, path)
+            except OSError as error:
+                self.broken.append(error)
+                await asyncio.sleep(0.1)
+            else:
+                await self._truth.check(answer, body, path)
+                self.right += 1
+
+    def stop(self) -> None:
+        """Let the requests under way end, and send no more."""
+        self._stopping = True
+
+
+@asynccontextmanager
+async def load(url: str, truth: Truth, clients: int, *, tokens: int = 60, pool: int = 2 * KINDS) -> AsyncIterator[Load]:
+    """So many clients while the block runs, and until they have their answers. Fails with the first wrong one."""
+    asking = Load(url, truth, tokens=tokens, pool=pool)
+    await asking.prepare()
+    tasks = [asyncio.create_task(asking.client()) for _ in range(clients)]
+    try:
+        yield asking
+        asking.stop()
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

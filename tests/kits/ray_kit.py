@@ -8,17 +8,14 @@ import secrets
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import httpx
 import psutil
 import ray
 from ray import serve
@@ -26,14 +23,14 @@ from ray._raylet import Config as RayConfig
 from ray.cluster_utils import Cluster
 from ray.serve.context import _get_global_client
 
-from breakable_replica import FOLDER_VARIABLE, JOURNAL, BreakableReplica
+from breakable_replica import FAULTS, FOLDER_VARIABLE, JOURNAL, STATES, BreakableReplica
+from cllm.cluster import application
 from cllm.config import Config
 
 LIMIT_S = 120.0
 """A guard against hanging, not a demand on speed: a replica may take ten seconds to start."""
 
 NODES = 3
-_BUILD = import_module("cllm.cluster.build")  # the package has a function of that name
 APPLICATION = "cllm"
 _OBJECT_STORE_BYTES = 80 << 20
 
@@ -67,7 +64,6 @@ class Entry(NamedTuple):
     """A job that a replica was given."""
 
     replica: str
-    pid: int
     request: str
     tokens: int
     priority: int
@@ -92,8 +88,9 @@ class RayCluster:
     """Ray with three nodes, and Ray Serve. `deploy` puts cLLM on it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder / "faults"
-        self.folder.mkdir()
+        self.folder = folder / "shared"
+        for name in (STATES, FAULTS):
+            (self.folder / name).mkdir(parents=True)
         os.environ[FOLDER_VARIABLE] = str(self.folder)
         self._settings: dict[str, Any] | None = None
         self._port, proxy_port = _free_port(), _free_port()
@@ -135,10 +132,10 @@ class RayCluster:
     def update(self, settings: Mapping[str, Any], *, blocking: bool = True) -> None:
         """A rolling update, if something is being served."""
         self._settings = dict(settings)
-        with mock.patch.object(_BUILD, "Replica", BreakableReplica):
-            application = _BUILD.build_application(self.config, listens=True)
+        with mock.patch.object(application, "Replica", BreakableReplica):
+            built = application.build_application(self.config, listens=True)
         run = serve.run if blocking else serve.api._run
-        run(application, name=APPLICATION, route_prefix="/")
+        run(built, name=APPLICATION, route_prefix="/")
 
     @property
     def config(self) -> Config:
@@ -151,27 +148,33 @@ class RayCluster:
         serve.delete(APPLICATION)
 
     def whole(self, replicas: int | None = None) -> list[Actor]:
-        """Wait until so many replicas run, and the ingress has a link to each of them, and to no other."""
-        count = self.config.cluster.replicas if replicas is None else replicas
+        """Wait until so many replicas run, and every ingress has a link to each of them."""
+        count = self.config.cluster.first_replicas if replicas is None else replicas
 
         def linked() -> list[Actor] | None:
             running = self.replicas()
-            return running if len(running) == count and self.linked() == {each.id for each in running} else None
+            links = [len(self.state(each).get("ingresses", ())) for each in running]
+            return running if links == [self.config.cluster.ingresses] * count else None
 
         found: list[Actor] = until(linked, f"{count} replicas")
         return found
 
-    def linked(self) -> set[str]:
-        """The replicas that the ingress knows."""
-        return set(self.kv_of_replicas())
+    def state(self, replica: Actor) -> dict[str, Any]:
+        """What it last said of itself."""
+        try:
+            state: dict[str, Any] = json.loads((self.folder / STATES / replica.id).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        return state
 
-    def kv_of_replicas(self) -> dict[str, dict[str, Any]]:
-        replicas: dict[str, dict[str, Any]] = httpx.get(f"{self.url}/kv", timeout=LIMIT_S).json()["replicas"]
-        return replicas
+    def requests_of(self, replica: Actor) -> set[str]:
+        """Their ids, as the ingress knows them."""
+        return {request.rpartition("~")[0] for request in self.state(replica).get("requests", ())}
 
     def idle(self) -> bool:
         """Whether no replica works on anything."""
-        return all(kv["running"] == kv["waiting"] == kv["referenced"] == 0 for kv in self.kv_of_replicas().values())
+        states = [self.state(each) for each in self.replicas()]
+        return bool(states) and all(state and not state["requests"] and not state["referenced"] for state in states)
 
     # -- processes -----------------------------------------------------------------------------------------------
 
@@ -202,7 +205,7 @@ class RayCluster:
 
     @contextmanager
     def fault(self, name: str, replica: str | None = None) -> Iterator[None]:
-        path = self.folder / (name if replica is None else f"{name}.{replica}")
+        path = self.folder / FAULTS / (name if replica is None else f"{name}.{replica}")
         path.touch()
         try:
             yield
@@ -210,9 +213,8 @@ class RayCluster:
             path.unlink(missing_ok=True)
 
     def mend(self) -> None:
-        for path in self.folder.iterdir():
-            if path.name != JOURNAL:
-                path.unlink()
+        for path in (self.folder / FAULTS).iterdir():
+            path.unlink()
 
     def journal(self, since: int = 0) -> list[Entry]:
         path = self.folder / JOURNAL
@@ -265,11 +267,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-if __name__ == "__main__":
-    with running_cluster() as cluster:
-        print("ray", time.process_time(), flush=True)
-        began = time.monotonic()
-        cluster.deploy()
-        print(time.monotonic() - began, cluster.replicas(), cluster.ingresses(), file=sys.stderr)
