@@ -173,10 +173,10 @@ class Truth:
 
 
 @asynccontextmanager
-async def single_server(settings: Mapping[str, Any]) -> AsyncIterator[Truth]:
+async def single_server(settings: Mapping[str, Any], latency_ms: float = 0.0) -> AsyncIterator[Truth]:
     """With these settings, but without delays."""
     config = Config.model_validate(settings)
-    fake = config.backend.fake.model_copy(update={"latency_ms": 0.0})
+    fake = config.backend.fake.model_copy(update={"latency_ms": latency_ms})
     config = config.model_copy(update={"backend": config.backend.model_copy(update={"fake": fake})})
     async with AsyncLLM(config) as llm:
         transport = httpx.ASGITransport(app=create_app(llm, config), raise_app_exceptions=False)
@@ -240,7 +240,8 @@ class Load:
 
     def __init__(self, url: str, truth: Truth, *, tokens: int, pool: int) -> None:
         self.right = 0
-        self.broken: list[BaseException] = []
+        self.wrong: list[AssertionError] = []
+        self.broken: list[OSError] = []
         """Connections that ended before the answer."""
         self._url = url
         self._truth = truth
@@ -264,8 +265,15 @@ class Load:
                 self.broken.append(error)
                 await asyncio.sleep(0.1)
             else:
-                await self._truth.check(answer, body, path)
-                self.right += 1
+                await self._check(answer, body, path)
+
+    async def _check(self, answer: Answer, body: Mapping[str, Any], path: str) -> None:
+        try:
+            await self._truth.check(answer, body, path)
+        except AssertionError as wrong:
+            self.wrong.append(wrong)
+        else:
+            self.right += 1
 
     def stop(self) -> None:
         """Let the requests under way end, and send no more."""
@@ -274,7 +282,7 @@ class Load:
 
 @asynccontextmanager
 async def load(url: str, truth: Truth, clients: int, *, tokens: int = 60, pool: int = 2 * KINDS) -> AsyncIterator[Load]:
-    """So many clients while the block runs, and until they have their answers. Fails with the first wrong one."""
+    """So many clients while the block runs, and until they have their answers. Fails if one is wrong."""
     asking = Load(url, truth, tokens=tokens, pool=pool)
     await asking.prepare()
     tasks = [asyncio.create_task(asking.client()) for _ in range(clients)]
@@ -282,6 +290,8 @@ async def load(url: str, truth: Truth, clients: int, *, tokens: int = 60, pool: 
         yield asking
         asking.stop()
         await asyncio.gather(*tasks)
+        if asking.wrong:
+            raise asking.wrong[0]
     finally:
         for task in tasks:
             task.cancel()

@@ -35,10 +35,10 @@ APPLICATION = "cllm"
 _OBJECT_STORE_BYTES = 80 << 20
 
 FAKE: dict[str, Any] = {
-    "backend": {"type": "fake", "fake": {"latency_ms": 15.0}},
+    "backend": {"type": "fake", "fake": {"latency_ms": 50.0}},
     "kv": {"disk": {"enabled": False}},
     "server": {"shutdown_grace_s": 5.0},
-    "cluster": {"replicas": 4, "cpus": 0.1, "silence_s": 2.0, "drain_s": 20.0},
+    "cluster": {"replicas": 4, "cpus": 0.1, "silence_s": 2.0, "wait_s": 100.0, "drain_s": 20.0},
 }
 
 
@@ -184,13 +184,17 @@ class RayCluster:
     def ingresses(self) -> list[Actor]:
         return [each for each in self._actors("ingress") if each.state == "RUNNING"]
 
+    def all_actors(self) -> list[Actor]:
+        """In any state: also those that finish what they have."""
+        return [*self._actors("replica"), *self._actors("ingress")]
+
     def _actors(self, deployment: str) -> list[Actor]:
         applications = _get_global_client().get_serve_details()["applications"]
         found = applications.get(APPLICATION, {}).get("deployments", {}).get(deployment, {}).get("replicas", [])
         return [
             Actor(each["replica_id"], each["pid"], str(getattr(each["state"], "value", each["state"])), each["node_id"])
             for each in found
-            if each["pid"] is not None
+            if each["pid"] is not None and _lives(each["pid"])  # Serve may not have noticed
         ]
 
     def process_named(self, name: str) -> int:
@@ -220,6 +224,13 @@ class RayCluster:
         path = self.folder / JOURNAL
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [Entry(**json.loads(line)) for line in lines[since:]]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def kill(*pids: int) -> None:
@@ -259,7 +270,8 @@ def running_cluster() -> Iterator[RayCluster]:
             yield cluster
         finally:
             cluster.stop()
-            shutil.rmtree(folder, ignore_errors=True)
+            if "CF_KEEP" not in os.environ:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _free_port() -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.cluster.http_listener import HttpListener
 from cllm.cluster.models import cluster_models
@@ -21,15 +21,21 @@ _built: list[ASGIApp] = []
 """The application of this process."""
 
 
-class _WithoutLifespan:
-    """The ingress starts and stops its models itself."""
+class _ForRaysProxy:
+    """The application without what others do. The ingress starts and stops its models. Ray Serve's proxy gives every
+    request an id, which the application uses, and every response the header with it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [header for header in message["headers"] if header[0] != b"x-request-id"]
+            await send(message)
+
         if scope["type"] != "lifespan":
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, send_without_id)
             return
         message = {"type": ""}
         while message["type"] != "lifespan.shutdown":
@@ -56,7 +62,7 @@ class Ingress:
         await asyncio.gather(*(llm.start() for llm in llms))
         self._serves = RemoteModels(config, llms) if config.models else llms[0]
         app = create_app(self._serves, config)
-        _built[:] = [_WithoutLifespan(app)]
+        _built[:] = [_ForRaysProxy(app)]
         self._listener: HttpListener | None = None
         if listens:
             self._listener = HttpListener(app, config.server, app.state.cllm.registry, drain_s=config.cluster.drain_s)

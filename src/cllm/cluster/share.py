@@ -34,7 +34,9 @@ def _memory(config: Config, node_cpus: float, replicas: int) -> dict[str, Any]:
         fraction = GPU_KV_FRACTION if "kv_memory_fraction" not in resources.model_fields_set else None
         return _divided(config, fraction, sharing)
     if cluster.memory_mb is not None:
-        limit = cluster.memory_mb if resources.max_memory_mb is None else min(cluster.memory_mb, resources.max_memory_mb)
+        limit = (
+            cluster.memory_mb if resources.max_memory_mb is None else min(cluster.memory_mb, resources.max_memory_mb)
+        )
         return {"max_memory_mb": limit}
     return _divided(config, None, neighbours(config, node_cpus, replicas))
 
