@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from cluster_load import KINDS, Answer, ask, asked, single_server
-from ray_kit import FAKE, RayCluster, kill, until
-
-NATIVE: dict[str, Any] = {
-    "backend": {"type": "native", "threads": 1},
-    "kv": {"disk": {"enabled": False}},
-    "resources": {"max_context_length": 1024, "kv_cache_max_memory_mb": 100},
-    "cluster": {"replicas": 2, "cpus": 0.1, "silence_s": 10.0},
-}
+from ray_kit import FAKE, NATIVE, RayCluster, kill, until
 
 
 async def test_every_kind_of_request(cluster: RayCluster) -> None:

@@ -76,11 +76,12 @@ class BreakableReplica(Replica):
     async def _tell_state(self) -> None:
         path = folder() / STATES / self._name
         while self._watched.ready:
-            kv = self._watched.snapshot().kv
+            kv = self._watched.kv()
             state = {
                 "ingresses": sorted(self._tells._links),
                 "requests": [request.id for request in self._watched.requests()],
-                "referenced": kv.referenced,
+                "referenced": kv["referenced"],
+                "disk_bytes": kv["disk"]["written_bytes"],
             }
             path.with_suffix(".new").write_text(json.dumps(state), encoding="utf-8")
             path.with_suffix(".new").replace(path)

@@ -42,6 +42,14 @@ FAKE: dict[str, Any] = {
 }
 
 
+NATIVE: dict[str, Any] = {
+    "backend": {"type": "native", "threads": 1},
+    "kv": {"disk": {"enabled": False}},
+    "resources": {"max_context_length": 1024, "kv_cache_max_memory_mb": 100},
+    "cluster": {"replicas": 2, "cpus": 0.1, "silence_s": 10.0},
+}
+
+
 def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Sections within sections."""
     result = dict(settings)
@@ -260,6 +268,7 @@ def running_cluster() -> Iterator[RayCluster]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        "RAY_worker_niceness": "0",  # or the cluster hardly runs while the machine does something else
         "PYTHONPATH": os.pathsep.join([kits, *filter(None, [os.environ.get("PYTHONPATH")])]),
         FOLDER_VARIABLE: "",
     }

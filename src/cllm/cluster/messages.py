@@ -38,6 +38,8 @@ class Route:
     """Replicas that refused the request, or were lost with it."""
     chosen: str | None = None
     """The replica that the router has chosen."""
+    last: bool = False
+    """Whether all others that could take it were tried before."""
 
 
 @dataclass(slots=True)

@@ -80,6 +80,7 @@ class RoutingView:
                 return None
             exclude = others if able <= route.tried else others | route.tried
             route.chosen = self._policy.choose(route.names, route.tokens, route.session, exclude=exclude)
+            route.last = able <= route.tried | {route.chosen}
             return route.chosen
 
     def names(self, prompt: bytes, space: bytes) -> list[bytes]:
