@@ -56,6 +56,8 @@ class Route:
     """Tokens that it is expected to have cached."""
     seconds: float = 0.0
     """How long choosing it took."""
+    last: bool = False
+    """Whether all others that could take it were tried before."""
 
 
 @dataclass(slots=True)
