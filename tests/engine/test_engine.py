@@ -268,6 +268,16 @@ def test_stop_does_not_wait_longer_than_its_grace(layout: str) -> None:
     assert_nothing_left(engine)
 
 
+def test_stop_does_not_wait_for_its_grace_after_the_last_message() -> None:
+    engine, _, _ = make_engine()
+    engine.begin_stop(1e6)
+    engine.cancel("nobody")
+    engine._wake.clear()  # as if all of that had come just after the engine looked
+    engine._thread.start()
+    engine._thread.join(20)
+    assert not engine.alive
+
+
 def test_stop_waits_for_what_is_under_way_though_nobody_does() -> None:
     """All have gone while a step is computed: its result is collected before the engine ends."""
     engine, backend, _ = make_engine("ahead")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,9 +58,9 @@ class Server:
         assert model_store.ready(LIMIT_S)
         tier.attach(model_store)
 
-    def ask(self, prompt: list[int], **options: float) -> Request:
+    def ask(self, prompt: list[int], **options: Any) -> Request:
         # Its time counts from now, by the engine's clock.
-        request = make_request(prompt, arrival=time.monotonic(), **options)  # type: ignore[arg-type]
+        request = make_request(prompt, arrival=time.monotonic(), **options)
         self.engine.submit(request)
         return request
 
@@ -115,6 +116,17 @@ def test_others_are_served_while_one_waits(written: Path) -> None:
         assert server.answer(request) == reference(request)
         assert server.collector.ends[request.id, 0].cached_tokens == 96
         until(lambda: server.engine.snapshot.kv.referenced == 0)
+
+
+def test_an_answer_that_is_resumed_finds_its_own_tokens_there(tmp_path: Path) -> None:
+    params = SamplingParams(seed=1, max_tokens=60, ignore_eos=True)
+    with serving(tmp_path) as server:
+        answer = server.answer(server.ask(PROMPT, params=params))
+    with serving(tmp_path) as server:
+        resumed = server.ask(PROMPT, params=params, generated=[answer[:50]])
+        assert server.answer(resumed) == answer[50:]
+        assert server.backend.computed_tokens <= 10 + 4
+        assert server.collector.ends[resumed.id, 0].cached_tokens == len(PROMPT)
 
 
 def test_the_engine_rests_while_it_waits(written: Path) -> None:

@@ -16,6 +16,7 @@ from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
 from cllm.engine.reading import Embedding, PromptPooling, PromptScoring, Reading
 from cllm.engine.request import FinishReason, Output, Request, build_request
+from cllm.engine.resuming import Generated
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
 from cllm.engine.tenant import ANONYMOUS, Tenant
@@ -69,6 +70,7 @@ def make_request(
     pins: Sequence[PinMark] = (),
     reading: Reading | None = None,
     constraint: Constraint | None = None,
+    generated: Generated | None = None,
 ) -> Request:
     ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
     return build_request(
@@ -87,6 +89,7 @@ def make_request(
         pins=pins,
         reading=reading,
         constraint=constraint,
+        generated=generated,
     )
 
 
