@@ -2,8 +2,9 @@
 a second of computing.
 
 A process is as `python -m cllm` would be, but for what only a new interpreter shows, such as standard files that are
-closed, the locale, or how long it takes to start. `python fork_server.py SOCKET` is the one that forks; it has a single
-thread and no event loop. A `Forked` is what tests hold of a process, in place of a `subprocess.Popen`.
+closed, the locale, what is imported, or how long it takes to start. `python fork_server.py SOCKET` is the one that
+forks; it has a single thread and no event loop. A `Forked` is what tests hold of a process, in place of a
+`subprocess.Popen`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
+
+import cllm.cli
 
 PRELOADED = ("cllm.cli.http_server", "cllm.cli.chat.session", "cllm.cli.generate", "cllm.loading.open_model", "uvloop")
 STATUS = struct.Struct("i")
@@ -34,44 +38,43 @@ MOST_BYTES = 1 << 16
 # -- in the process that forks -----------------------------------------------------------------------------------------
 
 
-class _Child(Exception):
-    """Raised in a forked process, to leave everything that belongs to the one that forked it."""
-
-    def __init__(self, wanted: Mapping[str, Any], files: Sequence[int]) -> None:
-        super().__init__()
-        self.wanted = wanted
-        self.files = files
+class Child(NamedTuple):
+    wanted: Mapping[str, Any]
+    files: Sequence[int]
 
 
-def fork_on_request(control: socket.socket) -> None:
-    """Until the other end is closed. Tells the process id of each child, and at its end its status."""
+def fork_on_request(control: socket.socket) -> Child | None:
+    """Returns in each process that is forked, and when the other end is closed. Tells the id of each process, and at
+    its end its status."""
     statuses: dict[int, int] = {}
     awake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     while True:
         ready, _, _ = select.select([control, awake], [], [])
         if awake in ready:
             os.read(awake, 4096)
             _report_ended(statuses)
         if control in ready:
-            message, files, _, _ = socket.recv_fds(control, MOST_BYTES, 4)
+            message, files, flags, _ = socket.recv_fds(control, MOST_BYTES, 3)
+            assert not flags & socket.MSG_TRUNC, "the arguments and the environment are too long"
             if not message:
-                return
+                return None
             pid = _fork()
             if not pid:
                 signal.set_wakeup_fd(-1)
-                for number in (control.detach(), awake, wake, *statuses.values(), files[3]):
+                for number in (control.detach(), awake, wake, *statuses.values(), files[2]):
                     os.close(number)
-                raise _Child(json.loads(message), files[:3])
-            for number in files[:3]:
+                return Child(json.loads(message), files[:2])
+            for number in files[:2]:
                 os.close(number)
-            statuses[pid] = files[3]
+            statuses[pid] = files[2]
             control.send(STATUS.pack(pid))
 
 
 def _fork() -> int:
-    assert len(os.listdir("/proc/self/task")) == 1, "a process with several threads cannot be forked safely"
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with several threads cannot be forked safely"
     return os.fork()
 
 
@@ -85,12 +88,11 @@ def _report_ended(statuses: dict[int, int]) -> None:
             os.close(number)
 
 
-def become(child: _Child) -> None:
+def become(child: Child) -> None:
     """What a new process would find: its standard files, its environment, its limits and its signals."""
-    for number, file in enumerate(child.files):
+    for number, file in enumerate(child.files, start=1):
         os.dup2(file, number)
         os.close(file)
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     wanted = child.wanted
@@ -107,36 +109,26 @@ def become(child: _Child) -> None:
 
 
 def main() -> None:
-    from importlib import import_module
-
     sys.path.pop(0)  # this directory, which a command does not see
     for name in PRELOADED:
         import_module(name)
-    try:
-        fork_on_request(socket.socket(fileno=int(sys.argv[1])))
-    except _Child as child:
+    child = fork_on_request(socket.socket(fileno=int(sys.argv[1])))
+    if child is not None:
         become(child)
-    else:
-        return
-    from cllm.cli import main as run
-
-    run()
+        cllm.cli.main()
 
 
 # -- in the process of the tests ---------------------------------------------------------------------------------------
 
 
 class Forked:
-    """A process that was forked, with what tests ask of a `subprocess.Popen` whose pipes are text."""
+    """A process that was forked, with what tests ask of a `subprocess.Popen` whose pipes are text. It has no input."""
 
-    def __init__(self, pid: int, status: int, pipes: Sequence[int | None]) -> None:
+    def __init__(self, pid: int, status: int, stdout: int, stderr: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        stdin, stdout, stderr = pipes
-        assert stdout is not None and stderr is not None
-        self.stdin = None if stdin is None else open(stdin, "w")
-        self.stdout = open(stdout)
-        self.stderr = open(stderr)
+        self.stdout = open(stdout)  # noqa: SIM115
+        self.stderr = open(stderr)  # noqa: SIM115
         self._status: int | None = status
 
     def __enter__(self) -> Forked:
@@ -145,10 +137,8 @@ class Forked:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for pipe in (self.stdin, self.stdout, self.stderr):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
+        self.stdout.close()
+        self.stderr.close()
         self.wait()
 
     def poll(self) -> int | None:
@@ -159,23 +149,6 @@ class Forked:
             raise subprocess.TimeoutExpired("cllm", timeout or 0)
         assert self.returncode is not None
         return self.returncode
-
-    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
-        """What it still prints, to its end."""
-        said: list[str] = []
-        reader = threading.Thread(target=lambda: said.append(self.stderr.read()), daemon=True)
-        reader.start()
-        if self.stdin is not None:
-            with suppress(BrokenPipeError):
-                self.stdin.write(input or "")
-                self.stdin.close()
-        printed: list[str] = []
-        printer = threading.Thread(target=lambda: printed.append(self.stdout.read()), daemon=True)
-        printer.start()
-        self.wait(timeout)
-        printer.join(timeout)
-        reader.join(timeout)
-        return printed[0], said[0]
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -210,7 +183,6 @@ class ForkServer:
         arguments: Sequence[str],
         environment: Mapping[str, str],
         *,
-        stdin: int | None = subprocess.PIPE,
         files: int | None = None,
         ignoring: Sequence[signal.Signals] = (),
     ) -> Forked:
@@ -225,15 +197,8 @@ class ForkServer:
             status, status_end = _pipe(theirs)
             stdout, stdout_end = _pipe(theirs)
             stderr, stderr_end = _pipe(theirs)
-            written: int | None = None
-            if stdin == subprocess.PIPE:
-                stdin, written = os.pipe()
-                theirs.callback(os.close, stdin)
-            elif stdin is None:
-                stdin = os.open(os.devnull, os.O_RDONLY)
-                theirs.callback(os.close, stdin)
-            pid = self._ask(json.dumps(wanted).encode(), [stdin, stdout_end, stderr_end, status_end])
-        return Forked(pid, status, [written, stdout, stderr])
+            pid = self._ask(json.dumps(wanted).encode(), [stdout_end, stderr_end, status_end])
+        return Forked(pid, status, stdout, stderr)
 
     def _ask(self, message: bytes, files: Sequence[int]) -> int:
         with self._lock:
