@@ -34,6 +34,8 @@ class Served:
         self._reader.start()
         line = process.stdout.readline()
         found = re.search(r"http://([\d.]+):(\d+)", line)
+        if not found:
+            self._reader.join(LIMIT_S)  # it says why
         assert found, f"not ready: {line!r} {self.lines}"
         self.url = found[0]
         self.address = (found[1], int(found[2]))
