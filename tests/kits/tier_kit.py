@@ -116,7 +116,7 @@ class Cache:
         """Whatever is to be written or loaded is."""
         for _ in range(100):
             self.clock.now += 10.0
-            if not (self.kv.maintain(1.0) or self.kv.loading):
+            if not (self.kv.maintain(0.1) or self.kv.loading):
                 break
             self.work()
         self.work()
