@@ -144,7 +144,7 @@ def test_as_many_requests_come_as_were_asked_for_in_order(kind: str) -> None:
     ("kind", "shape"), [("poisson", ""), ("bursts", "calm-s=5,burst-s=1"), ("diurnal", "period-s=60")]
 )
 def test_the_rate_is_kept(kind: str, shape: str) -> None:
-    trace = list(SyntheticTrace(kind, 20_000, 4.0, parse_shape(shape), seed=1))
+    trace = list(SyntheticTrace(kind, 20_000, 4.0, parse_shape(kind, shape), seed=1))
     assert len(trace) / trace[-1].arrival == pytest.approx(4.0, rel=0.1)
 
 
@@ -173,7 +173,7 @@ def test_bursts_are_bursts_and_days_are_days() -> None:
 
 
 def test_lengths_follow_their_distribution() -> None:
-    shape = parse_shape("prompt=lognormal:300:0.5,output=fixed:7,systems=0,longest=600")
+    shape = parse_shape("poisson", "prompt=lognormal:300:0.5,output=7,systems=0,longest=600")
     requests = list(SyntheticTrace("poisson", 3000, 1.0, shape, seed=1))
     assert median(request.prompt_length for request in requests) == pytest.approx(300, rel=0.1)
     assert max(request.prompt_length for request in requests) == 600
@@ -181,7 +181,7 @@ def test_lengths_follow_their_distribution() -> None:
 
 
 def test_system_prompts_are_shared_by_popularity() -> None:
-    shape = Shape(system=30, systems=3)
+    shape = Shape(system="30", systems=3)
     openings = [spell(request.prompt)[:30].tobytes() for request in SyntheticTrace("poisson", 2000, 1.0, shape, 1)]
     counts = sorted((openings.count(opening) for opening in set(openings)), reverse=True)
     assert len(counts) == 3 and counts[0] > 900 and counts[1] > counts[2]
@@ -209,19 +209,19 @@ def test_a_chat_goes_on_from_what_was_said() -> None:
     [
         ("nonsense", "write key=value"),
         ("size=3", "write key=value with one of prompt, output"),
-        ("prompt=normal:3", "lengths are written as one of fixed:TOKENS"),
+        ("prompt=normal:3", "lengths are written as a number of tokens above 0, or as uniform"),
         ("prompt=lognormal:3", "lengths are written"),
-        ("output=fixed:-3", "must be a number above 0"),
-        ("output=fixed:x", "must be a number above 0"),
+        ("output=-3", "a number of tokens above 0"),
+        ("output=exponential:x", "must be a number above 0"),
         ("output=uniform:9:3", "low end is above"),
-        ("systems=2.5", "a whole number from 0 to 64"),
+        ("systems=2.5", "a whole number from 0 to 1000"),
         ("branch=1", "from 0 to 0.9"),
         ("burst=inf", "of at least 1"),
     ],
 )
 def test_impossible_shapes_are_named(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        parse_shape(text)
+        parse_shape("chats", text)
 
 
 def test_token_ids_begin_again_before_they_overflow() -> None:

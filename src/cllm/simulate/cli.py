@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cllm.observe.json_option import only_json
+from cllm.observe.json_option import JsonOption, only_json
 from cllm.report.extras import check_plot, check_report
 
 app = typer.Typer(
@@ -51,7 +51,6 @@ WhatIf = Annotated[
 ]
 Cost = Annotated[str, typer.Option(metavar="NAME|FILE", help="Cost model of a step.")]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed of synthetic traces.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures (- is stdout).")]
 PlotFile = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE", callback=check_plot, help="Draw them: .svg, .png or .pdf.")
 ]
@@ -81,7 +80,7 @@ def run(
     what_if: WhatIf = None,
     cost: Cost = "smollm2",
     seed: Seed = 0,
-    json: Json = None,
+    json: JsonOption = None,
     plot: PlotFile = None,
     report: ReportDir = None,
 ) -> None:
@@ -108,7 +107,7 @@ def scale(
     blocks: Annotated[str, typer.Option(metavar="N1,N2,...", help="Cache sizes.")] = "1e3,1e4,1e5,1e6,1e7",
     requests: Annotated[int, typer.Option(min=100, help="Requests to simulate on each.")] = 3000,
     cost: Cost = "smollm2",
-    json: Json = None,
+    json: JsonOption = None,
     plot: PlotFile = None,
 ) -> None:
     """Measure what a simulated step costs on caches of different sizes, all of them full."""
@@ -128,7 +127,7 @@ def validate(
     size: Annotated[float, typer.Option(min=0.05, help="Share of the usual number of requests.")] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="Passes; the median counts.")] = 5,
     save_cost: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the fitted cost model.")] = None,
-    json: Json = None,
+    json: JsonOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the workloads.")] = 0,
 ) -> None:
     """Compare with the real engine: three workloads measured, and simulated with costs fitted on a fourth."""

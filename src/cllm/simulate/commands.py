@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cllm.errors import ConfigError
+from cllm.observe.json_option import write_json
 from cllm.report.extras import check_writable
 from cllm.report.plots import save_plots
 from cllm.simulate.cluster import OnProgress, simulate
 from cllm.simulate.cost import CostModel, load_cost
 from cllm.simulate.files import FileTrace
 from cllm.simulate.page import sections, write_report
-from cllm.simulate.report import knee, print_results, write_json
+from cllm.simulate.report import knee, print_results, to_json
 from cllm.simulate.results import Result
 from cllm.simulate.settings import COMPARED_POLICIES, Settings, Value, changed, grid, parse_sweep, parse_value
 from cllm.simulate.synthetic import KINDS, SyntheticTrace, parse_shape
@@ -53,7 +54,7 @@ class TraceSource:
         kind = self.synthetic or "chats"
         if kind not in KINDS:
             raise ConfigError(f"--synthetic {kind}: it must be one of {', '.join(KINDS)}")
-        shape = parse_shape(self.shape)
+        shape = parse_shape(kind, self.shape)
         return SyntheticTrace(kind, self.requests or DEFAULT_REQUESTS, rate or DEFAULT_RATE, shape, self.seed)
 
 
@@ -65,16 +66,15 @@ class Outputs:
 
     def check(self) -> None:
         """Before the first simulation: that everything can be written."""
-        check_writable("--json", self.json)
         check_writable("--plot", self.plot)
         check_writable("--report", self.report and self.report / _FIGURES)
 
     def write(self, results: Sequence[Result], cost: CostModel) -> None:
         """Figures, after every simulation, so that nothing is lost."""
         if self.json is not None:
-            write_json(self.json, results, cost)
+            write_json(self.json, to_json(results, cost))
         if self.report is not None:
-            write_json(self.report / _FIGURES, results, cost)
+            write_json(self.report / _FIGURES, to_json(results, cost))
 
     def draw(self, results: Sequence[Result], cost: CostModel) -> list[Path]:
         """Plots, at the end; the files that were written."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -147,11 +145,6 @@ def knee(results: Sequence[Result], key: str, figure: str = "total_p95_s", slack
 
 def to_json(results: Sequence[Result], cost: CostModel) -> dict[str, Any]:
     return {"cost": asdict(cost), "results": [_finite(result.to_json()) for result in results]}
-
-
-def write_json(file: Path, results: Sequence[Result], cost: CostModel) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(to_json(results, cost), indent=1) + "\n", encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:
