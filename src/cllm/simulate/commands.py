@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from rich.console import Console
@@ -42,20 +43,26 @@ class TraceSource:
     shape: str
     hash_tokens: int
     seed: int
+    per_replica: bool = False
+    """Whether `requests` and `rate` are those of one replica."""
 
-    def open(self, rate: float | None = None) -> Trace:
+    def open(self, rate: float | None = None, replicas: int = 1) -> Trace:
+        """The trace for so many replicas, at another rate if one is given."""
         rate = self.rate if rate is None else rate
         if rate is not None and not 0 < rate < float("inf"):
             raise ConfigError(f"--rate {rate:g}: it must be a number above 0")
+        times = replicas if self.per_replica else 1
         if self.file is not None:
             if self.synthetic is not None or self.shape:
                 raise ConfigError("--trace gives the requests; omit --synthetic and --shape")
-            return FileTrace(self.file, requests=self.requests, rate=rate, hash_tokens=self.hash_tokens)
+            requests = None if self.requests is None else self.requests * times
+            rate = None if rate is None else rate * times
+            return FileTrace(self.file, requests=requests, rate=rate, hash_tokens=self.hash_tokens)
         kind = self.synthetic or "chats"
         if kind not in KINDS:
             raise ConfigError(f"--synthetic {kind}: it must be one of {', '.join(KINDS)}")
-        shape = parse_shape(kind, self.shape)
-        return SyntheticTrace(kind, self.requests or DEFAULT_REQUESTS, rate or DEFAULT_RATE, shape, self.seed)
+        requests, rate = (self.requests or DEFAULT_REQUESTS) * times, (rate or DEFAULT_RATE) * times
+        return SyntheticTrace(kind, requests, rate, parse_shape(kind, self.shape), self.seed)
 
 
 @dataclass(frozen=True)
@@ -136,13 +143,11 @@ def run_grid(
     console = Console()
     results: list[Result] = []
     interrupted = False
-    traces: dict[Value | None, Trace] = {}
+    open_trace = lru_cache(source.open)
     try:
         for varied in grid(sweeps):
-            rate = varied.get("rate")
-            if rate not in traces:
-                traces[rate] = source.open(None if rate is None else float(rate))
-            trace = traces[rate]
+            rate, replicas = varied.get("rate"), varied.get("replicas", base.replicas)
+            trace = open_trace(None if rate is None else float(rate), int(replicas))
             for name in ["" if "policy" in varied else name for name in names]:
                 settings = changed(base, {**({"policy": name} if name else {}), **varied})
                 label = " ".join([settings.policy, *(f"{key}={value}" for key, value in varied.items())])

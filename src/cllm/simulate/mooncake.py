@@ -19,14 +19,27 @@ from cllm.simulate.traces import Text, Trace, TracedRequest
 TOKEN_S = 0.02
 
 
-def write_trace(trace: Trace, file: Path, hash_tokens: int) -> None:
+def write_trace(trace: Trace, file: Path, hash_tokens: int) -> str:
+    """Write all requests; a sentence that says what they are like."""
+    known: set[int] = set()
+    requests = prompts = answers = repeated = 0
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("w", encoding="utf-8") as lines:
             for record in records(trace, hash_tokens):
                 lines.write(json.dumps(record) + "\n")
+                requests += 1
+                prompts += record["input_length"]
+                answers += record["output_length"]
+                again = sum(number in known for number in record["hash_ids"])
+                repeated += min(again * hash_tokens, record["input_length"])
+                known.update(record["hash_ids"])
     except OSError as error:
         raise CLLMError(f"cannot write {file}: {error.strerror or error}") from error
+    return (
+        f"{file}: {requests:,} requests; mean prompt {prompts / requests:,.0f} tokens, mean answer "
+        f"{answers / requests:,.0f}; {100 * repeated / prompts:.1f} % of all prompt tokens came before"
+    )
 
 
 def records(trace: Trace, hash_tokens: int) -> Iterator[dict[str, Any]]:
