@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
 from collections.abc import Iterator
 
+import httpx
 import pytest
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
 from thorough import exhaustive, sampled
 
@@ -21,14 +23,32 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-settings.register_profile("sampled", max_examples=sampled(100))
+# httpx gives up after 5 s, which an answer may take on a busy machine. This is the default of all its clients.
+_default = inspect.signature(httpx.get).parameters["timeout"].default
+_default.connect = _default.read = _default.write = _default.pool = 60.0
+
+settings.register_profile(
+    "sampled",
+    max_examples=sampled(100),
+    # Nothing may depend on how fast the machine is.
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    # To explain a failure, Python before 3.12 traces every line while the failing example is made smaller: thousands of
+    # runs, each of which takes three times as long.
+    phases=[phase for phase in Phase if phase is not Phase.explain],
+    print_blob=True,
+)
 settings.load_profile("sampled")
+
+SHRINKING_S = 900
+"""Hypothesis makes failing examples smaller for up to 300 s. A test that is ended before that does not say why."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
             item.add_marker(exhaustive)
+            item.add_marker(pytest.mark.timeout(SHRINKING_S))
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from cllm.dialect.reader import AnswerReader
 from cllm.engine.reading import Embedding
 from cllm.engine.request import FinishReason, Output, Request
 from cllm.engine.sampling import TokenLogprob
-from cllm.errors import RequestCancelledError
+from cllm.errors import InvalidRequestError, RequestCancelledError
 from cllm.text.detokenizer import Detokenizer
 from cllm.text.tokenizer import Tokenizer
 
@@ -86,6 +86,23 @@ class Completion:
             self.tool_calls[delta.number].arguments += delta.text
 
 
+class Sink(Protocol):
+    """Where the outputs of a request go, on the event loop: a `Generation`, or what a caller gave to `submit_to`."""
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def done(self) -> bool:
+        """Whether it needs no more outputs. It gets none after that, but its request goes on unless it is cancelled."""
+
+    def take(self, output: Output, now: float) -> None:
+        """An output of the engine, at a time of `time.monotonic()`. Each answer's last one has a `reason`."""
+
+    def fail(self, error: Exception) -> None:
+        """The request ended without its last outputs, because the model was closed, or by `AsyncLLM.end`."""
+
+
 class Canceller(Protocol):
     def __call__(self, request_id: str, index: int | None = None, reason: FinishReason = ...) -> None: ...
 
@@ -97,6 +114,8 @@ class _Pending:
     stream: Detokenizer
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    tokens: int = 0
+    """Of the whole answer, also those that are part of a delta."""
     done: bool = False
 
 
@@ -126,13 +145,28 @@ class Generation:
         self._params = params
         self._cancel = cancel
         self._answers = [_Pending(Detokenizer(tokenizer, params.stop, shown=shown)) for _ in range(params.n)]
-        self._unfinished = params.n
+        if request.resumed:
+            self._resume()
+        self._unfinished = sum(not answer.done for answer in self._answers)
         self._deltas: deque[Delta] = deque()
         self._first_index = 0
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._notify: Callable[[Generation], None] | None = None
         self._started = time.monotonic()
+
+    def _resume(self) -> None:
+        """The text goes on after that of the tokens that were generated elsewhere."""
+        for sequence, answer in zip(self.request.sequences, self._answers, strict=True):
+            answer.done = sequence.ended
+            for token in sequence.given:
+                answer.stream.push(token)
+            if answer.stream.stopped is not None:
+                raise InvalidRequestError(
+                    f"generated[{sequence.index}] has the stop string {answer.stream.stopped!r}; pass None for an "
+                    "answer that has ended",
+                    "generated",
+                )
 
     # -- the caller --------------------------------------------------------------------------------------------
 
@@ -163,8 +197,9 @@ class Generation:
                     completions[each.index].add(each)
                     if on_delta is not None:
                         on_delta(each)
-                if reader is not None and reader.ended:
-                    self.stop(delta.index)
+                if reader is not None and reader.ended and delta.finish_reason is None:
+                    self.stop(delta.index, reader.tokens)
+                    break
         for completion in completions:
             completion.prompt_tokens, completion.cached_tokens = len(self.prompt_ids), self.cached_tokens
             completion.completion_tokens, completion.timings = self.completion_tokens, self.timings
@@ -191,9 +226,11 @@ class Generation:
         """Why it failed, if it did."""
         return self._error
 
-    def stop(self, index: int) -> None:
-        """End one answer here; no more of its deltas come."""
+    def stop(self, index: int, tokens: int) -> None:
+        """End one answer after so many tokens. Those that came after them do not count, and no more deltas come."""
         answer = self._answers[index]
+        self.completion_tokens -= answer.tokens - tokens
+        answer.tokens = tokens
         if answer.done or self._error is not None:
             return
         answer.done = True
@@ -261,6 +298,7 @@ class Generation:
         if output.token_id is None:
             return ""
         self.completion_tokens += 1
+        answer.tokens += 1
         if output.stop_token is not None:
             # Clients that score a prompt together with the token after it rely on that one being there, whatever it is.
             if output.logprob is not None and self._params.prompt_logprobs is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import os
 import secrets
 import sys
@@ -11,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from cllm.config import Config
 from cllm.engine.loop import Engine
@@ -19,10 +20,11 @@ from cllm.engine.observer import Observers
 from cllm.engine.params import SamplingParams
 from cllm.engine.reading import PromptScoring, Reading
 from cllm.engine.request import FinishReason, Output, Request, build_request
+from cllm.engine.resuming import Generated
 from cllm.engine.tenant import ANONYMOUS, Tenant
 from cllm.engine.time_sharing import TimeShare
-from cllm.errors import InvalidRequestError, RequestCancelledError, ShuttingDownError
-from cllm.generation import Generation
+from cllm.errors import BackendError, InvalidRequestError, RequestCancelledError, ShuttingDownError, describe
+from cllm.generation import Generation, Sink
 from cllm.kv.events import Listener
 from cllm.kv.manager import KVManager
 from cllm.kv.pins import LostPin, PinMark
@@ -35,6 +37,10 @@ from cllm.structured.structure import Structure
 from cllm.text.chat_template import PLAIN, PromptOptions
 from cllm.text.token_limit import TokenLimit, validate_ids
 from cllm.text.volatile import VolatilePatterns
+
+log = logging.getLogger("cllm")
+
+S = TypeVar("S", bound=Sink)
 
 GIL_SWITCH_S = 5e-4
 """How long one thread may hold the interpreter while another waits. Python's 5 ms would add up in every step."""
@@ -60,7 +66,7 @@ class AsyncLLM(LoadedModel):
         self._before_mapping = before_mapping
         self.observers = Observers()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._live: dict[str, Generation] = {}
+        self._live: dict[str, Sink] = {}
         self._muted = False
         """Whether the engine's outputs are dropped: the program is ending."""
         self._volatile = VolatilePatterns(config.prompt.volatile_patterns)
@@ -118,8 +124,8 @@ class AsyncLLM(LoadedModel):
             await asyncio.to_thread(engine.stop, self.config.server.shutdown_grace_s if grace_s is None else grace_s)
         # Let the loop deliver the engine's last outputs; requests that are still open after that fail here.
         await asyncio.sleep(0)
-        for generation in list(self._live.values()):
-            generation.fail(ShuttingDownError("the server shut down before the request finished"))
+        for sink in list(self._live.values()):
+            sink.fail(ShuttingDownError("the server shut down before the request finished"))
         self._live.clear()
         if parts is not None:
             await asyncio.to_thread(parts.close)
@@ -183,6 +189,7 @@ class AsyncLLM(LoadedModel):
         pins: Sequence[PinMark] = (),
         grammar: Grammar | None = None,
         shown: Mapping[int, bytes] | None = None,
+        generated: Generated | None = None,
     ) -> Generation:
         """Queue a prompt, by default with the model's sampling parameters. Raises at once if the request cannot work
         (see `cllm.errors`).
@@ -191,10 +198,43 @@ class AsyncLLM(LoadedModel):
         `tenant` has the same space. `pins` are the parts of the prompt to keep in the cache, and hold the outcome once
         the generation has ended. `grammar` is `params.structured`, compiled. `shown` are special tokens that are part
         of the answer's text.
+
+        `generated` resumes answers of a request with the same prompt, parameters and seed that was cut off: for each
+        the tokens that it has, or None if it has ended. The generation consists of what follows them.
         """
+        return self.submit_to(
+            lambda request: Generation(request, self.tokenizer, self.cancel, shown),
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            timeout_s=timeout_s,
+            tenant=tenant,
+            pins=pins,
+            grammar=grammar,
+            generated=generated,
+        )
+
+    def submit_to(
+        self,
+        sink: Callable[[Request], S],
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        tenant: Tenant = ANONYMOUS,
+        pins: Sequence[PinMark] = (),
+        grammar: Grammar | None = None,
+        generated: Generated | None = None,
+    ) -> S:
+        """As `submit`, for tokens instead of text: what `sink` returns takes the engine's outputs as they are."""
         params = (params or SamplingParams.with_model_defaults()).completed(self.sampling_defaults.values)
         scoring = self._prompt_scoring(params)
-        return self._submit(prompt, params, scoring, request_id, priority, timeout_s, tenant, pins, grammar, shown)
+        return self._submit(
+            sink, prompt, params, scoring, request_id, priority, timeout_s, tenant, pins, grammar, generated
+        )
 
     def submit_embedding(
         self,
@@ -207,7 +247,27 @@ class AsyncLLM(LoadedModel):
     ) -> Generation:
         """Queue a text to embed. The generation has no text, and an `embedding` once it is done. Raises as `submit`
         does."""
-        return self._submit(text, EMBEDDING, self.embedder.pooling(), request_id, priority, timeout_s, tenant)
+        return self.submit_embedding_to(
+            lambda request: Generation(request, self.tokenizer, self.cancel),
+            text,
+            request_id=request_id,
+            priority=priority,
+            timeout_s=timeout_s,
+            tenant=tenant,
+        )
+
+    def submit_embedding_to(
+        self,
+        sink: Callable[[Request], S],
+        text: str | Sequence[int],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        tenant: Tenant = ANONYMOUS,
+    ) -> S:
+        """As `submit_embedding`: what `sink` returns takes an output with the embedding, then one with the end."""
+        return self._submit(sink, text, EMBEDDING, self.embedder.pooling(), request_id, priority, timeout_s, tenant)
 
     def _prompt_scoring(self, params: SamplingParams) -> PromptScoring | None:
         """Raises `InvalidRequestError` if the model cannot generate, or not with prompt_logprobs."""
@@ -222,6 +282,7 @@ class AsyncLLM(LoadedModel):
 
     def _submit(
         self,
+        sink: Callable[[Request], S],
         prompt: str | Sequence[int],
         params: SamplingParams,
         reading: Reading | None,
@@ -231,8 +292,8 @@ class AsyncLLM(LoadedModel):
         tenant: Tenant,
         pins: Sequence[PinMark] = (),
         grammar: Grammar | None = None,
-        shown: Mapping[int, bytes] | None = None,
-    ) -> Generation:
+        generated: Generated | None = None,
+    ) -> S:
         engine, limit = self._running, self.prompt_limit(params)
         tokens = self._encode(prompt, limit) if isinstance(prompt, str) else prompt
         ids = validate_ids(tokens, limit, self.shape.n_vocab)
@@ -259,28 +320,32 @@ class AsyncLLM(LoadedModel):
             pins=pins,
             constraint=None if grammar is None else grammar.start(),
             reading=reading,
+            generated=generated,
         )
-        generation = Generation(request, self.tokenizer, self._cancel, shown)
-        self._live[request_id] = generation
+        taker = sink(request)
+        self._live[request_id] = taker
         try:
             engine.submit(request)
         except BaseException:
             del self._live[request_id]
             raise
-        return generation
+        return taker
 
     def requests(self) -> list[Request]:
         """All that are waiting or running."""
-        return [generation.request for generation in self._live.values()]
+        return [sink.request for sink in self._live.values()]
 
     def end(self, request_id: str, why: str) -> bool:
         """End a request with an error. False if there is none with that id."""
-        generation = self._live.get(request_id)
-        if generation is None:
-            return False
-        self._cancel(request_id)
-        generation.fail(RequestCancelledError(why))
-        return True
+        return self._end(request_id, RequestCancelledError(why))
+
+    def cancel(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End one answer, which then gets an output with this `reason`; or the whole request, without any further
+        output. Unknown and ended ones are ignored."""
+        if self._engine is not None:
+            self._engine.cancel(request_id, index, reason)
+        if index is None:
+            self._live.pop(request_id, None)
 
     async def unpin(self, name: str, space: bytes | None = None) -> bool:
         """Remove a pin. False if there is none with that name (in that space)."""
@@ -301,11 +366,13 @@ class AsyncLLM(LoadedModel):
         limit.check_text(self.tokenizer, prompt, "prompt")
         return self.tokenizer.encode(prompt)
 
-    def _cancel(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        if self._engine is not None:
-            self._engine.cancel(request_id, index, reason)
-        if index is None:
-            self._live.pop(request_id, None)
+    def _end(self, request_id: str, error: Exception) -> bool:
+        sink = self._live.get(request_id)
+        if sink is None:
+            return False
+        self.cancel(request_id)
+        sink.fail(error)
+        return True
 
     def _deliver(self, outputs: list[Output]) -> None:
         """On the engine's thread: hand a step's outputs to the event loop, in one call."""
@@ -333,12 +400,18 @@ class AsyncLLM(LoadedModel):
     def _dispatch(self, outputs: list[Output]) -> None:
         now = time.monotonic()
         for output in outputs:
-            generation = self._live.get(output.request_id)
-            if generation is None:
+            sink = self._live.get(output.request_id)
+            if sink is None:
                 continue
-            generation.take(output, now)
-            if generation.done:
-                del self._live[output.request_id]
+            try:
+                sink.take(output, now)
+                done = sink.done
+            except Exception as error:
+                log.exception("request %s: its outputs could not be taken", output.request_id)
+                self._end(output.request_id, BackendError(describe(error)))
+            else:
+                if done:
+                    self._live.pop(output.request_id, None)
 
 
 @atexit.register

@@ -8,7 +8,6 @@ import queue
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,14 +83,14 @@ class LLM:
     ) -> Completion:
         """The assistant's next message. `tools` are in OpenAI's format. If the answer's finish_reason is `tool_calls`,
         continue with one message of role `tool` per call."""
+        _check_one_answer(params, "chat")
         if tools:
             return self._wait(self._chat(messages, params or SamplingParams.with_model_defaults(), read_tools(tools)))
         return self.generate([self._llm.encode_chat(messages, params)], params, progress=False)[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Yields text as it is generated. Leaving the loop early cancels the rest."""
-        if params is not None and params.n > 1:
-            raise InvalidRequestError(f"n is {params.n}; stream gives one answer, use generate for several", "n")
+        _check_one_answer(params, "stream")
         pieces: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
         task = self._begin(self._pump(prompt, params, pieces))
         try:
@@ -172,7 +171,7 @@ class LLM:
     async def _chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, tools: Sequence[Tool]
     ) -> Completion:
-        turn = await prepare_chat(self._llm, messages, replace(params, n=1), tools)
+        turn = await prepare_chat(self._llm, messages, params, tools)
         (completion,) = await turn.submit().collect(turn.reader)
         return completion
 
@@ -209,6 +208,11 @@ class LLM:
             pieces.put(None)
         except Exception as error:
             pieces.put(error)
+
+
+def _check_one_answer(params: SamplingParams | None, method: str) -> None:
+    if params is not None and params.n > 1:
+        raise InvalidRequestError(f"n is {params.n}; {method} gives one answer, only generate gives several", "n")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

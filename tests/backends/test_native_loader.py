@@ -422,7 +422,7 @@ PATCHES = st.sampled_from([
 ]) | st.binary(min_size=1, max_size=9)  # fmt: skip
 
 
-@settings(max_examples=sampled(400), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=sampled(400), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_mutated_files_load_or_are_refused(
     tmp_path: Path, loading: LoadingProcess, files: list[ValidFile], data: st.DataObject
@@ -444,7 +444,7 @@ def test_mutated_files_load_or_are_refused(
     assert "\n" not in outcome
 
 
-@settings(max_examples=sampled(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=sampled(200), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_changed_numbers_load_or_are_refused(tmp_path: Path, loading: LoadingProcess, data: st.DataObject) -> None:
     """Sound files with other numbers: what bytes changed at random seldom reach."""

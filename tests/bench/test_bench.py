@@ -413,11 +413,23 @@ def test_sizes_are_swept_in_every_combination_and_none_twice() -> None:
         ("clients=two", "--size clients is 'two'; it must be a whole number"),
         ("clients=-1", "--size clients is '-1'"),
         ("clients", "--size clients is ''"),
+        ("clients=0", "--size clients is '0'; it must be a whole number, 1 or more"),
     ],
 )
 def test_wrong_sizes_are_named(size: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("batch", "--against", "none", "--size", size) == 2
     assert said in capsys.readouterr().err
+
+
+def test_only_what_can_be_nothing_may_be_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    (mixed,) = resize(WORKLOADS["mixed"], ["leave_share=0", "prompt_spread=0"])
+    assert isinstance(mixed, Mixed) and mixed.leave_share == mixed.prompt_spread == 0
+    (batch, *_) = resize(WORKLOADS["batch"], ["requests_each=0"])
+    assert isinstance(batch, Batch) and batch.requests_each == 0
+    for workload, size, least in (("prefix", "users", "1 or more"), ("mixed", "rate", "more than 0")):
+        assert bench(workload, "--against", "none", "--size", f"{size}=0") == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith(f"cllm: --size {size} is '0'; it must be a ") and line.endswith(f"number, {least}")
 
 
 @pytest.mark.parametrize("duration", ["0", "ten", "5 m", "-3s"])
@@ -568,6 +580,8 @@ def test_what_a_default_install_lacks_is_said_before_the_work(
         (["batch", "--against", "none", "--url", "localhost"], "'localhost' is not the address"),
         (["batch", "--against", "ftp://x"], "'ftp://x' is not the address"),
         (["overhead", "--url", "http://127.0.0.1:1"], "omit --url"),
+        (["batch", "--url", "http://127.0.0.1:1", "--against", "none"], "server answers at http://127.0.0.1:1 (no"),
+        (["batch", "--backend", "fake", "--against", "http://127.0.0.1:1"], "server answers at http://127.0.0.1:1"),
         (["kernels", "--instruction-set", "sse9"], "--instruction-set is sse9; this CPU has"),
         (["kv-types", "--instruction-set", "sse9"], "--instruction-set is sse9; this CPU has"),
         (["batch", "--against", "none", "--set", "no.such=1"], "no.such"),

@@ -594,11 +594,22 @@ def test_the_command_prints_and_writes(tiny: Path, fake: Fake, tmp_path: Path) -
     content = json.loads(file.read_text())
     assert content["settings"]["only"] == ["prefill"] and content["workloads"][0]["name"] == "kernels"
     (line,) = [line for line in content["lines"] if line["key"] == "prefill" and line["against"]]
-    assert line["ours"]["median"] == 100.0 and line["outcome"] == "met" and line["ratio"]["estimate"] == 4.0
+    assert line["ours"]["median"] == 100.0 and line["outcome"] == "" and line["ratio"]["estimate"] == 4.0
     assert {"what": "prefill", "who": "cLLM", "values": [100.0]} in content["values"]
     assert content["facts"]["cLLM"]["weight_bytes"] == 100_000 and content["profiles"] and not content["failures"]
     asked = [arguments["work"] for _, do, arguments in fake.asked if do == "speed"]
     assert asked and all(work["context"] == 64 for work in asked)
+
+
+def test_only_a_whole_measurement_is_judged(tiny: Path, fake: Fake, tmp_path: Path) -> None:
+    file = tmp_path / "k.json"
+    for quick, outcome in ((["--quick"], ""), ([], "met")):
+        arguments = (*quick, "--only", "prefill", "--against", "llama", "--repeats", "1", "--json", str(file))
+        result = invoke("--model", str(tiny), *arguments)
+        assert result.exit_code == 0, result.output
+        lines = json.loads(file.read_text())["lines"]
+        assert [line["outcome"] for line in lines if line["key"] == "prefill" and line["against"]] == [outcome]
+        assert [word in result.output for word in ("required", "verdict")] == [not quick] * 2
 
 
 def test_the_command_writes_the_file_of_a_shape_and_measures_it(
@@ -621,7 +632,7 @@ def test_other_models_borrow_works_of_the_default_one_without_its_bounds_and_fil
 ) -> None:
     file = tmp_path / "k.json"
     only = [part for key in ("decode-512", "rows-8", "first-token") for part in ("--only", key)]
-    result = invoke("--model", str(tiny), "--quick", "--against", "all", "--json", str(file), *only)
+    result = invoke("--model", str(tiny), "--repeats", "1", "--against", "all", "--json", str(file), *only)
     assert result.exit_code == 0, result.output
     assert {name for name, _, _ in fake.asked} <= {f"native:{tiny.name}", f"llama:{tiny.name}"}
     assert "ik_llama.cpp" not in result.output and "Q4_0" not in result.output

@@ -164,6 +164,9 @@ def test_config_show_can_write_json_to_stdout(here: Here) -> None:
             "backend.type is 'tensor' (flag): it must be auto, native, llama_cpp, torch",
         ),
         (["serve", "--device", "gpu"], "backend.torch.device is 'gpu' (flag): it must be a string that matches"),
+        (["serve", "--backend", "native", "--device", "cuda"], "--device is cuda, but the native backend runs on"),
+        (["generate", "-b", "llama_cpp", "--device", "cuda:1", "x"], "--device is cuda:1, but the llama_cpp backend"),
+        (["chat", *FAKE, "--device", "cuda"], "--device is cuda, but the fake backend runs on the CPU"),
         (["serve", "--config", "/missing.yaml"], "cannot read the configuration file /missing.yaml"),
         (["serve", *FAKE, "--host", "no such host"], "server.host is 'no such host', which is not an address"),
         (["serve", *FAKE, "--host", "192.0.2.1", "--port", "0"], "cannot listen on port 0 on 192.0.2.1"),
@@ -174,6 +177,10 @@ def test_config_show_can_write_json_to_stdout(here: Here) -> None:
 )
 def test_mistakes_are_one_line_and_exit_code_2(args: list[str], message: str, here: Here) -> None:
     assert one_error_line(here(*args)).startswith(message)
+
+
+def test_every_backend_runs_on_the_cpu(here: Here) -> None:
+    assert here("generate", *FAKE, "--device", "cpu", "-n", "2", "hi").returncode == 0
 
 
 def test_bad_environment_is_one_line(here: Here) -> None:

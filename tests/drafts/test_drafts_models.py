@@ -49,7 +49,7 @@ def empty_cache(llm: LLM) -> None:
         engine.backend.rebuild()
         engine.scheduler.kv.reset()
 
-    engine.call(reset).result(20)
+    engine.call(reset).result(60)
 
 
 def bits(answers: Sequence[Completion]) -> list[Any]:

@@ -22,7 +22,7 @@ from cllm.engine.request import FinishReason, Output
 from cllm.errors import BackendError, OverloadedError, RequestTimeoutError, ShuttingDownError, StepAbortedError
 from cllm.kv.ops import SlotOps
 from cllm.kv.sequence import KVSequence
-from engine_kit import Collector, assert_nothing_left, make_engine, make_request, reference
+from engine_kit import LIMIT_S, Collector, assert_nothing_left, make_engine, make_request, reference
 from pipelined_backend import PipelinedFake
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
@@ -66,15 +66,15 @@ def test_cancel_while_running_frees_everything(running: Running) -> None:
 def test_cancel_interrupts_a_long_prompt_step(running: Running) -> None:
     engine, backend, collector = running
     entered = threading.Event()
-    backend.latency_s = 30.0
+    backend.latency_s = 10 * LIMIT_S
     backend.faults.before_step = lambda chunks: entered.set()
     request = make_request("p" * 100)
     engine.submit(request)
-    assert entered.wait(5)
+    assert entered.wait(LIMIT_S)
     while not collector.ends:  # the step may not have begun to wait when the first abort comes
         engine.cancel(request.id)
         threading.Event().wait(0.01)
-    assert collector.wait_end(request, timeout=5).reason is FinishReason.CANCELLED
+    assert collector.wait_end(request).reason is FinishReason.CANCELLED
     backend.latency_s = 0.0
     backend.faults.before_step = None
 
@@ -205,7 +205,7 @@ def test_repeated_mismatches_rebuild_the_context() -> None:
 def test_the_queue_is_bounded() -> None:
     engine, backend, collector = make_engine(running=1, max_queue=3)
     gate = threading.Event()
-    backend.faults.before_step = lambda chunks: gate.wait(10) and None
+    backend.faults.before_step = lambda chunks: gate.wait(LIMIT_S) and None
     engine.start()
     first = make_request("runs")
     engine.submit(first)
@@ -221,7 +221,7 @@ def test_the_queue_is_bounded() -> None:
     for request in (first, *waiting):
         collector.wait_end(request)
     engine.submit(make_request("welcome again"))
-    engine.stop(5)
+    engine.stop(LIMIT_S)
     assert_nothing_left(engine)
 
 
@@ -246,7 +246,7 @@ def test_stop_lets_running_requests_end_and_refuses_the_rest() -> None:
     engine.submit(running_request)
     collector.wait_tokens(running_request, 1)
     engine.submit(waiting_request)
-    engine.stop(20)
+    engine.stop(LIMIT_S)
     assert collector.ends[running_request.id, 0].reason is FinishReason.LENGTH
     assert isinstance(collector.ends[waiting_request.id, 0].error, ShuttingDownError)
     with pytest.raises(ShuttingDownError):
@@ -266,6 +266,16 @@ def test_stop_does_not_wait_longer_than_its_grace(layout: str) -> None:
     engine.stop(0.05)
     assert isinstance(collector.ends[request.id, 0].error, ShuttingDownError)
     assert_nothing_left(engine)
+
+
+def test_stop_does_not_wait_for_its_grace_after_the_last_message() -> None:
+    engine, _, _ = make_engine()
+    engine.begin_stop(1e6)
+    engine.cancel("nobody")
+    engine._wake.clear()  # as if all of that had come just after the engine looked
+    engine._thread.start()
+    engine._thread.join(20)
+    assert not engine.alive
 
 
 def test_stop_waits_for_what_is_under_way_though_nobody_does() -> None:
@@ -475,7 +485,7 @@ def test_a_context_that_cannot_be_rebuilt_ends_everything_and_the_engine() -> No
     for request in (running, waiting):
         end = collector.wait_end(request)
         assert end.reason is FinishReason.ERROR and "no memory for a context" in str(end.error)
-    engine._thread.join(5)
+    engine._thread.join(LIMIT_S)
     assert not engine.alive and not engine.accepting and len(attempts) == REBUILD_ATTEMPTS
     with pytest.raises(ShuttingDownError):
         engine.submit(make_request("too late"))
@@ -494,7 +504,7 @@ def test_an_engine_that_fails_in_every_turn_stops_soon() -> None:
     engine._inbox.append(functools.partial(engine.scheduler.add, request))
     engine.start()
     assert "a bug in every turn" in str(collector.wait_end(request).error)
-    engine._thread.join(5)
+    engine._thread.join(LIMIT_S)
     assert not engine.accepting and engine.rebuilds <= MAX_FRUITLESS_REBUILDS + 2
 
 

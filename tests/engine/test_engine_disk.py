@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,8 @@ from cllm.kv.disk.store import DiskStore
 from cllm.kv.ops import BlockBytes
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.tiers.disk_tier import DiskTier
-from engine_kit import Collector, assert_nothing_left, make_engine, make_request, reference
+from engine_kit import LIMIT_S, Collector, assert_nothing_left, make_engine, make_request, reference
 
-LIMIT_S = 20.0
 PROMPT = [i % 250 for i in range(100)]
 
 
@@ -58,9 +58,9 @@ class Server:
         assert model_store.ready(LIMIT_S)
         tier.attach(model_store)
 
-    def ask(self, prompt: list[int], **options: float) -> Request:
+    def ask(self, prompt: list[int], **options: Any) -> Request:
         # Its time counts from now, by the engine's clock.
-        request = make_request(prompt, arrival=time.monotonic(), **options)  # type: ignore[arg-type]
+        request = make_request(prompt, arrival=time.monotonic(), **options)
         self.engine.submit(request)
         return request
 
@@ -78,7 +78,7 @@ def serving(directory: Path) -> Iterator[Server]:
         yield server
     finally:
         server.files.go.set()
-        server.engine.stop(5.0)
+        server.engine.stop(LIMIT_S)
         server.store.close()
 
 
@@ -118,6 +118,17 @@ def test_others_are_served_while_one_waits(written: Path) -> None:
         until(lambda: server.engine.snapshot.kv.referenced == 0)
 
 
+def test_an_answer_that_is_resumed_finds_its_own_tokens_there(tmp_path: Path) -> None:
+    params = SamplingParams(seed=1, max_tokens=60, ignore_eos=True)
+    with serving(tmp_path) as server:
+        answer = server.answer(server.ask(PROMPT, params=params))
+    with serving(tmp_path) as server:
+        resumed = server.ask(PROMPT, params=params, generated=[answer[:50]])
+        assert server.answer(resumed) == answer[50:]
+        assert server.backend.computed_tokens <= 10 + 4
+        assert server.collector.ends[resumed.id, 0].cached_tokens == len(PROMPT)
+
+
 def test_the_engine_rests_while_it_waits(written: Path) -> None:
     with waiting(written) as (server, request):
         turns = count_turns(server.engine)
@@ -150,7 +161,7 @@ def test_whoever_leaves_meanwhile_ends_once(written: Path, way: str) -> None:
         until(lambda: server.kv.loading == 0 and server.engine.snapshot.kv.referenced == 0)
         again = server.ask(PROMPT)
         assert server.answer(again) == reference(again)
-        server.engine.stop(5.0)
+        server.engine.stop(LIMIT_S)
         assert_nothing_left(server.engine)
 
 

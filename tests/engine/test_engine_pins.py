@@ -18,7 +18,7 @@ from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.pins import PinMark
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.window import Window
-from engine_kit import GREEDY, make_engine, make_request, reference
+from engine_kit import GREEDY, LIMIT_S, make_engine, make_request, reference
 from fault_kit import Machine, Rig, fail_every_call
 from pipelined_backend import PipelinedFake
 from thorough import exhaustive
@@ -157,14 +157,14 @@ def test_a_question_is_answered_on_the_engines_thread() -> None:
         engine.call(lambda: 1)
     engine.start()
     try:
-        assert engine.call(lambda: threading.current_thread().name).result(10) == "cllm-engine"
+        assert engine.call(lambda: threading.current_thread().name).result(LIMIT_S) == "cllm-engine"
         with pytest.raises(ZeroDivisionError):
-            engine.call(lambda: 1 / 0).result(10)
+            engine.call(lambda: 1 / 0).result(LIMIT_S)
         request = make_request(PROMPT, GREEDY)
         engine.submit(request)
-        assert engine.call(lambda: engine.rebuilds).result(10) == 0
+        assert engine.call(lambda: engine.rebuilds).result(LIMIT_S) == 0
     finally:
-        engine.stop(5)
+        engine.stop(LIMIT_S)
 
 
 def machine(layout: str) -> Machine:

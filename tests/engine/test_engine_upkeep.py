@@ -44,7 +44,7 @@ def test_an_idle_engine_wakes_for_quiet_work_and_then_sleeps_for_good() -> None:
         engine.scheduler.add(make_request(letter * 24))
     engine.start()
     try:
-        assert asleep.wait(30), "it never sleeps without a timeout"
+        assert asleep.wait(60), "it never sleeps without a timeout"
         assert any(timeout is not None for timeout in timeouts), "it was not woken for the quiet work"
         usage = engine.snapshot.kv
         assert usage.released_bytes > 0 and usage.evictable == 8 and usage.extents_ready == 0

@@ -15,6 +15,7 @@ from cllm.engine.reading import PromptPooling, PromptScoring, normalised
 from cllm.errors import BackendError, InvalidRequestError
 from engine_kit import (
     GREEDY,
+    LIMIT_S,
     FinishReason,
     assert_nothing_left,
     make_engine,
@@ -47,7 +48,7 @@ def test_a_cached_prefix_changes_nothing(layout: str, kind: str) -> None:
     engine.submit(again)
     collector.wait_end(again)
     computed = backend.computed_tokens - before
-    engine.stop(5)
+    engine.stop(LIMIT_S)
     assert collector.reads[again.id] == read_alone(again.prompt, kind)
     assert collector.tokens.get((again.id, 0), []) == reference(again)
     # The last token's state is all that is wanted, so only there the cache is of use.
@@ -77,7 +78,7 @@ def test_many_kinds_at_once_are_read_as_alone_and_their_kv_is_shared_afterwards(
     again = make_request(scored.prompt, NOTHING)
     engine.submit(again)
     collector.wait_end(again)
-    engine.stop(5)
+    engine.stop(LIMIT_S)
     assert backend.computed_tokens - before < len(scored.prompt)
     assert_nothing_left(engine)
 
@@ -92,7 +93,7 @@ def test_several_answers_have_their_prompt_scored_once(layout: str) -> None:
     for index in range(3):
         collector.wait_end(request, index)
         assert collector.tokens[request.id, index] == reference(request, index)
-    engine.stop(5)
+    engine.stop(LIMIT_S)
     assert collector.reads[request.id] == read_alone(request.prompt, "scores")
     assert_nothing_left(engine)
 
@@ -105,7 +106,7 @@ def test_the_shortest_prompts(prompt: str, kind: str, max_tokens: int) -> None:
     request = make_request(prompt, SamplingParams(max_tokens=max_tokens, temperature=0), reading=make_reading(kind))
     engine.submit(request)
     assert collector.wait_end(request).reason is FinishReason.LENGTH
-    engine.stop(5)
+    engine.stop(LIMIT_S)
     assert collector.reads[request.id] == read_alone(request.prompt, kind)
     assert len(collector.tokens.get((request.id, 0), [])) == max_tokens
     assert_nothing_left(engine)
@@ -143,7 +144,7 @@ def test_cancelled_and_late_ones_end_once(kind: str) -> None:
     late = make_request(PROMPT, params_of(kind), reading=make_reading(kind), arrival=engine._clock(), timeout_s=0.015)
     engine.submit(late)
     assert collector.wait_end(late).reason is FinishReason.TIMEOUT
-    engine.stop(5)
+    engine.stop(LIMIT_S)
     assert not collector.reads
     assert_nothing_left(engine)
 
@@ -168,7 +169,7 @@ def test_numbers_that_are_none_are_one_requests_error() -> None:
         end = collector.wait_end(request)
         assert end.reason is FinishReason.ERROR and "usable" in str(end.error)
     collector.wait_end(plain)
-    engine.stop(5)
+    engine.stop(LIMIT_S)
     assert collector.tokens[plain.id, 0] == reference(plain)
     assert_nothing_left(engine)
 

@@ -16,6 +16,7 @@ from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
 from cllm.engine.reading import Embedding, PromptPooling, PromptScoring, Reading
 from cllm.engine.request import FinishReason, Output, Request, build_request
+from cllm.engine.resuming import Generated
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
 from cllm.engine.tenant import ANONYMOUS, Tenant
@@ -30,6 +31,8 @@ from pipelined_backend import PipelinedFake
 _numbers = itertools.count()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 CONTEXT = 256
+LIMIT_S = 60.0
+"""A guard against hanging, not a demand on speed."""
 
 
 def make_kv(backend: FakeBackend, layout: str, *, tokens: int = 1024, running: int = 8) -> KVManager:
@@ -67,6 +70,7 @@ def make_request(
     pins: Sequence[PinMark] = (),
     reading: Reading | None = None,
     constraint: Constraint | None = None,
+    generated: Generated | None = None,
 ) -> Request:
     ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
     return build_request(
@@ -85,6 +89,7 @@ def make_request(
         pins=pins,
         reading=reading,
         constraint=constraint,
+        generated=generated,
     )
 
 
@@ -156,13 +161,13 @@ class Collector:
                     self.ends[key] = output
             self._changed.notify_all()
 
-    def wait_end(self, request: Request, answer: int = 0, timeout: float = 20.0) -> Output:
+    def wait_end(self, request: Request, answer: int = 0, timeout: float = LIMIT_S) -> Output:
         key = (request.id, answer)
         with self._changed:
             assert self._changed.wait_for(lambda: key in self.ends, timeout), f"{key} never ended"
             return self.ends[key]
 
-    def wait_tokens(self, request: Request, count: int, timeout: float = 20.0) -> None:
+    def wait_tokens(self, request: Request, count: int, timeout: float = LIMIT_S) -> None:
         key = (request.id, 0)
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.tokens.get(key, [])) >= count, timeout)

@@ -18,6 +18,7 @@ from cllm.engine.drafting import Drafter, Drafting
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Request
+from cllm.engine.resuming import Generated
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.tenant import ANONYMOUS
 from cllm.errors import BackendError, StepAbortedError
@@ -176,6 +177,8 @@ class Rig:
         self.requests: list[Request] = []
         self.reads: dict[str, list[Any]] = {}
         """What is to be read off prompts, by request."""
+        self.ended_before: set[tuple[str, int]] = set()
+        """Answers that had ended where their requests were cut off."""
         self.ended_early: set[str] = set()
         """Requests that the scenario itself cancels, lets time out or shuts down."""
         self.own_faults: list[str] = []
@@ -224,24 +227,41 @@ class Rig:
 
     def submit(self, prompt: str, max_tokens: int = 4, **options: Any) -> Request:
         timeout_s, priority = options.pop("timeout_s", 1e9), options.pop("priority", 0)
-        reads = options.pop("reads", None)
-        reading = None if reads is None else make_reading(reads)
+        reads, cuts = options.pop("reads", None), options.pop("cuts", ())
         if reads is not None and reads != "scores":
             max_tokens = 0
         window, pins, tenant = options.pop("window", None), options.pop("pins", ()), options.pop("tenant", ANONYMOUS)
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **options})
         name = f"r{len(self.requests)}"
         limits = {"timeout_s": timeout_s, "priority": priority, "max_context": 96, "window": window, "pins": pins}
-        request = make_request(
-            prompt, params, arrival=self.now, request_id=name, tenant=tenant, reading=reading, **limits
-        )
-        if reads is not None:
+
+        def make(generated: Generated | None = None) -> Request:
+            reading = None if reads is None else make_reading(reads)
+            given: Any = {"tenant": tenant, "reading": reading, "generated": generated}
+            return make_request(prompt, params, arrival=self.now, request_id=name, **given, **limits)
+
+        request = make()
+        if cuts and params.max_tokens:
+            request = self._cut_off(request, cuts, make)
+        if reads is not None and not request.resumed:
             self.reads[name] = read_alone(request.prompt, reads)
         self.requests.append(request)
         self.engine.submit(request)
         if timeout_s < 1e9:
             self.ended_early.add(request.id)
         return request
+
+    def _cut_off(self, request: Request, cuts: Sequence[float], make: Callable[[Generated | None], Request]) -> Request:
+        """The same, after so much of each answer was generated elsewhere."""
+        generated: list[list[int] | None] = []
+        for index in range(request.params.n):
+            answer = self.machine.expected(request, index)
+            cut = int(cuts[index % len(cuts)] * len(answer))
+            generated.append(None if cut == len(answer) else answer[:cut])
+        if all(tokens is None for tokens in generated):
+            return request
+        self.ended_before |= {(request.id, index) for index, tokens in enumerate(generated) if tokens is None}
+        return make(generated)
 
     def cancel(self, request: Request, index: int | None = None) -> None:
         self.ended_early.add(request.id)
@@ -312,9 +332,13 @@ class Rig:
 
     def _assert_ended_well(self, request: Request, index: int) -> None:
         key = (request.id, index)
+        if key in self.ended_before:
+            assert key not in self.collector.ends and key not in self.collector.tokens
+            return
         assert key in self.collector.ends, f"{key} never ended"
         end = self.collector.ends[key]
         tokens, expected = self.collector.tokens.get(key, []), self.machine.expected(request, index)
+        expected = expected[request.sequences[index].n_given :]
         assert tokens == expected[: len(tokens)], f"{key} got other tokens than alone"
         read = self.collector.reads.get(request.id)
         if end.reason in (FinishReason.LENGTH, FinishReason.STOP):

@@ -110,6 +110,14 @@ def forks(rig: Rig) -> None:
     rig.run()
 
 
+def answers_are_resumed(rig: Rig) -> None:
+    """From tokens that were generated elsewhere; of one answer there are none, and one had ended."""
+    rig.submit("several answers to a prompt", 8, n=4, temperature=1.0, seed=5, cuts=(0.5, 0, 0.2, 1))
+    rig.turns(2)
+    rig.submit("another one that was cut off", 6, seed=1, cuts=(0.9,))
+    rig.run()
+
+
 def prompts_are_read(rig: Rig) -> None:
     """Scored and embedded, beside one that answers, some of whose beginning is cached."""
     prefix = "all of them begin like "
@@ -285,7 +293,7 @@ def moved_all_the_time(rig: Rig) -> None:
 
 
 SCENARIOS: list[Scenario] = [
-    prompts_are_read,
+    prompts_are_read, answers_are_resumed,
     mixed_prompts, shared_prefixes, forks, cancels, timeouts, preempted_prompt, preempted_answer, shutdown, rebuilds,
 ]  # fmt: skip
 

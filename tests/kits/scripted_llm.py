@@ -254,5 +254,5 @@ class ScriptedLLM(AsyncLLM):
                     self.end_with(generation, self.failure)
 
     def end_with(self, generation: Generation, error: Exception) -> None:
-        self._cancel(generation.request_id)
+        self.cancel(generation.request_id)
         generation.fail(error)

@@ -48,7 +48,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
     assert f"(smollm2, {request.param})" in line
     yield found[0]
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 0, "".join(log)
+    assert process.wait(timeout=60) == 0, "".join(log)
     assert "Traceback" not in "".join(log)
 
 

@@ -177,6 +177,13 @@ def test_a_stream_of_several_answers_is_refused(llm: LLM) -> None:
         next(llm.stream("stream me", SamplingParams(n=2)))
 
 
+def test_a_chat_with_several_answers_is_refused(llm: LLM) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    for tools in ([], [tool]):
+        with pytest.raises(InvalidRequestError, match="n is 2; chat gives one answer, only generate gives several"):
+            llm.chat([{"role": "user", "content": "hi"}], SamplingParams(n=2), tools=tools)
+
+
 def test_leaving_a_stream_cancels_it(llm: LLM) -> None:
     stream = llm.stream("go on for ever", SamplingParams(max_tokens=4000, ignore_eos=True))
     next(stream)
@@ -321,7 +328,7 @@ async def _until_idle(llm: AsyncLLM) -> None:
         while llm.snapshot().kv.referenced or llm.snapshot().running:
             await asyncio.sleep(0.005)
 
-    await asyncio.wait_for(idle(), 10)
+    await asyncio.wait_for(idle(), 60)
 
 
 @pytest.fixture(scope="module", params=["native", "llama_cpp"])

@@ -181,7 +181,7 @@ def test_every_truncation_is_refused(tmp_path: Path, tiny_bytes: bytes) -> None:
         refusal(path)
 
 
-@settings(max_examples=sampled(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=sampled(300), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_mutated_bytes_give_a_model_or_a_model_error(tmp_path: Path, tiny_bytes: bytes, data: st.DataObject) -> None:
     mutated = bytearray(tiny_bytes)

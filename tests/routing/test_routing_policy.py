@@ -96,7 +96,7 @@ def test_a_dead_replica_is_never_chosen_and_the_same_seed_chooses_the_same(name:
                         policy.choose(names, len(names) * BLOCK, session, now=now, exclude=exclude) for policy in twins
                     )
                     assert first == second and first in living - exclude
-                else:
+                else:  # only one is asked: a request that nobody can take changes nothing
                     with pytest.raises(NoReplicaError, match="no replica is available"):
                         twins[0].choose(names, 9, session, now=now, exclude=exclude)
         assert set(twins[0].replicas) == living
@@ -132,6 +132,19 @@ def test_consistent_hashing_moves_little_when_a_replica_leaves() -> None:
     assert homes() == before
     policy.remove("c")
     assert [home for home, old in zip(homes(), before, strict=True) if old != "c"] == [o for o in before if o != "c"]
+
+
+@pytest.mark.parametrize("name", ["least-loaded", "consistent-hash"])
+def test_a_request_that_nobody_can_take_changes_nothing(name: str) -> None:
+    asked, other = twins = [make(name, seed=3), make(name, seed=3)]
+    for policy in twins:
+        for _ in range(6):
+            ask(policy, prompt(0), now=0.1)
+    with pytest.raises(NoReplicaError):
+        asked.choose(prompt(0), 9, now=SENT_S, exclude=REPLICAS)
+    late = SENT_S + 0.1  # what was sent first counts no longer
+    assert ask(asked, prompt(0), now=late) == ask(other, prompt(0), now=late)
+    assert [asked.load(replica) for replica in REPLICAS] == [other.load(replica) for replica in REPLICAS]
 
 
 def test_what_was_sent_counts_until_a_report_includes_it() -> None:

@@ -123,10 +123,10 @@ def test_a_flood_of_refusals_does_not_flood_the_log(caplog: pytest.LogCaptureFix
     log = errors._RefusalLog(lambda: now)
     with caplog.at_level(logging.WARNING, "cllm.server"):
         for _ in range(100):
-            log.note(400, "POST", "/x", "id", "wrong")
+            log.note(400, "POST /x", "id", "wrong")
         assert len(caplog.records) == log.MOST
         now = 1.0
-        log.note(400, "POST", "/x", "id", "wrong")
+        log.note(400, "POST /x", "id", "wrong")
     assert caplog.records[log.MOST].getMessage() == "80 more refusals were not logged"
     assert len(caplog.records) == log.MOST + 2
 

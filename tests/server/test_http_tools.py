@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,6 +10,8 @@ import httpx
 import pytest
 
 from cllm.config import Config
+from cllm.dialect.deltas import Delta
+from cllm.server.inference.streams import CompletionStream
 from cllm.server.openai.replies import ChatReply
 from cllm.text.chat_template import PLAIN
 from http_kit import client_for
@@ -148,6 +151,33 @@ async def test_at_most_one_call(streamed: bool) -> None:
     answer = (await deltas(llm, **body))[-1] if streamed else await choice(llm, **body)
     assert answer["finish_reason"] == "tool_calls"
     assert streamed or len(answer["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_usage_counts_the_tokens_up_to_the_end_of_the_last_call(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far the engine is ahead of who reads."""
+    begin = f"<tool_call>{CALL}"
+    llm = fake(f"{begin}</tool_call>" * 3)
+    read = CompletionStream.__anext__
+
+    async def read_late(stream: CompletionStream) -> list[Delta]:
+        while not all(generation.done for generation in stream.generations):
+            await asyncio.sleep(0.001)
+        return await read(stream)
+
+    if ahead:
+        monkeypatch.setattr(CompletionStream, "__anext__", read_late)
+    else:
+        llm.hold(len(begin) + 1)  # the prompt's step gives the first token
+    body = {"tools": [TOOL], "parallel_tool_calls": False}
+    assert (await ask(llm, **body)).json()["usage"]["completion_tokens"] == len(begin)
+    if not ahead:
+        llm.hold(len(begin) + 1)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last, _done = (line for line in (await ask(llm, **body, **options)).text.splitlines() if line)
+    assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"] == len(begin)
 
 
 async def test_without_tools_or_with_none_nothing_is_read() -> None:

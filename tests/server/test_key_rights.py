@@ -22,7 +22,7 @@ from http_kit import served
 from native_kit import write_model
 from served_models import config as config_of_several
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture

@@ -8,9 +8,11 @@ import re
 import resource
 import select
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import httpx
 import psutil
@@ -119,6 +121,23 @@ def test_what_is_no_http_is_refused_with_a_reason(server: Served) -> None:
         reply = reply_of(ask(server, raw))
         assert (reply.status, reply.error["code"]) == (400, "bad_request"), raw
         assert reply.error["message"].startswith("Malformed HTTP request: ") and reply.headers["x-request-id"]
+
+
+def test_what_is_no_request_yet_is_logged_too(server: Served) -> None:
+    def shake_hands() -> None:
+        with server.connect() as connection, pytest.raises(ssl.SSLError):
+            ssl.create_default_context().wrap_socket(connection, server_hostname="localhost")
+
+    def logged(refuse: Callable[[], object], line: str) -> bool:
+        """Again and again: of many refusals in a second, not all are logged."""
+        refuse()
+        return server.logged(f" for a request from 127.0.0.1: {line}")
+
+    until(
+        partial(logged, shake_hands, "Malformed HTTP request: it is a TLS handshake, but this port serves plain HTTP;")
+    )
+    endless = partial(ask, server, GET + b"x-a: " + b"a" * 65_536)
+    until(partial(logged, endless, "The request line and headers are larger than 65536 bytes"))
 
 
 def test_a_large_body_is_refused_while_it_is_being_sent(server: Served) -> None:

@@ -139,7 +139,7 @@ def test_nobody_waits_for_a_file_when_the_server_is_stopped(monkeypatch: pytest.
 
     def read(path: Path) -> str:
         reads.set()
-        go_on.wait(10)
+        go_on.wait(60)
         has_read.set()
         return "x"
 

@@ -15,7 +15,7 @@ from cllm.bench.measures import Targets
 from cllm.bench.options import Model, Quick, ReportDir, Threads
 from cllm.bench.quality.cli import kv_types, truth
 from cllm.bench.report import Report
-from cllm.bench.run import make_setup, run_and_report
+from cllm.bench.run import check_addresses, make_setup, run_and_report
 from cllm.bench.sizes import describe, resize, with_duration
 from cllm.bench.workloads import LONG, ONCE, SHORT, SLOW, WORKLOADS
 from cllm.bench.workloads.base import Setup, Workload
@@ -95,6 +95,7 @@ def _add_command(name: str, help_text: str) -> None:
             against=against or (["none"] if quick or name == "soak" else ["llama-server"]),
             targets=Targets(ttft_target_ms, inter_token_target_ms),
         )
+        check_addresses(setup)
         written = Report(describe_machine(), _described(name, setup, quick), json, report)
         raise typer.Exit(run_and_report(workloads, setup, written, tune=tune))
 

@@ -69,9 +69,8 @@ def _overview(results: Sequence[Result]) -> Iterator[Section]:
     plots = [*_peers(results), *_concurrency(results)]
     if rows or plots:
         columns = ["work", "figure", "ours", "against", "its figure", "ratio", "required", "verdict"]
-        yield Section(
-            "What must be reached", _HOW_TO_READ, [without_empty_columns(rows, columns)] if rows else [], plots=plots
-        )
+        tables = [without_empty_columns(rows, columns)] if rows else []
+        yield Section("What must be reached" if rows else "Overview", _HOW_TO_READ if rows else "", tables, plots=plots)
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ from cllm.bench.figures import OURS, Figure, PeerFigure, Row, Run, Spread, Sweep
 from cllm.bench.stats import Interval
 from cllm.observe.json_option import write_json
 
-QUICK = "Small sizes (--quick): this shows that everything runs; the figures and verdicts mean nothing."
+QUICK = "Small sizes (--quick): this shows that everything runs; the figures mean nothing."
 _BUSY_PERCENT = 10.0
 """A machine busier than this before a pass makes its figures doubtful."""
 
@@ -46,6 +46,11 @@ class Result:
     @property
     def peers(self) -> list[str]:
         return sides(self.runs)[1:]
+
+    @property
+    def judged(self) -> bool:
+        """Whether anything must be reached."""
+        return any(figure.limit is not None for figure in self.figures)
 
     def runs_of(self, side: str) -> list[Run]:
         return [run for run in self.runs if run.side == side]
@@ -167,7 +172,8 @@ def print_result(console: Console, result: Result) -> None:
         justify: JustifyMethod = "left" if heading in ("", "against", "verdict") else "right"
         table.add_column(escape(heading), justify=justify, no_wrap=number_of_column == 0)
     for line in table_lines(result):
-        table.add_row(*map(escape, line[:-1]), _coloured(line[-1]))
+        cells = [*map(escape, line[:-1]), _coloured(line[-1])] if result.judged else map(escape, line)
+        table.add_row(*cells)
     console.print(table)
     for note in result.notes:
         console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
@@ -179,14 +185,14 @@ def headings(result: Result) -> list[str]:
         return ["", *(f"{figure.label}, {figure.unit}".rstrip(", ") for figure in _measured(result))]
     peers = result.peers
     beside = ["against", "its figure", "ratio"] if len(peers) > 1 else [*peers, "ratio"] if peers else []
-    return ["", result.driven, *beside, "required", "verdict"]
+    return ["", result.driven, *beside, *(["required", "verdict"] if result.judged else [])]
 
 
 def table_lines(result: Result) -> list[list[str]]:
     """What stands below the headings: a line for each figure that was measured, and for each peer after the first."""
     if result.by_side is not None:
         return _side_lines(result)
-    lines = [line for row in result.rows for line in lines_of(row)]
+    lines = [line if result.judged else line[:-2] for row in result.rows for line in lines_of(row)]
     if len(result.peers) == 1:
         return [[*line[:2], *line[3:]] for line in lines]
     return lines if result.peers else [[*line[:2], *line[5:]] for line in lines]

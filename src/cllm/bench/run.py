@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
+from cllm.bench.client import Client
 from cllm.bench.figures import OURS, Run
 from cllm.bench.http import Address
 from cllm.bench.live import LiveView, PlainView, View
@@ -72,6 +73,20 @@ def make_setup(
     )
 
 
+def check_addresses(setup: Setup) -> None:
+    """A server that was given by its address must answer before anything is measured."""
+    keys = {peer: None for peer in setup.against if peer not in PEERS}
+    given = keys if setup.url is None else {**keys, setup.url: setup.api_key}
+
+    async def check_all() -> None:
+        for url, key in given.items():
+            async with Client(url, api_key=key):
+                pass
+
+    if given:
+        asyncio.run(check_all())
+
+
 def run_and_report(workloads: Sequence[Workload], setup: Setup, report: Report, *, tune: bool = False) -> int:
     """Measure with what a user sees around it: progress, tables, files. The exit code."""
     console = _console()
@@ -107,6 +122,7 @@ async def run_all(workloads: Sequence[Workload], setup: Setup, report: Report, c
     """One after another. A workload that fails is reported, and the others still run; what was measured is saved."""
     for workload in workloads:
         runs: list[Run] = []
+        judged = not report.settings.get("quick")
         try:
             await workload.measure(setup, runs.append)
         except CLLMError as error:
@@ -119,7 +135,7 @@ async def run_all(workloads: Sequence[Workload], setup: Setup, report: Report, c
             raise
         finally:
             if runs:
-                result = make_result(workload, setup, runs)
+                result = make_result(workload, setup, runs, judged=judged)
                 report.results.append(result)
                 report.add_details(workload.details(result))
             report.save()
@@ -127,9 +143,12 @@ async def run_all(workloads: Sequence[Workload], setup: Setup, report: Report, c
                 print_result(console, result)
 
 
-def make_result(workload: Workload, setup: Setup, runs: Sequence[Run]) -> Result:
+def make_result(workload: Workload, setup: Setup, runs: Sequence[Run], *, judged: bool = True) -> Result:
+    """`judged`: with what must be reached, and whether it is."""
     backend = next((run.facts["backend"] for run in runs if run.side == OURS and "backend" in run.facts), None)
     figures = for_backend(backend, workload.name, workload.all_figures)
+    if not judged:
+        figures = [replace(figure, limit=None) for figure in figures]
     return Result(
         workload.name,
         workload.title,

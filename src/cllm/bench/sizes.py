@@ -55,6 +55,12 @@ def _parse(field: Field[Any], text: str) -> float:
         value = int(text) if whole else float(text)
     except ValueError:
         value = -1
-    if not 0 <= value < float("inf"):
-        raise BenchError(f"--size {field.name} is {text!r}; it must be a {'whole ' if whole else ''}number, 0 or more")
+    if not 0 <= value < float("inf") or (value == 0 and not _may_be_zero(field)):
+        least = "0 or more" if _may_be_zero(field) else "1 or more" if whole else "more than 0"
+        raise BenchError(f"--size {field.name} is {text!r}; it must be a {'whole ' if whole else ''}number, {least}")
     return value
+
+
+def _may_be_zero(field: Field[Any]) -> bool:
+    """Waits, shares and spreads may be; without users, requests or tokens there is nothing to measure."""
+    return field.default == 0 or field.name.endswith(("_s", "_share", "_spread"))

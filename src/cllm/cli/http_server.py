@@ -140,6 +140,7 @@ class Server(uvicorn.Server):
             for task in background:
                 task.cancel()
             await (self._closing or self._serves.shutdown(0))
+            await self._state.close()
 
     def _observe(self) -> list[EfficiencyLog]:
         """Log the requests and the cache efficiency of every model."""

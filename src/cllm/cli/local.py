@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cllm.cli.options import load_settings
+from cllm.cli.options import check_device, load_settings
 from cllm.observe.log import setup_logging, tokens_per_second
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def prepare(
     flags = {"model.name": model, "backend.type": backend, "backend.torch.device": device}
     loaded = load_settings(file, assignments, flags)
     config = loaded.config
+    check_device(config, device)
     if config.models and model is None:
         config = config_of(config, config.models[0])
     quiet = loaded.sources["log.level"] == "default"

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cllm.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cllm.config import LoadedConfig
+    from cllm.config import Config, LoadedConfig
 
 PIPED_WIDTH = 200
 """Columns of a table if stdout is not a terminal."""
@@ -29,7 +31,7 @@ BackendOption = Annotated[
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option("--device", metavar="NAME", help="Device for torch: auto, cpu, cuda or cuda:1. [default: auto]"),
+    typer.Option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:1; a GPU needs torch. [default: auto]"),
 ]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML configuration file.", show_default=False)
@@ -75,6 +77,13 @@ def load_settings(
     overrides = dict(parse_assignment(text) for text in assignments or ())
     overrides.update({key: value for key, value in (flags or {}).items() if value is not None})
     return load_config(file, overrides)
+
+
+def check_device(config: Config, device: str | None) -> None:
+    """Only torch runs on a GPU. `--device cpu` is true of every backend."""
+    backend = config.backend.type
+    if device not in (None, "auto", "cpu") and backend not in ("auto", "torch"):
+        raise ConfigError(f"--device is {device}, but the {backend} backend runs on the CPU; use --backend torch")
 
 
 def sampling_flags(

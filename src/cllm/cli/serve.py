@@ -7,7 +7,15 @@ from typing import Annotated
 import typer
 
 from cllm.cli.memory import check_memory
-from cllm.cli.options import MODEL_HELP, BackendOption, ConfigOption, DeviceOption, SetOption, load_settings
+from cllm.cli.options import (
+    MODEL_HELP,
+    BackendOption,
+    ConfigOption,
+    DeviceOption,
+    SetOption,
+    check_device,
+    load_settings,
+)
 
 
 def serve(
@@ -36,6 +44,7 @@ def serve(
         "server.port": port,
     }
     config = load_settings(config_file, assignments, flags).config
+    check_device(config, device)
 
     from cllm.cli import stdio
     from cllm.cli.http_server import run_server

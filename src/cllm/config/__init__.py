@@ -13,7 +13,15 @@ from cllm.config.backend import BackendConfig, FakeConfig, LlamaCppConfig, Nativ
 from cllm.config.errors import InvalidConfigError
 from cllm.config.load import LoadedConfig, config_of, load_config
 from cllm.config.model_entry import ModelEntry
-from cllm.config.schema import Config, LogConfig, ModelConfig, PromptConfig, ResourcesConfig, SchedulerConfig
+from cllm.config.schema import (
+    Config,
+    LogConfig,
+    ModelConfig,
+    ObserveConfig,
+    PromptConfig,
+    ResourcesConfig,
+    SchedulerConfig,
+)
 from cllm.config.server import ServerConfig
 from cllm.config.sources import parse_assignment
 
@@ -28,6 +36,7 @@ __all__ = [
     "ModelConfig",
     "ModelEntry",
     "NativeConfig",
+    "ObserveConfig",
     "PromptConfig",
     "ResourcesConfig",
     "SchedulerConfig",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ from cllm.config.linear_regex import pattern_error
 from cllm.config.model_entry import ModelEntry
 from cllm.config.section import Section
 from cllm.config.server import ResponsesConfig, ServerConfig, StructuredConfig
+
+_HTTP_URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 
 KVType = Literal["f16", "q8_0", "q4_0", "bf16", "f32", "fp8", "int8"]
 
@@ -214,6 +217,21 @@ class LogConfig(Section):
     )
 
 
+class ObserveConfig(Section):
+    otlp_endpoint: str | None = Field(
+        default=None,
+        description="URL of an OpenTelemetry collector, such as http://127.0.0.1:4318, that gets a trace of each "
+        "request over OTLP/HTTP; needs cllm[otel] (null: the variable OTEL_EXPORTER_OTLP_ENDPOINT, or no traces)",
+    )
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_a_url(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not _HTTP_URL.fullmatch(endpoint):
+            raise PydanticCustomError("pattern", "a URL such as http://127.0.0.1:4318")
+        return endpoint
+
+
 class Config(Section):
     """All settings. An instance is always valid: contradictory settings raise `ConfigError`."""
 
@@ -234,6 +252,7 @@ class Config(Section):
     chat: ChatConfig = ChatConfig()
     responses: ResponsesConfig = ResponsesConfig()
     log: LogConfig = LogConfig()
+    observe: ObserveConfig = ObserveConfig()
 
     def at(self, key: str) -> Any:
         """The value of a dotted key, such as "server.port"."""

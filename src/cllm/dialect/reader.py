@@ -66,6 +66,8 @@ class AnswerReader:
         """`calls_only`: a mask allows nothing else, beside reasoning."""
         self.ended = False
         """Whether the rest of the model's text is ignored."""
+        self.tokens = 0
+        """Tokens that were read, until it ended."""
         self.reasoning_tokens = 0
         self._include_reasoning = include_reasoning
         self._finished = False
@@ -106,6 +108,7 @@ class AnswerReader:
         Log probabilities go with a delta of what their tokens belong to."""
         if self._finished:
             return []
+        self.tokens += len(delta.token_ids)
         self._logprobs += delta.logprobs or ()
         new = self.push(delta.text)
         silent = self._silent_delta() if self._logprobs and not new else None

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from cllm.backends.base import Backend
 from cllm.engine.outbox import ATTEMPTS, Deliver, Outbox
-from cllm.engine.request import FinishReason, Output, Request
+from cllm.engine.request import FinishReason, Output, Request, RequestState
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stats import EngineSnapshot, take_snapshot
 from cllm.engine.stepper import Stepper
@@ -198,7 +198,8 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self.should_stop:
-                if not self.turn():
+                # The turn may have emptied the inbox, the last reason not to stop: nobody would wake the engine.
+                if not self.turn() and not self.should_stop:
                     self._wait()
         finally:
             self.close_down()
@@ -351,8 +352,10 @@ class Engine:
     def _refuse_waiting(self) -> None:
         error = ShuttingDownError("the server is shutting down; the request was still waiting in the queue")
         for sequence in list(self.scheduler.waiting):
-            if sequence.request.first_token_at is None:
-                self.scheduler.finish(sequence.request, None, FinishReason.CANCELLED, error)
+            request = sequence.request
+            # Of a resumed request one answer may run while another waits.
+            if request.first_token_at is None and request.state is RequestState.PENDING:
+                self.scheduler.finish(request, None, FinishReason.CANCELLED, error)
 
     # -- inbox -------------------------------------------------------------------------------------------------
 

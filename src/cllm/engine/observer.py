@@ -38,6 +38,8 @@ def record_of(request: Request, now: float, error: Exception | None) -> RequestR
     assert request.reason is not None
     admitted = request.admitted_at if request.admitted_at is not None else now
     first = request.first_token_at
+    # The first token of a resumed request came from elsewhere.
+    ttft_s = first - request.arrival if first is not None and not request.resumed else None
     return RequestRecord(
         request_id=request.id,
         reason=request.reason.value,
@@ -46,7 +48,7 @@ def record_of(request: Request, now: float, error: Exception | None) -> RequestR
         cached_tokens=request.cached_tokens,
         generated_tokens=request.generated,
         queued_s=admitted - request.arrival,
-        ttft_s=first - request.arrival if first is not None else None,
+        ttft_s=ttft_s,
         prefill_s=(first if first is not None else now) - admitted,
         decode_s=now - first if first is not None else 0.0,
         total_s=now - request.arrival,

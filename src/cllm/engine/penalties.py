@@ -58,8 +58,8 @@ class Penalties:
         twin._drops = np.zeros_like(self._drops)
         return twin
 
-    def observe(self, token_id: int) -> None:
-        """Count one generated token."""
+    def observe(self, token_id: int, times: int = 1) -> None:
+        """Count a generated token."""
         place = int(self._prompt_ids.searchsorted(np.int32(token_id)))
         if place == len(self._prompt_ids) or self._prompt_ids[place] != token_id:
             place = self._places.setdefault(token_id, self._size)
@@ -68,7 +68,7 @@ class Penalties:
             if place == len(self._ids):
                 self._grow()
             self._ids[place] = token_id
-        self._counts[place] += 1
+        self._counts[place] += times
         self._drops[place] = self._frequency * self._counts[place] + self._presence
 
     def apply(self, values: Row) -> None:

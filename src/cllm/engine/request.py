@@ -16,6 +16,7 @@ from cllm.backends.base import PromptScores
 from cllm.engine.constraint import Constraint
 from cllm.engine.params import SamplingParams
 from cllm.engine.reading import Embedding, PromptPooling, Reading
+from cllm.engine.resuming import Generated, observe_generated, validate_generated
 from cllm.engine.row_sampler import RowSampler
 from cllm.engine.sampling import TokenChooser, TokenLogprob
 from cllm.engine.tenant import ANONYMOUS, Tenant
@@ -83,7 +84,7 @@ class DraftState:
 
 
 class Sequence(KVSequence):
-    """One answer being generated. `tokens` is the prompt and what was generated so far."""
+    """One answer being generated. `tokens` is the prompt and what was generated so far, here or elsewhere."""
 
     __slots__ = (
         "_key",
@@ -92,9 +93,11 @@ class Sequence(KVSequence):
         "ended",
         "epoch",
         "forced",
+        "forked",
         "generates",
         "index",
         "max_length",
+        "n_given",
         "n_prompt",
         "order",
         "promised",
@@ -118,6 +121,8 @@ class Sequence(KVSequence):
         self.index = index
         self.chooser = chooser
         self.n_prompt = len(request.prompt)
+        self.n_given = 0
+        """How many tokens after the prompt were generated elsewhere."""
         self.max_length = max_length
         self.generates = max_length > self.n_prompt
         """Whether tokens are generated; if not, it ends with its prompt."""
@@ -143,8 +148,10 @@ class Sequence(KVSequence):
         """How many of its last tokens a grammar forced: they are computed with its row, as one chunk."""
         self.drafts: DraftState | None = None
         self._key: bytes | None = None
+        self.forked = False
+        """Whether it is one of another answer's `twins`."""
         self.twins: list[Sequence] = []
-        """The other answers to the same prompt, forked from this one when the prompt is computed."""
+        """Other answers to the same prompt, forked from this one when the prompt is computed."""
 
     @property
     def counts_as_query(self) -> bool:  # type: ignore[override]
@@ -196,6 +203,17 @@ class Sequence(KVSequence):
         most = self.max_length - len(self.tokens) - 1
         return most if self.window is None else min(most, self.window.until_drop(self.num_computed) - 1)
 
+    @property
+    def given(self) -> array[int]:
+        """The tokens of the answer that were generated elsewhere."""
+        return self.tokens[self.n_prompt : self.n_prompt + self.n_given]
+
+    def resume(self, tokens: array[int]) -> None:
+        """Continue after tokens that were generated elsewhere."""
+        observe_generated(self.chooser, tokens, self.index)
+        self.tokens = self.request.prompt + tokens
+        self.n_given = len(tokens)
+
     def append(self, token: int) -> None:
         """Take a token as generated."""
         if self.tokens is self.request.prompt:
@@ -238,6 +256,7 @@ class Request:
         "deadline",
         "embeds",
         "end_ids",
+        "first_answer",
         "first_token_at",
         "gaps",
         "id",
@@ -248,6 +267,7 @@ class Request:
         "priority",
         "prompt",
         "reason",
+        "resumed",
         "sequences",
         "state",
         "tenant",
@@ -272,7 +292,7 @@ class Request:
         self.prompt: array[int] = array("i", prompt)
         self.params = params
         self.pins = pins
-        """Parts of the prompt to pin in the cache when the first answer ends."""
+        """Parts of the prompt to pin in the cache when `first_answer` ends."""
         self.arrival = arrival
         self.deadline = deadline
         self.priority = priority
@@ -282,6 +302,10 @@ class Request:
         self.state = RequestState.PENDING
         self.reason: FinishReason | None = None
         self.sequences: list[Sequence] = []
+        self.first_answer = 0
+        """The first of them that is generated here."""
+        self.resumed = False
+        """Whether some of its tokens were generated elsewhere."""
         self.unfinished = params.n
         self.preemptions = 0
         self.cached_tokens = 0
@@ -294,12 +318,13 @@ class Request:
     @property
     def computed(self) -> int:
         """Prompt tokens that are in memory, those from the cache included."""
-        first = self.sequences[0]
-        return first.n_prompt if self.generated else min(first.num_computed, first.n_prompt)
+        whole = len(self.prompt)
+        return whole if self.generated else min(max(sequence.num_computed for sequence in self.sequences), whole)
 
     @property
     def generated(self) -> int:
-        return sum(len(sequence.tokens) - sequence.n_prompt for sequence in self.sequences)
+        """Tokens of all answers that were generated here."""
+        return sum(len(sequence.tokens) - sequence.n_prompt - sequence.n_given for sequence in self.sequences)
 
 
 def build_request(
@@ -320,11 +345,15 @@ def build_request(
     pins: Tokens[PinMark] = (),
     constraint: Constraint | None = None,
     reading: Reading | None = None,
+    generated: Generated | None = None,
 ) -> Request:
     """A request with its sequences, ready for the engine. Answer i draws with seed + i. A `constraint` decides where
     answers end, so they may always choose an end token. `reading` scores or pools the prompt, once for all answers.
 
     With a `window` an answer may outgrow the context; without max_tokens it is at most as long as the context.
+
+    `generated` are the tokens that answers have already, from a request with the same prompt, parameters and seed: they
+    go on as that one would have, and only what is new is output. Raises `InvalidRequestError` if they cannot.
     """
     stops = frozenset(params.stop_token_ids)
     past_the_end = params.ignore_eos and constraint is None
@@ -344,6 +373,10 @@ def build_request(
     limit = len(prompt) + (max_context if params.max_tokens is None else params.max_tokens)
     if window is None:
         limit = min(limit, max_context)
+    given = None
+    if generated is not None:
+        most = limit - len(prompt)
+        given = validate_generated(generated, params, most=most, end_ids=end_ids, vocab_size=vocab_size)
     chooser = TokenChooser(
         params,
         prompt,
@@ -356,8 +389,29 @@ def build_request(
     )
     choosers = [chooser, *(chooser.twin(seed + index) for index in range(1, params.n))]
     request.sequences = [Sequence(request, index, each, limit, window) for index, each in enumerate(choosers)]
-    first = request.sequences[0]
-    first.twins = request.sequences[1:]
-    first.reading = reading
+    if given is not None:
+        _resume(request, given)
+    if not request.resumed:
+        request.sequences[0].reading = reading
+    _pair_up([sequence for sequence in request.sequences if not (sequence.ended or sequence.n_given)])
     request.embeds = isinstance(reading, PromptPooling)
     return request
+
+
+def _pair_up(fresh: list[Sequence]) -> None:
+    """The prompt of answers that have no tokens yet is computed once. Others compute it together with their own tokens,
+    after what the cache has of it by then."""
+    for twin in fresh[1:]:
+        twin.forked = True
+        fresh[0].twins.append(twin)
+
+
+def _resume(request: Request, given: list[array[int] | None]) -> None:
+    for sequence, tokens in zip(request.sequences, given, strict=True):
+        if tokens is None:
+            sequence.ended = True
+            request.unfinished -= 1
+        elif tokens:
+            sequence.resume(tokens)
+    request.resumed = any(sequence.ended or sequence.n_given for sequence in request.sequences)
+    request.first_answer = next(sequence.index for sequence in request.sequences if not sequence.ended)

@@ -61,7 +61,9 @@ class RequestTracker(ABC):
     def add(self, request: Request) -> None:
         self.requests[request.id] = request
         heapq.heappush(self._deadlines, (request.deadline, request.id))
-        self.waiting.push(request.sequences[0])
+        for sequence in request.sequences:
+            if not (sequence.forked or sequence.ended):
+                self.waiting.push(sequence)
 
     def finish(self, request: Request, index: int | None, reason: FinishReason, error: Exception | None = None) -> None:
         """End a request, or one of its answers, in any state."""
@@ -103,9 +105,9 @@ class RequestTracker(ABC):
             self.dequeued += 1
             request.admitted_at = self._clock()
             # A later admission finds what the request itself computed: that does not count.
-            request.cached_tokens = cached
+            request.cached_tokens = min(cached, sequence.n_prompt)
             self.prompt_tokens += sequence.n_prompt
-            self.cached_tokens += cached
+            self.cached_tokens += request.cached_tokens
         request.state = RequestState.PROCESSING
 
     def _preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
@@ -133,7 +135,7 @@ class RequestTracker(ABC):
         try:
             if rewind:
                 self.kv.rewind(sequence)
-            if keep and sequence.ended and sequence.index == 0:
+            if keep and sequence.ended and sequence.index == sequence.request.first_answer:
                 for mark in sequence.request.pins:
                     self.kv.pin(sequence, mark)
             self.kv.release(sequence, keep=keep)

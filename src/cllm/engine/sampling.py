@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
@@ -152,6 +153,18 @@ class TokenChooser:
         self.generated += 1
         if self._penalties.active:
             self._penalties.observe(token_id)
+
+    def observe_all(self, tokens: Sequence[int]) -> None:
+        """Take tokens as generated, faster than one by one. If the constraint raises, `generated` says at which."""
+        if self.constraint is None:
+            self.generated += len(tokens)
+        else:
+            for token_id in tokens:
+                self.constraint.accept(token_id)
+                self.generated += 1
+        if self._penalties.active:
+            for token_id, times in Counter(tokens).items():
+                self._penalties.observe(token_id, times)
 
     def agreed(self, tokens: Sequence[int]) -> int:
         """How many of these could come next. If the constraint fails here, it will fail again when it matters."""

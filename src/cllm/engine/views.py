@@ -93,7 +93,6 @@ def _in_order(tracker: RequestTracker) -> Iterable[Request]:
 
 
 def view_of(request: Request, now: float) -> RequestView:
-    first = request.sequences[0]
     generated = request.generated
     computed = request.computed
     if request.first_token_at is not None and request.last_token_at is not None:
@@ -105,7 +104,7 @@ def view_of(request: Request, now: float) -> RequestView:
     return RequestView(
         request.id,
         any(sequence.running for sequence in request.sequences),
-        first.n_prompt,
+        len(request.prompt),
         computed,
         request.cached_tokens,
         generated,

@@ -44,6 +44,7 @@ KEY_BLOCKS = 8
 """Consistent hashing goes by this many leading blocks of a prompt without a session."""
 
 _OLDEST = 50.0
+"""In `RECENT_S`: before e to that power, which work is multiplied by, becomes too large for a float."""
 _POINTS = 64
 """Of each replica on the ring."""
 
@@ -124,12 +125,12 @@ class RoutingPolicy(ABC):
         exclude: Collection[str] = (),
     ) -> str:
         """The replica for a prompt, by the names of its whole blocks (kv/block_names.py). `exclude` has replicas that
-        were tried already."""
+        were tried already. If nobody is left, the call changes nothing."""
+        if all(name in exclude for name in self._loads):
+            raise NoReplicaError
         moment = _time(now)
         self._expire_sent(moment)
         loads = {name: load for name, load in self._loads.items() if name not in exclude} if exclude else self._loads
-        if not loads:
-            raise NoReplicaError
         replica, cached_tokens = self._choose(loads, prompt_hashes, prompt_tokens, session, moment)
         work = max(prompt_tokens - cached_tokens, 0) + ROW_TOKENS
         self._sent[replica].append((moment, work))

@@ -13,12 +13,13 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cllm import __version__
 from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollector, create_registry
+from cllm.observe.otlp import open_tracing
 from cllm.served import ServedModels
 from cllm.server.anthropic import routes as anthropic
 from cllm.server.auth.tenants import Tenants
 from cllm.server.cllm import generate, models, ops, requests, tokens, warm
 from cllm.server.errors import install_handlers
-from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, Leases, RequestContext, SubPath
+from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, Leases, RequestContext, SubPath, Traces
 from cllm.server.ollama import routes as ollama
 from cllm.server.openai import embeddings
 from cllm.server.openai import routes as openai
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from cllm.config import Config
     from cllm.engine.observer import Observers
     from cllm.llm import AsyncLLM
+    from cllm.observe.tracing import Tracing
 
 _DESCRIPTION = """The APIs of OpenAI, Anthropic and Ollama, and cLLM's own. Point any OpenAI client at /v1.
 
@@ -51,7 +53,7 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
     )
     tenants = Tenants(config.server) if config.server.needs_key else None
     registry = create_registry(_collector(serves, config, tenants))
-    app.state.cllm = state = ServerState(serves, config, registry)
+    app.state.cllm = state = ServerState(serves, config, registry, open_tracing(config.observe))
     if tenants is not None:
         registry.register(tenants)
         state.warm_tenant = tenants.warm_tenant
@@ -76,7 +78,9 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
     if config.server.page:
         add_page(app, lambda name: state.loaded(name).hub)
     install_handlers(app, retry_after_s=config.server.shutdown_grace_s)
-    _add_middleware(app, config, tenants, several=state.several is not None)
+    if state.tracing is not None:
+        _trace(serves, config, state.tracing)
+    _add_middleware(app, config, tenants, state)
     app.openapi = lambda: _openapi(app, state)  # type: ignore[method-assign]
     return app
 
@@ -108,22 +112,33 @@ def _observe(observers: Observers, tenants: Tenants | None) -> MetricsObserver:
     return observer
 
 
+def _trace(serves: AsyncLLM | ServedModels, config: Config, tracing: Tracing) -> None:
+    if not isinstance(serves, ServedModels):
+        tracing.watch(serves.observers, lambda: config.model.alias or serves.model_name)
+        return
+    for served in serves.models:
+        tracing.watch(served.observers, partial(str, served.name))
+
+
 @asynccontextmanager
 async def _lifespan(serves: AsyncLLM | ServedModels, state: ServerState) -> AsyncIterator[None]:
-    if serves.ready:
-        yield
-        return
-    await serves.start()
     try:
-        async with warm.warming_up(state):
+        if serves.ready:
             yield
+            return
+        await serves.start()
+        try:
+            async with warm.warming_up(state):
+                yield
+        finally:
+            await serves.shutdown()
     finally:
-        await serves.shutdown()
+        await state.close()
 
 
-def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None, *, several: bool) -> None:
+def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None, state: ServerState) -> None:
     """Innermost first. CORS is outside the API key: a browser's preflight request has none."""
-    if several:
+    if state.several is not None:
         app.add_middleware(Leases)
     app.add_middleware(BodyLimit, max_bytes=config.server.max_body_bytes)
     if tenants is not None:
@@ -137,6 +152,8 @@ def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None, *, se
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
+    if state.tracing is not None:
+        app.add_middleware(Traces, tracing=state.tracing)
     app.add_middleware(RequestContext)
     if config.server.root_path:
         app.add_middleware(SubPath, prefix=config.server.root_path)

@@ -72,7 +72,7 @@ class _RefusalLog:
         self._at = clock()
         self._missed = 0
 
-    def note(self, status: int, method: str, path: str, request_id: str, message: str) -> None:
+    def note(self, status: int, what: str, request_id: str, message: str) -> None:
         now = self._clock()
         self._left = min(self.MOST, self._left + (now - self._at) * self.MOST)
         self._at = now
@@ -83,7 +83,7 @@ class _RefusalLog:
         if self._missed:
             log.warning("%d more refusals were not logged", self._missed)
             self._missed = 0
-        log.warning("refused %s: %d for %s %.200s: %.400s", request_id, status, method, path, message)
+        log.warning("refused %s: %d for %.208s: %.400s", request_id, status, what, message)
 
 
 _refusals = _RefusalLog()
@@ -91,9 +91,14 @@ _refusals = _RefusalLog()
 
 def note_refusal(problem: Problem, scope: Scope) -> None:
     """Log a refused request. Server errors are logged elsewhere, disconnects not at all."""
+    request_id = scope.get("state", {}).get("request_id", "-")
+    note_refusal_of(f"{scope['method']} {scope['path']}", problem, request_id)
+
+
+def note_refusal_of(what: str, problem: Problem, request_id: str) -> None:
+    """The same for one that may not have come far enough to have a method and a path."""
     if 400 <= problem.status < 500 and problem.status != CLIENT_GONE:
-        request_id = scope.get("state", {}).get("request_id", "-")
-        _refusals.note(problem.status, scope["method"], scope["path"], request_id, problem.message)
+        _refusals.note(problem.status, what, request_id, problem.message)
 
 
 class ApiError(HTTPException):

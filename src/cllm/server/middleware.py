@@ -1,4 +1,4 @@
-"""ASGI middleware around every route: request id, API key, size of the body, model leases."""
+"""ASGI middleware around every route: request id, trace, API key, size of the body, model leases."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from cllm.server.auth.tenants import Caller, Tenants
 from cllm.server.errors import ApiError, is_anthropics, note_refusal, problem_of, problem_of_http
 
 if TYPE_CHECKING:
+    from cllm.observe.tracing import Tracing
     from cllm.served import ServedModel
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
@@ -62,6 +63,44 @@ class RequestContext:
             problem = problem_of(error, request_id=request_id)
             note_refusal(problem, scope)
             await problem.response(scope["path"], request_id)(scope, receive, send_with_id)
+
+
+class Traces:
+    """A span for every request but those of monitoring. Within `RequestContext`, which knows the request's id and
+    answers when it crashes."""
+
+    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+        self.app = app
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self.app(scope, receive, send)
+            return
+        ids = scope["state"]
+        span = self._tracing.begin(
+            ids["unique_id"],
+            ids["request_id"],
+            method=scope["method"],
+            scheme=scope["scheme"],
+            path=scope["path"],
+            headers=Headers(scope=scope),
+        )
+        status: int | None = None
+
+        async def send_noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_noting)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._tracing.end(span, getattr(scope.get("route"), "path", None), status)
 
 
 class SubPath:

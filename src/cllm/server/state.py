@@ -24,6 +24,7 @@ from cllm.tasks.warm import restore_pins, warm_up
 if TYPE_CHECKING:
     from cllm.config import Config
     from cllm.llm import AsyncLLM
+    from cllm.observe.tracing import Tracing
 
 
 class ModelState:
@@ -53,6 +54,8 @@ class ServerState:
     serves: AsyncLLM | ServedModels
     config: Config
     registry: CollectorRegistry
+    tracing: Tracing | None = None
+    """If traces are sent to a collector."""
     created: int = field(default_factory=lambda: int(time.time()))
     warm_tenant: Callable[[bool], Tenant | None] = lambda shared: ANONYMOUS
     """The tenant that shared, or other, prefixes are warmed for."""
@@ -71,6 +74,11 @@ class ServerState:
         self.responses = ResponseStore(self.config.responses)
         self.several = self.serves if isinstance(self.serves, ServedModels) else None
         self.one = None if isinstance(self.serves, ServedModels) else ModelState(self.serves, self.config)
+
+    async def close(self) -> None:
+        """After the last request: send what is left of its trace."""
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     async def warm_up(self, model: ModelState) -> None:
         """Compute `kv.warm`."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from cllm.server.errors import Problem
+from cllm.server.errors import Problem, note_refusal_of
 from cllm.server.http.connections import Connections, too_many_bodies
 from cllm.server.http.cycle import Headers, RequestCycle, refusal_of
 from cllm.server.http.parser import RefusedError, RequestParser
@@ -368,7 +368,16 @@ class Connection(asyncio.Protocol):
         self.abort()
 
     def _write_refusal(self, problem: Problem) -> None:
-        self.write_head(refusal_of(self._active, problem, self.default_headers))
+        head, request_id = refusal_of(self._active, problem, self.default_headers)
+        note_refusal_of(self._described(), problem, request_id)
+        self.write_head(head)
+
+    def _described(self) -> str:
+        """The request that is refused; of one whose headers are incomplete, only its sender is known."""
+        if self._active is not None:
+            return f"{self._active.scope['method']} {self._active.scope['path']}"
+        client = _address(self._transport.get_extra_info("peername"))
+        return "a request" if client is None else f"a request from {client[0]}"
 
     def _linger(self) -> None:
         """Send EOF, and discard what arrives until the client closes, too."""

@@ -218,8 +218,9 @@ class RequestCycle:
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-def refusal_of(cycle: RequestCycle | None, problem: Problem, default_headers: Headers) -> bytes:
-    """The last response on a connection, in the error format of the request's endpoint. There may be no request."""
+def refusal_of(cycle: RequestCycle | None, problem: Problem, default_headers: Headers) -> tuple[bytes, str]:
+    """The last response on a connection, in the error format of the request's endpoint, and the request's id. There may
+    be no request."""
     scope = {} if cycle is None else cycle.scope
     request_id = scope.get("state", {}).get("request_id") or uuid.uuid4().hex
     body = json.dumps(problem.body(scope.get("path", ""), request_id)).encode()
@@ -227,4 +228,4 @@ def refusal_of(cycle: RequestCycle | None, problem: Problem, default_headers: He
     lines += [f"content-length: {len(body)}", "connection: close", f"x-request-id: {request_id}"]
     lines += [f"{name}: {value}" for name, value in (problem.headers or {}).items()]
     head = "\r\n".join(lines).encode() + b"\r\n"
-    return head + b"".join(b"%b: %b\r\n" % header for header in default_headers) + b"\r\n" + body
+    return head + b"".join(b"%b: %b\r\n" % header for header in default_headers) + b"\r\n" + body, request_id

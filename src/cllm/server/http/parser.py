@@ -13,6 +13,8 @@ from cllm.server.http.cycle import RequestCycle
 
 MOST_PIPELINED = 8
 """Requests that may begin in one slice of bytes."""
+_TLS_HANDSHAKE = b"\x16\x03"
+_NO_TLS = "it is a TLS handshake, but this port serves plain HTTP; use http://, or TLS in a proxy"
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 
 
@@ -75,7 +77,8 @@ class RequestParser:
         except httptools.HttpParserCallbackError:
             raise RefusedError(self._problem or _bad("the request target is not valid")) from None
         except httptools.HttpParserError as error:
-            raise RefusedError(_bad(str(error))) from None
+            is_tls = was is None and piece.startswith(_TLS_HANDSHAKE)
+            raise RefusedError(_bad(_NO_TLS if is_tls else str(error))) from None
         if self._in_head:
             if was_in_head and was in (None, self.incoming):
                 self._head_bytes += len(piece)

@@ -127,10 +127,10 @@ class CompletionStream:
         deltas.clear()
         return batch
 
-    def stop(self, index: int) -> None:
-        """End one answer here; no more of its deltas come."""
+    def stop(self, index: int, tokens: int) -> None:
+        """End one answer after so many tokens; later ones do not count."""
         number, answer = divmod(index, self._params.n)
-        self.generations[number].stop(answer)
+        self.generations[number].stop(answer, tokens)
 
     @property
     def prompt_tokens(self) -> int:
@@ -222,7 +222,7 @@ class ChatStream:
         reader = self._readers[delta.index]
         deltas = reader.read(delta)
         if deltas and reader.ended and delta.finish_reason is None:
-            self._completions.stop(delta.index)
+            self._completions.stop(delta.index, reader.tokens)
         return deltas
 
     @property
