@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Iterator
+from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -13,7 +15,8 @@ import pytest
 
 from cllm.errors import ConfigError
 from cllm.simulate.files import FileTrace, TraceError
-from cllm.simulate.synthetic import KINDS, Shape, SyntheticTrace, parse_shape
+from cllm.simulate.mooncake import write_trace
+from cllm.simulate.synthetic import KINDS, SHAPES, Shape, SyntheticTrace, parse_shape
 from cllm.simulate.traces import TOKEN_IDS, ListTrace, TokenSource, Trace, TracedRequest, spell
 
 MOONCAKE = """\
@@ -109,6 +112,47 @@ def test_a_broken_line_is_named_before_anything_runs(tmp_path: Path, line: str, 
     with pytest.raises(TraceError) as caught:
         FileTrace(file)
     assert str(caught.value).startswith(f"{file} line 3: ") and reason in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_written_trace_is_read_as_it_was_made(tmp_path: Path, kind: str) -> None:
+    made = SyntheticTrace(kind, 120, 3.0, SHAPES[kind], seed=2)
+    file = tmp_path / "deep" / "trace.jsonl"
+    assert f"{file}: 120 requests; mean prompt " in write_trace(made, file, 64)
+    read = list(FileTrace(file, hash_tokens=64))
+    assert len(read) == 120
+    lengths = [(request.prompt_length, request.answer_length) for request in read]
+    assert sorted(lengths) == sorted((request.prompt_length, request.answer_length) for request in all_of(made))
+    assert shared_blocks(read, 64) == shared_blocks(list(all_of(made)), 64)
+
+
+def shared_blocks(requests: list[TracedRequest], tokens: int) -> int:
+    """Whole blocks of prompts that begin like another prompt, each counted as often as it is found again."""
+    seen: set[bytes] = set()
+    shared = 0
+    for request in requests:
+        prompt = spell(request.prompt)
+        for end in range(tokens, len(prompt) + 1, tokens):
+            beginning = blake2b(prompt[:end].tobytes()).digest()
+            shared += beginning in seen
+            seen.add(beginning)
+    return shared
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "answer", "repeated"), [("conversation", 12_035, 343, 37.4), ("toolagent", 8_596, 182, 59.0)]
+)
+def test_made_up_traces_are_like_mooncakes(
+    tmp_path: Path, kind: str, prompt: float, answer: float, repeated: float
+) -> None:
+    """Mean lengths and what came before, as Mooncake's public traces have them."""
+    said = write_trace(SyntheticTrace(kind, 10_000, 3.0, SHAPES[kind], seed=0), tmp_path / "trace.jsonl", 512)
+    found = re.search(r"mean prompt ([\d,]+) tokens, mean answer ([\d,]+); ([\d.]+) %", said)
+    assert found is not None, said
+    mean_prompt, mean_answer, percent = (float(text.replace(",", "")) for text in found.groups())
+    assert mean_prompt == pytest.approx(prompt, rel=0.05)
+    assert mean_answer == pytest.approx(answer, rel=0.05)
+    assert percent == pytest.approx(repeated, abs=3)
 
 
 def test_files_that_hold_nothing(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from cllm.report.plots import save_plots
 from cllm.simulate.cluster import OnProgress, simulate
 from cllm.simulate.cost import CostModel, load_cost
 from cllm.simulate.files import FileTrace
+from cllm.simulate.knees import describe_knees
 from cllm.simulate.page import sections, write_report
-from cllm.simulate.report import knee, print_results, to_json
+from cllm.simulate.report import print_results, to_json
 from cllm.simulate.results import Result
 from cllm.simulate.settings import COMPARED_POLICIES, Settings, Value, changed, grid, parse_sweep, parse_value
 from cllm.simulate.synthetic import KINDS, SyntheticTrace, parse_shape
@@ -162,22 +163,12 @@ def run_grid(
     except KeyboardInterrupt:
         interrupted = True
     print_results(console, results)
-    _print_knees(console, results)
+    for sentence in describe_knees(results):
+        console.print(sentence, highlight=False, soft_wrap=True)
     if results:
         for file in outputs.draw(results, cost):
             console.print(f"written: {file}")
     return not interrupted
-
-
-def _print_knees(console: Console, results: Sequence[Result]) -> None:
-    if not results or len(results[0].varied) != 1:
-        return
-    (key,) = results[0].varied
-    for policy in dict.fromkeys(result.label for result in results):
-        found = knee([result for result in results if result.label == policy], key)
-        if found is not None:
-            value = found.varied[key]
-            console.print(f"{policy}: from {key}={value:,} on, P95 of a request is within 10 % of the best")
 
 
 @contextmanager

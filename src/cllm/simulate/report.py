@@ -84,9 +84,20 @@ SWEEP: list[Column] = [
     MEMORY[6],
 ]
 
-CLUSTER: list[Column] = [
-    ("first (s)\nP99", _figure("ttft_p99_s")),
-    ("busiest\n/ mean", _figure("balance")),
+BALANCE: Column = ("busiest\n/ mean", _figure("balance"))
+
+CLUSTER_SWEEP: list[Column] = [
+    SERVICE[1],
+    SERVICE[2],
+    SERVICE[3],
+    SERVICE[4],
+    SERVICE[5],
+    ("gap (ms)\nP99", _figure("token_gap_p99_s", 1e3)),
+    SERVICE[8],
+    SERVICE[9],
+    MEMORY[0],
+    BALANCE,
+    MEMORY[6],
 ]
 """With several servers."""
 
@@ -119,8 +130,8 @@ def tables(results: Sequence[Result]) -> list[Table]:
     """Of a sweep one; of policies side by side one about the service and one about the memory."""
     several = any(result.settings.replicas > 1 for result in results)
     if results[0].varied:
-        return [_table(results, SWEEP + CLUSTER if several else SWEEP)]
-    return [_table(results, SERVICE), _table(results, MEMORY + CLUSTER[-1:] if several else MEMORY)]
+        return [_table(results, CLUSTER_SWEEP if several else SWEEP)]
+    return [_table(results, SERVICE), _table(results, [*MEMORY, BALANCE] if several else MEMORY)]
 
 
 def _table(results: Sequence[Result], columns: Sequence[Column]) -> Table:
@@ -130,17 +141,6 @@ def _table(results: Sequence[Result], columns: Sequence[Column]) -> Table:
         name = result.label + (" (part)" if result.interrupted else "")
         rows.append([*varied, name, *(show(result.figures) for _, show in columns)])
     return Table(rows, [*(f"\n{key}" for key in results[0].varied), "\npolicy", *(label for label, _ in columns)])
-
-
-def knee(results: Sequence[Result], key: str, figure: str = "total_p95_s", slack: float = 0.10) -> Result | None:
-    """The smallest setting at which the figure is within `slack` of the best one; None if it never gets better."""
-    known = [r for r in results if isinstance(r.varied[key], (int, float)) and not math.isnan(r.figures[figure])]
-    if len(known) < 3:
-        return None
-    known.sort(key=lambda result: float(result.varied[key]))
-    best = min(result.figures[figure] for result in known)
-    found = next(result for result in known if result.figures[figure] <= best * (1 + slack))
-    return found if found is not known[0] else None
 
 
 def to_json(results: Sequence[Result], cost: CostModel) -> dict[str, Any]:
