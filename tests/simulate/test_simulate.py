@@ -441,6 +441,7 @@ def test_a_sweep_of_replicas_and_routings(tmp_path: Path) -> None:
     options = ["--replicas", "1,3", "--routing", "all", "--per-replica", "--json", str(file), "--plot", str(plot)]
     output = invoke(*SMALL, *options)
     assert all(routing in output for routing in ROUTINGS) and "busiest" in output
+    assert "chats, 40 requests at 1/s, seed 3 to chats, 120 requests at 3/s, seed 3" in output
     results = json.loads(file.read_text())["results"]
     assert [(each["settings"]["replicas"], each["settings"]["routing"]) for each in results] == [
         (replicas, routing) for replicas in (1, 3) for routing in ROUTINGS

@@ -22,7 +22,7 @@ from cllm.simulate.files import FileTrace
 from cllm.simulate.knees import describe_knees
 from cllm.simulate.page import sections, write_report
 from cllm.simulate.report import print_results, to_json
-from cllm.simulate.results import Result
+from cllm.simulate.results import Result, traces_of
 from cllm.simulate.settings import COMPARED_POLICIES, Settings, Value, changed, grid, parse_sweep, parse_value
 from cllm.simulate.synthetic import KINDS, SyntheticTrace, parse_shape
 from cllm.simulate.traces import Trace
@@ -89,7 +89,7 @@ class Outputs:
         if self.plot is None and self.report is None:
             return []
         plots = [section.plots for section in sections(results) if section.plots]
-        heading = f"{results[0].trace}; cost model {results[0].cost}"
+        heading = f"{traces_of(results)}; cost model {results[0].cost}"
         written = []
         if self.plot is not None:
             written.append(save_plots(plots[0] if plots else [], self.plot, heading))

@@ -12,7 +12,7 @@ from cllm.report.plots import AreaPlot, Bar, BarPlot, LinePlot, Plot, Series, wi
 from cllm.simulate.cost import CostModel
 from cllm.simulate.knees import RATE, RISE, WITHIN, knee, knee_figure, lines
 from cllm.simulate.report import short, tables
-from cllm.simulate.results import Result
+from cllm.simulate.results import Result, traces_of
 from cllm.simulate.settings import POLICIES
 
 _COLOURS = {policy: number for number, policy in enumerate(reversed(POLICIES))}
@@ -73,7 +73,7 @@ def write_report(results: Sequence[Result], cost: CostModel, directory: Path) ->
     settings = {key: value for key, value in asdict(results[0].settings).items() if (key, value) in shared}
     page = Page(
         "cLLM simulation",
-        f"{results[0].trace}. Step times from cost model {cost.name}: {cost.description}.",
+        f"{traces_of(results)}. Step times from cost model {cost.name}: {cost.description}.",
         [*sections(results), Section("Settings", tables=[facts_table(settings)])],
         warnings if any(result.interrupted for result in results) else [],
     )
@@ -84,7 +84,8 @@ def sections(results: Sequence[Result]) -> Iterator[Section]:
     """The figures and all plots that have something to show."""
     if results[0].varied:
         keys = " and ".join(results[0].varied)
-        text = f"The same requests, simulated with several values of {keys}."
+        same = "The same requests" if results[0].trace == results[-1].trace else "Requests"
+        text = f"{same}, simulated with several values of {keys}."
         yield Section(f"What changes with {keys}", text, tables(results), _NOTES[:3], list(_sweep_plots(results)))
         return
     several = len(results) > 1

@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 
 from cllm.report.page import Table
 from cllm.simulate.cost import CostModel
-from cllm.simulate.results import Result
+from cllm.simulate.results import Result, traces_of
 
 Show = Callable[[dict[str, float]], str]
 Column = tuple[str, Show]
@@ -111,7 +111,7 @@ def print_table(console: Console, table: RichTable) -> None:
 def print_results(console: Console, results: Sequence[Result]) -> None:
     if not results:
         return
-    console.print(f"{results[0].trace}; cost model {results[0].cost}", highlight=False)
+    console.print(f"{traces_of(results)}; cost model {results[0].cost}", highlight=False, soft_wrap=True)
     for table in tables(results):
         shown = RichTable(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
         for column in table.columns:

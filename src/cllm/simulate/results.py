@@ -40,6 +40,12 @@ class Result:
         }
 
 
+def traces_of(results: Sequence[Result]) -> str:
+    """What was simulated; a sweep of rates or replicas may have more than one trace."""
+    first, last = results[0].trace, results[-1].trace
+    return first if first == last else f"{first} to {last}"
+
+
 def figures_of(
     tally: Tally, servers: Sequence[SimulatedServer], *, arrived: int, never_sent: int, wall_s: float
 ) -> dict[str, float]:
