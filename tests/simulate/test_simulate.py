@@ -358,6 +358,8 @@ def test_the_knee_is_where_more_no_longer_helps() -> None:
     assert found is not None and found.varied["blocks"] == 200
     assert knee(swept({100: 1.0, 200: 1.0, 400: 1.0}), "blocks") is None, "it never mattered"
     assert knee(swept({100: 9.0, 200: 1.0}), "blocks") is None, "two points have no knee"
+    scaled = [replace(result, trace=f"{place}") for place, result in enumerate(swept({1: 9.0, 2: 1.0, 4: 1.0}))]
+    assert knee(scaled, "blocks") is None, "every point has requests of its own"
     assert knee(swept({100: 9.0, 200: math.nan, 400: 1.0, 800: 1.0}), "blocks") is not None
 
 

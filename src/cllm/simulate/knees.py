@@ -38,7 +38,9 @@ def knee_figure(key: str) -> str:
 
 def knee(line: Sequence[Result], key: str) -> Result | None:
     """The smallest setting that is as good as any; of rates, the highest one that is not much worse than the lowest.
-    None if the line does not bend."""
+    None if the line does not bend, or if there is nothing to compare because the load was scaled with the setting."""
+    if key != RATE and len({result.trace for result in line}) > 1:
+        return None
     figure = knee_figure(key)
     known = [
         each for each in line if isinstance(each.varied[key], (int, float)) and not math.isnan(each.figures[figure])
