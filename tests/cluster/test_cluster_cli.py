@@ -286,7 +286,7 @@ def test_a_ray_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     settings = config(**{"cluster.node_ip": "203.0.113.1", "cluster.ray_port": 0}).cluster  # no machine's address
     monkeypatch.setattr(ray_node, "START_S", 20.0)
     with pytest.raises(ClusterError, match="Ray did not start: "):
-        ray_node.start_head(settings)
+        ray_node.start_head(settings, outlives=False)
     assert found_node() is None
 
 

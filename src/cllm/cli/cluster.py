@@ -166,7 +166,7 @@ def _work_for(address: str, config: Config, *, detach: bool) -> None:
         raise ConfigError(f"--join is {address!r}: it must be HOST:PORT such as 10.0.0.1:6379")
     if (old := found_node()) is not None:
         raise ConfigError(f"this machine is already in the cluster at {old.address}: `cllm cluster down` leaves it")
-    node = join(address, config.cluster)
+    node = join(address, config.cluster, outlives=detach)
     print(f"This machine is part of the cluster at {address}", flush=True)
     if detach:
         return
@@ -194,7 +194,7 @@ def _serve(config: Config, *, detach: bool) -> None:
         if address is None:
             bind(config.server).close()  # an ingress could not say it as clearly
             log.info("starting Ray on this machine")
-            started = start_head(config.cluster)
+            started = start_head(config.cluster, outlives=detach)
             address = started.address
         connect(address, verbose=config.log.level == "debug")
         _on_signals()
