@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import math
 import os
 import secrets
 import sys
@@ -13,6 +14,8 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
+
+from prometheus_client.registry import Collector
 
 from cllm.config import Config
 from cllm.engine.loop import Engine
@@ -28,11 +31,12 @@ from cllm.errors import BackendError, InvalidRequestError, RequestCancelledError
 from cllm.generation import Generation, Sink
 from cllm.kv.events import Listener
 from cllm.kv.manager import KVManager
-from cllm.kv.pins import LostPin, PinMark
+from cllm.kv.pins import LostPin, PinMark, PinSource, WarmResult
 from cllm.loading.embedder import EMBEDDING
 from cllm.loading.loaded_model import LoadedModel
 from cllm.loading.open_model import ModelShare
 from cllm.loading.parts import ModelParts, load_model
+from cllm.observe.metrics import EngineCollector, MetricsObserver
 from cllm.structured.matcher import Grammar
 from cllm.structured.structure import Structure
 from cllm.text.chat_template import PLAIN, PromptOptions
@@ -45,6 +49,9 @@ S = TypeVar("S", bound=Sink)
 
 GIL_SWITCH_S = 5e-4
 """How long one thread may hold the interpreter while another waits. Python's 5 ms would add up in every step."""
+
+LOW_PRIORITY = 1
+"""Behind every request of the last seconds: nobody is waiting for the result."""
 
 _OPEN: set[AsyncLLM] = set()
 """Models to close when the program ends."""
@@ -276,6 +283,37 @@ class AsyncLLM(LoadedModel):
         """As `submit_embedding`: what `sink` returns takes an output with the embedding, then one with the end."""
         return self._submit(sink, text, EMBEDDING, self.embedder.pooling(), request_id, priority, timeout_s, tenant)
 
+    async def warm(
+        self,
+        prompt: Sequence[int],
+        *,
+        pin: bool = False,
+        ttl_s: float | None = None,
+        tenant: Tenant = ANONYMOUS,
+        request_id: str | None = None,
+        priority: int = LOW_PRIORITY,
+        source: PinSource = "warm",
+    ) -> WarmResult:
+        """Compute or load the K/V of a prompt, with a request of one token, which is discarded."""
+        mark = PinMark(len(prompt), math.inf if ttl_s is None else ttl_s, source)
+        started = time.perf_counter()
+        generation = self.submit(
+            prompt,
+            SamplingParams(max_tokens=1, temperature=0.0, context_window=None),
+            request_id=request_id,
+            priority=priority,
+            tenant=tenant,
+            pins=[mark] if pin else [],
+        )
+        async with generation:
+            async for _ in generation:
+                pass
+        took = time.perf_counter() - started
+        left_s = mark.left_s if mark.pin_id is not None and math.isfinite(mark.left_s) else None
+        return WarmResult(
+            len(prompt), generation.cached_tokens, took, mark.pin_id, mark.pinned_tokens, left_s, mark.refusal
+        )
+
     def _prompt_scoring(self, params: SamplingParams) -> PromptScoring | None:
         """Raises `InvalidRequestError` if the model cannot generate, or not with prompt_logprobs."""
         facts = self._prepared.facts
@@ -375,6 +413,12 @@ class AsyncLLM(LoadedModel):
     async def held_names(self) -> tuple[int, set[bytes]]:
         """All blocks in the prefix cache, and the number of the latest event they include."""
         return await asyncio.wrap_future(self._running.call(self._loaded.scheduler.kv.held_names))
+
+    def metrics(self, prefix: str) -> Collector:
+        """What /metrics says of this model. To be called once."""
+        observer = MetricsObserver()
+        self.observers.append(observer)
+        return EngineCollector(prefix, lambda: self.model_name, self.snapshot, observer)
 
     # -- internals ---------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from cllm.cluster.routing_view import RoutingView, share_view
 from cllm.engine.observer import Observers
 from cllm.engine.request import FinishReason, Output
 from cllm.errors import BackendError, OverloadedError, ShuttingDownError
+from cllm.observe.router_metrics import RouterMetrics
 from engine_kit import make_request
 
 BUSY = OverloadedError("the queue is full")
@@ -48,6 +49,7 @@ class Replicas:
             self.view,
             self.outputs.extend,
             Observers(),
+            RouterMetrics("cllm:", replicas=dict, index_blocks=int, streams=int),
             weights="weights",
             silence_s=5.0,
             wait_s=60.0,

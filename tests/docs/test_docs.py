@@ -286,6 +286,7 @@ LAYERS = [
     {"offline", "simulate", "served"},
     {"bench"},
     {"server"},
+    {"cluster"},
     {"cli"},
     {"__init__", "__main__"},
 ]

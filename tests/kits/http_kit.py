@@ -18,7 +18,7 @@ from cllm.llm import AsyncLLM
 from cllm.server.app import create_app
 from cllm.server.http.connection import Connection
 from cllm.server.http.connections import Connections
-from scripted_llm import ScriptedLLM
+from scripted_llm import Scripted
 
 
 def config_with(**server: Any) -> Config:
@@ -39,7 +39,7 @@ async def client_for(llm: AsyncLLM) -> AsyncIterator[httpx.AsyncClient]:
 
 def _running(llm: AsyncLLM) -> AbstractAsyncContextManager[None]:
     """A scripted one runs while it is used; others are started by the test, or not."""
-    return llm.running() if isinstance(llm, ScriptedLLM) else nullcontext()
+    return llm.running() if isinstance(llm, Scripted) else nullcontext()
 
 
 class _Server(uvicorn.Server):

@@ -95,7 +95,7 @@ def _as_bytes(tokens: Sequence[int]) -> bytes:
     return np.minimum(np.asarray(tokens), 255).astype(np.uint8).tobytes()
 
 
-class ScriptedLLM(AsyncLLM):
+class Scripted(AsyncLLM):
     """Answers every prompt with `text`, a byte a token. It runs while a client of it is open (`http_kit`).
 
     With `steps`, only so many steps are computed until `release`. `failure` is what `submit` raises or, with
@@ -168,9 +168,14 @@ class ScriptedLLM(AsyncLLM):
     async def idle(self) -> None:
         """Wait until the engine has nothing left of any request."""
         deadline = time.monotonic() + LIMIT_S
-        while self.requests() or (state := AsyncLLM.snapshot(self)).running or state.waiting or state.kv.referenced:
+        while self.requests() or any(map(_is_busy, self.engines)):
             assert time.monotonic() < deadline, "a request was left behind"
             await asyncio.sleep(0.001)
+
+    @property
+    def engines(self) -> Sequence[AsyncLLM]:
+        """Whoever computes for it."""
+        return [self]
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -256,3 +261,12 @@ class ScriptedLLM(AsyncLLM):
     def end_with(self, generation: Generation, error: Exception) -> None:
         self.cancel(generation.request_id)
         generation.fail(error)
+
+
+def _is_busy(llm: AsyncLLM) -> bool:
+    state = AsyncLLM.snapshot(llm)
+    return bool(state.running or state.waiting or state.kv.referenced)
+
+
+class ScriptedLLM(Scripted):
+    """With its engine in this process."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cllm.config.cluster import ClusterConfig
 from cllm.kv.block_names import chain, root_name
 from cllm.kv.events import KVEvent
 from cllm.routing.index import EXPECTED_S, QUIET_S, PrefixIndex
@@ -287,3 +289,7 @@ def test_several_routers_do_not_all_run_to_the_same_replica() -> None:
             policy.report(replica, ReplicaStats(number, 0), 0.0)
         chosen.add(ask(policy, prompt(0)))
     assert chosen == {"a", "b", "c"}, "the most loaded of all is never the less loaded of two"
+
+
+def test_the_configuration_offers_every_policy() -> None:
+    assert set(get_args(ClusterConfig.model_fields["routing"].annotation)) == set(POLICIES)

@@ -1,4 +1,4 @@
-"""A browser with a clean window, and where the keys are kept."""
+"""A browser with a clean window, where the keys are kept, and the same tests once more on a cluster."""
 
 from __future__ import annotations
 
@@ -8,6 +8,44 @@ from pathlib import Path
 import pytest
 
 from browser_kit import Browser, browsing
+from cluster_kit import LocalCluster, ScriptedCluster
+
+ON_A_CLUSTER = {
+    "test_http_anthropic",
+    "test_http_cllm",
+    "test_http_completing",
+    "test_http_errors",
+    "test_http_hints",
+    "test_http_ollama",
+    "test_http_openai",
+    "test_http_progress",
+    "test_http_reading",
+    "test_http_responses",
+    "test_http_structured",
+    "test_http_tokens",
+    "test_http_tools",
+    "test_http_window",
+    "test_same_prompt_in_every_api",
+    "test_sampling_defaults",
+    "test_tenants",
+    "test_key_rights",
+    "test_warm",
+}
+"""Modules whose tests also run against an ingress with a replica (`cluster_kit`): the same answers, errors and headers.
+"""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__ in ON_A_CLUSTER and metafunc.definition.get_closest_marker("single") is None:
+        metafunc.fixturenames.insert(0, "served_by")
+        metafunc.parametrize("served_by", ["single", "cluster"], indirect=True)
+
+
+@pytest.fixture
+def served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "cluster":
+        for name, kind in {"AsyncLLM": LocalCluster, "ScriptedLLM": ScriptedCluster}.items():
+            monkeypatch.setattr(request.module, name, kind, raising=False)
 
 
 @pytest.fixture(scope="session")

@@ -130,6 +130,7 @@ async def test_every_parameter_arrives_in_the_engine() -> None:
         "priority": -4,
         "timeout_s": 2.5,
         "tenant": ANONYMOUS,
+        "session": None,
         "pins": [],
     }
 

@@ -23,7 +23,7 @@ from cllm.errors import BackendError, ConfigError
 from cllm.llm import AsyncLLM
 from cllm.server.app import create_app
 from cllm.server.auth.key_file import add_key
-from cllm.tasks.warm import warm, warm_up
+from cllm.tasks.warm import warm_up
 from http_kit import client_for
 from scripted_llm import ScriptedLLM
 
@@ -476,7 +476,7 @@ async def test_what_was_pinned_is_computed_again_when_memory_is_lost(caplog: pyt
         create_app(llm, config)
         await warm_up(llm, config.kv.warm, lambda shared: COMMON)
         tokens = llm.tokenizer.encode(LONG.upper())
-        await warm(llm, tokens, pin=True, ttl_s=500, tenant=Tenant("ann", b"ann"), source="request")
+        await llm.warm(tokens, pin=True, ttl_s=500, tenant=Tenant("ann", b"ann"), source="request")
         before = await until_pinned(llm, 3)
         for _ in range(2):
             await lose_memory(llm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import sys
 import tempfile
@@ -72,7 +73,7 @@ async def start_cllm(
     model: str, threads: int, backend: str, settings: Mapping[str, Any] | None = None
 ) -> AsyncIterator[Server]:
     """`cllm serve` with its defaults, but for what is given, and nothing kept on disk."""
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     effective = {
         "model.name": model,
@@ -89,7 +90,7 @@ async def start_cllm(
         command += ["--set", f"{key}={value}"]
     with tempfile.TemporaryFile() as log:
         async with running(command, log, stdout=log) as process:
-            await _until_ready(Address(url), "cLLM", process, log)
+            await until_ready(Address(url), "cLLM", process, log)
             facts = {"threads": threads, **await _model_facts(Address(url))}
             if settings:
                 facts["settings"] = ", ".join(f"{key} {value}" for key, value in settings.items())
@@ -128,17 +129,23 @@ async def already_running(url: str) -> AsyncIterator[Server]:
 
 @asynccontextmanager
 async def running(
-    command: Sequence[str], log: IO[bytes], *, stdout: IO[bytes] | int
+    command: Sequence[str],
+    log: IO[bytes],
+    *,
+    stdout: IO[bytes] | int,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """The process while the block runs. Its standard input ends when we do, however we end.
 
-    It has a session of its own: Ctrl-C reaches the benchmark alone, which writes what it has and ends the servers.
+    `environment` is added to ours. The process has a session of its own: Ctrl-C reaches the benchmark alone, which
+    writes what it has and ends the servers.
     """
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=stdout,
         stderr=log,
+        env={**os.environ, **(environment or {})},
         limit=_LINE_LIMIT,
         start_new_session=True,
     )
@@ -176,7 +183,7 @@ async def _model_facts(address: Address) -> dict[str, Any]:
     return {"backend": backend, "built_for": llama_cpp_built_for()}
 
 
-async def _until_ready(address: Address, name: str, process: asyncio.subprocess.Process, log: IO[bytes]) -> None:
+async def until_ready(address: Address, name: str, process: asyncio.subprocess.Process, log: IO[bytes]) -> None:
     deadline = asyncio.get_running_loop().time() + _START_LIMIT_S
     while asyncio.get_running_loop().time() < deadline and process.returncode is None:
         with suppress(HttpError):
@@ -191,7 +198,7 @@ def _tail(log: IO[bytes]) -> str:
     return log.read()[-_LOG_TAIL:].decode(errors="replace").strip() or "(empty)"
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -18,6 +18,7 @@ import typer
 from cllm.cli import stdio
 from cllm.cli.cache import app as cache_commands
 from cllm.cli.chat.command import chat
+from cllm.cli.cluster import app as cluster_commands
 from cllm.cli.config import app as config_commands
 from cllm.cli.export_tokenizer import export_tokenizer
 from cllm.cli.generate import generate
@@ -50,6 +51,7 @@ app.command()(pull)
 app.command()(models)
 app.command()(export_tokenizer)
 
+app.add_typer(cluster_commands, name="cluster")
 app.add_typer(config_commands, name="config")
 app.add_typer(key_commands, name="keys")
 app.add_typer(cache_commands, name="cache")

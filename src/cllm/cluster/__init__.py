@@ -10,7 +10,8 @@ remote_llm.py     `AsyncLLM`'s interface, for a model that runs elsewhere; remot
 dispatcher.py     requests on their way through replicas; nothing is lost
 router.py         Ray's request router; routing_view.py: what it goes by
 peers.py          links to replicas; link_server.py: the replicas' side; link.py: what a link is
-replica.py        a loaded model; share.py: what it takes of its machine; forwarder.py: a job on it
+replica.py        a loaded model, as a Ray Serve deployment; replica_core.py: what it is apart from Ray
+share.py          what a replica takes of its machine; forwarder.py: a job on it
 messages.py       everything that is sent
 """
 

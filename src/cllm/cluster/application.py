@@ -19,6 +19,8 @@ from cllm.config.cluster import ClusterConfig
 from cllm.config.schema import LogConfig
 from cllm.errors import CLLMError, ConfigError
 
+APPLICATION = "cllm"
+"""Its name in Ray Serve."""
 _ONE_LOOP = {
     "runtime_env": {
         "env_vars": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}

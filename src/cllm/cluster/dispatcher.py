@@ -19,9 +19,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-
 from cllm.cluster.messages import Accepted, Cancel, Ended, Generated, Job, News, Progress, Refusal, Route
 from cllm.cluster.peers import Peer
 from cllm.cluster.routing_view import RoutingView
@@ -35,6 +32,7 @@ from cllm.errors import (
     ShuttingDownError,
     describe,
 )
+from cllm.observe.router_metrics import RouterMetrics
 
 log = logging.getLogger("cllm.cluster")
 
@@ -53,8 +51,10 @@ class ReplicaCalls(Protocol):
 class _Running:
     """A request that has not ended."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, only: str | None) -> None:
         self.request = request
+        self.only = only
+        """The replica that must work on it, if it is one in particular."""
         loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[None] = loop.create_future()
         """Done when a replica has accepted it for the first time, or when it has failed before."""
@@ -102,6 +102,7 @@ class Dispatcher:
         view: RoutingView,
         deliver: Callable[[list[Output]], None],
         observers: Observers,
+        metrics: RouterMetrics,
         *,
         weights: str,
         silence_s: float,
@@ -115,6 +116,7 @@ class Dispatcher:
         self._view = view
         self._deliver = deliver
         self._observers = observers
+        self._metrics = metrics
         self._weights = weights
         self._silence_s = silence_s
         self._wait_s = wait_s
@@ -122,12 +124,17 @@ class Dispatcher:
         self._numbers = itertools.count(1)
         self._running: dict[str, _Running] = {}
         self._jobs: dict[int, _Running] = {}
-        self.sent_again = self.resumed = self.failed = 0
+
+    @property
+    def streams(self) -> int:
+        """Requests that have not ended."""
+        return len(self._running)
 
     # -- what the ingress asks ---------------------------------------------------------------------------------
 
-    def start(self, request: Request) -> None:
-        running = self._running[request.id] = _Running(request)
+    def start(self, request: Request, only: str | None = None) -> None:
+        """`only`: the replica that must work on it, if it is one in particular."""
+        running = self._running[request.id] = _Running(request, only)
         running.task = asyncio.create_task(self._carry(running))
 
     async def accepted(self, request_id: str) -> None:
@@ -192,7 +199,7 @@ class Dispatcher:
             pins=request.pins,
             embeds=request.embeds,
             generated=generated,
-            route=Route(names, len(request.prompt), request.session, self._weights, running.tried),
+            route=Route(names, len(request.prompt), request.session, self._weights, running.tried, running.only),
         )
 
     async def _follow(self, running: _Running, job: Job) -> None:
@@ -234,7 +241,7 @@ class Dispatcher:
             return
         try:
             refusal = call.result()
-        except (RayError, RayServeException, asyncio.CancelledError) as error:
+        except (Exception, asyncio.CancelledError) as error:  # of Ray: the replica died, or the call was not made
             log.info("request %s: %s", running.request.id, type(error).__name__)
             self._send_again(running, "lost")
             return
@@ -252,6 +259,7 @@ class Dispatcher:
     async def _on_refused(self, running: _Running, refusal: Refusal) -> None:
         """It may be taken elsewhere, or later."""
         running.tried.add(refusal.replica)
+        self._metrics.retried("refused")
         if running.job is None or running.job.route is None or not running.job.route.last:
             return
         # What was accepted once is not refused later, only because its replica is gone and the others are busy.
@@ -266,14 +274,17 @@ class Dispatcher:
         running.waits_since = time.monotonic()
         if running.job is not None and running.job.route is not None and running.job.route.chosen is not None:
             running.tried.add(running.job.route.chosen)
+        if running.only is not None:
+            self._fail(running, ModelUnavailableError(f"the replica {running.only} is gone"))
+            return
         if running.sends >= self._max_sends:
             message = f"{running.sends} replicas were lost while they worked on this request"
             self._fail(running, BackendError(message))
             return
         if running.request.first_token_at is None:
-            self.sent_again += 1
+            self._metrics.retried(why)
         else:
-            self.resumed += 1
+            self._metrics.resumed()
         log.info("request %s is sent again: its replica was %s", running.request.id, why)
 
     def _stop_job(self, running: _Running, reason: FinishReason) -> None:
@@ -293,6 +304,8 @@ class Dispatcher:
             peer.link.send(Cancel(message.number, None, FinishReason.CANCELLED))
             return
         running.peer = peer
+        if running.job is not None and (route := running.job.route) is not None:
+            self._metrics.routed(peer.name, route.seconds, route.expected, route.tokens)
         running.request.state = RequestState.PROCESSING
         if not running.accepted.done():
             running.accepted.set_result(None)
@@ -319,6 +332,9 @@ class Dispatcher:
         if running is not None and running.request.first_token_at is None:
             first = running.request.sequences[0]
             first.num_computed = min(message.computed, first.n_prompt)
+            if message.computed and not first.running:
+                first.running = True
+                running.request.admitted_at = time.monotonic()
             running.request.cached_tokens = message.cached
 
     def on_ended(self, peer: Peer, message: Ended) -> None:
@@ -331,6 +347,7 @@ class Dispatcher:
         running.changed.set()
 
     def on_lost(self, peer: Peer) -> None:
+        self._metrics.forget(peer.name)
         for running in list(self._jobs.values()):
             if running.is_with(peer) and not running.ended:
                 running.lost = True
@@ -341,7 +358,8 @@ class Dispatcher:
     def _fail(self, running: _Running, error: Exception, reason: FinishReason = FinishReason.ERROR) -> None:
         if running.ended:
             return
-        self.failed += 1
+        if isinstance(error, BackendError | ModelUnavailableError):
+            self._metrics.failed()
         self._end(running, reason, error)
         self._deliver([Output(running.request.id, 0, None, None, reason, None, error, 0)])
 
@@ -381,8 +399,9 @@ def _mirror(request: Request, output: Output, now: float) -> None:
         request.gaps.append(now - request.last_token_at)
     if output.token_id is not None:
         request.last_token_at = now
+        sequence.running = True
         if output.stop_token is None:
             sequence.append(output.token_id)
     if output.reason is not None and not sequence.ended:
-        sequence.ended = True
+        sequence.ended, sequence.running = True, False
         request.unfinished -= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from cllm.cluster.link import Link
-from cllm.cluster.messages import Ended, Job, News, Progress
+from cllm.cluster.messages import Ended, Job, News, Progress, portable
 from cllm.engine.request import FinishReason, Output, Request
 
 _WHOLE = (FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.TIMEOUT)
@@ -29,6 +29,8 @@ class Forwarder:
         return self.ended.done()
 
     def take(self, output: Output, now: float) -> None:
+        if output.error is not None:
+            output = output._replace(error=portable(output.error))
         self.link.send(News(self.number, *output[1:]))
         if output.reason is None and output.error is None:
             return
@@ -39,7 +41,7 @@ class Forwarder:
     def fail(self, error: Exception) -> None:
         """End all answers with an error."""
         if not self.done:
-            self.link.send(News(self.number, 0, None, None, FinishReason.ERROR, None, error, 0, None))
+            self.link.send(News(self.number, 0, None, None, FinishReason.ERROR, None, portable(error), 0, None))
             self._end()
 
     def abandon(self) -> None:

@@ -11,11 +11,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.cluster.http_listener import HttpListener
 from cllm.cluster.models import cluster_models
+from cllm.cluster.overview import Seen, seen_model
 from cllm.cluster.remote_llm import RemoteLLM
 from cllm.cluster.remote_models import RemoteModels
 from cllm.config import Config
-from cllm.observe.log import setup_logging
+from cllm.observe.log import RequestLog, setup_logging
 from cllm.server.app import create_app
+from cllm.server.http.listening import url_of
 
 _built: list[ASGIApp] = []
 """The application of this process."""
@@ -60,13 +62,21 @@ class Ingress:
             for model, handle in zip(models, replicas, strict=True)
         ]
         await asyncio.gather(*(llm.start() for llm in llms))
+        self._llms = dict(zip((model.deployment for model in models), llms, strict=True))
         self._serves = RemoteModels(config, llms) if config.models else llms[0]
-        app = create_app(self._serves, config)
+        for llm in llms:
+            llm.observers.append(RequestLog(llm.model_name if config.models else None))
+        app = create_app(self._serves, config, servers=config.cluster.ingresses)
         _built[:] = [_ForRaysProxy(app)]
         self._listener: HttpListener | None = None
+        self._url: str | None = None
         if listens:
             self._listener = HttpListener(app, config.server, app.state.cllm.registry, drain_s=config.cluster.drain_s)
-            await self._listener.start()
+            self._url = url_of(await self._listener.start())
+
+    async def seen(self) -> Seen:
+        """For `cllm cluster status`."""
+        return Seen(self._url, {name: seen_model(llm) for name, llm in self._llms.items()})
 
     async def __del__(self) -> None:
         if self._listener is not None:

@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import pickle
 import secrets
+import socket
 import struct
 import time
 from collections.abc import AsyncIterator
@@ -25,7 +26,10 @@ _LENGTH = struct.Struct("<I")
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 MOST_BYTES = 1 << 30
+_PIECE_BYTES = 1 << 18
 HANDSHAKE_S = 10.0
+UNACKNOWLEDGED_S = 15.0
+"""A link to a machine that does not acknowledge what was sent for this long is closed."""
 MOST_WAITING_BYTES = 64 << 20
 """A link whose other side does not read is closed when this much waits to be sent."""
 
@@ -42,6 +46,8 @@ class Link:
         self._writer = writer
         self._loop = asyncio.get_running_loop()
         self._outgoing: list[Any] = []
+        self.host: str = (writer.get_extra_info("peername") or ("",))[0]
+        """The other side's machine."""
         self.heard_at = time.monotonic()
         """When something last arrived."""
 
@@ -72,13 +78,20 @@ class Link:
                 (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
                 if size > MOST_BYTES:
                     return
-                data = await self._reader.readexactly(size)
-                self.heard_at = time.monotonic()
-                yield pickle.loads(data)  # from a member of the cluster: see above
+                yield pickle.loads(await self._read(size))  # from a member of the cluster: see above
         except (asyncio.IncompleteReadError, OSError):
             return
         finally:
             self.close()
+
+    async def _read(self, size: int) -> bytearray:
+        """A long message that is on its way is a sign of life, too."""
+        data = bytearray()
+        while len(data) < size:
+            piece = await self._reader.readexactly(min(size - len(data), _PIECE_BYTES))
+            self.heard_at = time.monotonic()
+            data += piece
+        return data
 
     def close(self) -> None:
         with suppress(Exception):
@@ -113,7 +126,17 @@ async def _shake_hands(
     except BaseException:
         writer.transport.abort()
         raise
+    _end_with_its_machine(writer.get_extra_info("socket"))
     return Link(reader, writer)
+
+
+def _end_with_its_machine(connection: socket.socket) -> None:
+    """A machine that is switched off closes no connection."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": UNACKNOWLEDGED_S * 1000}
+    for name, value in options.items():
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, int(value))
 
 
 def _proof(secret: bytes, role: bytes, nonce: bytes) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,6 +21,7 @@ from cllm.cluster.messages import (
     Load,
     Reply,
     Report,
+    portable,
 )
 from cllm.errors import CLLMError, ShuttingDownError, describe
 from cllm.kv.events import Listener
@@ -119,7 +121,7 @@ class LinkServer:
         try:
             value = await self.calls[call.name](*call.arguments)
         except CLLMError as error:
-            link.send(Reply(call.number, None, error))
+            link.send(Reply(call.number, None, portable(error)))
         except Exception as error:
             log.exception("the call %s failed", call.name)
             link.send(Reply(call.number, None, CLLMError(describe(error))))
@@ -143,7 +145,8 @@ class LinkServer:
         """Everything that enters and leaves the prefix cache."""
         try:
             listener = await self._llm.listen()
-            link.send(Hello(self._replica, self._llm.facts, self._block_tokens if listener is not None else 0))
+            block_tokens = self._block_tokens if listener is not None else 0
+            link.send(Hello(self._replica, self._llm.facts, block_tokens, os.getpid()))
             if listener is None:
                 return
             await self._tell_content(link)

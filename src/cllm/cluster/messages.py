@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,22 @@ from cllm.engine.request import FinishReason
 from cllm.engine.sampling import TokenLogprob
 from cllm.engine.stats import EngineSnapshot
 from cllm.engine.tenant import Tenant
+from cllm.errors import BackendError, CLLMError, describe
 from cllm.kv.events import KVEvent
 from cllm.kv.pins import PinMark
 from cllm.loading.facts import ModelFacts
 from cllm.observe.metrics import MetricsObserver
 from cllm.routing.policy import ReplicaStats
+
+
+def portable(error: Exception) -> Exception:
+    """The error, or what it says if another process could not read it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return BackendError(str(error) if isinstance(error, CLLMError) else describe(error))
+    return error
+
 
 Generated = list[list[int] | None]
 """Of each answer the tokens so far; None: it has ended."""
@@ -36,10 +48,16 @@ class Route:
     """Only replicas with these weights can take the job."""
     tried: set[str] = field(default_factory=set)
     """Replicas that refused the request, or were lost with it."""
+    only: str | None = None
+    """The replica that is asked for, if it must be a certain one."""
     chosen: str | None = None
     """The replica that the router has chosen."""
     last: bool = False
     """Whether all others that could take it were tried before."""
+    expected: int = 0
+    """Tokens that it is expected to have cached."""
+    seconds: float = 0.0
+    """How long choosing it took."""
 
 
 @dataclass(slots=True)
@@ -87,6 +105,7 @@ class Hello(NamedTuple):
     facts: ModelFacts
     block_tokens: int
     """Of the blocks in cache events; 0: there are none."""
+    pid: int
 
 
 class Accepted(NamedTuple):

@@ -25,6 +25,7 @@ from cllm.cluster.messages import (
     Report,
 )
 from cllm.cluster.routing_view import Address, RoutingView
+from cllm.cluster.totals import ReplicaState, ReplicaStatus
 from cllm.errors import ModelUnavailableError
 
 log = logging.getLogger("cllm.cluster")
@@ -53,6 +54,7 @@ class Peer:
     def __init__(self, hello: Hello, link: Link) -> None:
         self.name = hello.replica
         self.facts = hello.facts
+        self.pid = hello.pid
         self.link = link
         self.report: Report | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -122,7 +124,10 @@ class Peers:
             except OSError as error:
                 log.debug("no link to replica %s: %s", name, error)
             else:
-                await self._use(link)
+                try:
+                    await self._use(link)
+                except Exception:  # a message that cannot be read: the replica may be another version
+                    log.exception("the link to replica %s broke", name)
             await asyncio.sleep(RECONNECT_S)
             if name not in self.known:
                 self._linking.pop(name, None)
@@ -191,6 +196,23 @@ class Peers:
                 peer.report = message
             case Reply():
                 peer.on_reply(message)
+
+    def statuses(self) -> list[ReplicaStatus]:
+        """Of all replicas that Ray knows or that have a link, in the order of their names."""
+        return [self._status(name) for name in sorted(self.known.keys() | self.connected.keys())]
+
+    def _status(self, name: str) -> ReplicaStatus:
+        peer = self.connected.get(name)
+        if peer is None:
+            return ReplicaStatus(name, self.known[name].host, None, "joining", None)
+        return ReplicaStatus(name, peer.link.host, peer.pid, self._state(peer), peer.report)
+
+    def _state(self, peer: Peer) -> ReplicaState:
+        if peer.name not in self.known:
+            return "draining"
+        if peer.report is None:
+            return "joining"
+        return "silent" if self._view.is_silent(peer.name) else "running"
 
     async def close(self) -> None:
         self._view.on_replicas = lambda replicas: None

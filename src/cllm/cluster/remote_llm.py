@@ -5,24 +5,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from cllm.cluster.collector import ClusterCollector, replica_families
 from cllm.cluster.dispatcher import Dispatcher
+from cllm.cluster.everywhere import results, together
+from cllm.cluster.messages import Report
 from cllm.cluster.peers import Peer, Peers
 from cllm.cluster.routing_view import RoutingView, share_view
+from cllm.cluster.totals import ReplicaStatus, total_details, total_snapshot
+from cllm.cluster.views import ViewSource, replica_line
 from cllm.config import Config
 from cllm.engine.request import FinishReason, Request
 from cllm.engine.row_sampler import RowSampler
 from cllm.engine.stats import EngineSnapshot
+from cllm.engine.tenant import ANONYMOUS, Tenant
 from cllm.engine.views import EngineView
 from cllm.errors import ModelUnavailableError, ShuttingDownError
 from cllm.generation import Generation
 from cllm.kv.events import Listener
-from cllm.kv.pins import LostPin
-from cllm.llm import AsyncLLM
+from cllm.kv.pins import LostPin, PinSource, WarmResult
+from cllm.llm import LOW_PRIORITY, AsyncLLM
 from cllm.loading.facts import ModelFacts
 from cllm.loading.text_parts import load_text_parts
+from cllm.observe.router_metrics import RouterMetrics
 
 log = logging.getLogger("cllm.cluster")
 
@@ -44,6 +56,16 @@ class RemoteLLM(AsyncLLM):
         self._version = version
         self._dispatcher: Dispatcher | None = None
         self._peers: Peers | None = None
+        self._routing: RoutingView | None = None
+        self._views = ViewSource()
+        self._bound_for: dict[str, str] = {}
+        """Requests that are about to start and must go to a certain replica."""
+        self._router_metrics = RouterMetrics(
+            config.server.metrics_prefix,
+            replicas=lambda: Counter(status.state for status in self.statuses()),
+            index_blocks=lambda: 0 if self._routing is None else self._routing.index_blocks,
+            streams=lambda: 0 if self._dispatcher is None else self._dispatcher.streams,
+        )
 
     @property
     def peers(self) -> Sequence[Peer]:
@@ -61,7 +83,8 @@ class RemoteLLM(AsyncLLM):
         self._loop = asyncio.get_running_loop()
         settings = self.config.cluster
         ingress = uuid.uuid4().hex[:12]
-        view = RoutingView(self.config.resources.block_size)
+        view = RoutingView(self.config.resources.block_size, settings.routing, alone=settings.ingresses == 1)
+        self._routing = view
         share_view(self._deployment, view)
         facts = await self._ask_facts()
         self._text = await asyncio.to_thread(load_text_parts, self.config, facts)
@@ -71,6 +94,7 @@ class RemoteLLM(AsyncLLM):
             view,
             self._dispatch,
             self.observers,
+            self._router_metrics,
             weights=facts.weights,
             silence_s=settings.silence_s,
             wait_s=settings.wait_s,
@@ -108,7 +132,7 @@ class RemoteLLM(AsyncLLM):
     def _start_request(self, request: Request) -> None:
         if self._dispatcher is None:
             raise ShuttingDownError("the server is shutting down and accepts no more requests")
-        self._dispatcher.start(request)
+        self._dispatcher.start(request, self._bound_for.pop(request.id, None))
 
     async def confirm(self, generations: Iterable[Generation]) -> None:
         for generation in generations:
@@ -127,8 +151,36 @@ class RemoteLLM(AsyncLLM):
     def _row_sampler(self) -> RowSampler | None:
         return None
 
+    async def warm(
+        self,
+        prompt: Sequence[int],
+        *,
+        pin: bool = False,
+        ttl_s: float | None = None,
+        tenant: Tenant = ANONYMOUS,
+        request_id: str | None = None,
+        priority: int = LOW_PRIORITY,
+        source: PinSource = "warm",
+    ) -> WarmResult:
+        """On every replica. Raises `ModelUnavailableError` with those it failed on, if it did not on all."""
+        names = [peer.name for peer in self.peers]
+        if not names:
+            raise self._no_replica()
+        request_id = request_id or f"warm-{uuid.uuid4().hex}"
+        ids = [request_id] if len(names) == 1 else [f"{request_id}-{number}" for number in range(len(names))]
+        self._bound_for.update(zip(ids, names, strict=True))
+        warm_one = partial(super().warm, prompt, pin=pin, ttl_s=ttl_s, tenant=tenant, priority=priority, source=source)
+        answers = await asyncio.gather(*(warm_one(request_id=each) for each in ids), return_exceptions=True)
+        return together(results(dict(zip(names, answers, strict=True)), "the prefix is cached"))
+
     async def unpin(self, name: str, space: bytes | None = None) -> bool:
-        return any(await self._ask_all("unpin", name, space))
+        """On every replica that has it. Raises `ModelUnavailableError` with those that did not answer."""
+        peers = self.peers
+        if not peers:
+            raise self._no_replica()
+        answers = await asyncio.gather(*(peer.call("unpin", name, space) for peer in peers), return_exceptions=True)
+        names = [peer.name for peer in peers]
+        return any(results(dict(zip(names, answers, strict=True)), "the pin is removed").values())
 
     async def lost_pins(self) -> list[LostPin]:
         return []  # each replica computes its own again
@@ -136,27 +188,65 @@ class RemoteLLM(AsyncLLM):
     async def listen(self) -> Listener | None:
         return None
 
-    async def _ask_all(self, name: str, *arguments: Any) -> list[Any]:
-        """The answers of all replicas that give one."""
-        answers = await asyncio.gather(*(peer.call(name, *arguments) for peer in self.peers), return_exceptions=True)
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
-
     # -- numbers -----------------------------------------------------------------------------------------------
 
+    def statuses(self) -> list[ReplicaStatus]:
+        """Of all replicas."""
+        return [] if self._peers is None else self._peers.statuses()
+
     def snapshot(self) -> EngineSnapshot:
-        reports = [peer.report for peer in self.peers if peer.report is not None]
-        if not reports:
-            raise ModelUnavailableError("no replica has reported yet", retry_after_s=1.0)
-        return reports[0].snapshot
+        return total_snapshot([(status.node, report.snapshot) for status, report in self._reports()])
 
     def kv(self) -> dict[str, Any]:
-        return {"replicas": {peer.name: peer.report.kv for peer in self.peers if peer.report is not None}}
+        reports = self._reports()
+        details = total_details({status.name: report.kv["details"] for status, report in reports})
+        replicas = {
+            status.name: {
+                "node": status.node,
+                "pid": status.pid,
+                "state": status.state,
+                **({} if status.report is None else status.report.kv),
+            }
+            for status in self.statuses()
+        }
+        return {**self._kv_content(self.snapshot(), details), "replicas": replicas}
+
+    def replicas(self) -> list[dict[str, Any]] | None:
+        return [replica_line(status) for status in self.statuses()]
 
     def watch(self) -> None:
-        """Replicas report anyway."""
+        """Replicas report anyway. Raises if there is none."""
+        self._reports()
 
     def unwatch(self) -> None:
         """As `watch`."""
 
     def view(self) -> EngineView | None:
-        return None
+        if self._dispatcher is None:
+            raise ShuttingDownError("the server is shutting down")
+        reports = self._reports()
+        return self._views.view(self.requests(), reports[0][1].snapshot.kv)
+
+    def metrics(self, prefix: str) -> Collector:
+        return ClusterCollector([partial(self.metric_families, prefix)])
+
+    def metric_families(self, prefix: str) -> Iterator[Metric]:
+        yield from self._router_metrics.collect()
+        for status in self.statuses():
+            if status.report is not None:
+                yield from replica_families(prefix, self.model_name, status.name, status.report)
+
+    def _reports(self) -> list[tuple[ReplicaStatus, Report]]:
+        """At least one; raises `ModelUnavailableError` if there is none."""
+        statuses = self.statuses()
+        reports = [(status, status.report) for status in statuses if status.report is not None]
+        if not reports:
+            raise self._no_replica()
+        return reports
+
+    def _no_replica(self) -> ModelUnavailableError:
+        joining = len(self.statuses())
+        why = (
+            f"no replica is available yet: {joining} joining" if joining else "no replica is available; try again later"
+        )
+        return ModelUnavailableError(why, retry_after_s=1.0)

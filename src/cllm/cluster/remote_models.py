@@ -1,11 +1,15 @@
-"""Several models of a cluster, with the interface of `ServedModels`. Each has replicas of its own, which stay loaded."""
+"""Several models of a cluster, with the interface of `ServedModels`. Each has replicas of its own, always loaded."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
+from prometheus_client.registry import Collector
+
+from cllm.cluster.collector import ClusterCollector
 from cllm.cluster.remote_llm import RemoteLLM
 from cllm.config import Config, ModelEntry
 from cllm.errors import ModelBusyError, ModelUnavailableError
@@ -40,6 +44,9 @@ class RemoteModels(ServedModels):
     @property
     def budget(self) -> int:
         return 0
+
+    def metrics(self, prefix: str) -> Collector:
+        return ClusterCollector([partial(llm.metric_families, prefix) for llm in self._llms])
 
     def account_status(self) -> list[AccountStatus]:
         return []

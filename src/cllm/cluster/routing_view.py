@@ -5,6 +5,7 @@ Two threads use it: Ray's, which routes, and that of the event loop, which hears
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,10 +16,13 @@ from cllm.kv.block_names import TOKEN_BYTES, chain, root_name
 from cllm.kv.events import KVEvent
 from cllm.kv.radix import COMMON_SPACE
 from cllm.routing.index import short_hashes
-from cllm.routing.policy import PrefixPolicy, ReplicaStats
+from cllm.routing.policy import POLICIES, PrefixPolicy, ReplicaStats, RoutingPolicy
 
 _ON_THE_WAY_S = 0.02
 """What was sent to a replica this shortly before its report may not be part of it."""
+
+_SAMPLE = 2
+"""Of so many random replicas, an ingress that is not alone takes the less loaded."""
 
 
 class Address(NamedTuple):
@@ -28,13 +32,17 @@ class Address(NamedTuple):
 
 
 class RoutingView:
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, routing: str = PrefixPolicy.name, *, alone: bool = True) -> None:
+        """`alone`: no other ingress sends requests to the same replicas."""
         self.on_replicas: Callable[[Mapping[str, Address]], None] = lambda replicas: None
         """Called, in Ray's thread, with the replicas that Ray knows."""
         self._lock = threading.Lock()
         self._block_tokens = block_tokens
-        self._policy = PrefixPolicy(block_tokens=block_tokens)
+        self._policy = _make_policy(routing, block_tokens, alone)
+        self._index = self._policy.index
         self._weights: dict[str, str] = {}
+        self._telling: set[str] = set()
+        """Replicas that tell what they have cached."""
 
     # -- what replicas say -------------------------------------------------------------------------------------
 
@@ -42,27 +50,47 @@ class RoutingView:
         with self._lock:
             self._weights[replica] = weights
             self._policy.add(replica)
-            if not tells_cache:
-                self._policy.index.remove(replica)
+            if tells_cache:
+                self._telling.add(replica)
+            elif self._index is not None:
+                self._index.remove(replica)
 
     def remove(self, replica: str) -> None:
         with self._lock:
             self._weights.pop(replica, None)
+            self._telling.discard(replica)
             self._policy.remove(replica)
 
     def apply(self, replica: str, events: Sequence[KVEvent]) -> None:
-        with self._lock:
-            self._policy.index.apply(replica, events, time.monotonic())
+        if self._index is not None:
+            with self._lock:
+                self._index.apply(replica, events, time.monotonic())
 
     def take_content(self, replica: str, number: int, names: Iterable[bytes]) -> None:
-        with self._lock:
-            self._policy.index.snapshot(replica, number, names, time.monotonic())
+        if self._index is not None:
+            with self._lock:
+                self._index.snapshot(replica, number, names, time.monotonic())
 
     def report(self, replica: str, stats: ReplicaStats) -> None:
         now = time.monotonic()
         with self._lock:
             self._policy.report(replica, stats, now - _ON_THE_WAY_S)
-            self._policy.index.apply(replica, (), now)
+            if self._index is not None:
+                self._index.apply(replica, (), now)
+
+    # -- numbers -----------------------------------------------------------------------------------------------
+
+    @property
+    def index_blocks(self) -> int:
+        """Blocks known of all replicas."""
+        return 0 if self._index is None else self._index.blocks
+
+    def is_silent(self, replica: str) -> bool:
+        """Whether it should tell what it has cached, and has not for a while."""
+        if self._index is None:
+            return False
+        with self._lock:
+            return replica in self._telling and not self._index.knows(replica, time.monotonic())
 
     # -- choosing ----------------------------------------------------------------------------------------------
 
@@ -73,15 +101,21 @@ class RoutingView:
 
     def choose(self, route: Route, candidates: Iterable[str]) -> str | None:
         """One of the candidates, or None if none of them can take it now. Those already tried come last."""
+        started = time.perf_counter()
         with self._lock:
-            able = {each for each in candidates if self._weights.get(each) == route.weights}
+            able = {each for each in candidates if self._can_take(each, route)}
             others = set(self._policy.replicas) - able
             if not able:
                 return None
             exclude = others if able <= route.tried else others | route.tried
             route.chosen = self._policy.choose(route.names, route.tokens, route.session, exclude=exclude)
             route.last = able <= route.tried | {route.chosen}
-            return route.chosen
+            route.expected = self._policy.expected_tokens
+        route.seconds = time.perf_counter() - started
+        return route.chosen
+
+    def _can_take(self, replica: str, route: Route) -> bool:
+        return self._weights.get(replica) == route.weights and route.only in (None, replica)
 
     def names(self, prompt: bytes, space: bytes) -> list[bytes]:
         """The names of a prompt's whole blocks, as the prefix caches of replicas name them (kv/paged/prefix_cache.py):
@@ -95,9 +129,19 @@ class RoutingView:
 
     def _held(self, names: Sequence[bytes]) -> int:
         """How many of these blocks, from the first on, some replica has."""
+        if self._index is None or not names:
+            return 0
         with self._lock:
-            found = self._policy.index.lookup(short_hashes(names), time.monotonic()) if names else []
+            found = self._index.lookup(short_hashes(names), time.monotonic())
         return max((blocks for blocks, _ in found), default=0)
+
+
+def _make_policy(routing: str, block_tokens: int, alone: bool) -> RoutingPolicy:
+    """Ingresses that draw differently do not all run to the same replica."""
+    seed = secrets.randbits(32)
+    if routing == PrefixPolicy.name:
+        return PrefixPolicy(seed=seed, block_tokens=block_tokens, sample=None if alone else _SAMPLE)
+    return POLICIES[routing](seed=seed, block_tokens=block_tokens)
 
 
 _VIEWS: dict[str, RoutingView] = {}

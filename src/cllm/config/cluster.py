@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -75,6 +76,11 @@ class ClusterConfig(Section):
         ge=0,
         le=65_535,
         description="port on which other machines join a cluster that `cllm cluster up` starts; 0: any free port",
+    )
+    routing: Literal["prefix", "least-loaded", "consistent-hash", "round-robin", "random"] = Field(
+        default="prefix",
+        description="how requests are routed; prefix: to the replica with the least work until the first token, given "
+        "its load and what it has cached",
     )
     silence_s: float = Field(
         default=5.0, ge=1, le=600, description="a replica that says nothing for this long counts as lost"

@@ -43,6 +43,21 @@ class PinMark:
     refusal: str | None = None
 
 
+class WarmResult(NamedTuple):
+    """A prefix that was computed before a request needs it."""
+
+    tokens: int
+    cached: int
+    """Tokens that were already in the cache."""
+    seconds: float
+    pin_id: str | None
+    pinned_tokens: int
+    left_s: float | None
+    """How long the pin lasts; None: forever, or there is none."""
+    refusal: str | None
+    """Why it could not be pinned."""
+
+
 class PinnedPrefix(NamedTuple):
     """The tokens of a pin."""
 

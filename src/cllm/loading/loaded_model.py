@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from cllm.config import Config
@@ -100,7 +101,9 @@ class LoadedModel:
 
     def kv(self) -> dict[str, Any]:
         """The state of the KV cache: counters as of the last step, and which sequence holds what."""
-        snapshot = self.snapshot()
+        return self._kv_content(self.snapshot(), self._running.details)
+
+    def _kv_content(self, snapshot: EngineSnapshot, details: Mapping[str, Any]) -> dict[str, Any]:
         usage = snapshot.kv
         return {
             **usage.as_dict(),
@@ -112,8 +115,12 @@ class LoadedModel:
             "dropped_tokens": snapshot.dropped_tokens,
             "drafted_tokens": snapshot.drafted_tokens,
             "accepted_drafts": snapshot.accepted_drafts,
-            "details": self._running.details,
+            "details": details,
         }
+
+    def replicas(self) -> list[dict[str, Any]] | None:
+        """What the page shows of each replica of a cluster; None: the model runs in this process."""
+        return None
 
     def watch(self) -> None:
         """Have the engine publish views of itself until `unwatch` is called as many times."""

@@ -13,8 +13,9 @@ from prometheus_client.registry import Collector
 
 from cllm.observe.metrics import Histogram
 
-REPLICA_STATES = ("running", "silent")
-"""A silent replica has sent no cache events for a while; it is chosen by its load alone."""
+REPLICA_STATES = ("running", "silent", "joining", "draining")
+"""A silent replica has sent no cache events for a while; it is chosen by its load alone. One that is joining or
+draining gets no requests."""
 
 _DECISION = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 0.1)
 

@@ -10,10 +10,10 @@ from cllm.errors import CLLMError
 PLOT_FORMATS = (".svg", ".png", ".pdf")
 
 
-def check_extra(module: str, what: str) -> None:
+def check_extra(module: str, what: str, extra: str = "bench") -> None:
     if find_spec(module) is None:
-        in_checkout = ".venv/bin/python scripts/install.py bench"
-        raise CLLMError(f"{what} needs {module}: pip install 'cllm[bench]', or in a checkout {in_checkout}")
+        in_checkout = f".venv/bin/python scripts/install.py {extra}"
+        raise CLLMError(f"{what} needs {module}: pip install 'cllm[{extra}]', or in a checkout {in_checkout}")
 
 
 def check_writable(option: str, file: Path | None) -> None:

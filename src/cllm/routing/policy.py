@@ -82,6 +82,8 @@ class RoutingPolicy(ABC):
         self._reported: dict[str, float] = {}
         self._sent: dict[str, deque[tuple[float, int]]] = {}
         self._next_expiry = 0.0
+        self.expected_tokens = 0
+        """Of the last prompt that `choose` was called for: those that its replica is expected to have cached."""
 
     @property
     def replicas(self) -> Sequence[str]:
@@ -130,6 +132,7 @@ class RoutingPolicy(ABC):
         self._expire_sent(moment)
         loads = {name: load for name, load in self._loads.items() if name not in exclude} if exclude else self._loads
         replica, cached_tokens = self._choose(loads, prompt_hashes, prompt_tokens, session, moment)
+        self.expected_tokens = cached_tokens
         work = max(prompt_tokens - cached_tokens, 0) + ROW_TOKENS
         self._sent[replica].append((moment, work))
         self._loads[replica] += work

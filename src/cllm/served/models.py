@@ -12,6 +12,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
+
+from prometheus_client.registry import Collector
 
 from cllm.config import Config
 from cllm.engine.time_sharing import TimeSharing
@@ -28,6 +31,7 @@ from cllm.llm import AsyncLLM
 from cllm.loading.disk_cache import DiskStores
 from cllm.loading.estimate import estimate
 from cllm.loading.open_model import ModelShare
+from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollector
 from cllm.served.entries import ServedModel, State, by_name, check_disk_limits, load_failed, read_entries, unavailable
 from cllm.served.memory import DeviceMemory, choose_memories
 
@@ -74,6 +78,15 @@ class ServedModels:
     def budget(self) -> int:
         """Bytes, of all devices together."""
         return sum(memory.ledger.budget for memory in self.memories.values())
+
+    def metrics(self, prefix: str) -> Collector:
+        """What /metrics says of all models. To be called once."""
+        return ModelsCollector(
+            prefix,
+            [_collector(prefix, served) for served in self.models],
+            self.account_status,
+            {device: memory.ledger.budget for device, memory in self.memories.items()},
+        )
 
     def account_status(self) -> list[AccountStatus]:
         """Memory accounts of all loaded models."""
@@ -336,3 +349,9 @@ class ServedModels:
                     continue
                 elif served.state == "ready" and now - served.last_used >= after:
                     self._begin_unload(served)
+
+
+def _collector(prefix: str, served: ServedModel) -> EngineCollector:
+    observer = MetricsObserver()
+    served.observers.append(observer)
+    return EngineCollector(prefix, partial(str, served.name), served.snapshot, observer, served.store)

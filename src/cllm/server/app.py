@@ -8,11 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
-from prometheus_client.registry import Collector
 from starlette.middleware.cors import CORSMiddleware
 
 from cllm import __version__
-from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollector, create_registry
+from cllm.observe.metrics import create_registry
 from cllm.observe.otlp import open_tracing
 from cllm.served import ServedModels
 from cllm.server.anthropic import routes as anthropic
@@ -40,8 +39,9 @@ _DESCRIPTION = """The APIs of OpenAI, Anthropic and Ollama, and cLLM's own. Poin
 Every parameter is honoured, a documented hint, or refused with status 400 and its name; none is silently ignored."""
 
 
-def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
-    """The application for one or several models, which start and stop with it unless they are running."""
+def create_app(serves: AsyncLLM | ServedModels, config: Config, *, servers: int = 1) -> FastAPI:
+    """The application for one or several models, which start and stop with it unless they are running. `servers`: how
+    many of it clients are spread over."""
     app = FastAPI(
         title="cLLM",
         version=__version__,
@@ -51,11 +51,13 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
         redirect_slashes=False,  # the target would come from the client's Host header
         lifespan=lambda app: _lifespan(serves, app.state.cllm),
     )
-    tenants = Tenants(config.server) if config.server.needs_key else None
-    registry = create_registry(_collector(serves, config, tenants))
+    tenants = Tenants(config.server, servers=servers) if config.server.needs_key else None
+    registry = create_registry(serves.metrics(config.server.metrics_prefix))
     app.state.cllm = state = ServerState(serves, config, registry, open_tracing(config.observe))
     if tenants is not None:
         registry.register(tenants)
+        for observers in _observers(serves):
+            observers.append(tenants)
         state.warm_tenant = tenants.warm_tenant
     for router in (
         openai.router,
@@ -85,31 +87,9 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config) -> FastAPI:
     return app
 
 
-def _collector(serves: AsyncLLM | ServedModels, config: Config, tenants: Tenants | None) -> Collector:
-    """The metrics of the engine, or of several; also lets `tenants` observe all requests."""
-    prefix = config.server.metrics_prefix
-    if not isinstance(serves, ServedModels):
-        observer = _observe(serves.observers, tenants)
-        return EngineCollector(prefix, lambda: config.model.alias or serves.model_name, serves.snapshot, observer)
-    return ModelsCollector(
-        prefix,
-        [
-            EngineCollector(
-                prefix, partial(str, served.name), served.snapshot, _observe(served.observers, tenants), served.store
-            )
-            for served in serves.models
-        ],
-        serves.account_status,
-        {device: memory.ledger.budget for device, memory in serves.memories.items()},
-    )
-
-
-def _observe(observers: Observers, tenants: Tenants | None) -> MetricsObserver:
-    observer = MetricsObserver()
-    observers.append(observer)
-    if tenants is not None:
-        observers.append(tenants)
-    return observer
+def _observers(serves: AsyncLLM | ServedModels) -> list[Observers]:
+    """Of each model."""
+    return [served.observers for served in serves.models] if isinstance(serves, ServedModels) else [serves.observers]
 
 
 def _trace(serves: AsyncLLM | ServedModels, config: Config, tracing: Tracing) -> None:

@@ -9,17 +9,15 @@ import math
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from cllm.engine.params import SamplingParams
-from cllm.engine.tenant import ANONYMOUS, Tenant
+from cllm.engine.tenant import Tenant
 from cllm.errors import CLLMError, InvalidRequestError, OverloadedError, ShuttingDownError
-from cllm.kv.pins import LostPin, PinMark, PinSource
+from cllm.kv.pins import LostPin
 
 if TYPE_CHECKING:
     from cllm.config.kv import WarmPrefix
@@ -27,54 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cllm.warm")
 
-LOW_PRIORITY = 1
-"""Behind every request of the last seconds: nobody is waiting for the result."""
 MOST_FILE_BYTES = 16 << 20
-
-
-class WarmResult(NamedTuple):
-    tokens: int
-    cached: int
-    """Tokens that were already in the cache."""
-    seconds: float
-    pin_id: str | None
-    pinned_tokens: int
-    left_s: float | None
-    """How long the pin lasts; None: forever, or there is none."""
-    refusal: str | None
-    """Why it could not be pinned."""
-
-
-async def warm(
-    llm: AsyncLLM,
-    prompt: Sequence[int],
-    *,
-    pin: bool = False,
-    ttl_s: float | None = None,
-    tenant: Tenant = ANONYMOUS,
-    request_id: str | None = None,
-    priority: int = LOW_PRIORITY,
-    source: PinSource = "warm",
-) -> WarmResult:
-    """Compute or load the K/V of a prompt, with a request of one token, which is discarded."""
-    mark = PinMark(len(prompt), math.inf if ttl_s is None else ttl_s, source)
-    started = time.perf_counter()
-    generation = llm.submit(
-        prompt,
-        SamplingParams(max_tokens=1, temperature=0.0, context_window=None),
-        request_id=request_id,
-        priority=priority,
-        tenant=tenant,
-        pins=[mark] if pin else [],
-    )
-    async with generation:
-        async for _ in generation:
-            pass
-    took = time.perf_counter() - started
-    left_s = mark.left_s if mark.pin_id is not None and math.isfinite(mark.left_s) else None
-    return WarmResult(
-        len(prompt), generation.cached_tokens, took, mark.pin_id, mark.pinned_tokens, left_s, mark.refusal
-    )
 
 
 async def warm_up(llm: AsyncLLM, prefixes: Sequence[WarmPrefix], tenant_of: Callable[[bool], Tenant | None]) -> None:
@@ -95,7 +46,7 @@ async def warm_up(llm: AsyncLLM, prefixes: Sequence[WarmPrefix], tenant_of: Call
             text = prefix.prompt if prefix.file is None else await _read_in_thread(prefix.file)
             prompt = await asyncio.to_thread(_encode, llm, prefix, text)
             name = f"warm-{number}"
-            done = await warm(llm, prompt, pin=prefix.pin, ttl_s=prefix.ttl_s, tenant=tenant, request_id=name)
+            done = await llm.warm(prompt, pin=prefix.pin, ttl_s=prefix.ttl_s, tenant=tenant, request_id=name)
         except (CLLMError, OSError, ValueError) as error:
             log.warning("kv.warm[%d] could not be computed: %s", number, error)
             continue
@@ -117,7 +68,7 @@ async def _restore_pin(llm: AsyncLLM, pin: LostPin) -> None:
     ttl_s = None if math.isinf(pin.ttl_s) else pin.ttl_s
     tenant = Tenant(space=pin.of.space)
     try:
-        done = await warm(llm, pin.of.tokens, pin=True, ttl_s=ttl_s, tenant=tenant, source=pin.source)
+        done = await llm.warm(pin.of.tokens, pin=True, ttl_s=ttl_s, tenant=tenant, source=pin.source)
     except OverloadedError as error:
         await asyncio.sleep(error.retry_after_s)
         return

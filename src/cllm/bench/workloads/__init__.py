@@ -6,6 +6,10 @@ from cllm.bench.workloads.aged import Aged
 from cllm.bench.workloads.base import Workload
 from cllm.bench.workloads.batch import Batch
 from cllm.bench.workloads.chat import Chat
+from cllm.bench.workloads.cluster_hits import ClusterHits
+from cllm.bench.workloads.cluster_latency import ClusterLatency
+from cllm.bench.workloads.cluster_losses import ClusterLosses
+from cllm.bench.workloads.cluster_scaling import ClusterScaling
 from cllm.bench.workloads.drafts import Drafts
 from cllm.bench.workloads.embed import Embed
 from cllm.bench.workloads.gap import Gap
@@ -56,17 +60,21 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "micro": (Micro(),),
     "snapshots": (Snapshots(),),
     "router": (Router(),),
+    "cluster-latency": (ClusterLatency(),),
+    "cluster-scaling": (ClusterScaling(),),
+    "cluster-hits": (ClusterHits(),),
+    "cluster-losses": (ClusterLosses(),),
     "generator": (Generator(),),
 }
 
 LONG = (
     "soak", "aged", "window", "drafts", "embed", "structured", "hostile", "gap", "page", "memory-placement",
-    "memory-busy", "memory-burst",
+    "memory-busy", "memory-burst", "cluster-latency", "cluster-scaling", "cluster-hits", "cluster-losses",
 )  # fmt: skip
-"""Too long for the short set."""
+"""Too long for the short set, or in need of the extra `cluster`."""
 SLOW = ("overhead", "memory")
 """Not in the short set if it is quick: they start llama.cpp several times."""
-ONCE = ("soak", "aged", "window", "hostile", "gap", "memory-busy", "memory-burst")
+ONCE = ("soak", "aged", "window", "hostile", "gap", "memory-busy", "memory-burst", "cluster-hits", "cluster-losses")
 """One pass is enough: it is long, or the sides take turns within it."""
 
 SHORT: tuple[Workload, ...] = (

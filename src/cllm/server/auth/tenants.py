@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
@@ -57,7 +58,9 @@ class Tenants(Collector):
     after a restart, another one if a key is replaced and a new one gets its name. Also an `EngineObserver`.
     """
 
-    def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic, *, servers: int = 1) -> None:
+        """`servers`: each of so many allows its part of a key's limit."""
+        self._servers = servers
         self._path = config.api_keys
         self._operator_key = None if config.api_key is None else config.api_key.encode()
         self._shared = config.share_prefixes
@@ -148,7 +151,8 @@ class Tenants(Collector):
     def _caller(self, tenant: Tenant, limit: int | None) -> Caller:
         """Keeps the counters of the key that had this name before."""
         caller = self._callers.get(tenant.name or OPERATOR) or Caller(tenant)
-        caller.tenant, caller.limit = tenant, limit
+        caller.tenant = tenant
+        caller.limit = None if limit is None else math.ceil(limit / self._servers)
         return caller
 
     # -- usage -------------------------------------------------------------------------------------------------

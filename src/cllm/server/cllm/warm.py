@@ -20,7 +20,6 @@ from cllm.server.schema.messages import ChatMessage
 from cllm.server.schema.replies import ErrorReply, error_responses
 from cllm.server.schema.validation import AtMost, RequestModel, Words, refusal
 from cllm.server.state import ModelState, ServerState, State, is_operator, tenant_of
-from cllm.tasks.warm import warm
 
 if TYPE_CHECKING:
     from cllm.llm import AsyncLLM
@@ -126,8 +125,7 @@ async def warm_prefix(
     else:
         assert body.prompt is not None
         prompt = await model.encoder.encode_prompt(body.prompt)
-    work = warm(
-        model.llm,
+    work = model.llm.warm(
         prompt,
         pin=body.pin,
         ttl_s=ttl_s,

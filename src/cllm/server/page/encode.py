@@ -10,6 +10,7 @@ Both hold one JSON object; `change` leaves out what has not changed.
     prefixes            the largest nodes of the prefix tree
     requests            running ones first; `holders` are the numbers of its sequences
     kept                what `/kv` has in `details` of the disk and of pins
+    replicas            of a cluster, each; there is no map then
     cache_events        what was stored in and removed from the prefix tree since the version before; not in `whole`
     now                 plain numbers: counters of the engine and the cache, resident bytes of the process
 
@@ -54,6 +55,7 @@ class Frame(NamedTuple):
     prefixes: list[dict[str, Any]]
     requests: list[dict[str, Any]]
     kept: Mapping[str, Any]
+    replicas: Sequence[Mapping[str, Any]] | None
     cache_events: Sequence[Mapping[str, Any]]
     now: Mapping[str, Any]
 
@@ -69,15 +71,16 @@ class Source(NamedTuple):
     """Turns the tokens that a prefix begins with into text; None where they are not shown."""
     kept: Mapping[str, Any] = {}
     cache_events: Sequence[Mapping[str, Any]] = ()
+    replicas: Sequence[Mapping[str, Any]] | None = None
 
 
 def frame_of(before: Frame | None, source: Source) -> Frame:
     """The frame after `before`. Parts that have not changed are the same objects."""
-    version, view, names, now, text_of, kept, cache_events = source
+    version, view, names, now, text_of, kept, cache_events, replicas = source
     kv = view.kv
     now = {**now, "prefixes": kv.prefixes_in_all, "requests": view.requests_in_all}
     if before is not None and before.view is view:
-        return before._replace(version=version, now=now, kept=kept, cache_events=cache_events)
+        return before._replace(version=version, now=now, kept=kept, replicas=replicas, cache_events=cache_events)
     return Frame(
         version=version,
         view=view,
@@ -88,6 +91,7 @@ def frame_of(before: Frame | None, source: Source) -> Frame:
         prefixes=[_prefix(prefix, text_of) for prefix in kv.prefixes],
         requests=_requests(view),
         kept=kept,
+        replicas=replicas,
         cache_events=cache_events,
         now=now,
     )
@@ -105,6 +109,7 @@ def whole(frame: Frame) -> bytes:
             "prefixes": frame.prefixes,
             "requests": frame.requests,
             "kept": frame.kept,
+            **({} if frame.replicas is None else {"replicas": frame.replicas}),
             "now": frame.now,
         },
     )
@@ -116,7 +121,7 @@ def change(before: Frame, after: Frame) -> bytes:
     content: dict[str, Any] = {"version": after.version, "now": after.now}
     if after.codes is not before.codes and (changed := _changes(before.codes, after.codes)):
         content["map"] = changed
-    for part in ("resident", "prefixes", "requests", "kept"):
+    for part in ("resident", "prefixes", "requests", "kept", "replicas"):
         if (value := getattr(after, part)) != getattr(before, part):
             content[part] = value
     if after.cache_events:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from cllm.errors import ShuttingDownError
+from cllm.errors import ModelUnavailableError, ShuttingDownError
 from cllm.server.errors import ApiError
 from cllm.server.page.cache_events import summarize
 from cllm.server.page.encode import Frame, Source, TextOf, change, frame_of, whole
@@ -141,7 +141,7 @@ class Hub:
                 if view is not None and quiet % QUIET_TICKS == 0:
                     in_thread = await self._advance(view, in_thread)
                 await asyncio.sleep(TICK_S)
-        except ShuttingDownError:
+        except (ModelUnavailableError, ShuttingDownError):
             pass
         except Exception:
             log.exception("the page's stream broke off")
@@ -152,7 +152,16 @@ class Hub:
     async def _advance(self, view: EngineView, in_thread: bool) -> bool:
         """Encode the next event; says whether it took so long that the next one should be encoded in a thread."""
         news = summarize(self._listener.take()) if self._listener is not None else []
-        source = Source(next(self._versions), view, self._names(), self._now(), self._text_of, self._kept(), news)
+        source = Source(
+            next(self._versions),
+            view,
+            self._names(),
+            self._now(),
+            self._text_of,
+            self._kept(),
+            news,
+            self._llm.replicas(),
+        )
         if in_thread:
             frame, data, seconds = await asyncio.to_thread(_encode, self._frame, source)
         else:
@@ -182,9 +191,10 @@ class Hub:
     def _now(self) -> dict[str, Any]:
         snapshot = self._llm.snapshot()
         numbers = {key: value for key, value in snapshot._asdict().items() if key not in ("kv", "finished")}
+        is_here = self._llm.replicas() is None  # otherwise this process holds none of the memory that is shown
         return {
             "time": round(time.time(), 3),
-            "resident_bytes": self._process.memory_info().rss,
+            **({"resident_bytes": self._process.memory_info().rss} if is_here else {}),
             "finished": dict(snapshot.finished),
             **numbers,
             "kv": snapshot.kv.as_dict(),

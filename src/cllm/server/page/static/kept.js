@@ -99,12 +99,12 @@ export class Kept {
   update(row, pin) {
     const [, tokens, size, by, left] = row.cells;
     const [source, meaning] = SOURCES[pin.source] ?? [pin.source, ""];
-    const isHere = pin.prefix !== null;  // otherwise it is being computed again
+    const isHere = pin.prefix !== null;  // otherwise it is being computed again, or on a replica
     row.selects = `prefix ${pin.prefix}`;
     row.dot.style.backgroundColor = isHere ? cssOf(pin.prefix * 4 + CACHED) : "transparent";
     row.name.disabled = !isHere;
     row.name.setAttribute("aria-pressed", String(isHere && this.selection.key === row.selects));
-    setText(row.name, isHere ? this.tree.beginningOf(pin.prefix) : "being computed again");
+    setText(row.name, isHere ? this.tree.beginningOf(pin.prefix) : placesOf(pin));
     setText(tokens, whole(pin.tokens));
     setText(size, bytes(pin.bytes));
     setText(by, source);
@@ -126,6 +126,12 @@ export class Kept {
     problem.hidden = !text;
     setText(problem, text);
   }
+}
+
+/** Of a pin that is not in the tree of this page. */
+function placesOf({ state, replicas }) {
+  if (state !== "pinned") return "being computed again";
+  return replicas.length === 1 ? `on ${replicas[0]}` : `on ${whole(replicas.length)} replicas`;
 }
 
 function bar(name, { bytes: used, limit_bytes: limit }) {

@@ -10,6 +10,7 @@ import { MemoryChart } from "./memory.js";
 import { ModelList } from "./model_list.js";
 import { PRIVATE } from "./colour.js";
 import { PrefixTree } from "./tree.js";
+import { Replicas } from "./replicas.js";
 import { Requests } from "./requests.js";
 import { Selection } from "./selection.js";
 import { CacheEvents } from "./cache_events.js";
@@ -29,7 +30,8 @@ const chart = new MemoryChart();
 const events = new Events();
 const kept = new Kept(tree, selection);
 const cacheEvents = new CacheEvents();
-const shown = { geometry: null, prefixes: [], requests: [], kept: {} };
+const replicas = new Replicas();
+const shown = { geometry: null, prefixes: [], requests: [], kept: {}, replicas: undefined };
 let pace = [];
 
 selection.onChange(() => map.highlight([...requests.holdersOf(selection.key), ...tree.holdersOf(selection.key)]));
@@ -47,6 +49,7 @@ follow((kind, event) => {
   if (isWhole) {
     shown.geometry = { layout: event.layout, cellTokens: event.cell_tokens, cellBytes: event.cell_bytes };
     shown.blockTokens = event.block_tokens;
+    shown.replicas = event.replicas;
     setText(byId("model"), event.model);
     setText(byId("backend"), `${event.backend}, context ${whole(event.context)}`);
     events.restart();
@@ -60,12 +63,14 @@ follow((kind, event) => {
   shown.prefixes = event.prefixes ?? shown.prefixes;
   shown.requests = event.requests ?? shown.requests;
   shown.kept = event.kept ?? shown.kept;
+  shown.replicas = event.replicas ?? shown.replicas;
   const { cellBytes, cellTokens } = shown.geometry;
   tree.show(shown.prefixes, now.prefixes, cellBytes / cellTokens);
   requests.show(shown.requests, now.requests);
   kept.show(shown.kept, now);
+  replicas.show(shown.replicas);
   cacheEvents.follow(event.cache_events ?? [], now, shown.blockTokens);
-  const takenBytes = arena.takenCells * cellBytes;
+  const takenBytes = shown.replicas ? now.kv.resident_bytes : arena.takenCells * cellBytes;
   chart.add(now, takenBytes);
   events.follow(now);
   showCounts(shown.geometry);

@@ -24,7 +24,7 @@ export class MemoryChart {
       used: now.kv.referenced * unit,
       cached: now.kv.evictable * unit,
       arena: takenBytes,
-      process: now.resident_bytes,
+      process: now.resident_bytes ?? 0,
       budget: now.kv.total * unit,
     };
     this.samples.push(sample);
@@ -59,12 +59,12 @@ export class MemoryChart {
     this.area(shown, x, (sample) => y(sample.used + sample.cached), height, cssColour("held"));
     this.area(shown, x, (sample) => y(sample.used), height, cssColour("used"));
     this.line(shown, x, (sample) => y(sample.arena), cssColour("arena"));
-    this.line(shown, x, (sample) => y(sample.process), cssColour("process"));
+    if (last.process) this.line(shown, x, (sample) => y(sample.process), cssColour("process"));
     if (last.budget <= most) this.line([{ at: 0 }, { at: width }], (end) => end.at, () => y(last.budget), cssColour("budget"), [5, 4]);
     this.label(ticks);
     const covered = span < 60 ? `last ${Math.round(span)} s` : `last ${Math.round(span / 60)} min`;
     setText(byId("memory-facts"), last.budget <= most ? covered : `${covered}; the budget is higher than what is drawn`);
-    this.canvas.setAttribute("aria-label", `Memory over time: ${bytes(last.used)} of K/V in use, ${bytes(last.cached)} cached, process ${bytes(last.process)} resident`);
+    this.canvas.setAttribute("aria-label", `Memory over time: ${bytes(last.used)} of K/V in use, ${bytes(last.cached)} cached${last.process ? `, process ${bytes(last.process)} resident` : ""}`);
   }
 
   /** Lines at round values; returns where they are. */

@@ -1,0 +1,81 @@
+"""Starts a cluster of fake replicas on this machine: the HTTP, routing and caching are real, only the model is not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from cllm.bench.errors import BenchError
+from cllm.bench.http import Address, HttpError
+from cllm.bench.servers import Server, free_port, running, until_ready
+from cllm.report.extras import check_extra
+
+_JOIN_LIMIT_S = 120.0
+_FAKE = {
+    "backend.type": "fake",
+    "kv.disk.enabled": False,
+    "log.level": "warning",
+    "server.host": "127.0.0.1",
+}
+
+
+@asynccontextmanager
+async def start_fake_server(settings: Mapping[str, Any]) -> AsyncIterator[Server]:
+    """`cllm serve` with the fake backend."""
+    async with _start("cLLM", ["serve"], settings) as server:
+        yield server
+
+
+@asynccontextmanager
+async def start_cluster(replicas: int, settings: Mapping[str, Any]) -> AsyncIterator[Server]:
+    """`cllm cluster up` with a Ray of its own, ready when every replica has joined."""
+    check_extra("ray", "this benchmark", "cluster")
+    with tempfile.TemporaryDirectory(prefix="cllm-bench-") as directory:
+        cluster = {"cluster.replicas": replicas, "cluster.cpus": 0, "cluster.ray_port": 0, **settings}
+        async with _start("the cluster", ["cluster", "up"], cluster, {"CLLM_CACHE_DIR": directory}) as server:
+            await _until_joined(Address(server.url), replicas)
+            yield server
+
+
+async def replica_pids(address: Address) -> dict[str, int]:
+    """Process ids of the replicas that the ingress has a link to."""
+    status, body = await address.fetch("/kv")
+    found = json.loads(body).get("replicas", {}) if status == 200 else {}
+    return {name: each["pid"] for name, each in found.items() if each.get("pid")}
+
+
+def kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+async def _until_joined(address: Address, replicas: int) -> None:
+    deadline = asyncio.get_running_loop().time() + _JOIN_LIMIT_S
+    while asyncio.get_running_loop().time() < deadline:
+        with suppress(HttpError, ValueError):
+            if len(await replica_pids(address)) >= replicas:
+                return
+        await asyncio.sleep(0.2)
+    raise BenchError(f"not all of {replicas} replicas joined the cluster within {_JOIN_LIMIT_S:.0f} s")
+
+
+@asynccontextmanager
+async def _start(
+    name: str, arguments: list[str], settings: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Server]:
+    port = free_port()
+    command = [sys.executable, "-m", "cllm", *arguments]
+    for key, value in {**_FAKE, **settings, "server.port": port}.items():
+        command += ["--set", f"{key}={json.dumps(value) if isinstance(value, bool) else value}"]
+    with tempfile.TemporaryFile() as log:
+        async with running(command, log, stdout=log, environment=environment) as process:
+            url = f"http://127.0.0.1:{port}"
+            await until_ready(Address(url), name, process, log)
+            yield Server(url, process.pid)

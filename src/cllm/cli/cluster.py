@@ -1,0 +1,357 @@
+"""`cllm cluster`: a server on many machines (docs/cluster.md). cluster/ does the work, and needs Ray."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cllm.cli.options import (
+    MODEL_HELP,
+    BackendOption,
+    JsonOption,
+    SetOption,
+    is_stdout,
+    load_settings,
+    open_console,
+    print_status,
+    write_json,
+)
+from cllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cllm.cluster.models import ClusterModel
+    from cllm.cluster.overview import DeploymentRow, Overview, ReplicaRow
+    from cllm.cluster.ray_node import RayNode
+    from cllm.cluster.rollout import Progress
+    from cllm.config import Config
+
+log = logging.getLogger("cllm.cluster")
+
+WATCH_S = 2.0
+
+app = typer.Typer(
+    help="Serve on many machines, with Ray (needs the extra `cluster`).", no_args_is_help=True, rich_markup_mode=None
+)
+
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Ray cluster to use, or auto for any that runs on this machine. [default: the one started here]",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+def up(
+    config_file: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML configuration file.", show_default=False)
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP)] = None,
+    backend: BackendOption = None,
+    replicas: Annotated[int | None, typer.Option("--replicas", "-n", help="Number of replicas. [default: 1]")] = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on. [default: 127.0.0.1]")
+    ] = None,
+    port: Annotated[int | None, typer.Option("--port", "-p", help="Port to listen on. [default: 8000]")] = None,
+    assignments: SetOption = None,
+    address: AddressOption = None,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Add this machine to the cluster of another one, instead of starting one.",
+            show_default=False,
+        ),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when it is ready; it runs on.")] = False,
+) -> None:
+    """Start a cluster on this machine and serve, until Ctrl-C. If it is already running, update it: nothing is lost."""
+    flags: dict[str, Any] = {
+        "model.name": model,
+        "backend.type": backend,
+        "cluster.replicas": replicas,
+        "server.host": host,
+        "server.port": port,
+        "cluster.address": address,
+    }
+    if model is not None:
+        flags["models"] = ()
+    config = load_settings(config_file, assignments, flags).config
+
+    from cllm.cluster.ray_node import prepare_environment
+    from cllm.observe.log import setup_logging
+
+    prepare_environment()
+    setup_logging(config.log)
+    if join is not None:
+        if address is not None or config.cluster.address is not None:
+            raise ConfigError("--join adds this machine to a cluster, so it goes without --address and cluster.address")
+        _work_for(join, config, detach=detach)
+    else:
+        _serve(config, detach=detach)
+
+
+@app.command()
+def status(address: AddressOption = None, json_file: JsonOption = None) -> None:
+    """Show machines, replicas and their load."""
+    from cllm.cluster.ray_node import connect, prepare_environment
+
+    prepare_environment()
+    where = _address(address)
+    connect(where)
+    from cllm.cluster.overview import overview
+
+    found = overview(where)
+    if found is None:
+        raise ConfigError(f"the Ray cluster at {where} does not run cLLM: `cllm cluster up` deploys it")
+    if json_file:
+        write_json(json_file, _as_json(found))
+    if not is_stdout(json_file):
+        _print_overview(found)
+
+
+@app.command()
+def down(address: AddressOption = None) -> None:
+    """Stop serving once running requests have ended; stop Ray, too, if `cllm cluster up` started it here."""
+    from cllm.cluster.ray_node import connect, found_node, prepare_environment, stop
+
+    prepare_environment()
+    where, node = _address(address), found_node()
+    is_own = node is not None and node.address == where
+    if node is None or not is_own or node.is_head:
+        connect(where)
+        from cllm.cluster.rollout import is_deployed, remove
+
+        if not is_deployed() and not is_own:
+            raise ConfigError(f"the Ray cluster at {where} does not run cLLM")
+        remove()
+        print_status("cLLM is stopped")
+    if node is not None and is_own:
+        stop(node)
+        print_status("Ray is stopped on this machine")
+
+
+def _address(given: str | None) -> str:
+    """Of the cluster to use: as given, or as this machine remembers it."""
+    from cllm.cluster.ray_node import found_node, no_cluster
+
+    address = load_settings(None, None, {"cluster.address": given}).config.cluster.address
+    if address is not None:
+        return address
+    node = found_node()
+    if node is None:
+        raise no_cluster()
+    return node.address
+
+
+# -- up --------------------------------------------------------------------------------------------------------------
+
+
+def _work_for(address: str, config: Config, *, detach: bool) -> None:
+    """This machine as part of another one's cluster."""
+    from cllm.cluster.ray_node import check_answers, found_node, join, stop
+
+    address = load_settings(None, None, {"cluster.address": address}).config.cluster.address or address
+    if (old := found_node()) is not None:
+        raise ConfigError(f"this machine is already in the cluster at {old.address}: `cllm cluster down` leaves it")
+    check_answers(address)
+    node = join(address, config.cluster)
+    print(f"This machine is part of the cluster at {address}", flush=True)
+    if detach:
+        return
+    try:
+        _on_signals()
+        _watch(node, None)
+    except (KeyboardInterrupt, SystemExit):
+        log.info("leaving the cluster")
+    finally:
+        stop(node)
+
+
+def _serve(config: Config, *, detach: bool) -> None:
+    from cllm.cluster.models import cluster_models
+    from cllm.cluster.ray_node import connect, found_node, start_head, stop
+
+    cluster_models(config)  # before anything is started: the settings may make no sense
+    node, started = found_node(), None
+    address = config.cluster.address or (node.address if node is not None else None)
+    _on_signals()
+    try:
+        if address is None:
+            _prepare_machine(config)
+            log.info("starting Ray on this machine")
+            started = start_head(config.cluster)
+            address = started.address
+        connect(address, verbose=config.log.level == "debug")
+        stays = _deploy(config, address) and not detach
+    except BaseException:
+        if started is not None:
+            stop(started)
+        raise
+    if stays:
+        _stay(config, started)
+
+
+def _deploy(config: Config, address: str) -> bool:
+    """Whether it was not there before."""
+    from cllm.cluster.models import cluster_models, with_absolute_paths
+    from cllm.cluster.overview import overview
+    from cllm.cluster.rollout import check_room, deploy, has_room, is_deployed
+
+    is_new = not is_deployed()
+    config = with_absolute_paths(config)
+    models = cluster_models(config)
+    check_room(models)
+    log.info("deploying to the Ray cluster at %s", address)
+    if not has_room(models):
+        log.warning(
+            "the machines have too few CPUs or GPUs for all replicas: the rest start when machines are added "
+            "(cllm cluster up --join %s)",
+            address,
+        )
+    deploy(config, _show_progress)
+    found = overview(address)
+    url = found.url if found is not None else None
+    served = "" if found is None else _what_is_served(found, models)
+    print(f"cLLM is {'ready' if is_new else 'updated'}: {url or 'through Ray Serve'} ({served})", flush=True)
+    return is_new
+
+
+def _what_is_served(found: Overview, models: list[ClusterModel]) -> str:
+    by_name = {row.name: row for row in found.deployments}
+    parts = []
+    for model in models:
+        row = by_name[model.deployment]
+        running = sum(each.state == "running" for each in row.replicas)
+        count = f"{running} of {row.wanted} replicas" if running != row.wanted else _counted(running, "replica")
+        parts.append(f"{row.model or model.name}, {count}")
+    return "; ".join(parts)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"1 {what}" if number == 1 else f"{number} {what}s"
+
+
+def _show_progress(now: Progress) -> None:
+    log.info("%d of %s ready", now.ready, _counted(now.wanted, "replica"))
+
+
+def _prepare_machine(config: Config) -> None:
+    """What would fail later in another process: the port, and the models, which are downloaded here if need be."""
+    from cllm.cluster.models import cluster_models
+    from cllm.models.registry import resolve
+    from cllm.server.http.listening import bind
+
+    bind(config.server).close()
+    for model in cluster_models(config):
+        if model.config.backend.type != "fake":
+            resolve(model.config.model.name)
+
+
+def _stay(config: Config, started: RayNode | None) -> None:
+    """Until a signal: then stop serving, and Ray if it was started here. A second signal stops at once."""
+    from cllm.cluster.models import cluster_models
+    from cllm.cluster.ray_node import stop
+    from cllm.cluster.rollout import remove
+
+    try:
+        _watch(started, cluster_models(config))
+    except (KeyboardInterrupt, SystemExit):
+        log.info("shutting down; running requests have %g s to finish", config.cluster.drain_s)
+        remove()
+    finally:
+        if started is not None:
+            stop(started)
+
+
+def _watch(node: RayNode | None, models: list[ClusterModel] | None) -> None:
+    """Say when replicas come and go."""
+    from cllm.cluster.ray_node import ClusterError
+
+    seen: Progress | None = None
+    while True:
+        time.sleep(WATCH_S)
+        if node is not None and not node.runs:
+            raise ClusterError("Ray has stopped on this machine: see Ray's logs, in /tmp/ray/session_latest/logs")
+        if models is not None:
+            from cllm.cluster.rollout import progress
+
+            now = progress(models)
+            if seen is not None and now != seen:
+                _show_progress(now)
+            seen = now
+
+
+def _on_signals() -> None:
+    """Ray has handlers of its own."""
+
+    def leave(number: int, frame: Any) -> None:
+        sys.exit(128 + number)
+
+    ending = [signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        ending.append(signal.SIGHUP)
+    for number in ending:
+        signal.signal(number, leave)
+
+
+# -- status ----------------------------------------------------------------------------------------------------------
+
+
+def _as_json(found: Overview) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    tree = asdict(found)
+    for deployment in tree["deployments"]:
+        for replica in deployment["replicas"]:
+            seen = replica.pop("seen")
+            replica.update({} if seen is None else seen._asdict())
+    return tree
+
+
+def _print_overview(found: Overview) -> None:
+    from rich.table import Table
+
+    console = open_console()
+    console.print(f"{found.url or 'through Ray Serve'}: {found.state}; Ray cluster at {found.address}")
+    machines = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("machine", "CPUs", "GPUs", ""):
+        machines.add_column(name, justify="right" if name.endswith("s") else "left")
+    for node in found.nodes:
+        machines.add_row(node.host, f"{node.cpus:g}", f"{node.gpus:g}", "head" if node.is_head else "")
+    console.print(machines)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("model", "replica", "state", "machine", "running", "waiting", "KV use", "hit rate"):
+        table.add_column(name, justify="right" if name in ("running", "waiting", "KV use", "hit rate") else "left")
+    for row in found.deployments:
+        for replica in row.replicas:
+            table.add_row(row.model or row.name, *_cells(replica))
+    console.print(table)
+    for row in found.deployments:
+        if problem := _problem(row):
+            console.print(problem)
+
+
+def _cells(replica: ReplicaRow) -> list[str]:
+    head = [replica.id, replica.state, replica.host or ""]
+    seen = replica.seen
+    if seen is None:
+        return [*head, "", "", "", ""]
+    rate = "" if seen.hit_rate is None else f"{seen.hit_rate:.0%}"
+    return [*head, str(seen.running), str(seen.waiting), f"{seen.kv_use:.0%}", rate]
+
+
+def _problem(row: DeploymentRow) -> str | None:
+    running = sum(each.state == "running" for each in row.replicas)
+    if running == row.wanted:
+        return None
+    lines = row.message.strip().splitlines()
+    return f"{row.model or row.name}: {running} of {row.wanted} running" + (f": {lines[-1]}" if lines else "")

@@ -1,0 +1,140 @@
+"""What a replica is, apart from Ray: a loaded model that works on jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from cllm.cluster.forwarder import Forwarder
+from cllm.cluster.link import Link
+from cllm.cluster.link_server import LinkServer
+from cllm.cluster.messages import Accepted, Job, Refusal, portable
+from cllm.engine.request import Request
+from cllm.engine.tenant import ANONYMOUS, Tenant
+from cllm.errors import CLLMError, ConfigError, OverloadedError, ShuttingDownError
+from cllm.llm import AsyncLLM
+from cllm.loading.facts import ModelFacts
+from cllm.observe.metrics import MetricsObserver
+from cllm.routing.policy import ReplicaStats
+from cllm.server.auth.tenants import Tenants
+from cllm.tasks.warm import restore_pins, warm_up
+
+log = logging.getLogger("cllm.cluster")
+
+_NO_LINK = "the ingress has no link to this replica"
+
+
+class ReplicaCore:
+    def __init__(self, llm: AsyncLLM, name: str) -> None:
+        self.name = name
+        self.port = 0
+        self._llm = llm
+        observer = MetricsObserver()
+        llm.observers.append(observer)
+        self._links = LinkServer(llm, name, observer)
+        self._warming: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._llm.start()
+        self._llm.restore_pins = restore_pins
+        self._warming = asyncio.create_task(self._warm_up())
+        if self._llm.config.kv.warm_before_ready:
+            await self._warming
+        self._links.calls = {"unpin": self._llm.unpin}
+        self.port = await self._links.start()
+
+    async def _warm_up(self) -> None:
+        """Compute `kv.warm`."""
+        config = self._llm.config
+        if not config.kv.warm:
+            return
+        try:
+            tenants = Tenants(config.server) if config.server.needs_key else None
+        except ConfigError as error:
+            log.warning("kv.warm was not computed: %s", error)
+            return
+        await warm_up(self._llm, config.kv.warm, _for_everyone if tenants is None else tenants.warm_tenant)
+
+    async def close(self) -> None:
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.gather(self._warming, return_exceptions=True)
+        await self._links.close()
+        await self._llm.shutdown(0)
+
+    @property
+    def secret(self) -> bytes:
+        """What an ingress must know to link to it."""
+        return self._links.secret
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._llm.facts
+
+    @property
+    def ready(self) -> bool:
+        return self._llm.ready
+
+    @property
+    def stats(self) -> ReplicaStats:
+        return self._links.stats()
+
+    async def run(self, job: Job) -> Refusal | None:
+        """Ends when the job has ended."""
+        link = self._links.link_to(job.ingress)
+        if link is None:
+            return Refusal(self.name, ShuttingDownError(_NO_LINK), elsewhere=True)
+        try:
+            forwarder = await self._submit(job, link)
+        except (OverloadedError, ShuttingDownError) as error:
+            return Refusal(self.name, error, elsewhere=True)
+        except CLLMError as error:
+            return Refusal(self.name, portable(error), elsewhere=False)
+        if link.closed:  # while a grammar was compiled
+            self._llm.cancel(forwarder.request.id)
+            return Refusal(self.name, ShuttingDownError(_NO_LINK), elsewhere=True)
+        key = job.ingress, job.number
+        self._links.forwarders[key] = forwarder
+        link.send(Accepted(job.number))
+        try:
+            await forwarder.ended
+        except asyncio.CancelledError:
+            self._llm.cancel(forwarder.request.id)
+            raise
+        finally:
+            del self._links.forwarders[key]
+        return None
+
+    async def _submit(self, job: Job, link: Link) -> Forwarder:
+        structure = job.params.structured
+        grammar = None if structure is None else await self._llm.compile(structure)
+        request_id = f"{job.request_id}~{job.number}"
+
+        def forwarder_of(request: Request) -> Forwarder:
+            return Forwarder(link, job, request)
+
+        if job.embeds:
+            return self._llm.submit_embedding_to(
+                forwarder_of,
+                job.prompt,
+                request_id=request_id,
+                priority=job.priority,
+                timeout_s=job.timeout_s,
+                tenant=job.tenant,
+            )
+        return self._llm.submit_to(
+            forwarder_of,
+            job.prompt,
+            job.params,
+            request_id=request_id,
+            priority=job.priority,
+            timeout_s=job.timeout_s,
+            tenant=job.tenant,
+            pins=job.pins,
+            grammar=grammar,
+            generated=job.generated,
+        )
+
+
+def _for_everyone(shared: bool) -> Tenant:
+    return ANONYMOUS

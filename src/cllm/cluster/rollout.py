@@ -1,0 +1,141 @@
+"""Deploying the application to a Ray cluster, and removing it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ray import serve
+from ray.serve.schema import ApplicationStatusOverview
+
+from cllm.cluster.application import APPLICATION, build_application, serve_logging
+from cllm.cluster.models import INGRESS, ClusterModel, cluster_models
+from cllm.cluster.ray_node import ClusterError, nodes
+from cllm.config import Config
+from cllm.errors import ConfigError
+
+POLL_S = 0.25
+_MIB = 1 << 20
+_ROUNDING = 1e-6
+_OWN_ERROR = re.compile(r"^cllm\.[\w.]*: (.+)$", re.MULTILINE)
+_ANY_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)(?:\(\w+\))?: (.+)$", re.MULTILINE)
+
+
+class Progress(NamedTuple):
+    """Replicas of all models: those that are ready, and those that shall be."""
+
+    ready: int
+    wanted: int
+
+
+def is_deployed() -> bool:
+    return _overview() is not None
+
+
+def deploy(config: Config, on_progress: Callable[[Progress], None]) -> None:
+    """Deploy, or update what is deployed, and wait until it is done. Raises `ConfigError` or `ClusterError`."""
+    models = cluster_models(config)
+    check_room(models)
+    application = build_application(config, listens=True)
+    serve.start(proxy_location="Disabled", logging_config=serve_logging(config.log))
+    before = _overview()
+    target = serve.RunTarget(application, name=APPLICATION, route_prefix="/")
+    serve.run_many([target], wait_for_applications_running=False)
+    _wait(models, on_progress, frozenset() if before is None else frozenset(_messages(before)))
+
+
+def remove() -> None:
+    """Remove the application once its requests have ended, and Ray Serve if nothing else uses it."""
+    if _overview() is not None:
+        serve.delete(APPLICATION)
+    if not serve.status().applications:
+        serve.shutdown()
+
+
+def progress(models: Sequence[ClusterModel]) -> Progress:
+    return _progress(_overview(), models)
+
+
+def _wait(models: Sequence[ClusterModel], on_progress: Callable[[Progress], None], old: frozenset[str]) -> None:
+    """`old`: messages of what was deployed before."""
+    seen: Progress | None = None
+    while True:
+        overview = _overview()
+        now = _progress(overview, models)
+        if now != seen:
+            on_progress(now)
+            seen = now
+        if overview is None:
+            raise ClusterError("the application was removed while it was being deployed")
+        if overview.status == "RUNNING" or (_serves(overview) and not has_room(models)):
+            return
+        if failure := why_failed(overview, old):
+            raise ClusterError(failure)
+        time.sleep(POLL_S)
+
+
+def _overview() -> ApplicationStatusOverview | None:
+    return serve.status().applications.get(APPLICATION)
+
+
+def _progress(overview: ApplicationStatusOverview | None, models: Sequence[ClusterModel]) -> Progress:
+    wanted = sum(model.config.cluster.first_replicas for model in models)
+    found = {} if overview is None else overview.deployments
+    states = [found[model.deployment].replica_states for model in models if model.deployment in found]
+    return Progress(sum(each.get("RUNNING", 0) for each in states), wanted)
+
+
+def _serves(overview: ApplicationStatusOverview) -> bool:
+    """An ingress is ready once each model has a replica."""
+    ingress = overview.deployments.get(INGRESS)
+    return ingress is not None and ingress.replica_states.get("RUNNING", 0) > 0
+
+
+def _messages(overview: ApplicationStatusOverview) -> list[str]:
+    return [overview.message, *(each.message for each in overview.deployments.values())]
+
+
+def why_failed(overview: ApplicationStatusOverview, old: frozenset[str] = frozenset()) -> str | None:
+    """One line, or None if it may still succeed. An error of cLLM is final: it would be the same again."""
+    is_over = overview.status == "DEPLOY_FAILED"
+    messages = [message for message in _messages(overview) if is_over or message not in old]
+    for message in messages:
+        if found := _OWN_ERROR.findall(message):
+            return str(found[-1])
+    if not is_over:
+        return None
+    text = max(messages, key=len)
+    found = _ANY_ERROR.findall(text)
+    return str(found[-1] if found else next(iter(text.splitlines()), "") or "Ray Serve does not say why")
+
+
+# -- room ------------------------------------------------------------------------------------------------------------
+
+
+def check_room(models: Sequence[ClusterModel]) -> None:
+    """Ray would wait for ever for a machine that is large enough."""
+    machines = [node["Resources"] for node in nodes()]
+    for model in models:
+        settings = model.config.cluster
+        asked = (("cpus", settings.cpus, "CPU", 1), ("gpus", settings.gpus, "GPU", 1))
+        for key, amount, resource, unit in (*asked, ("memory_mb", settings.memory_mb or 0, "memory", _MIB)):
+            most = max((machine.get(resource, 0.0) for machine in machines), default=0.0) / unit
+            if amount > most + _ROUNDING:
+                raise ConfigError(
+                    f"cluster.{key} is {amount:g}, but no machine of the cluster has more than {most:.6g}: lower it, "
+                    "or add a larger machine"
+                )
+
+
+def has_room(models: Sequence[ClusterModel]) -> bool:
+    """Whether all replicas fit on the machines that there are, as far as sums tell."""
+    machines = [node["Resources"] for node in nodes()]
+    settings = [model.config.cluster for model in models]
+    cpus = sum(each.cpus * each.first_replicas for each in settings)
+    gpus = sum(each.gpus * each.first_replicas for each in settings)
+    return all(
+        needed <= sum(machine.get(resource, 0.0) for machine in machines) + _ROUNDING
+        for needed, resource in ((cpus, "CPU"), (gpus, "GPU"))
+    )
