@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ LONG = {"prompt": "On and on", "max_tokens": 3000, "ignore_eos": True}
 WRONG: list[tuple[str, dict[str, Any] | bytes]] = [
     ("/v1/completions", b"{"),
     ("/v1/completions", {"prompt": "a", "max_tokens": -1}),
-    ("/v1/completions", {"prompt": "a", "temperature": 9}),
+    ("/v1/completions", {"prompt": "a", "n": 0}),
     ("/v1/completions", {"prompt": "a" * 9000}),
     ("/v1/completions", {"prompt": [4, 5, 100_000]}),
     ("/v1/completions", {"prompt": "a", "model": "another"}),
@@ -42,9 +43,7 @@ def _deployed(cluster: RayCluster) -> None:
 
 
 def without_id(answer: Answer) -> Any:
-    body = answer.json
-    body.get("error", {}).pop("request_id", None)
-    return answer.status, body
+    return answer.status, re.sub(r"(cmpl-|chatcmpl-)?[0-9a-f]{32}", "ID", answer.body.decode())
 
 
 async def test_refusals(cluster: RayCluster) -> None:
@@ -54,7 +53,7 @@ async def test_refusals(cluster: RayCluster) -> None:
         for path, body in WRONG:
             answer = await ask(cluster.url, body, path, headers=AUTHORISED)
             expected = await truth.answer(body, path, AUTHORISED)
-            assert answer.status >= 400
+            assert answer.status >= 400, body
             assert without_id(answer) == without_id(expected), (path, body)
         for headers in ({}, {"authorization": "Bearer another"}):
             answer = await ask(cluster.url, LONG, headers=headers)

@@ -16,8 +16,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from ray import serve
-
 from cllm.cluster.link import Link
 from cllm.cluster.messages import Job, Refusal
 from cllm.cluster.replica import Replica
@@ -46,10 +44,8 @@ def folder() -> Path:
 class BreakableReplica(Replica):
     async def __init__(self, *arguments: Any) -> None:  # type: ignore[misc]
         await super().__init__(*arguments)
-        core = getattr(self, "_core", self)
-        self._name = serve.get_replica_context().replica_id.unique_id
-        self._watched = core._llm
-        self._tells = core._links
+        self._name = self._core.name
+        self._tells = self._core._links
         self._tell_events, self._tell_content = self._tells._tell_events, self._tells._tell_content
         self._tells._tell_events = self._events
         self._tells._tell_content = self._content
@@ -75,11 +71,11 @@ class BreakableReplica(Replica):
 
     async def _tell_state(self) -> None:
         path = folder() / STATES / self._name
-        while self._watched.ready:
-            kv = self._watched.kv()
+        while self._llm.ready:
+            kv = self._llm.kv()
             state = {
                 "ingresses": sorted(self._tells._links),
-                "requests": [request.id for request in self._watched.requests()],
+                "requests": [request.id for request in self._llm.requests()],
                 "referenced": kv["referenced"],
                 "disk_bytes": kv["disk"]["written_bytes"],
             }

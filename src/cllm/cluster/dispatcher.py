@@ -229,7 +229,7 @@ class Dispatcher:
         if time.monotonic() >= running.request.deadline:
             # A replica ends it itself, with whatever it has; it may hang, though.
             self._stop_job(running, FinishReason.TIMEOUT)
-            self._fail(running, RequestTimeoutError("the request timed out"), FinishReason.TIMEOUT)
+            self._fail(running, _timed_out(running.request), FinishReason.TIMEOUT)
             return True
         if running.peer is None and time.monotonic() >= running.waits_since + self._wait_s:
             self._fail(running, ModelUnavailableError("no replica is available; try again later"))
@@ -322,6 +322,8 @@ class Dispatcher:
             return
         request = running.request
         output = Output(request.id, *news[1:])
+        if isinstance(output.error, RequestTimeoutError):
+            output = output._replace(error=_timed_out(request))
         _mirror(request, output, time.monotonic())
         self._deliver([output])
         if output.reason is not None and (request.unfinished == 0 or output.reason in _WHOLE):
@@ -374,6 +376,12 @@ class Dispatcher:
             running.accepted.set_result(None)
         running.changed.set()
         self._observers.finished(record_of(request, time.monotonic(), error))
+
+
+def _timed_out(request: Request) -> RequestTimeoutError:
+    """As the engine says it, which has another id for the request and gets only what is left of its time."""
+    limit_s = request.deadline - request.arrival
+    return RequestTimeoutError(f"request {request.id} did not finish within {limit_s:g} s")
 
 
 def _ignore_result(call: asyncio.Future[Any]) -> None:
