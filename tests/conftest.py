@@ -20,9 +20,10 @@ os.environ["CLLM_KV__DISK__ENABLED"] = "false"
 # Until all tests are known, next to nothing that is made is garbage, and to look for it takes a tenth of that time.
 gc.disable()
 
+# Tests run beside tests. A thread of llama.cpp that spins while it waits takes the core that the others wait for.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Tests run beside tests. A thread of llama.cpp that spins while it waits takes the core that the others wait for.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # A worker ignores SIGINT, and so would every process that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
