@@ -14,15 +14,13 @@ import typer
 from cllm.cli.options import (
     MODEL_HELP,
     BackendOption,
-    JsonOption,
     SetOption,
-    is_stdout,
     load_settings,
     open_console,
     print_status,
-    write_json,
 )
 from cllm.errors import ConfigError
+from cllm.observe.json_option import JsonOption, is_stdout, write_json
 
 if TYPE_CHECKING:
     from cllm.cluster.models import ClusterModel

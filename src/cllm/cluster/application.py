@@ -73,6 +73,7 @@ def build_application(config: Config, *, listens: bool) -> serve.Application:
         num_replicas=settings.ingresses,
         max_ongoing_requests=_MANY,
         graceful_shutdown_timeout_s=settings.drain_s,
+        health_check_period_s=2,  # one that has died is replaced at the next check
         max_surge_percent=100,  # it needs no CPU, so the new one can always start before the old one stops
         logging_config=serve_logging(config.log),
         ray_actor_options={"num_cpus": 0, **(_ON_HEAD if listens else {}), **_ONE_LOOP},

@@ -229,7 +229,7 @@ class Dispatcher:
         if time.monotonic() >= running.request.deadline:
             # A replica ends it itself, with whatever it has; it may hang, though.
             self._stop_job(running, FinishReason.TIMEOUT)
-            self._fail(running, RequestTimeoutError("the request timed out"), FinishReason.TIMEOUT)
+            self._fail(running, _timed_out(running.request), FinishReason.TIMEOUT)
             return True
         if running.peer is None and time.monotonic() >= running.waits_since + self._wait_s:
             self._fail(running, ModelUnavailableError("no replica is available; try again later"))
@@ -258,13 +258,13 @@ class Dispatcher:
 
     async def _on_refused(self, running: _Running, refusal: Refusal) -> None:
         """It may be taken elsewhere, or later."""
-        refused_before = refusal.replica in running.tried
         running.tried.add(refusal.replica)
         self._metrics.retried("refused")
-        everywhere = refused_before or running.only is not None or running.tried.issuperset(self._view.replicas)
-        if not everywhere:
+        if running.job is None or running.job.route is None or not running.job.route.last:
             return
-        if isinstance(refusal.error, OverloadedError) or time.monotonic() > running.waits_since + self._wait_s:
+        # What was accepted once is not refused later, only because its replica is gone and the others are busy.
+        refused = isinstance(refusal.error, OverloadedError) and not running.accepted.done()
+        if refused or time.monotonic() > running.waits_since + self._wait_s:
             self._fail(running, refusal.error)
         else:
             await asyncio.sleep(_REFUSED_S)
@@ -276,10 +276,12 @@ class Dispatcher:
             running.tried.add(running.job.route.chosen)
         if running.only is not None:
             self._fail(running, ModelUnavailableError(f"the replica {running.only} is gone"))
-        elif running.sends >= self._max_sends:
+            return
+        if running.sends >= self._max_sends:
             message = f"{running.sends} replicas were lost while they worked on this request"
             self._fail(running, BackendError(message))
-        elif running.request.first_token_at is None:
+            return
+        if running.request.first_token_at is None:
             self._metrics.retried(why)
         else:
             self._metrics.resumed()
@@ -320,6 +322,8 @@ class Dispatcher:
             return
         request = running.request
         output = Output(request.id, *news[1:])
+        if isinstance(output.error, RequestTimeoutError):
+            output = output._replace(error=_timed_out(request))
         _mirror(request, output, time.monotonic())
         self._deliver([output])
         if output.reason is not None and (request.unfinished == 0 or output.reason in _WHOLE):
@@ -372,6 +376,12 @@ class Dispatcher:
             running.accepted.set_result(None)
         running.changed.set()
         self._observers.finished(record_of(request, time.monotonic(), error))
+
+
+def _timed_out(request: Request) -> RequestTimeoutError:
+    """As the engine says it, which has another id for the request and gets only what is left of its time."""
+    limit_s = request.deadline - request.arrival
+    return RequestTimeoutError(f"request {request.id} did not finish within {limit_s:g} s")
 
 
 def _ignore_result(call: asyncio.Future[Any]) -> None:

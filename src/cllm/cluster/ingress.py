@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.cluster.http_listener import HttpListener
 from cllm.cluster.models import cluster_models
@@ -23,15 +23,21 @@ _built: list[ASGIApp] = []
 """The application of this process."""
 
 
-class _WithoutLifespan:
-    """The ingress starts and stops its models itself."""
+class _ForRaysProxy:
+    """The application without what others do. The ingress starts and stops its models. Ray Serve's proxy gives every
+    request an id, which the application uses, and every response the header with it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [header for header in message["headers"] if header[0] != b"x-request-id"]
+            await send(message)
+
         if scope["type"] != "lifespan":
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, send_without_id)
             return
         message = {"type": ""}
         while message["type"] != "lifespan.shutdown":
@@ -61,7 +67,7 @@ class Ingress:
         for llm in llms:
             llm.observers.append(RequestLog(llm.model_name if config.models else None))
         app = create_app(self._serves, config, servers=config.cluster.ingresses)
-        _built[:] = [_WithoutLifespan(app)]
+        _built[:] = [_ForRaysProxy(app)]
         self._listener: HttpListener | None = None
         self._url: str | None = None
         if listens:

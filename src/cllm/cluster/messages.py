@@ -52,6 +52,8 @@ class Route:
     """The replica that is asked for, if it must be a certain one."""
     chosen: str | None = None
     """The replica that the router has chosen."""
+    last: bool = False
+    """Whether all others that could take it were tried before."""
     expected: int = 0
     """Tokens that it is expected to have cached."""
     seconds: float = 0.0

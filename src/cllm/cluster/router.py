@@ -36,6 +36,9 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
+        if pending_request is not None:
+            # Otherwise Ray asks again without a pause, and nothing else runs, while no replica can take the request.
+            pending_request.routing_context.should_backoff = True
         job = pending_request.args[0] if pending_request is not None and pending_request.args else None
         view = self._view
         if not isinstance(job, Job) or job.route is None or view is None:

@@ -109,6 +109,7 @@ class RoutingView:
                 return None
             exclude = others if able <= route.tried else others | route.tried
             route.chosen = self._policy.choose(route.names, route.tokens, route.session, exclude=exclude)
+            route.last = able <= route.tried | {route.chosen}
             route.expected = self._policy.expected_tokens
         route.seconds = time.perf_counter() - started
         return route.chosen

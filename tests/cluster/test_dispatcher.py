@@ -1,0 +1,162 @@
+"""Requests on their way through replicas, and the router, without a cluster: what is told to them is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from ray.serve._private.request_router.common import PendingRequest
+
+from cllm.cluster.dispatcher import Dispatcher
+from cllm.cluster.messages import Accepted, Job, News, Refusal, Route
+from cllm.cluster.peers import Peer
+from cllm.cluster.router import PrefixRouter
+from cllm.cluster.routing_view import RoutingView, share_view
+from cllm.engine.observer import Observers
+from cllm.engine.request import FinishReason, Output
+from cllm.errors import BackendError, OverloadedError, ShuttingDownError
+from cllm.observe.router_metrics import RouterMetrics
+from engine_kit import make_request
+
+BUSY = OverloadedError("the queue is full")
+
+
+class _Link:
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+class Replicas:
+    """Ray Serve's handle. Each of `script` is what happens to a job: a refusal, or what a replica does with it."""
+
+    def __init__(self, script: list[Refusal | Callable[[Job, Peer], None]], names: str = "ab") -> None:
+        self.view = RoutingView(16)
+        for name in names:
+            self.view.add(name, "weights", tells_cache=True)
+        self.outputs: list[Output] = []
+        self.jobs: list[Job] = []
+        self.candidates = set(names)
+        self._script = iter(script)
+        self.dispatcher = Dispatcher(
+            "ingress",
+            self,  # type: ignore[arg-type]
+            self.view,
+            self.outputs.extend,
+            Observers(),
+            RouterMetrics("cllm", replicas=dict, index_blocks=int, streams=int),
+            weights="weights",
+            silence_s=5.0,
+            wait_s=60.0,
+            max_sends=3,
+        )
+
+    @property
+    def run(self) -> Any:
+        return SimpleNamespace(remote=self._remote)
+
+    def _remote(self, job: Job) -> Any:
+        assert job.route is not None
+        chosen = self.view.choose(job.route, self.candidates)
+        self.jobs.append(job)
+        response: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
+        step = next(self._script)
+        if isinstance(step, Refusal):
+            response.set_result(step._replace(replica=str(chosen)))
+        else:
+            peer = cast(Peer, SimpleNamespace(name=chosen, link=_Link()))
+            asyncio.get_running_loop().call_soon(step, job, peer)
+        return response
+
+    async def answer(self, **options: Any) -> Output:
+        """The last output of a request."""
+        request = make_request("Where do trains go?", **options)
+        self.dispatcher.start(request)
+
+        async def ended() -> Output:
+            while not self.outputs or self.outputs[-1].reason is None:
+                await asyncio.sleep(0.01)
+            return self.outputs[-1]
+
+        return await asyncio.wait_for(ended(), 60)
+
+    # -- what a replica does -----------------------------------------------------------------------------------
+
+    def begins_and_dies(self, job: Job, peer: Peer) -> None:
+        self.dispatcher.on_accepted(peer, Accepted(job.number))
+        self.dispatcher.on_news(peer, News(job.number, 0, 97, None, None, None, None, 0, None))
+        self.dispatcher.on_lost(peer)
+
+    def finishes(self, job: Job, peer: Peer) -> None:
+        self.dispatcher.on_accepted(peer, Accepted(job.number))
+        self.dispatcher.on_news(peer, News(job.number, 0, 98, None, FinishReason.LENGTH, None, None, 0, None))
+
+
+def replicas(*steps: str | Refusal, names: str = "ab") -> Replicas:
+    script: list[Any] = []
+    found = Replicas(script, names)
+    found._script = iter([step if isinstance(step, Refusal) else getattr(found, step) for step in steps])
+    return found
+
+
+def refusal(error: Exception) -> Refusal:
+    return Refusal("", error, elsewhere=True)
+
+
+async def test_what_was_accepted_is_not_refused_later() -> None:
+    """Its replica dies while the others are busy: it waits for them."""
+    found = replicas("begins_and_dies", *[refusal(BUSY)] * 3, "finishes")
+    last = await found.answer()
+    assert last.reason is FinishReason.LENGTH
+    assert [output.token_id for output in found.outputs] == [97, 98]
+    assert [job.generated for job in found.jobs] == [None, *[[[97]]] * 4]
+
+
+async def test_refused_when_everyone_has_refused() -> None:
+    found = replicas(refusal(BUSY), refusal(BUSY), refusal(BUSY))
+    last = await found.answer()
+    assert last.error is BUSY and len(found.jobs) == 2
+
+
+async def test_one_that_drains_is_not_waited_for() -> None:
+    """The ingress still has a link to it, but Ray does not offer it any more."""
+    found = replicas(refusal(BUSY), refusal(BUSY), refusal(BUSY), names="abc")
+    found.candidates = {"a", "b"}
+    last = await found.answer()
+    assert last.error is BUSY and len(found.jobs) == 2
+
+
+async def test_everyone_is_about_to_stop() -> None:
+    found = replicas(*[refusal(ShuttingDownError("it stops"))] * 4, "finishes")
+    assert (await found.answer()).reason is FinishReason.LENGTH
+
+
+async def test_a_request_that_nobody_survives() -> None:
+    found = replicas(*["begins_and_dies"] * 3)
+    last = await found.answer()
+    assert isinstance(last.error, BackendError)
+    assert str(last.error) == "3 replicas were lost while they worked on this request"
+    assert len(found.jobs) == 3
+
+
+@pytest.mark.parametrize("linked", [False, True])
+async def test_the_router_lets_others_run(linked: bool) -> None:
+    """A replica that Ray knows and the ingress does not yet: Ray must pause before it asks again."""
+    view = RoutingView(16)
+    share_view("a model", view)
+    if linked:
+        view.add("a", "weights", tells_cache=True)
+    router = PrefixRouter.__new__(PrefixRouter)
+    router.initialize_state(model="a model")
+    job = Job.__new__(Job)
+    job.route = Route([], 5, weights="weights")
+    pending = PendingRequest(args=[job], kwargs={}, metadata=cast(Any, None))
+    candidate = cast(Any, SimpleNamespace(replica_id=SimpleNamespace(unique_id="a")))
+    chosen = await router.choose_replicas([candidate], pending)
+    assert chosen == ([[candidate]] if linked else [])
+    assert pending.routing_context.should_backoff
