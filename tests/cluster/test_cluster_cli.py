@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx
 import psutil
@@ -27,6 +28,7 @@ from cllm.cluster.models import cluster_models, version_of, with_absolute_paths
 from cllm.cluster.ray_node import ClusterError, RayNode, found_node
 from cllm.config import Config, load_config
 from cllm.errors import CLLMError, ConfigError
+from cllm.observe.log import stop_logging
 
 LIMIT_S = 240.0
 """A guard against hanging, not a demand on speed: Ray may take a minute to start."""
@@ -199,11 +201,16 @@ def test_whether_all_replicas_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No other cluster of this machine is found, or forgotten."""
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """No other cluster of this machine is found, or forgotten; and commands in this process leave it as it was."""
     monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    return tmp_path / "cache"
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    with mock.patch.dict(os.environ):
+        yield tmp_path / "cache"
+    stop_logging()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def test_a_node_is_found_while_its_process_runs(own_cache: Path) -> None:
