@@ -381,8 +381,8 @@ def test_a_cluster_from_its_start_to_its_end(commands: Commands) -> None:
         assert line == f"cLLM is ready: {commands.url} (a, 2 replicas; b, 1 replica)\n", commands.log
 
         several_models_are_served(commands.url)
-        the_status_tells_all(commands)
-        an_update_changes_replicas(commands)
+        before = the_status_tells_all(commands)
+        an_update_changes_replicas(commands, before)
 
         # Running requests end before it does.
         body = {"model": "b", "prompt": "hello", "max_tokens": 60, "ignore_eos": True, "stream": True}
@@ -420,7 +420,7 @@ def status_of(commands: Commands) -> dict[str, Any]:
     return status
 
 
-def the_status_tells_all(commands: Commands) -> None:
+def the_status_tells_all(commands: Commands) -> dict[str, Any]:
     until = time.monotonic() + LIMIT_S
     while True:
         status = status_of(commands)
@@ -437,14 +437,14 @@ def the_status_tells_all(commands: Commands) -> None:
     }
     table = commands.run("status")
     assert commands.url in table and all(each["id"] in table for each in replicas)
+    return status
 
 
-def an_update_changes_replicas(commands: Commands) -> None:
+def an_update_changes_replicas(commands: Commands, before: dict[str, Any]) -> None:
     def ids(status: dict[str, Any], name: str) -> set[str]:
         (row,) = [row for row in status["deployments"] if row["name"] == name]
         return {each["id"] for each in row["replicas"] if each["state"] == "running"}
 
-    before = status_of(commands)
     settings = commands.settings("--set", 'models=[{"name":"a","cluster":{"replicas":1}},"b"]')
     assert commands.run("up", *settings) == f"cLLM is updated: {commands.url} (a, 1 replica; b, 1 replica)\n"
     after = status_of(commands)

@@ -278,7 +278,7 @@ def _watch(node: RayNode | None, models: list[ClusterModel] | None) -> None:
     """Say when replicas come and go."""
     from cllm.cluster.ray_node import ClusterError
 
-    seen: Progress | None = None
+    seen: int | None = None
     while True:
         time.sleep(WATCH_S)
         if node is not None and not node.runs:
@@ -286,9 +286,9 @@ def _watch(node: RayNode | None, models: list[ClusterModel] | None) -> None:
         if models is not None:
             from cllm.cluster.rollout import progress
 
-            now = progress(models)
+            now = progress(models).ready
             if seen is not None and now != seen:
-                _show_progress(now)
+                log.info("%s ready", _counted(now, "replica"))
             seen = now
 
 

@@ -76,7 +76,10 @@ class Ingress:
 
     async def seen(self) -> Seen:
         """For `cllm cluster status`."""
-        return Seen(self._url, {name: seen_model(llm) for name, llm in self._llms.items()})
+        serves = self._serves
+        names = [each.name for each in serves.models] if isinstance(serves, RemoteModels) else [None]
+        found = zip(names, self._llms.items(), strict=True)
+        return Seen(self._url, {deployment: seen_model(llm, name) for name, (deployment, llm) in found})
 
     async def __del__(self) -> None:
         if self._listener is not None:

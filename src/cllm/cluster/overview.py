@@ -37,10 +37,11 @@ class Seen(NamedTuple):
     """By deployment."""
 
 
-def seen_model(llm: RemoteLLM) -> SeenModel:
+def seen_model(llm: RemoteLLM, name: str | None = None) -> SeenModel:
+    """`name`: what one of several models is called."""
     reports = {peer.name: peer.report for peer in llm.peers}
-    replicas = {name: seen_replica(report.snapshot) for name, report in reports.items() if report is not None}
-    return SeenModel(llm.config.model.alias or llm.facts.name, llm.facts.backend, replicas)
+    replicas = {id: seen_replica(report.snapshot) for id, report in reports.items() if report is not None}
+    return SeenModel(name or llm.config.model.alias or llm.facts.name, llm.facts.backend, replicas)
 
 
 def seen_replica(snapshot: EngineSnapshot) -> SeenReplica:
