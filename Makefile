@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help install serve test test-clients test-exhaustive test-torch lint bench clean
+.PHONY: help install serve test test-clients test-cluster test-exhaustive test-torch lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -32,6 +32,10 @@ test-clients: $(VENV)/.ready-clients ## install API clients (openai, anthropic, 
 test-torch: $(VENV)/.ready-torch ## install torch and run the tests that need it (ARGS="-k gguf" for a part of them)
 	$(BIN)/cllm pull smollm2
 	$(BIN)/python -m pytest tests/on_torch $(ARGS)
+
+test-cluster: $(VENV)/.ready-cluster ## install Ray and run the tests of clusters, on several nodes in this machine (ARGS="-k drain")
+	$(BIN)/cllm pull smollm2
+	$(BIN)/python -m pytest tests/cluster $(ARGS)
 
 lint: $(VENV)/.ready-dev ## run ruff and mypy
 	$(BIN)/ruff check src tests benchmarks scripts
@@ -67,6 +71,10 @@ $(VENV)/.ready-clients: $(VENV)/.ready-dev
 
 $(VENV)/.ready-torch: $(VENV)/.ready-dev
 	$(BIN)/python scripts/install.py test-torch
+	@touch $@
+
+$(VENV)/.ready-cluster: $(VENV)/.ready-dev
+	$(BIN)/python scripts/install.py cluster
 	@touch $@
 
 $(VENV)/.ready-bench: $(VENV)/.ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
@@ -16,9 +17,13 @@ from thorough import exhaustive, sampled
 
 os.environ["CLLM_KV__DISK__ENABLED"] = "false"
 
+# Until all tests are known, next to nothing that is made is garbage, and to look for it takes a tenth of that time.
+gc.disable()
+
+# Tests run beside tests. A thread of llama.cpp that spins while it waits takes the core that the others wait for.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Tests run beside tests. A thread of llama.cpp that spins while it waits takes the core that the others wait for.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # A worker ignores SIGINT, and so would every process that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -49,6 +54,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
             item.add_marker(exhaustive)
             item.add_marker(pytest.mark.timeout(SHRINKING_S))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: it is not looked through again."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: many tests wait, for a time-out or for a disk."""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.fixture(autouse=True)

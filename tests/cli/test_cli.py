@@ -172,7 +172,7 @@ def test_config_show_can_write_json_to_stdout(here: Here) -> None:
         (["serve", *FAKE, "--host", "192.0.2.1", "--port", "0"], "cannot listen on port 0 on 192.0.2.1"),
         (["generate", *FAKE, "--temperature", "-1", "x"], "temperature is -1.0; it must be"),
         (["generate", *FAKE, ""], "the prompt is empty"),
-        (["config", "show", "--json", "/missing/file"], "cannot write /missing/file"),
+        (["config", "show", "--json", "/proc/no/file"], "--json: cannot write /proc/no/file"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(args: list[str], message: str, here: Here) -> None:

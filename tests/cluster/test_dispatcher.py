@@ -50,7 +50,7 @@ class Replicas:
             self.view,
             self.outputs.extend,
             Observers(),
-            RouterMetrics("cllm:", replicas=dict, index_blocks=int, streams=int),
+            RouterMetrics("cllm", replicas=dict, index_blocks=int, streams=int),
             weights="weights",
             silence_s=5.0,
             wait_s=60.0,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -23,6 +22,7 @@ from cllm.cli import app as cllm_app
 from cllm.config import Config
 from cllm.config.keys import KEYS
 from repository import ROOT, TESTS
+from server_process import serving
 
 SOURCE = ROOT / "src" / "cllm"
 NAMES = [
@@ -206,16 +206,8 @@ def test_the_example_configuration_is_valid() -> None:
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The address of a server with the fake backend, which accepts the default model's name."""
-    command = [sys.executable, "-m", "cllm", "serve", "--backend", "fake", "--port", "0"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CLLM_")}
-    environment["CLLM_KV__DISK__ENABLED"] = "false"
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"http://\S+", line)
-        assert found, f"no address in {line!r}"
-        yield found[0]
-        process.terminate()
+    with serving() as served:
+        yield served.url
 
 
 def read(name: str) -> str:

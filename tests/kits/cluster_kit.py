@@ -212,6 +212,15 @@ class ScriptedCluster(Scripted, LocalCluster):
     def engines(self) -> Sequence[AsyncLLM]:
         return [member.llm for member in self.local.members.values()]
 
+    def _say_starved(self) -> None:
+        """Once everything that was computed has arrived."""
+        here = sum(request.generated for request in self.requests())
+        there = sum(request.generated for llm in self.engines for request in llm.requests())
+        if here < there:
+            asyncio.get_running_loop().call_later(0.001, self._say_starved)
+        else:
+            super()._say_starved()
+
 
 async def until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S

@@ -1,4 +1,7 @@
-"""A real `cllm serve`, on the fake backend unless told otherwise, and raw sockets to be unkind to it with."""
+"""A real `cllm serve`, on the fake backend unless told otherwise, and raw sockets to be unkind to it with.
+
+It is forked from a process that has imported everything (fork_server.py); the tests of tests/cli start the command.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from fork_server import Forked, fork_server
+
 LIMIT_S = 60.0
 """A guard against hanging, not a demand on speed."""
 
@@ -24,20 +27,20 @@ LIMIT_S = 60.0
 class Served:
     """The process, where it answers, and what it has logged so far."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: Forked) -> None:
         self.process = process
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        assert process.stdout is not None
         line = process.stdout.readline()
         found = re.search(r"http://([\d.]+):(\d+)", line)
+        if not found:
+            self._reader.join(LIMIT_S)  # it says why
         assert found, f"not ready: {line!r} {self.lines}"
         self.url = found[0]
         self.address = (found[1], int(found[2]))
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
 
@@ -77,20 +80,14 @@ def serving(
     """`files`: most open files; `ignoring`: signals that are switched off where the server starts; `model`: a real one
     instead of the fake one, on the backend that it gets by itself."""
     what = ["--backend", backend] if model is None else [model]
-    command = [sys.executable, "-m", "cllm", "serve", *what, "--port", "0"]
+    arguments = ["serve", *what, "--port", "0"]
     for setting in settings:
-        command += ["--set", setting]
-    if files is not None:
-        command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
-    if ignoring:
-        names = " ".join(number.name.removeprefix("SIG") for number in ignoring)
-        command = ["sh", "-c", f"trap '' {names}; exec \"$@\"", "sh", *command]
+        arguments += ["--set", setting]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CLLM_")}
     environment["CLLM_KV__DISK__ENABLED"] = "false"  # a setting says otherwise where it is wanted
     if model is not None and (cache := os.environ.get("CLLM_CACHE_DIR")):
         environment["CLLM_CACHE_DIR"] = cache
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+    with fork_server.start(arguments, environment, files=files, ignoring=ignoring) as process:
         try:
             yield Served(process)
         finally:

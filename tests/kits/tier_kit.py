@@ -24,6 +24,7 @@ from cllm.kv.tiers.disk_tier import DiskTier
 from cllm.kv.tiers.host_tier import HostTier
 from disk_kit import make_store
 
+QUEUE_BYTES = 1 << 20
 BLOCK = 4
 MODEL = fingerprint(b"the fake model", {"block_tokens": BLOCK})
 
@@ -44,7 +45,10 @@ class Cache:
         self.clock = Clock()
         self.backend = FakeBackend()
         self.kv = self.make_kv(**options)
-        self.store: DiskStore = make_store(directory, limit=limit, files=files, monotonic=self.clock)
+        # A queue of 64 MiB would have room for half a million of these small blocks, and memory is taken for each.
+        self.store: DiskStore = make_store(
+            directory, limit=limit, files=files, monotonic=self.clock, queue_bytes=QUEUE_BYTES
+        )
         sizes = {"block_tokens": BLOCK, "block_bytes": 2 * 4 * BLOCK}
         self.tier = DiskTier(self.store, **sizes, least_tokens=2 * BLOCK, worth_tokens=3 * BLOCK)
         self.kv.use_disk(self.tier)

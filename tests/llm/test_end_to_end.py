@@ -62,7 +62,7 @@ def idle(url: str) -> bool:
     return bool(kv["referenced"] == 0 and kv["running"] == 0 and kv["waiting"] == 0)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition never held"

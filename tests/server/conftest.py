@@ -9,41 +9,50 @@ import pytest
 
 from browser_kit import Browser, browsing
 from cluster_kit import LocalCluster, ScriptedCluster
+from thorough import EXHAUSTIVE, exhaustive
 
 ON_A_CLUSTER = {
-    "test_http_anthropic",
     "test_http_cllm",
     "test_http_completing",
     "test_http_errors",
-    "test_http_hints",
-    "test_http_ollama",
     "test_http_openai",
     "test_http_progress",
     "test_http_reading",
-    "test_http_responses",
     "test_http_structured",
-    "test_http_tokens",
     "test_http_tools",
-    "test_http_window",
-    "test_same_prompt_in_every_api",
-    "test_sampling_defaults",
     "test_tenants",
-    "test_key_rights",
     "test_warm",
 }
 """Modules whose tests also run against an ingress with a replica (`cluster_kit`): the same answers, errors and headers.
 """
+ALSO_ON_A_CLUSTER = {
+    "test_http_anthropic",
+    "test_http_hints",
+    "test_http_ollama",
+    "test_http_responses",
+    "test_http_tokens",
+    "test_http_window",
+    "test_key_rights",
+    "test_same_prompt_in_every_api",
+    "test_sampling_defaults",
+}
+"""Those of other APIs, which differ only in what an ingress and a single server have in common: `make test-exhaustive`
+runs them."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.module.__name__ in ON_A_CLUSTER and metafunc.definition.get_closest_marker("single") is None:
-        metafunc.fixturenames.insert(0, "served_by")
+    if metafunc.definition.get_closest_marker("single") is not None:
+        return
+    module = metafunc.module.__name__
+    if module in ON_A_CLUSTER:
         metafunc.parametrize("served_by", ["single", "cluster"], indirect=True)
+    elif EXHAUSTIVE and module in ALSO_ON_A_CLUSTER:
+        metafunc.parametrize("served_by", ["single", pytest.param("cluster", marks=exhaustive)], indirect=True)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "cluster":
+    if getattr(request, "param", "single") == "cluster":
         for name, kind in {"AsyncLLM": LocalCluster, "ScriptedLLM": ScriptedCluster}.items():
             monkeypatch.setattr(request.module, name, kind, raising=False)
 

@@ -23,6 +23,7 @@ async def post(llm: ScriptedLLM, body: dict[str, Any]) -> httpx.Response:
         return await client.post("/v1/completions", json=body)
 
 
+@pytest.mark.single
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("n", [1, 3])
 async def test_no_tokens_are_an_empty_answer_to_a_computed_prompt(path: str, n: int) -> None:

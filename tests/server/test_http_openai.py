@@ -146,6 +146,7 @@ async def test_null_and_absent_mean_the_default(llm: ScriptedLLM) -> None:
         "timeout_s": None,
         "tenant": ANONYMOUS,
         "pins": [],
+        "session": None,
     }
 
 

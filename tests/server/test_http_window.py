@@ -124,6 +124,7 @@ async def test_log_probabilities_beyond_the_context_are_counted() -> None:
         assert refused.status_code == 400 and "500 tokens x 2 log probabilities" in refused.json()["error"]["message"]
 
 
+@pytest.mark.single
 async def test_who_runs_shows_what_was_dropped() -> None:
     async with AsyncLLM(config()) as llm:
         params = SamplingParams(max_tokens=100_000, ignore_eos=True, context_window=ContextWindow(64))

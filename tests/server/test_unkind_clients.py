@@ -312,7 +312,7 @@ def test_slow_bodies_make_room_too_and_running_answers_do_not() -> None:
 
 
 def test_few_file_descriptors_are_enough() -> None:
-    with serving(files=64) as server, contextlib.ExitStack() as stack:
+    with serving("server.header_timeout_s=3", files=64) as server, contextlib.ExitStack() as stack:
         until(lambda: server.logged("the open-file limit allows only"))
         for _ in range(100):
             stack.enter_context(server.connect())

@@ -390,6 +390,7 @@ async def test_there_are_four_marks_at_most() -> None:
     assert "5 cache_control marks; at most 4" in refused.json()["error"]["message"]
 
 
+@pytest.mark.single
 async def test_the_page_shows_what_is_pinned() -> None:
     for layout in ("paged", "slots"):
         config = fake_config(layout=layout, warm=[LONG, {"prompt": SYSTEM, "pin": False}])
@@ -470,6 +471,7 @@ async def until_pinned(llm: AsyncLLM, count: int) -> list[dict[str, Any]]:
     raise AssertionError(f"not pinned: {found}")
 
 
+@pytest.mark.single
 async def test_what_was_pinned_is_computed_again_when_memory_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     config = fake_config(warm=[LONG, {"prompt": SYSTEM, "ttl_s": 1000}])
     async with AsyncLLM(config) as llm:
@@ -493,6 +495,7 @@ async def test_what_was_pinned_is_computed_again_when_memory_is_lost(caplog: pyt
         assert generation.cached_tokens == len(LONG) // 16 * 16
 
 
+@pytest.mark.single
 async def test_what_cannot_be_pinned_again_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from cllm.cli import app, main
+from cllm.engine.observer import RequestRecord
 from cllm.errors import ConfigError
 from cllm.simulate import cluster as cluster_module
 from cllm.simulate.cluster import Cluster, simulate
 from cllm.simulate.commands import Outputs, TraceSource, choose_policies, parse_sweeps, run_grid
-from cllm.simulate.report import count, knee, short
+from cllm.simulate.cost import load_cost
+from cllm.simulate.knees import describe_knees, knee
+from cllm.simulate.report import count, short
 from cllm.simulate.results import Result
+from cllm.simulate.server import SimulatedServer
 from cllm.simulate.settings import (
     COMPARED_POLICIES,
     KEYS,
@@ -33,8 +39,8 @@ from cllm.simulate.settings import (
     parse_assignment,
     parse_sweep,
 )
-from cllm.simulate.synthetic import Shape, SyntheticTrace
-from cllm.simulate.tally import Tally
+from cllm.simulate.synthetic import SHAPES, Shape, SyntheticTrace
+from cllm.simulate.tally import Tally, percentile
 from cllm.simulate.traces import ListTrace, TracedRequest
 from simulate_kit import COST
 from thorough import sampled
@@ -180,6 +186,99 @@ def test_no_request_is_answered_before_it_came(replicas: int, routing: str) -> N
     assert 0 < figures["ttft_p50_s"] <= figures["ttft_p95_s"] <= figures["total_p99_s"]
 
 
+@settings(max_examples=sampled(20), deadline=None)
+@given(
+    st.integers(1, 12),
+    st.sampled_from(ROUTINGS),
+    st.integers(1, 4),
+    st.sampled_from(["chats", "conversation", "toolagent", "poisson"]),
+    st.integers(0, 3),
+)
+def test_every_request_ends_exactly_once(replicas: int, routing: str, routers: int, kind: str, seed: int) -> None:
+    shape = replace(SHAPES[kind], prompt="exponential:200", system="exponential:200", message="40", longest=900)
+    trace = SyntheticTrace(kind, 60, 4.0 * replicas, replace(shape, think_s=1.0), seed)
+    chosen = Settings(blocks=300, replicas=replicas, routing=routing, routers=routers, queue=3, timeout_s=20.0)
+    with ended_requests() as ended:
+        figures = simulate(trace, chosen, COST).figures
+    assert max(ended.values(), default=0) <= 1, "a server ended a request twice"
+    taken = figures["completed"] + figures["timed_out"] + figures["failed"]
+    assert len(ended) == taken
+    assert taken + figures["turned_away"] + figures["too_large"] + figures["never_sent"] == 60 == figures["requests"]
+
+
+@contextmanager
+def ended_requests() -> Iterator[Counter[tuple[int, str]]]:
+    """How often each request of each server ended."""
+    ended: Counter[tuple[int, str]] = Counter()
+    on_finished = SimulatedServer.on_finished
+
+    def noted(server: SimulatedServer, record: RequestRecord) -> None:
+        ended[id(server), record.request_id] += 1
+        on_finished(server, record)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimulatedServer, "on_finished", noted)
+        yield ended
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_the_same_seed_gives_the_same_result(routing: str) -> None:
+    def figures(seed: int) -> dict[str, float]:
+        trace = SyntheticTrace("chats", 150, 30.0, Shape(longest=1500, think_s=1.0), seed)
+        found = simulate(trace, Settings(blocks=300, replicas=4, routing=routing, routers=2), COST).figures
+        return {name: value for name, value in found.items() if "wall" not in name}
+
+    assert figures(1) == figures(1) != figures(2)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_one_replica_is_the_plain_simulation(routing: str) -> None:
+    """Behind any router, with nobody else to choose: the server by itself, without a cluster around it."""
+    trace = SyntheticTrace("poisson", 120, 6.0, Shape(longest=1500), seed=1)
+    chosen = Settings(blocks=300, routing=routing)
+    tally = Tally()
+    server = SimulatedServer(chosen, COST, tally, lambda traced, moment: None)
+    for traced in trace:
+        server.reach(traced.arrival)
+        server.submit(traced, traced.arrival)
+    server.reach(math.inf)
+    figures = simulate(trace, chosen, COST).figures
+    assert figures["completed"] == tally.ends["length"] == 120
+    assert figures["steps"] == tally.steps and figures["computed_tokens"] == tally.computed_tokens
+    assert figures["ttft_p99_s"] == percentile(tally.ttft, 0.99)
+    assert figures["total_p99_s"] == percentile(tally.total, 0.99)
+    assert figures["balance"] == 1.0
+
+
+def test_a_small_cluster_finds_as_much_as_one_large_server() -> None:
+    """200 users of 20 system prompts: within 5 % of one server with all the memory; random routing far below."""
+    shape = Shape(systems=20, system="400", popularity=1.0, longest=4096)
+    trace = SyntheticTrace("chats", 600, 5.0, shape, seed=0)
+    cost = load_cost("smollm2")
+
+    def hits(**values: Any) -> float:
+        return simulate(trace, Settings(**values), cost).figures["hit_rate"]
+
+    large = hits(blocks=4000)
+    assert hits(blocks=1000, replicas=4, routing="prefix") > 0.95 * large
+    assert hits(blocks=1000, replicas=4, routing="random") < 0.75 * large
+
+
+def test_several_routers_find_almost_as_much_as_one() -> None:
+    trace = chats(rate=30.0)
+    one, four = (run(trace, replicas=4, routing="prefix", routers=routers).figures for routers in (1, 4))
+    by_chance = run(trace, replicas=4, routing="random").figures
+    assert one["completed"] == four["completed"] == 150
+    assert four["hit_rate"] > (one["hit_rate"] + by_chance["hit_rate"]) / 2
+    assert four != one, "none knows what the others have sent"
+
+
+def test_a_router_that_remembers_little_finds_less() -> None:
+    trace = chats(rate=30.0)
+    little, much = (run(trace, replicas=4, routing="prefix", index_blocks=n).figures["hit_rate"] for n in (8, 10**6))
+    assert little < much
+
+
 # -- settings and sweeps -------------------------------------------------------------------------------------------
 
 
@@ -259,7 +358,28 @@ def test_the_knee_is_where_more_no_longer_helps() -> None:
     assert found is not None and found.varied["blocks"] == 200
     assert knee(swept({100: 1.0, 200: 1.0, 400: 1.0}), "blocks") is None, "it never mattered"
     assert knee(swept({100: 9.0, 200: 1.0}), "blocks") is None, "two points have no knee"
+    scaled = [replace(result, trace=f"{place}") for place, result in enumerate(swept({1: 9.0, 2: 1.0, 4: 1.0}))]
+    assert knee(scaled, "blocks") is None, "every point has requests of its own"
     assert knee(swept({100: 9.0, 200: math.nan, 400: 1.0, 800: 1.0}), "blocks") is not None
+
+
+def rates(name: str, figures: dict[float, float]) -> list[Result]:
+    return [
+        Result(Settings(), {"rate": value, "routing": name}, "t", "c", {"ttft_p99_s": figure}, [], False)
+        for value, figure in figures.items()
+    ]
+
+
+def test_the_knee_of_a_load_is_the_last_rate_before_waits_grow() -> None:
+    bends = rates("prefix", {1: 1.0, 2: 1.1, 4: 1.9, 8: 30.0, 16: 1.0})
+    found = knee(bends, "rate")
+    assert found is not None and found.varied["rate"] == 4
+    straight = rates("random", {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3, 16: 1.4})
+    assert knee(straight, "rate") is None, "no rate was too high"
+    assert describe_knees([*bends, *straight]) == [
+        "prefix: up to rate=4, P99 of the first token is at most 2 times that at rate=1"
+    ]
+    assert describe_knees([]) == []
 
 
 @pytest.mark.parametrize(
@@ -316,6 +436,21 @@ def test_a_sweep(tmp_path: Path) -> None:
     output = invoke(*SMALL, "--what-if", "blocks=200,400", "--what-if", "eviction=lru,slru", "--json", str(file))
     assert "slru" in output
     assert len(json.loads(file.read_text())["results"]) == 4
+
+
+def test_a_sweep_of_replicas_and_routings(tmp_path: Path) -> None:
+    file, plot = tmp_path / "deep" / "results.json", tmp_path / "plot.svg"
+    options = ["--replicas", "1,3", "--routing", "all", "--per-replica", "--json", str(file), "--plot", str(plot)]
+    output = invoke(*SMALL, *options)
+    assert all(routing in output for routing in ROUTINGS) and "busiest" in output
+    assert "chats, 40 requests at 1/s, seed 3 to chats, 120 requests at 3/s, seed 3" in output
+    results = json.loads(file.read_text())["results"]
+    assert [(each["settings"]["replicas"], each["settings"]["routing"]) for each in results] == [
+        (replicas, routing) for replicas in (1, 3) for routing in ROUTINGS
+    ]
+    assert [each["figures"]["completed"] for each in results] == [40] * 5 + [120] * 5, "40 for each replica"
+    drawn = plot.read_text()
+    assert "First token, P99" in drawn and "Busiest / mean" in drawn and "consistent-hash" in drawn
 
 
 def test_larger_chunks_where_small_ones_cost_more(tmp_path: Path) -> None:
@@ -390,13 +525,20 @@ def test_the_cost_of_a_step_against_the_size_of_the_cache(tmp_path: Path) -> Non
         (["--synthetic", "random"], "--synthetic random: it must be one of poisson, bursts, diurnal, chats"),
         (["--rate", "0"], "--rate 0: it must be a number above 0"),
         (["--rate", "nan"], "--rate nan: it must be a number above 0"),
-        (["--shape", "prompt=3"], "lengths are written as"),
+        (["--shape", "prompt=-3"], "lengths are written as a number of tokens above 0"),
         (["--cost", "gpt5"], "give a file, or one of"),
         (["--policy", "best"], "it must be one of"),
         (["--what-if", "colour=red"], "there is no setting 'colour'"),
         (["--set", "blocks=1"], "blocks=1: it must be a whole number from 2 to 100,000,000"),
         (["--blocks", "99999999999999"], "blocks=99999999999999: it must be a whole number"),
         (["--what-if", "blocks=1e99"], "blocks=1e99: it must be a whole number"),
+        (["--replicas", "4,x"], "replicas=x: it must be a whole number from 1 to 10,000"),
+        (["--replicas", "0"], "replicas=0: it must be a whole number from 1 to 10,000"),
+        (["--routing", "prefix,best"], "routing=best: it must be one of round-robin, prefix"),
+        (["--set", "routers=0"], "routers=0: it must be a whole number from 1 to 100"),
+        (["--set", "index-blocks=0"], "index-blocks=0: it must be a whole number"),
+        (["write-trace", "/proc/no/file"], "cannot write /proc/no/file"),
+        (["write-trace", "x.jsonl", "--synthetic", "real"], "--synthetic real: it must be one of poisson"),
         (["--trace", "absent.jsonl"], "absent.jsonl cannot be read"),
         (["--trace", "x.jsonl", "--shape", "turns=3"], "omit --synthetic and --shape"),
         (["--plot", "picture.gif"], "--plot picture.gif: the file must end in .svg, .png, .pdf"),
@@ -465,10 +607,10 @@ def test_ctrl_c_shows_and_writes_what_was_simulated(
 def test_ctrl_c_between_two_keeps_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     opened = TraceSource.open
 
-    def interrupted(source: TraceSource, rate: float | None = None) -> Any:
+    def interrupted(source: TraceSource, rate: float | None = None, replicas: int = 1) -> Any:
         if rate == 2.0:
             raise KeyboardInterrupt
-        return opened(source, rate)
+        return opened(source, rate, replicas)
 
     monkeypatch.setattr(TraceSource, "open", interrupted)
     source = TraceSource(None, "poisson", 20, None, "", 512, 0)

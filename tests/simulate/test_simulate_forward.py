@@ -53,7 +53,7 @@ def test_most_steps_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
         step(server)
 
     monkeypatch.setattr(SimulatedServer, "_step", counted)
-    trace = SyntheticTrace("poisson", 200, 1.0, Shape(output="fixed:200"), seed=3)
+    trace = SyntheticTrace("poisson", 200, 1.0, Shape(output="200"), seed=3)
     cluster = run_cluster(ListTrace("poisson", tuple(trace)), Settings(), fast_forward=True)
     assert alone < cluster.tally.steps / 10
 
@@ -69,7 +69,7 @@ def test_a_full_memory_does_not_hinder_it(policy: str, monkeypatch: pytest.Monke
         lengths.append(run.done)
 
     monkeypatch.setattr(forward_module._Run, "take", noted)
-    shape = Shape(prompt="fixed:40", output="fixed:150", systems=0)
+    shape = Shape(prompt="40", output="150", systems=0)
     trace = ListTrace("full", tuple(SyntheticTrace("poisson", 40, 100.0, shape, seed=1)))
     chosen = Settings(policy=policy, blocks=60)
     together = run_cluster(trace, chosen, fast_forward=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Iterator
+from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -13,7 +15,8 @@ import pytest
 
 from cllm.errors import ConfigError
 from cllm.simulate.files import FileTrace, TraceError
-from cllm.simulate.synthetic import KINDS, Shape, SyntheticTrace, parse_shape
+from cllm.simulate.mooncake import write_trace
+from cllm.simulate.synthetic import KINDS, SHAPES, Shape, SyntheticTrace, parse_shape
 from cllm.simulate.traces import TOKEN_IDS, ListTrace, TokenSource, Trace, TracedRequest, spell
 
 MOONCAKE = """\
@@ -111,6 +114,47 @@ def test_a_broken_line_is_named_before_anything_runs(tmp_path: Path, line: str, 
     assert str(caught.value).startswith(f"{file} line 3: ") and reason in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_written_trace_is_read_as_it_was_made(tmp_path: Path, kind: str) -> None:
+    made = SyntheticTrace(kind, 120, 3.0, SHAPES[kind], seed=2)
+    file = tmp_path / "deep" / "trace.jsonl"
+    assert f"{file}: 120 requests; mean prompt " in write_trace(made, file, 64)
+    read = list(FileTrace(file, hash_tokens=64))
+    assert len(read) == 120
+    lengths = [(request.prompt_length, request.answer_length) for request in read]
+    assert sorted(lengths) == sorted((request.prompt_length, request.answer_length) for request in all_of(made))
+    assert shared_blocks(read, 64) == shared_blocks(list(all_of(made)), 64)
+
+
+def shared_blocks(requests: list[TracedRequest], tokens: int) -> int:
+    """Whole blocks of prompts that begin like another prompt, each counted as often as it is found again."""
+    seen: set[bytes] = set()
+    shared = 0
+    for request in requests:
+        prompt = spell(request.prompt)
+        for end in range(tokens, len(prompt) + 1, tokens):
+            beginning = blake2b(prompt[:end].tobytes()).digest()
+            shared += beginning in seen
+            seen.add(beginning)
+    return shared
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "answer", "repeated"), [("conversation", 12_035, 343, 37.4), ("toolagent", 8_596, 182, 59.0)]
+)
+def test_made_up_traces_are_like_mooncakes(
+    tmp_path: Path, kind: str, prompt: float, answer: float, repeated: float
+) -> None:
+    """Mean lengths and what came before, as Mooncake's public traces have them."""
+    said = write_trace(SyntheticTrace(kind, 10_000, 3.0, SHAPES[kind], seed=0), tmp_path / "trace.jsonl", 512)
+    found = re.search(r"mean prompt ([\d,]+) tokens, mean answer ([\d,]+); ([\d.]+) %", said)
+    assert found is not None, said
+    mean_prompt, mean_answer, percent = (float(text.replace(",", "")) for text in found.groups())
+    assert mean_prompt == pytest.approx(prompt, rel=0.05)
+    assert mean_answer == pytest.approx(answer, rel=0.05)
+    assert percent == pytest.approx(repeated, abs=3)
+
+
 def test_files_that_hold_nothing(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="holds no requests"):
         FileTrace(write(tmp_path, "\n"))
@@ -144,7 +188,7 @@ def test_as_many_requests_come_as_were_asked_for_in_order(kind: str) -> None:
     ("kind", "shape"), [("poisson", ""), ("bursts", "calm-s=5,burst-s=1"), ("diurnal", "period-s=60")]
 )
 def test_the_rate_is_kept(kind: str, shape: str) -> None:
-    trace = list(SyntheticTrace(kind, 20_000, 4.0, parse_shape(shape), seed=1))
+    trace = list(SyntheticTrace(kind, 20_000, 4.0, parse_shape(kind, shape), seed=1))
     assert len(trace) / trace[-1].arrival == pytest.approx(4.0, rel=0.1)
 
 
@@ -173,7 +217,7 @@ def test_bursts_are_bursts_and_days_are_days() -> None:
 
 
 def test_lengths_follow_their_distribution() -> None:
-    shape = parse_shape("prompt=lognormal:300:0.5,output=fixed:7,systems=0,longest=600")
+    shape = parse_shape("poisson", "prompt=lognormal:300:0.5,output=7,systems=0,longest=600")
     requests = list(SyntheticTrace("poisson", 3000, 1.0, shape, seed=1))
     assert median(request.prompt_length for request in requests) == pytest.approx(300, rel=0.1)
     assert max(request.prompt_length for request in requests) == 600
@@ -181,7 +225,7 @@ def test_lengths_follow_their_distribution() -> None:
 
 
 def test_system_prompts_are_shared_by_popularity() -> None:
-    shape = Shape(system=30, systems=3)
+    shape = Shape(system="30", systems=3)
     openings = [spell(request.prompt)[:30].tobytes() for request in SyntheticTrace("poisson", 2000, 1.0, shape, 1)]
     counts = sorted((openings.count(opening) for opening in set(openings)), reverse=True)
     assert len(counts) == 3 and counts[0] > 900 and counts[1] > counts[2]
@@ -209,19 +253,19 @@ def test_a_chat_goes_on_from_what_was_said() -> None:
     [
         ("nonsense", "write key=value"),
         ("size=3", "write key=value with one of prompt, output"),
-        ("prompt=normal:3", "lengths are written as one of fixed:TOKENS"),
+        ("prompt=normal:3", "lengths are written as a number of tokens above 0, or as uniform"),
         ("prompt=lognormal:3", "lengths are written"),
-        ("output=fixed:-3", "must be a number above 0"),
-        ("output=fixed:x", "must be a number above 0"),
+        ("output=-3", "a number of tokens above 0"),
+        ("output=exponential:x", "must be a number above 0"),
         ("output=uniform:9:3", "low end is above"),
-        ("systems=2.5", "a whole number from 0 to 64"),
+        ("systems=2.5", "a whole number from 0 to 1000"),
         ("branch=1", "from 0 to 0.9"),
         ("burst=inf", "of at least 1"),
     ],
 )
 def test_impossible_shapes_are_named(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        parse_shape(text)
+        parse_shape("chats", text)
 
 
 def test_token_ids_begin_again_before_they_overflow() -> None:

@@ -12,7 +12,7 @@ from cllm.bench.errors import BenchError
 from cllm.bench.kernels.cli import kernels
 from cllm.bench.machine import describe_machine
 from cllm.bench.measures import Targets
-from cllm.bench.options import Json, Model, Quick, ReportDir, Threads
+from cllm.bench.options import Model, Quick, ReportDir, Threads
 from cllm.bench.quality.cli import kv_types, truth
 from cllm.bench.report import Report
 from cllm.bench.run import check_addresses, make_setup, run_and_report
@@ -21,7 +21,7 @@ from cllm.bench.workloads import LONG, ONCE, SHORT, SLOW, WORKLOADS
 from cllm.bench.workloads.base import Setup, Workload
 from cllm.config import load_config, parse_assignment
 from cllm.machine import default_threads, read_cpus
-from cllm.observe.json_option import only_json
+from cllm.observe.json_option import JsonOption, only_json
 from cllm.report.extras import check_extra
 
 app = typer.Typer(
@@ -76,7 +76,7 @@ def _add_command(name: str, help_text: str) -> None:
         duration: Duration = None,
         ttft_target_ms: TtftTarget = 1000.0,
         inter_token_target_ms: InterTokenTarget = 100.0,
-        json: Json = None,
+        json: JsonOption = None,
         report: ReportDir = None,
         quick: Quick = False,
         tune: Tune = False,

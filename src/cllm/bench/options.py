@@ -14,7 +14,6 @@ from cllm.report.extras import check_report
 Model = Annotated[str, typer.Option(help="A known name, a .gguf file or hf:org/repo/file.gguf.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads per side. [default: as many as `cllm serve` uses]")]
 InstructionSet = Annotated[str, typer.Option(help="Of cLLM: auto, amx, avx512, avxvnni, avx2 or generic.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file (- is stdout).")]
 ReportDir = Annotated[
     Path | None, typer.Option("--report", callback=check_report, help="Write a page with plots into this directory.")
 ]

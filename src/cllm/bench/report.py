@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from rich.table import Table
 from cllm.bench.errors import BenchError
 from cllm.bench.figures import OURS, Figure, PeerFigure, Row, Run, Spread, SweepPoint, sides, summarise
 from cllm.bench.stats import Interval
+from cllm.observe.json_option import write_json
 
 QUICK = "Small sizes (--quick): this shows that everything runs; the figures mean nothing."
 _BUSY_PERCENT = 10.0
@@ -141,8 +141,7 @@ class Report:
         written = []
         try:
             if self.file is not None:
-                self.file.parent.mkdir(parents=True, exist_ok=True)
-                self.file.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+                write_json(self.file, self.to_json())
                 written.append(self.file)
             if self.directory is not None:
                 from cllm.bench.page import write_report

@@ -14,15 +14,13 @@ import typer
 from cllm.cli.options import (
     MODEL_HELP,
     BackendOption,
-    JsonOption,
     SetOption,
-    is_stdout,
     load_settings,
     open_console,
     print_status,
-    write_json,
 )
 from cllm.errors import ConfigError
+from cllm.observe.json_option import JsonOption, is_stdout, write_json
 
 if TYPE_CHECKING:
     from cllm.cluster.models import ClusterModel
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("cllm.cluster")
 
 WATCH_S = 2.0
+ONE_SIGNAL_S = 0.3
+"""Signals closer together than this count as one: Ctrl-C may arrive from the terminal and from the parent process."""
 
 app = typer.Typer(
     help="Serve on many machines, with Ray (needs the extra `cluster`).", no_args_is_help=True, rich_markup_mode=None
@@ -157,20 +157,21 @@ def _address(given: str | None) -> str:
 
 def _work_for(address: str, config: Config, *, detach: bool) -> None:
     """This machine as part of another one's cluster."""
-    from cllm.cluster.ray_node import check_answers, found_node, join, stop
+    from cllm.cluster.ray_node import found_node, join, stop
+    from cllm.config.cluster import is_address
 
-    address = load_settings(None, None, {"cluster.address": address}).config.cluster.address or address
+    if not is_address(address):
+        raise ConfigError(f"--join is {address!r}: it must be HOST:PORT such as 10.0.0.1:6379")
     if (old := found_node()) is not None:
         raise ConfigError(f"this machine is already in the cluster at {old.address}: `cllm cluster down` leaves it")
-    check_answers(address)
-    node = join(address, config.cluster)
+    node = join(address, config.cluster, outlives=detach)
     print(f"This machine is part of the cluster at {address}", flush=True)
     if detach:
         return
     try:
         _on_signals()
         _watch(node, None)
-    except (KeyboardInterrupt, SystemExit):
+    except SystemExit:
         log.info("leaving the cluster")
     finally:
         stop(node)
@@ -179,18 +180,22 @@ def _work_for(address: str, config: Config, *, detach: bool) -> None:
 def _serve(config: Config, *, detach: bool) -> None:
     from cllm.cluster.models import cluster_models
     from cllm.cluster.ray_node import connect, found_node, start_head, stop
+    from cllm.server.http.listening import bind
 
     cluster_models(config)  # before anything is started: the settings may make no sense
     node, started = found_node(), None
     address = config.cluster.address or (node.address if node is not None else None)
+    if address is None or (node is not None and node.is_head and node.address == address):
+        _check_models(config)
     _on_signals()
     try:
         if address is None:
-            _prepare_machine(config)
+            bind(config.server).close()  # an ingress could not say it as clearly
             log.info("starting Ray on this machine")
-            started = start_head(config.cluster)
+            started = start_head(config.cluster, outlives=detach)
             address = started.address
         connect(address, verbose=config.log.level == "debug")
+        _on_signals()
         stays = _deploy(config, address) and not detach
     except BaseException:
         if started is not None:
@@ -244,16 +249,13 @@ def _show_progress(now: Progress) -> None:
     log.info("%d of %s ready", now.ready, _counted(now.wanted, "replica"))
 
 
-def _prepare_machine(config: Config) -> None:
-    """What would fail later in another process: the port, and the models, which are downloaded here if need be."""
+def _check_models(config: Config) -> None:
+    """What would fail later on each replica. The head needs every model's files; they are downloaded if need be."""
     from cllm.cluster.models import cluster_models
-    from cllm.models.registry import resolve
-    from cllm.server.http.listening import bind
+    from cllm.loading.estimate import estimate
 
-    bind(config.server).close()
     for model in cluster_models(config):
-        if model.config.backend.type != "fake":
-            resolve(model.config.model.name)
+        estimate(model.config)
 
 
 def _stay(config: Config, started: RayNode | None) -> None:
@@ -264,7 +266,7 @@ def _stay(config: Config, started: RayNode | None) -> None:
 
     try:
         _watch(started, cluster_models(config))
-    except (KeyboardInterrupt, SystemExit):
+    except SystemExit:
         log.info("shutting down; running requests have %g s to finish", config.cluster.drain_s)
         remove()
     finally:
@@ -291,12 +293,16 @@ def _watch(node: RayNode | None, models: list[ClusterModel] | None) -> None:
 
 
 def _on_signals() -> None:
-    """Ray has handlers of its own."""
+    """To be called again once Ray is connected: it has handlers of its own, which print a stack."""
+    signalled_at = [-ONE_SIGNAL_S]
 
     def leave(number: int, frame: Any) -> None:
-        sys.exit(128 + number)
+        now = time.monotonic()
+        last, signalled_at[0] = signalled_at[0], now
+        if now - last >= ONE_SIGNAL_S:
+            sys.exit(128 + number)
 
-    ending = [signal.SIGTERM]
+    ending = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         ending.append(signal.SIGHUP)
     for number in ending:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cllm.cli.options import ConfigOption, JsonOption, SetOption, is_stdout, load_settings, open_console, write_json
+from cllm.cli.options import ConfigOption, SetOption, load_settings, open_console
+from cllm.observe.json_option import JsonOption, is_stdout, write_json
 
 if TYPE_CHECKING:
     from cllm.config import LoadedConfig

@@ -13,7 +13,6 @@ from cllm.cli.options import (
     BackendOption,
     ConfigOption,
     DeviceOption,
-    JsonOption,
     ModelOption,
     SeedOption,
     SetOption,
@@ -21,12 +20,11 @@ from cllm.cli.options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
-    is_stdout,
     print_status,
     sampling_flags,
-    write_json,
 )
 from cllm.errors import InvalidRequestError
+from cllm.observe.json_option import JsonOption, is_stdout, write_json
 
 if TYPE_CHECKING:
     from cllm.config import Config

@@ -8,17 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cllm.cli.options import (
-    BackendOption,
-    ConfigOption,
-    JsonOption,
-    SetOption,
-    is_stdout,
-    load_settings,
-    open_console,
-    write_json,
-)
+from cllm.cli.options import BackendOption, ConfigOption, SetOption, load_settings, open_console
 from cllm.errors import CLLMError
+from cllm.observe.json_option import JsonOption, is_stdout, write_json
 
 if TYPE_CHECKING:
     from cllm.config import Config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cllm.errors import CLLMError, ConfigError
+from cllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,10 +39,6 @@ ConfigOption = Annotated[
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Set any key that `cllm config show` lists; repeatable."),
-]
-JsonOption = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the result as JSON to FILE (- for stdout).", show_default=False),
 ]
 TemperatureOption = Annotated[
     float | None,
@@ -98,21 +93,6 @@ def sampling_flags(
     flags = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     return given | ({"stop": tuple(stop)} if stop else {})
-
-
-def is_stdout(path: Path | None) -> bool:
-    return path == Path("-")
-
-
-def write_json(path: Path, data: object) -> None:
-    text = json.dumps(data, indent=2, ensure_ascii=False)
-    if is_stdout(path):
-        print(text)
-        return
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CLLMError(f"cannot write {path}: {error.strerror}") from error
 
 
 def open_console() -> Console:

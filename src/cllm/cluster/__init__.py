@@ -12,6 +12,7 @@ router.py         Ray's request router; routing_view.py: what it goes by
 peers.py          links to replicas; link_server.py: the replicas' side; link.py: what a link is
 replica.py        a loaded model, as a Ray Serve deployment; replica_core.py: what it is apart from Ray
 share.py          what a replica takes of its machine; forwarder.py: a job on it
+totals.py         all replicas together; collector.py: /metrics; views.py: the page; everywhere.py: what is asked of all
 messages.py       everything that is sent
 """
 

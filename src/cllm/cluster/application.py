@@ -77,7 +77,7 @@ def build_application(config: Config, *, listens: bool) -> serve.Application:
         max_surge_percent=100,  # it needs no CPU, so the new one can always start before the old one stops
         logging_config=serve_logging(config.log),
         ray_actor_options={"num_cpus": 0, **(_ON_HEAD if listens else {}), **_ONE_LOOP},
-        version=version_of(config, without=("cluster.replicas", "cluster.autoscaling", "cluster.ingresses")),
+        version=version_of(config, without=("cluster.replicas", "cluster.autoscaling")),
         _internal=True,  # for the version
     )
     return ingress.bind(config, replicas, listens)

@@ -13,9 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,15 @@ STOP_S = 30.0
 CONNECT_S = 5.0
 _OBJECT_STORE_BYTES = 100 << 20
 """cLLM does not use Ray's object store."""
+_RAY = ("-m", "ray.scripts.scripts")
+_ENDS_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"  # PR_SET_PDEATHSIG
+)
+"""Runs its arguments as a command that gets SIGTERM if the process that started it is killed."""
 _STARTED = "Ray runtime started."
+_TOO_SLOW = "timed out during startup"
+"""Ray gives up after half a minute, which a busy machine may need."""
+_TRIES = 3
 _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_LOG_TO_STDERR": "0"}
 """Unless the user has set it."""
 _NAMESPACE = "cllm"
@@ -70,8 +78,8 @@ def found_node() -> RayNode | None:
     return node if node.runs else None
 
 
-def start_head(settings: ClusterConfig) -> RayNode:
-    """Raises `ClusterError`."""
+def start_head(settings: ClusterConfig, *, outlives: bool) -> RayNode:
+    """`outlives`: whether it runs on when this process has ended. Raises `ClusterError`."""
     host = settings.node_ip or _own_address()
     port = settings.ray_port or _free_port()
     if _answers(host, port):
@@ -81,18 +89,34 @@ def start_head(settings: ClusterConfig) -> RayNode:
         )
     _use_token(may_create=True)
     arguments = ["--head", f"--port={port}", "--include-dashboard=false", f"--node-ip-address={host}"]
-    return _start(arguments, _joined(host, port), is_head=True)
+    return _start(arguments, _joined(host, port), is_head=True, outlives=outlives)
 
 
-def join(address: str, settings: ClusterConfig) -> RayNode:
-    """Make this machine a part of a cluster. Raises `ClusterError`."""
+def join(address: str, settings: ClusterConfig, *, outlives: bool) -> RayNode:
+    """Make this machine a part of a cluster. Otherwise as `start_head`."""
     check_answers(address)
     _use_token(may_create=False)
     own = [] if settings.node_ip is None else [f"--node-ip-address={settings.node_ip}"]
-    return _start([f"--address={address}", *own], address, is_head=False)
+    return _start([f"--address={address}", *own], address, is_head=False, outlives=outlives)
 
 
 def stop(node: RayNode) -> None:
+    """Signals do not interrupt it: nothing of Ray is to be left."""
+    with _uninterrupted():
+        _stop(node)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(node: RayNode) -> None:
     with suppress(psutil.Error):
         process = psutil.Process(node.pid)
         parts = [process, *process.children(recursive=True)]
@@ -156,12 +180,22 @@ def no_cluster() -> ClusterError:
 # -- the process -----------------------------------------------------------------------------------------------------
 
 
-def _start(arguments: list[str], address: str, *, is_head: bool) -> RayNode:
-    output = Path(tempfile.mkdtemp(prefix="cllm-ray-")) / "start.log"
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+def _start(arguments: list[str], address: str, *, is_head: bool, outlives: bool, tries: int = _TRIES) -> RayNode:
+    try:
+        return _try_start(arguments, address, is_head=is_head, outlives=outlives)
+    except ClusterError as error:
+        if tries == 1 or _TOO_SLOW not in str(error):
+            raise
+        return _start(arguments, address, is_head=is_head, outlives=outlives, tries=tries - 1)
+
+
+def _try_start(arguments: list[str], address: str, *, is_head: bool, outlives: bool) -> RayNode:
+    _record().parent.mkdir(parents=True, exist_ok=True)
+    output = _record().with_suffix(".log")
+    command = [sys.executable, *(() if outlives else ("-c", _ENDS_WITH_PARENT, sys.executable)), *_RAY, "start"]
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [*command, f"--object-store-memory={_OBJECT_STORE_BYTES}", *arguments],
+            [*command, "--block", "--disable-usage-stats", f"--object-store-memory={_OBJECT_STORE_BYTES}", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -170,7 +204,6 @@ def _start(arguments: list[str], address: str, *, is_head: bool) -> RayNode:
     node = RayNode(address, is_head, process.pid, psutil.Process(process.pid).create_time())
     try:
         _wait_started(process, output)
-        _record().parent.mkdir(parents=True, exist_ok=True)
         _record().write_text(json.dumps(asdict(node)), encoding="utf-8")
     except BaseException:
         stop(node)
@@ -220,7 +253,7 @@ def _use_token(*, may_create: bool) -> None:
     if not _has_token():
         if not may_create:
             return
-        command = [sys.executable, "-m", "ray.scripts.scripts", "get-auth-token", "--generate"]
+        command = [sys.executable, *_RAY, "get-auth-token", "--generate"]
         subprocess.run(command, capture_output=True, check=False)
     os.environ["RAY_AUTH_MODE"] = "token"
 

@@ -47,11 +47,9 @@ def deploy(config: Config, on_progress: Callable[[Progress], None]) -> None:
 
 
 def remove() -> None:
-    """Remove the application once its requests have ended, and Ray Serve if nothing else uses it."""
-    if _overview() is not None:
+    """Remove the application once its requests have ended."""
+    if is_deployed():
         serve.delete(APPLICATION)
-    if not serve.status().applications:
-        serve.shutdown()
 
 
 def progress(models: Sequence[ClusterModel]) -> Progress:

@@ -10,7 +10,12 @@ from pydantic_core import PydanticCustomError
 
 from cllm.config.section import Section
 
-_ADDRESS = re.compile(r"auto|(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
+
+
+def is_address(text: str) -> bool:
+    """Whether it is HOST:PORT."""
+    return _ADDRESS.fullmatch(text) is not None
 
 
 class AutoscalingConfig(Section):
@@ -105,7 +110,7 @@ class ClusterConfig(Section):
     @field_validator("address")
     @classmethod
     def _address_is_one(cls, address: str | None) -> str | None:
-        if address is not None and _ADDRESS.fullmatch(address) is None:
+        if address not in (None, "auto") and not is_address(address):
             problem = "auto, or HOST:PORT such as 10.0.0.1:6379"
             raise PydanticCustomError("pattern", "{problem}", {"problem": problem})
         return address

@@ -1,17 +1,58 @@
-"""`--json -` for commands that also print: only the JSON goes to stdout."""
+"""`--json FILE`, the same in every command: checked before the work begins, missing directories are created, `-` is
+stdout, and then nothing else is."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import ParamSpec
+from typing import Annotated, ParamSpec
+
+import typer
+
+from cllm.errors import CLLMError
+from cllm.report.extras import check_writable
 
 P = ParamSpec("P")
 _NAME = "cllm-to-stdout.json"
+
+
+def is_stdout(file: Path | None) -> bool:
+    return file == Path("-")
+
+
+def _check(file: Path | None) -> Path | None:
+    if not is_stdout(file):
+        check_writable("--json", file)
+    return file
+
+
+JsonOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        callback=_check,
+        help="Write the results as JSON to FILE (- for stdout).",
+        show_default=False,
+    ),
+]
+
+
+def write_json(file: Path, data: object) -> None:
+    text = json.dumps(data, indent=2, ensure_ascii=False)
+    if is_stdout(file):
+        print(text)
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CLLMError(f"cannot write {file}: {error.strerror or error}") from error
 
 
 def only_json(command: Callable[P, None]) -> Callable[P, None]:

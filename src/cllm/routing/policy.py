@@ -13,6 +13,8 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
+from itertools import repeat
+from operator import add, mul
 from random import Random
 from typing import NamedTuple
 
@@ -259,8 +261,13 @@ class PrefixPolicy(RoutingPolicy):
         self._sessions: OrderedDict[str, tuple[str, int]] = OrderedDict()
         """Session -> the replica it was last sent to, and the tokens of its prompt."""
         self._recent: dict[str, float] = {}
-        """Work given to each replica, as if it had been at `_recent_at`: multiplied by e for each `RECENT_S` later."""
+        """Work given to each replica, as if it had been at `_recent_at`: multiplied by e for each `RECENT_S` later. In
+        the order of `_loads`."""
         self._recent_at = 0.0
+
+    def add(self, replica: str, now: float | None = None) -> None:
+        super().add(replica, now)
+        self._recent.setdefault(replica, 0.0)
 
     def remove(self, replica: str) -> None:
         super().remove(replica)
@@ -271,8 +278,8 @@ class PrefixPolicy(RoutingPolicy):
     ) -> tuple[str, int]:
         hashes = short_hashes(names)
         growth = self._recent_growth(now)
-        recent, weight = self._recent, RECENT_WEIGHT / growth
-        loads = {replica: load + weight * recent.get(replica, 0.0) for replica, load in loads.items()}
+        recent = self._recent
+        loads = self._with_recent(loads, RECENT_WEIGHT / growth)
         best, blocks, saved = self._least_loaded(self._sampled(loads)), 0, 0
         lowest, limit = loads[best], overload(loads)
         for held, replicas in self.index.lookup(hashes, now):
@@ -289,8 +296,15 @@ class PrefixPolicy(RoutingPolicy):
         if session is not None:
             best, blocks, saved = self._by_session(loads, session, tokens, now, (best, blocks, saved), limit)
         self.index.expect(best, hashes[blocks:], now)
-        recent[best] = recent.get(best, 0.0) + growth * (tokens - saved + ROW_TOKENS)
+        recent[best] += growth * (tokens - saved + ROW_TOKENS)
         return best, saved
+
+    def _with_recent(self, loads: Mapping[str, float], weight: float) -> dict[str, float]:
+        """The loads and what was given lately. Of all replicas in one go: there may be a thousand."""
+        if len(loads) == len(self._recent):
+            weighted = map(mul, self._recent.values(), repeat(weight))
+            return dict(zip(loads, map(add, loads.values(), weighted), strict=True))
+        return {replica: load + weight * self._recent[replica] for replica, load in loads.items()}
 
     def _recent_growth(self, now: float) -> float:
         age = (now - self._recent_at) / RECENT_S

@@ -85,8 +85,9 @@ class ServerState:
             await asyncio.to_thread(self.tracing.close)
 
     async def warm_up(self, model: ModelState) -> None:
-        """Compute `kv.warm`."""
-        await warm_up(model.llm, model.config.kv.warm, self.warm_tenant)
+        """Compute `kv.warm`. The replicas of a cluster do that themselves."""
+        if model.llm.replicas() is None:
+            await warm_up(model.llm, model.config.kv.warm, self.warm_tenant)
 
     async def model(self, name: str | None, request: Request, timeout_s: float | None = None) -> ModelState:
         """The model that a request names. It stays loaded until the request is answered."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.table import Table
 
 from cllm.config import load_config
 from cllm.loading.parts import load_model
+from cllm.observe.json_option import write_json
 from cllm.report.extras import check_extra, check_writable
 from cllm.report.plots import save_plots
 from cllm.simulate.cost import CostModel, load_cost
@@ -25,7 +25,6 @@ from cllm.simulate.validate import TOLERANCE, WORKLOADS, Comparison, RandomToken
 
 
 def run_scale(blocks: str, requests: int, cost_name: str, json_file: Path | None, plot: Path | None) -> None:
-    check_writable("--json", json_file)
     check_writable("--plot", plot)
     cost = load_cost(cost_name)
     counts = [int(parse_value("blocks", text)) for text in blocks.split(",")]
@@ -43,7 +42,7 @@ def run_scale(blocks: str, requests: int, cost_name: str, json_file: Path | None
 
     points = measure_scale(counts, cost, requests=requests, on_point=show)
     if json_file is not None:
-        _write(json_file, points_to_json(points))
+        write_json(json_file, points_to_json(points))
     if plot is not None:
         save_plots([plot_scale(points)], plot)
         console.print(f"written: {plot}")
@@ -65,7 +64,6 @@ def run_validation(
     """
     check_extra("scipy", "cllm simulate validate")
     check_writable("--save-cost", save_cost)
-    check_writable("--json", json_file)
     console = Console()
     config = load_config(
         None,
@@ -102,7 +100,7 @@ def run_validation(
         cost.save(save_cost)
         console.print(f"written: {save_cost}")
     if json_file is not None:
-        _write(json_file, [_comparison_json(comparison) for comparison in comparisons])
+        write_json(json_file, [_comparison_json(comparison) for comparison in comparisons])
     return all(comparison.holds for comparison in comparisons)
 
 
@@ -155,8 +153,3 @@ def _comparison_json(comparison: Comparison) -> dict[str, Any]:
         },
         "holds": comparison.holds,
     }
-
-
-def _write(file: Path, content: Any) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -8,9 +8,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 
 from cllm.simulate.cost import CostModel
+from cllm.simulate.lookahead import Lookahead
 from cllm.simulate.results import Result, figures_of
 from cllm.simulate.routing import Router
 from cllm.simulate.server import SimulatedServer
@@ -45,49 +47,54 @@ def simulate(
     wall_s = time.perf_counter() - started
     never_sent = 0 if interrupted else trace.requests - cluster.arrived
     figures = figures_of(cluster.tally, cluster.servers, arrived=cluster.arrived, never_sent=never_sent, wall_s=wall_s)
-    return Result(settings, varied or {}, trace.name, cost.name, figures, cluster.tally.samples, interrupted)
+    return Result(settings, varied or {}, trace.name, cost.name, figures, sorted(cluster.tally.samples), interrupted)
 
 
 class Cluster:
+    """Requests are routed in the order in which they arrive. A server is brought to a moment only when a request comes
+    to it, when it reports, or when somebody who follows one of its requests might be the next to arrive."""
+
     def __init__(self, trace: Trace, settings: Settings, cost: CostModel, *, fast_forward: bool = True) -> None:
         self.tally = Tally()
         self.arrived = 0
         self.servers = [
-            SimulatedServer(settings, cost, self.tally, self._on_end, fast_forward=fast_forward)
-            for _ in range(settings.replicas)
+            SimulatedServer(settings, cost, self.tally, partial(self._on_end, place), fast_forward=fast_forward)
+            for place in range(settings.replicas)
         ]
         self._router = Router(settings, self.servers)
         self._trace = trace
-        self._followers: list[tuple[float, int, TracedRequest]] = []
+        self._followers: list[tuple[float, int, int, TracedRequest]] = []
+        """Arrival, the server that answered what they follow, and a number, so that the order does not depend on which
+        server was simulated first."""
         self._numbers = count()
+        self._lookahead = Lookahead(self.servers)
 
     def run(self, on_progress: OnProgress | None = None) -> None:
         for traced, moment in self._arrivals():
-            server = self.servers[self._router.route(traced, moment)]
-            server.advance(moment)
-            server.submit(traced, moment)
+            place = self._router.route(traced, moment)
+            server = self.servers[place]
+            server.reach(moment)
+            number = server.submit(traced, moment)
+            if number is not None and traced.followers:
+                self._lookahead.add(place, number, traced)
             self.arrived += 1
             if on_progress is not None and self.arrived % _PROGRESS_EVERY == 0:
                 on_progress(self.arrived, self.tally.computed_tokens, moment)
         for server in self.servers:
-            server.advance(math.inf)
+            server.reach(math.inf)
 
-    def _on_end(self, traced: TracedRequest, moment: float) -> None:
+    def _on_end(self, place: int, traced: TracedRequest, moment: float) -> None:
         for follower in traced.followers:
-            heapq.heappush(self._followers, (moment + follower.arrival, next(self._numbers), follower))
+            heapq.heappush(self._followers, (moment + follower.arrival, place, next(self._numbers), follower))
 
     def _arrivals(self) -> Iterator[tuple[TracedRequest, float]]:
         """Requests in the order in which they arrive; followers come about while the servers work."""
         source = iter(self._trace)
         upcoming = next(source, None)
         while True:
-            arrival = upcoming.arrival if upcoming is not None else math.inf
-            if self._trace.closed:
-                self._work_until_next_arrival(arrival)
-            else:
-                self._work_for_reports(arrival)
+            self._work_until_next_arrival(upcoming.arrival if upcoming is not None else math.inf)
             if self._followers and (upcoming is None or self._followers[0][0] < upcoming.arrival):
-                moment, _, follower = heapq.heappop(self._followers)
+                moment, _, _, follower = heapq.heappop(self._followers)
                 yield follower, moment
             elif upcoming is not None:
                 yield upcoming, upcoming.arrival
@@ -95,42 +102,22 @@ class Cluster:
             else:
                 return
 
-    def _work_for_reports(self, arrival: float) -> None:
-        """Nobody follows: the servers are independent, and need only reach the moments at which they report."""
-        router = self._router
-        while router.next_report <= arrival < math.inf:
-            if not any(server.scheduler.has_work for server in self.servers):
-                router.skip_reports(arrival)
-            for server in self.servers:
-                server.advance(router.next_report)
-            router.report()
-
     def _work_until_next_arrival(self, arrival: float) -> None:
-        """Always the server that is furthest behind, so that nobody is ahead of an arrival another one causes."""
-        router = self._router
+        """Until nobody can arrive sooner than those who are known to, and all reports up to then are made."""
+        router, lookahead = self._router, self._lookahead
         while True:
             moment = self._next_arrival(arrival)
             until = min(moment, router.next_report)
-            behind = [
-                (server.now, place)
-                for place, server in enumerate(self.servers)
-                if server.scheduler.has_work and server.now < until
-            ]
-            heapq.heapify(behind)
-            while behind and self._next_arrival(arrival) == moment:
-                server = self.servers[place := heapq.heappop(behind)[1]]
-                server.advance(max(min(until, behind[0][0] if behind else until), math.nextafter(server.now, math.inf)))
-                if server.scheduler.has_work and server.now < until:
-                    heapq.heappush(behind, (server.now, place))
-            if self._next_arrival(arrival) != moment:
-                continue
-            if moment == math.inf and not any(server.scheduler.has_work for server in self.servers):
+            if lookahead.soonest < until:
+                lookahead.work(until)
+            elif router.next_report > moment or (moment == math.inf and lookahead.soonest == math.inf):
                 return
-            if router.next_report > moment:
-                return
-            if not any(server.scheduler.has_work for server in self.servers):
-                router.skip_reports(moment)
-            router.report()
+            else:
+                for server in self.servers:
+                    server.reach(router.next_report)
+                if not any(server.scheduler.has_work for server in self.servers):
+                    router.skip_reports(self._next_arrival(arrival))
+                router.report()
 
     def _next_arrival(self, arrival: float) -> float:
         return min(arrival, self._followers[0][0]) if self._followers else arrival

@@ -6,20 +6,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cllm.errors import ConfigError
+from cllm.observe.json_option import write_json
 from cllm.report.extras import check_writable
 from cllm.report.plots import save_plots
 from cllm.simulate.cluster import OnProgress, simulate
 from cllm.simulate.cost import CostModel, load_cost
 from cllm.simulate.files import FileTrace
+from cllm.simulate.knees import describe_knees
 from cllm.simulate.page import sections, write_report
-from cllm.simulate.report import knee, print_results, write_json
-from cllm.simulate.results import Result
+from cllm.simulate.report import print_results, to_json
+from cllm.simulate.results import Result, traces_of
 from cllm.simulate.settings import COMPARED_POLICIES, Settings, Value, changed, grid, parse_sweep, parse_value
 from cllm.simulate.synthetic import KINDS, SyntheticTrace, parse_shape
 from cllm.simulate.traces import Trace
@@ -41,20 +44,26 @@ class TraceSource:
     shape: str
     hash_tokens: int
     seed: int
+    per_replica: bool = False
+    """Whether `requests` and `rate` are those of one replica."""
 
-    def open(self, rate: float | None = None) -> Trace:
+    def open(self, rate: float | None = None, replicas: int = 1) -> Trace:
+        """The trace for so many replicas, at another rate if one is given."""
         rate = self.rate if rate is None else rate
         if rate is not None and not 0 < rate < float("inf"):
             raise ConfigError(f"--rate {rate:g}: it must be a number above 0")
+        times = replicas if self.per_replica else 1
         if self.file is not None:
             if self.synthetic is not None or self.shape:
                 raise ConfigError("--trace gives the requests; omit --synthetic and --shape")
-            return FileTrace(self.file, requests=self.requests, rate=rate, hash_tokens=self.hash_tokens)
+            requests = None if self.requests is None else self.requests * times
+            rate = None if rate is None else rate * times
+            return FileTrace(self.file, requests=requests, rate=rate, hash_tokens=self.hash_tokens)
         kind = self.synthetic or "chats"
         if kind not in KINDS:
             raise ConfigError(f"--synthetic {kind}: it must be one of {', '.join(KINDS)}")
-        shape = parse_shape(self.shape)
-        return SyntheticTrace(kind, self.requests or DEFAULT_REQUESTS, rate or DEFAULT_RATE, shape, self.seed)
+        requests, rate = (self.requests or DEFAULT_REQUESTS) * times, (rate or DEFAULT_RATE) * times
+        return SyntheticTrace(kind, requests, rate, parse_shape(kind, self.shape), self.seed)
 
 
 @dataclass(frozen=True)
@@ -65,23 +74,22 @@ class Outputs:
 
     def check(self) -> None:
         """Before the first simulation: that everything can be written."""
-        check_writable("--json", self.json)
         check_writable("--plot", self.plot)
         check_writable("--report", self.report and self.report / _FIGURES)
 
     def write(self, results: Sequence[Result], cost: CostModel) -> None:
         """Figures, after every simulation, so that nothing is lost."""
         if self.json is not None:
-            write_json(self.json, results, cost)
+            write_json(self.json, to_json(results, cost))
         if self.report is not None:
-            write_json(self.report / _FIGURES, results, cost)
+            write_json(self.report / _FIGURES, to_json(results, cost))
 
     def draw(self, results: Sequence[Result], cost: CostModel) -> list[Path]:
         """Plots, at the end; the files that were written."""
         if self.plot is None and self.report is None:
             return []
         plots = [section.plots for section in sections(results) if section.plots]
-        heading = f"{results[0].trace}; cost model {results[0].cost}"
+        heading = f"{traces_of(results)}; cost model {results[0].cost}"
         written = []
         if self.plot is not None:
             written.append(save_plots(plots[0] if plots else [], self.plot, heading))
@@ -136,13 +144,11 @@ def run_grid(
     console = Console()
     results: list[Result] = []
     interrupted = False
-    traces: dict[Value | None, Trace] = {}
+    open_trace = lru_cache(source.open)
     try:
         for varied in grid(sweeps):
-            rate = varied.get("rate")
-            if rate not in traces:
-                traces[rate] = source.open(None if rate is None else float(rate))
-            trace = traces[rate]
+            rate, replicas = varied.get("rate"), varied.get("replicas", base.replicas)
+            trace = open_trace(None if rate is None else float(rate), int(replicas))
             for name in ["" if "policy" in varied else name for name in names]:
                 settings = changed(base, {**({"policy": name} if name else {}), **varied})
                 label = " ".join([settings.policy, *(f"{key}={value}" for key, value in varied.items())])
@@ -157,22 +163,12 @@ def run_grid(
     except KeyboardInterrupt:
         interrupted = True
     print_results(console, results)
-    _print_knees(console, results)
+    for sentence in describe_knees(results):
+        console.print(sentence, highlight=False, soft_wrap=True)
     if results:
         for file in outputs.draw(results, cost):
             console.print(f"written: {file}")
     return not interrupted
-
-
-def _print_knees(console: Console, results: Sequence[Result]) -> None:
-    if not results or len(results[0].varied) != 1:
-        return
-    (key,) = results[0].varied
-    for policy in dict.fromkeys(result.label for result in results):
-        found = knee([result for result in results if result.label == policy], key)
-        if found is not None:
-            value = found.varied[key]
-            console.print(f"{policy}: from {key}={value:,} on, P95 of a request is within 10 % of the best")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How long prompts and answers are: a distribution, written as `name:parameter:parameter`."""
+"""How long prompts and answers are: a number, or a distribution, written as `name:parameter:parameter`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from cllm.errors import ConfigError
 Draw = Callable[[np.random.Generator, int], NDArray[np.float64]]
 
 _KINDS: dict[str, tuple[str, Callable[..., Draw]]] = {
-    "fixed": ("TOKENS", lambda value: lambda rng, n: np.full(n, value)),
     "uniform": ("LOW:HIGH", lambda low, high: lambda rng, n: rng.uniform(low, high, n)),
     "exponential": ("MEAN", lambda mean: lambda rng, n: rng.exponential(mean, n)),
     "lognormal": ("MEDIAN:SIGMA", lambda median, sigma: lambda rng, n: rng.lognormal(math.log(median), sigma, n)),
@@ -37,15 +36,27 @@ class Lengths:
 
 def parse_lengths(name: str, text: str, longest: int) -> Lengths:
     kind, *parameters = text.split(":")
-    known = ", ".join(f"{each}:{form}" for each, (form, _) in _KINDS.items())
+    if not parameters and _number(kind) > 0:
+        return Lengths(text, longest, _always(_number(kind)))
     if kind not in _KINDS or len(parameters) != _KINDS[kind][0].count(":") + 1:
-        raise ConfigError(f"{name}={text}: lengths are written as one of {known}")
-    try:
-        numbers = [float(parameter) for parameter in parameters]
-    except ValueError:
-        numbers = [math.nan]
-    if not all(0 < number < math.inf for number in numbers):
+        known = ", ".join(f"{each}:{form}" for each, (form, _) in _KINDS.items())
+        raise ConfigError(f"{name}={text}: lengths are written as a number of tokens above 0, or as {known}")
+    numbers = [_number(parameter) for parameter in parameters]
+    if not all(number > 0 for number in numbers):
         raise ConfigError(f"{name}={text}: every parameter of a length must be a number above 0")
     if kind == "uniform" and numbers[0] > numbers[1]:
         raise ConfigError(f"{name}={text}: the low end is above the high one")
     return Lengths(text, longest, _KINDS[kind][1](*numbers))
+
+
+def _always(value: float) -> Draw:
+    return lambda rng, n: np.full(n, value)
+
+
+def _number(text: str) -> float:
+    """Finite, or NaN."""
+    try:
+        number = float(text)
+    except ValueError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cllm.report.page import Page, Section, facts_table, write_page
-from cllm.report.plots import AreaPlot, Bar, BarPlot, LinePlot, Plot, Series
+from cllm.report.plots import AreaPlot, Bar, BarPlot, LinePlot, Plot, Series, wide
 from cllm.simulate.cost import CostModel
-from cllm.simulate.report import knee, short, tables
-from cllm.simulate.results import Result
+from cllm.simulate.knees import RATE, RISE, WITHIN, knee, knee_figure, lines
+from cllm.simulate.report import short, tables
+from cllm.simulate.results import Result, traces_of
 from cllm.simulate.settings import POLICIES
 
 _COLOURS = {policy: number for number, policy in enumerate(reversed(POLICIES))}
@@ -52,10 +53,18 @@ _PANELS = (
     Panel("waste", "Memory taken but empty", "Share of running requests' memory that holds nothing.", "%", 100),
 )
 _POLICY_PANELS = (*_PANELS, Panel("moved_bytes", "K/V moved", "Copied to make room in one piece.", "GiB", 2**-30))
-_SWEEP_PANELS = (
-    *_PANELS,
-    Panel("token_gap_p99_s", "Between tokens, P99", "99 % of the gaps between two tokens were shorter.", "ms", 1000),
+_GAPS = Panel("token_gap_p99_s", "Between tokens, P99", "99 % of the gaps between two tokens were shorter.", "ms", 1000)
+_SWEEP_PANELS = (*_PANELS, _GAPS)
+_THROUGHPUT, _, _TOTAL, _HITS, _ = _PANELS
+_CLUSTER_PANELS = (
+    _HITS,
+    Panel("ttft_p50_s", "First token, P50", "Half of the requests had their first token within this time.", "s"),
+    Panel("ttft_p99_s", "First token, P99", "99 % of the requests had their first token within this time.", "s"),
+    Panel("balance", "Busiest / mean", "Tokens computed by the busiest server, over the mean of all.", "times"),
+    _THROUGHPUT,
+    _TOTAL,
 )
+"""With several servers."""
 
 
 def write_report(results: Sequence[Result], cost: CostModel, directory: Path) -> Path:
@@ -64,7 +73,7 @@ def write_report(results: Sequence[Result], cost: CostModel, directory: Path) ->
     settings = {key: value for key, value in asdict(results[0].settings).items() if (key, value) in shared}
     page = Page(
         "cLLM simulation",
-        f"{results[0].trace}. Step times from cost model {cost.name}: {cost.description}.",
+        f"{traces_of(results)}. Step times from cost model {cost.name}: {cost.description}.",
         [*sections(results), Section("Settings", tables=[facts_table(settings)])],
         warnings if any(result.interrupted for result in results) else [],
     )
@@ -75,7 +84,8 @@ def sections(results: Sequence[Result]) -> Iterator[Section]:
     """The figures and all plots that have something to show."""
     if results[0].varied:
         keys = " and ".join(results[0].varied)
-        text = f"The same requests, simulated with several values of {keys}."
+        same = "The same requests" if results[0].trace == results[-1].trace else "Requests"
+        text = f"{same}, simulated with several values of {keys}."
         yield Section(f"What changes with {keys}", text, tables(results), _NOTES[:3], list(_sweep_plots(results)))
         return
     several = len(results) > 1
@@ -128,41 +138,47 @@ def _memory_plots(results: Sequence[Result]) -> Iterator[Plot]:
 def _sweep_plots(results: Sequence[Result]) -> Iterator[Plot]:
     """Over the first varied setting, with a line for each policy and each value of the others; bars where its values
     are words."""
-    key, *others = results[0].varied
-    lines: dict[str, list[Result]] = {}
-    for result in results:
-        names = [f"{other}={result.varied[other]}" for other in others]
-        lines.setdefault(", ".join(names if key == "policy" else [result.label, *names]), []).append(result)
+    key = next(iter(results[0].varied))
+    by_name = lines(results)
     words = any(isinstance(result.varied[key], str) for result in results)
-    for panel in _SWEEP_PANELS:
+    several = any(result.settings.replicas > 1 for result in results)
+    for panel in _CLUSTER_PANELS if several else _SWEEP_PANELS:
         shown = panel.shown(results)
-        known = {name: [result for result in line if result in shown] for name, line in lines.items()}
+        known = {name: [result for result in line if result in shown] for name, line in by_name.items()}
         if shown and words:
-            bars = {f"{each.varied[key]}, {name}".rstrip(", "): each for name, line in known.items() for each in line}
-            yield _bars(panel, bars)
+            suffixes = {name: f", {name}" if name and len(known) > 1 else "" for name in known}
+            yield _bars(panel, {f"{each.varied[key]}{suffixes[name]}": each for name in known for each in known[name]})
         elif shown:
             yield _line_plot(panel, key, known)
 
 
-def _line_plot(panel: Panel, key: str, lines: dict[str, list[Result]]) -> Plot:
+def _line_plot(panel: Panel, key: str, by_name: dict[str, list[Result]]) -> Plot:
     series = [
         Series(name, [(float(each.varied[key]), panel.value(each)) for each in line], number, "both")
-        for number, (name, line) in enumerate(lines.items())
+        for number, (name, line) in enumerate(by_name.items())
         if line
     ]
-    marks: dict[float, str] = {}
-    for name, line in lines.items():
-        found = knee(line, key) if panel.figure == "total_p95_s" else None
-        if found is not None:
-            value = float(found.varied[key])
-            marks[value] = f"{marks[value]}; {name}" if value in marks else f"knee: {name}"
+    marks = _marks(key, by_name) if panel.figure == knee_figure(key) else {}
+    at_rate = f" Up to the knee it is at most {RISE:g} times that of the lowest rate."
+    at_other = f" From the knee on it is within {100 * WITHIN:.0f} % of the best."
     values = [x for one in series for x, _ in one.points]
     return LinePlot(
         title=panel.title,
-        caption=panel.caption + (" From the knee on it is within 10 % of the best." if marks else ""),
+        caption=panel.caption + ((at_rate if key == RATE else at_other) if marks else ""),
         series=series,
         x_label=key,
         y_label=panel.unit,
         log_x=max(values) >= 8 * min(values) > 0,
+        log_y=key == RATE and wide([y for one in series for _, y in one.points]),
         marks=marks,
     )
+
+
+def _marks(key: str, by_name: dict[str, list[Result]]) -> dict[float, str]:
+    marks: dict[float, str] = {}
+    for name, line in by_name.items():
+        found = knee(line, key)
+        if found is not None:
+            value = float(found.varied[key])
+            marks[value] = f"{marks[value]}; {name}" if value in marks else f"knee: {name}"
+    return marks

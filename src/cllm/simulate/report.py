@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -16,7 +14,7 @@ from rich.table import Table as RichTable
 
 from cllm.report.page import Table
 from cllm.simulate.cost import CostModel
-from cllm.simulate.results import Result
+from cllm.simulate.results import Result, traces_of
 
 Show = Callable[[dict[str, float]], str]
 Column = tuple[str, Show]
@@ -86,9 +84,20 @@ SWEEP: list[Column] = [
     MEMORY[6],
 ]
 
-CLUSTER: list[Column] = [
-    ("first (s)\nP99", _figure("ttft_p99_s")),
-    ("busiest\n/ mean", _figure("balance")),
+BALANCE: Column = ("busiest\n/ mean", _figure("balance"))
+
+CLUSTER_SWEEP: list[Column] = [
+    SERVICE[1],
+    SERVICE[2],
+    SERVICE[3],
+    SERVICE[4],
+    SERVICE[5],
+    ("gap (ms)\nP99", _figure("token_gap_p99_s", 1e3)),
+    SERVICE[8],
+    SERVICE[9],
+    MEMORY[0],
+    BALANCE,
+    MEMORY[6],
 ]
 """With several servers."""
 
@@ -102,7 +111,7 @@ def print_table(console: Console, table: RichTable) -> None:
 def print_results(console: Console, results: Sequence[Result]) -> None:
     if not results:
         return
-    console.print(f"{results[0].trace}; cost model {results[0].cost}", highlight=False)
+    console.print(f"{traces_of(results)}; cost model {results[0].cost}", highlight=False, soft_wrap=True)
     for table in tables(results):
         shown = RichTable(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
         for column in table.columns:
@@ -121,8 +130,8 @@ def tables(results: Sequence[Result]) -> list[Table]:
     """Of a sweep one; of policies side by side one about the service and one about the memory."""
     several = any(result.settings.replicas > 1 for result in results)
     if results[0].varied:
-        return [_table(results, SWEEP + CLUSTER if several else SWEEP)]
-    return [_table(results, SERVICE), _table(results, MEMORY + CLUSTER[-1:] if several else MEMORY)]
+        return [_table(results, CLUSTER_SWEEP if several else SWEEP)]
+    return [_table(results, SERVICE), _table(results, [*MEMORY, BALANCE] if several else MEMORY)]
 
 
 def _table(results: Sequence[Result], columns: Sequence[Column]) -> Table:
@@ -134,24 +143,8 @@ def _table(results: Sequence[Result], columns: Sequence[Column]) -> Table:
     return Table(rows, [*(f"\n{key}" for key in results[0].varied), "\npolicy", *(label for label, _ in columns)])
 
 
-def knee(results: Sequence[Result], key: str, figure: str = "total_p95_s", slack: float = 0.10) -> Result | None:
-    """The smallest setting at which the figure is within `slack` of the best one; None if it never gets better."""
-    known = [r for r in results if isinstance(r.varied[key], (int, float)) and not math.isnan(r.figures[figure])]
-    if len(known) < 3:
-        return None
-    known.sort(key=lambda result: float(result.varied[key]))
-    best = min(result.figures[figure] for result in known)
-    found = next(result for result in known if result.figures[figure] <= best * (1 + slack))
-    return found if found is not known[0] else None
-
-
 def to_json(results: Sequence[Result], cost: CostModel) -> dict[str, Any]:
     return {"cost": asdict(cost), "results": [_finite(result.to_json()) for result in results]}
-
-
-def write_json(file: Path, results: Sequence[Result], cost: CostModel) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(to_json(results, cost), indent=1) + "\n", encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:

@@ -40,6 +40,12 @@ class Result:
         }
 
 
+def traces_of(results: Sequence[Result]) -> str:
+    """What was simulated; a sweep of rates or replicas may have more than one trace."""
+    first, last = results[0].trace, results[-1].trace
+    return first if first == last else f"{first} to {last}"
+
+
 def figures_of(
     tally: Tally, servers: Sequence[SimulatedServer], *, arrived: int, never_sent: int, wall_s: float
 ) -> dict[str, float]:
@@ -64,12 +70,15 @@ def figures_of(
         "moved_bytes": sum(usage.moved_bytes for usage in usages),
         "compactions": sum(usage.compactions for usage in usages),
         "evicted_tokens": sum(usage.evictions * usage.unit_tokens for usage in usages),
+        "stored_blocks": sum(usage.blocks_stored for usage in usages),
+        "removed_blocks": sum(usage.blocks_removed for usage in usages),
         "hit_rate": cached_tokens / prompt_tokens if prompt_tokens else 0.0,
         "balance": max(computed) * len(servers) / sum(computed) if sum(computed) else 1.0,
         "waste": tally.waste,
         "peak_memory": max(usage.peak / usage.total for usage in usages),
         "forgotten_tokens": tally.forgotten_tokens,
         "duration_s": duration,
+        "requests_per_s": tally.ends["length"] / duration if duration else 0.0,
         "answer_tokens": tally.answer_tokens,
         "answer_tokens_per_s": tally.answer_tokens / duration if duration else 0.0,
         "steps": tally.steps,

@@ -27,6 +27,8 @@ from cllm.simulate.traces import TracedRequest, length, spell
 FOREVER = 1e12
 """Seconds. Finite, so that deadlines stand in the order of arrival, and the scheduler drops those of ended requests."""
 
+IDLE = ReplicaStats(0, 0)
+
 _PARAMS = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
 
 OnEnd = Callable[[TracedRequest, float], None]
@@ -39,6 +41,8 @@ class SimulatedServer:
     ) -> None:
         self.now = 0.0
         self.cost = cost
+        self._least_token_s = (cost.step_s + cost.overhead(1)) * (1 - 1e-9)
+        """No token takes less; a little less than that, because times are rounded."""
         self.window = window_of(settings)
         self.backend = SimulatedBackend(cost, window=self.window)
         self.kv = make_manager(settings, self.backend)
@@ -76,19 +80,21 @@ class SimulatedServer:
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    def submit(self, traced: TracedRequest, arrival: float) -> None:
-        """A request arrives; the clock has reached that moment, or there is nothing to do until then."""
+    def submit(self, traced: TracedRequest, arrival: float) -> int | None:
+        """A request arrives; the clock has reached that moment, or there is nothing to do until then. Its number, or
+        None if it is not taken."""
         if not self.scheduler.has_work:
             self._idle_until(arrival)
         if length(traced.prompt) + traced.answer_length > self.kv.max_tokens:
             self.tally.too_large += 1
-            return
+            return None
         if self._queue and len(self.scheduler.waiting) >= self._queue:
             self.tally.turned_away += 1
-            return
+            return None
         self._numbers += 1
+        number = self._numbers
         request = Request(
-            str(self._numbers), spell(traced.prompt), _PARAMS, arrival=arrival, deadline=arrival + self._timeout_s
+            str(number), spell(traced.prompt), _PARAMS, arrival=arrival, deadline=arrival + self._timeout_s
         )
         limit = len(request.prompt) + traced.answer_length
         answer = TracedAnswer(traced.answer)
@@ -96,6 +102,20 @@ class SimulatedServer:
         self._live[request.id] = (request, traced)
         self.refusal = None
         self.scheduler.add(request)
+        return number
+
+    def earliest_end(self, number: int) -> float | None:
+        """A request cannot be answered before this; None if it has ended."""
+        live = self._live.get(str(number))
+        if live is None:
+            return None
+        (sequence,) = live[0].sequences
+        return self.now + (sequence.max_length - len(sequence.tokens)) * self._least_token_s
+
+    def reach(self, moment: float) -> None:
+        """Compute until the clock reaches a moment, before which nobody else can arrive."""
+        while self.now < moment and self.scheduler.has_work:
+            self.advance(moment)
 
     def advance(self, until: float) -> None:
         """Compute until the clock reaches `until`, nothing is left to do, or somebody follows, who may be sooner."""
@@ -151,6 +171,8 @@ class SimulatedServer:
 
     def stats(self) -> ReplicaStats:
         """What a router is told about this server."""
+        if not self.scheduler.has_work:
+            return IDLE
         running, waiting = self.scheduler.running, self.scheduler.waiting
         queued = sum(len(sequence.tokens) for sequence in waiting)
         queued += sum(len(sequence.tokens) - sequence.num_computed for sequence in running)

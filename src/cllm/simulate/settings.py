@@ -11,6 +11,7 @@ from cllm.backends.base import Backend
 from cllm.config import SchedulerConfig
 from cllm.errors import ConfigError
 from cllm.kv.eviction import POLICIES as EVICTION_POLICIES
+from cllm.routing.index import MOST_BLOCKS
 from cllm.routing.policy import POLICIES as ROUTING_POLICIES
 
 _DEFAULTS = SchedulerConfig()
@@ -22,6 +23,7 @@ ROUTINGS = tuple(ROUTING_POLICIES)
 MAX_BLOCKS = 100_000_000
 """About 1.2 GB of bookkeeping, before anything is cached."""
 MAX_REPLICAS = 10_000
+MAX_ROUTERS = 100
 
 Value = str | int | float
 
@@ -52,6 +54,10 @@ class Settings:
     routing: str = "round-robin"
     report_s: float = 0.5
     """Servers tell the router their load and the events of their caches this often, and it learns it as much later."""
+    routers: int = 1
+    """Routers that take requests in turn. All get every report; none knows what the others have sent since."""
+    index_blocks: int = MOST_BLOCKS
+    """Cached blocks that a router remembers, of all servers together."""
     reserve: str = "pow2"
     """Contiguous memory: what is reserved for an answer. exact: its true length; pow2: that, rounded up to a power of
     two; a number: as many tokens."""
@@ -120,6 +126,8 @@ KEYS: dict[str, tuple[str, Callable[[str, str], Value]]] = {
     "replicas": ("replicas", _whole(1, MAX_REPLICAS)),
     "routing": ("routing", _one_of(ROUTINGS)),
     "report-s": ("report_s", _number(0.001)),
+    "routers": ("routers", _whole(1, MAX_ROUTERS)),
+    "index-blocks": ("index_blocks", _whole(1, MAX_BLOCKS)),
     "reserve": ("reserve", _reserve),
     "window": ("window", _whole(1)),
     "sinks": ("sinks", _whole(0)),

@@ -1,9 +1,11 @@
 """Traces that are made up: how requests arrive, how long they are and what they share, from a few parameters.
 
-poisson   requests independent of each other, at a steady rate
-bursts    the same, but the rate jumps up now and then
-diurnal   the same, but the rate goes up and down once a day
-chats     conversations: a turn is sent when the one before was answered and read; some branch into two
+poisson       requests independent of each other, at a steady rate
+bursts        the same, but the rate jumps up now and then
+diurnal       the same, but the rate goes up and down once a day
+chats         conversations: a turn is sent when the one before was answered and read; some branch into two
+conversation  chats as long, and with as much to share, as those of Mooncake's conversation trace
+toolagent     the same for its trace of tools and agents: a few long system prompts, and tools that answer at once
 """
 
 from __future__ import annotations
@@ -17,9 +19,7 @@ import numpy as np
 from cllm.errors import ConfigError
 from cllm.simulate.lengths import Lengths, parse_lengths
 from cllm.simulate.settings import parse_number
-from cllm.simulate.traces import Span, TokenSource, TracedRequest
-
-KINDS = ("poisson", "bursts", "diurnal", "chats")
+from cllm.simulate.traces import Span, TokenSource, TracedRequest, length
 
 _BATCH = 4096
 """Random numbers are drawn so many at a time."""
@@ -35,10 +35,12 @@ class Shape:
     prompt: str = "lognormal:256:0.8"
     """Tokens of a prompt beside the system prompt; of a chat's first message."""
     output: str = "lognormal:96:0.8"
-    system: int = 200
+    system: str = "200"
     """Tokens of a system prompt."""
     systems: int = 8
-    """Different system prompts, each half as popular as the one before; 0: none."""
+    """Different system prompts; 0: none."""
+    popularity: float = 2.0
+    """How many times as popular each of them is as the next one; 1: all are equally popular."""
     longest: int = 4096
     """No prompt and no answer is longer."""
     burst: float = 8.0
@@ -60,9 +62,43 @@ class Shape:
     """Share of turns that are continued twice: an edited or repeated question."""
 
 
+SHAPES = {
+    "poisson": Shape(),
+    "bursts": Shape(),
+    "diurnal": Shape(),
+    "chats": Shape(),
+    "conversation": Shape(
+        prompt="lognormal:4800:1.25",
+        output="uniform:1:690",
+        system="880",
+        systems=1,
+        longest=131_072,
+        turns=1.55,
+        message="lognormal:30:3",
+        think_s=175.0,
+        branch=0.05,
+    ),
+    "toolagent": Shape(
+        prompt="lognormal:2200:1.2",
+        output="lognormal:100:1.1",
+        system="lognormal:3400:0.6",
+        systems=40,
+        popularity=1.15,
+        longest=131_072,
+        turns=1.5,
+        message="lognormal:250:1.3",
+        think_s=8.0,
+        branch=0.05,
+    ),
+}
+"""The parameters of each kind where nothing else is said."""
+
+KINDS = tuple(SHAPES)
+CLOSED_KINDS = ("chats", "conversation", "toolagent")
+
 _LIMITS: dict[str, tuple[float, ...]] = {
-    "system": (1,),
-    "systems": (0, 64),
+    "systems": (0, 1000),
+    "popularity": (1,),
     "longest": (1, 1 << 24),
     "burst": (1,),
     "depth": (0, 1),
@@ -73,9 +109,9 @@ _LIMITS: dict[str, tuple[float, ...]] = {
 """The least and the most of a value; others are above 0."""
 
 
-def parse_shape(text: str) -> Shape:
-    """`key=value,key=value`."""
-    shape = Shape()
+def parse_shape(kind: str, text: str) -> Shape:
+    """`key=value,key=value`; the rest is as usual for this kind of trace."""
+    shape = SHAPES[kind]
     known = {field.name.replace("_", "-"): field for field in fields(Shape)}
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
@@ -97,7 +133,7 @@ class SyntheticTrace:
 
     def __init__(self, kind: str, requests: int, rate: float, shape: Shape, seed: int) -> None:
         self.name = f"{kind}, {requests:,} requests at {rate:g}/s, seed {seed}"
-        self.closed = kind == "chats"
+        self.closed = kind in CLOSED_KINDS
         self.requests = requests
         self._kind = kind
         self._rate = rate
@@ -108,7 +144,7 @@ class SyntheticTrace:
         maker = _RequestGenerator(self._shape, np.random.default_rng(self._seed))
         # Arrivals have a generator of their own, so that lengths stay what they are when the rate is varied.
         arrivals = self._arrivals(np.random.default_rng([self._seed, 1]))
-        if self._kind == "chats":
+        if self.closed:
             yield from self._chats(maker, arrivals)
             return
         for _, arrival in zip(range(self.requests), arrivals, strict=False):
@@ -129,7 +165,7 @@ class SyntheticTrace:
             return _bursts(rng, rate, shape)
         if self._kind == "diurnal":
             return _diurnal(rng, rate, shape)
-        if self._kind == "chats":
+        if self.closed:
             # A turn that branches has two continuations, so a conversation is longer than its mean depth.
             going_on = (1 - 1 / shape.turns) * (1 + shape.branch)
             turns = shape.turns if going_on >= 1 else 1 / (1 - going_on)
@@ -175,7 +211,8 @@ class _RequestGenerator:
         self._shape = shape
         self._rng = rng
         self._source = TokenSource()
-        self._systems = [self._source.take(shape.system) for _ in range(shape.systems)]
+        system_lengths = parse_lengths("system", shape.system, shape.longest).draw(rng, shape.systems)
+        self._systems = [self._source.take(count) for count in system_lengths]
         self._prompts = _stream(rng, parse_lengths("prompt", shape.prompt, shape.longest))
         self._outputs = _stream(rng, parse_lengths("output", shape.output, shape.longest))
         self._messages = _stream(rng, parse_lengths("message", shape.message, shape.longest))
@@ -197,11 +234,12 @@ class _RequestGenerator:
         text = (*prompt, *answer)
         followers: list[TracedRequest] = []
         goes_on = depth < _DEEPEST and next(self._uniforms) < 1 - 1 / shape.turns
-        if goes_on and sum(count for _, count in text) < shape.longest:
+        room = shape.longest - length(text)
+        if goes_on and room > 0:
             continuations = 2 if next(self._uniforms) < shape.branch else 1
             for _ in range(continuations):
                 if self._left > 0:
-                    message = self._source.take(next(self._messages))
+                    message = self._source.take(min(next(self._messages), room))
                     think = -math.log(1 - next(self._uniforms)) * shape.think_s
                     followers.append(self._turn(think, (*text, message), depth + 1))
         return TracedRequest(arrival, prompt, answer, tuple(followers))
@@ -210,9 +248,15 @@ class _RequestGenerator:
         own = self._source.take(next(self._prompts))
         if not self._systems:
             return (own,)
-        # Half of all use the first one, half of the rest the second, and so on; what is left over the first again.
-        number = int(-math.log2(1 - next(self._uniforms)))
-        return (self._systems[number if number < len(self._systems) else 0], own)
+        return (self._systems[self._draw_system(next(self._uniforms))], own)
+
+    def _draw_system(self, uniform: float) -> int:
+        """Geometric, cut off after the last one."""
+        popularity, systems = self._shape.popularity, len(self._systems)
+        if popularity == 1.0:
+            return int(uniform * systems)
+        beyond = popularity**-systems
+        return min(int(-math.log(1 - uniform * (1 - beyond), popularity)), systems - 1)
 
     def _answer(self) -> tuple[Span]:
         return (self._source.take(next(self._outputs)),)

@@ -15,7 +15,7 @@ from cllm.bench.errors import BenchError
 from cllm.bench.kernels.shapes import DEFAULT_MIX, MIXES, SHAPES, pick
 from cllm.bench.kernels.works import ANY_MODEL, SECTIONS, SMOLLM2, SOME, Plan, parse_threads
 from cllm.bench.machine import describe_machine
-from cllm.bench.options import InstructionSet, Json, Quick, check_instruction_sets
+from cllm.bench.options import InstructionSet, Quick, check_instruction_sets
 from cllm.bench.page import plots_of
 from cllm.bench.report import Report
 from cllm.bench.run import run_and_report
@@ -23,7 +23,7 @@ from cllm.bench.workloads.base import Setup
 from cllm.bench.workloads.kernels import Kernels
 from cllm.machine import default_threads, read_cpus
 from cllm.models.registry import resolve
-from cllm.observe.json_option import only_json
+from cllm.observe.json_option import JsonOption, only_json
 from cllm.report.extras import check_extra, check_plot
 from cllm.report.plots import save_plots
 
@@ -115,7 +115,7 @@ def kernels(
     shape: ShapeName = None,
     type: Type = None,
     instruction_set: InstructionSet = "auto",
-    json: Json = None,
+    json: JsonOption = None,
     plot: PlotFile = None,
     quick: Quick = False,
     profile: Profile = False,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from cllm.bench.machine import describe_machine
-from cllm.bench.options import InstructionSet, Json, Model, Quick, ReportDir, Threads, check_instruction_sets
+from cllm.bench.options import InstructionSet, Model, Quick, ReportDir, Threads, check_instruction_sets
 from cllm.bench.quality.reference import check_installed
 from cllm.bench.quality.texts import TEXT, read_texts
 from cllm.bench.report import Report
@@ -17,7 +17,7 @@ from cllm.bench.workloads.base import Setup, Workload
 from cllm.machine import default_threads, read_cpus
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
-from cllm.observe.json_option import only_json
+from cllm.observe.json_option import JsonOption, only_json
 from cllm.report.extras import check_extra
 
 SLOW = "generic"
@@ -43,7 +43,7 @@ def kv_types(
     repeats: Repeats = 3,
     threads: Threads = None,
     instruction_set: InstructionSet = "auto",
-    json: Json = None,
+    json: JsonOption = None,
     report: ReportDir = None,
     quick: Quick = False,
 ) -> None:
@@ -67,7 +67,7 @@ def truth(
     parts: Parts = None,
     threads: Threads = None,
     instruction_set: InstructionSets = None,
-    json: Json = None,
+    json: JsonOption = None,
     quick: Quick = False,
 ) -> None:
     """How close do cLLM and llama.cpp come to exact results?

@@ -13,18 +13,16 @@ from cllm.cli.options import (
     BackendOption,
     ConfigOption,
     DeviceOption,
-    JsonOption,
     SeedOption,
     SetOption,
     StopOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
-    is_stdout,
     sampling_flags,
-    write_json,
 )
 from cllm.errors import CLLMError
+from cllm.observe.json_option import JsonOption, is_stdout, write_json
 
 
 def chat(

@@ -40,7 +40,7 @@ class Extents:
         self.size = size
         self.count = self.open = -(-blocks // size)
         """All extents, and how many of them, the lowest, are open."""
-        self.widths = [min(size, blocks - first) for first in range(0, blocks, size)]
+        self.widths = [size] * (blocks // size) + [blocks % size] * (blocks % size > 0)
         """Blocks in each; the last one may have fewer."""
         self.room = list(self.widths)
         """Free blocks in each."""
