@@ -38,7 +38,7 @@ FAKE: dict[str, Any] = {
     "backend": {"type": "fake", "fake": {"latency_ms": 50.0}},
     "kv": {"disk": {"enabled": False}},
     "server": {"shutdown_grace_s": 5.0},
-    "cluster": {"replicas": 4, "cpus": 0.1, "silence_s": 2.0, "wait_s": 100.0, "drain_s": 20.0},
+    "cluster": {"replicas": 4, "cpus": 0.1, "silence_s": 2.0, "wait_s": 170.0, "max_sends": 20, "drain_s": 20.0},
 }
 
 
@@ -46,7 +46,7 @@ NATIVE: dict[str, Any] = {
     "backend": {"type": "native", "threads": 1},
     "kv": {"disk": {"enabled": False}},
     "resources": {"max_context_length": 1024, "kv_cache_max_memory_mb": 100},
-    "cluster": {"replicas": 2, "cpus": 0.1, "silence_s": 10.0},
+    "cluster": {"replicas": 2, "cpus": 0.1, "silence_s": 10.0, "wait_s": 170.0},
 }
 
 
