@@ -32,6 +32,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:Using extra keyword arguments on `Field`")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a busy machine everything that starts processes takes minutes."""
+    for item in items:
+        if item.path.name in _ON_RAY and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[RayCluster]:
     from ray_kit import running_cluster
