@@ -10,9 +10,7 @@ import pytest
 
 from breakable_replica import DELAY_EVENTS, LOSE_EVENTS, NO_CONTENT, TELL_CONTENT
 from cluster_load import ask, single_server
-from ray_kit import FAKE, RayCluster, merged
-
-SETTINGS = merged(FAKE, {"backend": {"fake": {"latency_ms": 5.0}}, "cluster": {"replicas": 3}})
+from ray_kit import FAKE, RayCluster
 
 
 def asked_about(topic: str, number: int) -> dict[str, Any]:
@@ -23,7 +21,7 @@ def asked_about(topic: str, number: int) -> dict[str, Any]:
 async def answers(cluster: RayCluster, topic: str, count: int) -> Counter[str]:
     """Ask one after another, and check. How many of them each replica got."""
     before = len(cluster.journal())
-    async with single_server(SETTINGS) as truth:
+    async with single_server(FAKE) as truth:
         for number in range(count):
             body = asked_about(topic, number)
             await truth.check(await ask(cluster.url, body), body, "/v1/completions")
@@ -38,7 +36,7 @@ async def cached(cluster: RayCluster, topic: str) -> int:
 
 @pytest.fixture(autouse=True)
 def _deployed(cluster: RayCluster) -> None:
-    cluster.deploy(SETTINGS)
+    cluster.deploy(FAKE)
 
 
 async def test_no_events_at_all(cluster: RayCluster) -> None:

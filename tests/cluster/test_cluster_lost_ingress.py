@@ -9,11 +9,9 @@ import pytest
 from cluster_load import BrokenConnectionError, ask, asked, load, single_server
 from ray_kit import FAKE, RayCluster, kill, until
 
-TWO = {"replicas": 2}
-
 
 async def test_the_ingress_dies(cluster: RayCluster) -> None:
-    cluster.deploy(FAKE, cluster=TWO)
+    cluster.deploy(FAKE)
     path, body = asked(1, tokens=2000)
     asking = [asyncio.create_task(ask(cluster.url, body, path)) for _ in range(6)]
     await asyncio.to_thread(until, lambda: sum(len(cluster.requests_of(each)) for each in cluster.replicas()) == 6)
@@ -31,7 +29,7 @@ async def test_the_ingress_dies(cluster: RayCluster) -> None:
 @pytest.mark.parametrize("name", ["ServeController", "ProxyActor"])
 async def test_a_process_of_ray_serve_dies(cluster: RayCluster, name: str) -> None:
     """Requests do not even notice."""
-    cluster.deploy(FAKE, cluster=TWO)
+    cluster.deploy(FAKE)
     async with single_server(FAKE) as truth, load(cluster.url, truth, 8, tokens=40) as asking:
         process = await asyncio.to_thread(cluster.process_named, name)
         kill(process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 
 import pytest
@@ -12,7 +13,7 @@ from cluster_load import Answer, Truth, ask, asked, load, single_server
 from ray_kit import FAKE, Actor, RayCluster, kill, stopped, until
 from thorough import EXHAUSTIVE
 
-KILLS = 100 if EXHAUSTIVE else 20
+KILLS = 100 if EXHAUSTIVE else 12
 CLIENTS = 40
 
 
@@ -22,14 +23,14 @@ async def test_many_die(cluster: RayCluster) -> None:
     cluster.deploy(FAKE)
     before = len(cluster.journal())
     chance = random.Random(1)
-    killed = 0
+    killed, rounds = 0, itertools.count()
     async with single_server(FAKE) as truth, load(cluster.url, truth, CLIENTS, tokens=40) as asking:
         while killed < KILLS:
-            alive = await asyncio.to_thread(running, cluster, 2)
-            count = len(alive) if killed % 20 == 15 else chance.choice([1, 1, 2])
-            victims = chance.sample(alive, count)
+            alive = await asyncio.to_thread(running, cluster, 3)
+            some = chance.sample(alive, chance.randrange(1, len(alive)))
+            victims = alive if next(rounds) % 5 == 3 else some
             kill(*(each.pid for each in victims))
-            killed += count
+            killed += len(victims)
             await asyncio.sleep(chance.random())
     assert asking.broken == [] and asking.right > KILLS
     journal = cluster.journal(before)

@@ -11,7 +11,7 @@ import pytest
 from ray.serve._private.request_router.common import PendingRequest
 
 from cllm.cluster.dispatcher import Dispatcher
-from cllm.cluster.messages import Accepted, Job, News, Refusal, Route
+from cllm.cluster.messages import Accepted, Ended, Job, News, Refusal, Route
 from cllm.cluster.peers import Peer
 from cllm.cluster.router import PrefixRouter
 from cllm.cluster.routing_view import RoutingView, share_view
@@ -42,6 +42,7 @@ class Replicas:
         self.outputs: list[Output] = []
         self.jobs: list[Job] = []
         self.candidates = set(names)
+        self.dies_then = False
         self._script = iter(script)
         self.dispatcher = Dispatcher(
             "ingress",
@@ -92,6 +93,16 @@ class Replicas:
         self.dispatcher.on_news(peer, News(job.number, 0, 97, None, None, None, None, 0, None))
         self.dispatcher.on_lost(peer)
 
+    def is_stopped(self, job: Job, peer: Peer) -> None:
+        """By a stop string, which the ingress finds: it cancels the answer, and the replica ends it."""
+        self.dispatcher.on_accepted(peer, Accepted(job.number))
+        self.dispatcher.on_news(peer, News(job.number, 0, 97, None, None, None, None, 0, None))
+        self.dispatcher.cancel(job.request_id, 0, FinishReason.STOP)
+        if not self.dies_then:
+            self.dispatcher.on_news(peer, News(job.number, 0, None, None, FinishReason.STOP, None, None, 0, None))
+            self.dispatcher.on_ended(peer, Ended(job.number, []))
+        self.dispatcher.on_lost(peer)
+
     def finishes(self, job: Job, peer: Peer) -> None:
         self.dispatcher.on_accepted(peer, Accepted(job.number))
         self.dispatcher.on_news(peer, News(job.number, 0, 98, None, FinishReason.LENGTH, None, None, 0, None))
@@ -134,6 +145,22 @@ async def test_one_that_drains_is_not_waited_for() -> None:
 async def test_everyone_is_about_to_stop() -> None:
     found = replicas(*[refusal(ShuttingDownError("it stops"))] * 4, "finishes")
     assert (await found.answer()).reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("dies_then", [False, True])
+async def test_an_answer_that_is_stopped_by_the_ingress(dies_then: bool) -> None:
+    """There is nothing left to do, whatever becomes of its replica."""
+    found = replicas("is_stopped")
+    found.dies_then = dies_then
+    request = make_request("Where do trains go?")
+    found.dispatcher.start(request)
+    await asyncio.wait_for(until_done(lambda: found.dispatcher.streams == 0), 60)
+    assert request.reason is FinishReason.STOP and len(found.jobs) == 1
+
+
+async def until_done(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
 
 
 async def test_a_request_that_nobody_survives() -> None:

@@ -16,7 +16,7 @@ from cllm.config import Config
 from cllm.llm import AsyncLLM
 from cllm.server.app import create_app
 
-LIMIT_S = 120.0
+LIMIT_S = 180.0
 """A guard against hanging, not a demand on speed."""
 
 _RANDOM = frozenset({"id", "created", "created_at", "system_fingerprint", "completed_at", "tool_call_id", "call_id"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,41 +13,39 @@ from cluster_kit import LocalCluster, ScriptedCluster
 from thorough import EXHAUSTIVE, exhaustive
 
 ON_A_CLUSTER = {
-    "test_http_cllm",
-    "test_http_completing",
-    "test_http_errors",
-    "test_http_openai",
-    "test_http_progress",
-    "test_http_reading",
-    "test_http_structured",
-    "test_http_tools",
-    "test_tenants",
-    "test_warm",
+    "test_http_anthropic": None,
+    "test_http_cllm": ".*",
+    "test_http_completing": ".*",
+    "test_http_errors": ".*(fail|crash|request_id)",
+    "test_http_hints": None,
+    "test_http_ollama": None,
+    "test_http_openai": ".*",
+    "test_http_progress": ".*",
+    "test_http_reading": ".*",
+    "test_http_responses": None,
+    "test_http_structured": ".*",
+    "test_http_tokens": None,
+    "test_http_tools": ".*(call|log_prob)",
+    "test_http_window": None,
+    "test_key_rights": None,
+    "test_same_prompt_in_every_api": None,
+    "test_sampling_defaults": None,
+    "test_tenants": ".*(another_key|at_once|makes_room|counts)",
+    "test_warm": ".*",
 }
 """Modules whose tests also run against an ingress with a replica (`cluster_kit`): the same answers, errors and headers.
-"""
-ALSO_ON_A_CLUSTER = {
-    "test_http_anthropic",
-    "test_http_hints",
-    "test_http_ollama",
-    "test_http_responses",
-    "test_http_tokens",
-    "test_http_window",
-    "test_key_rights",
-    "test_same_prompt_in_every_api",
-    "test_sampling_defaults",
-}
-"""Those of other APIs, which differ only in what an ingress and a single server have in common: `make test-exhaustive`
-runs them."""
+Those whose names match always do. The others are about what an ingress and a single server have in common:
+`make test-exhaustive` runs them."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.definition.get_closest_marker("single") is not None:
-        return
     module = metafunc.module.__name__
-    if module in ON_A_CLUSTER:
+    if module not in ON_A_CLUSTER or metafunc.definition.get_closest_marker("single") is not None:
+        return
+    always = ON_A_CLUSTER[module]
+    if always is not None and re.match(always, metafunc.function.__name__):
         metafunc.parametrize("served_by", ["single", "cluster"], indirect=True)
-    elif EXHAUSTIVE and module in ALSO_ON_A_CLUSTER:
+    elif EXHAUSTIVE:
         metafunc.parametrize("served_by", ["single", pytest.param("cluster", marks=exhaustive)], indirect=True)
 
 

@@ -231,6 +231,7 @@ async def test_whole_and_streamed_answers_are_the_models_of_the_description(llm:
     assert [choice["message"]["content"] for choice in chat["choices"]] == [llm.text[:32]] * 2
 
 
+@pytest.mark.single
 async def test_a_large_answer_comes_in_slices_and_others_have_their_turn() -> None:
     llm = ScriptedLLM(text="x" * 2_000, max_context=4_000)
     body = json.dumps({"prompt": "hi", "max_tokens": 2_000, "logprobs": 2, "n": 3}).encode()

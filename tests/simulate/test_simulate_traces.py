@@ -132,10 +132,11 @@ def shared_blocks(requests: list[TracedRequest], tokens: int) -> int:
     shared = 0
     for request in requests:
         prompt = spell(request.prompt)
+        beginning = blake2b()
         for end in range(tokens, len(prompt) + 1, tokens):
-            beginning = blake2b(prompt[:end].tobytes()).digest()
-            shared += beginning in seen
-            seen.add(beginning)
+            beginning.update(prompt[end - tokens : end].tobytes())
+            shared += beginning.digest() in seen
+            seen.add(beginning.digest())
     return shared
 
 

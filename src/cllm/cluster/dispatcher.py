@@ -151,7 +151,7 @@ class Dispatcher:
             self._stop_job(running, reason)
             self._end(running, reason, None)
             return
-        running.request.sequences[index].ended = True
+        _end_answer(running.request, index)
         running.stopped[index] = reason
         if running.peer is not None:
             running.peer.link.send(Cancel(running.number, index, reason))
@@ -270,6 +270,10 @@ class Dispatcher:
             await asyncio.sleep(_REFUSED_S)
 
     def _send_again(self, running: _Running, why: str) -> None:
+        if running.request.unfinished == 0:
+            # All answers were stopped here, and their replica was lost before it said so.
+            self._end(running, FinishReason.STOP, None)
+            return
         running.sends += 1
         running.waits_since = time.monotonic()
         if running.job is not None and running.job.route is not None and running.job.route.chosen is not None:
@@ -410,6 +414,12 @@ def _mirror(request: Request, output: Output, now: float) -> None:
         sequence.running = True
         if output.stop_token is None:
             sequence.append(output.token_id)
-    if output.reason is not None and not sequence.ended:
+    if output.reason is not None:
+        _end_answer(request, output.answer)
+
+
+def _end_answer(request: Request, index: int) -> None:
+    sequence = request.sequences[index]
+    if not sequence.ended:
         sequence.ended, sequence.running = True, False
         request.unfinished -= 1
