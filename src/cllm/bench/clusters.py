@@ -14,10 +14,12 @@ from typing import Any
 
 from cllm.bench.errors import BenchError
 from cllm.bench.http import Address, HttpError
-from cllm.bench.servers import Server, free_port, running, until_ready
+from cllm.bench.servers import STOP_S, Server, free_port, running, until_ready
 from cllm.report.extras import check_extra
 
 _JOIN_LIMIT_S = 120.0
+_STOP_CLUSTER_S = 120.0
+"""Ray, too, must have ended before something else is measured."""
 _FAKE = {
     "backend.type": "fake",
     "kv.disk.enabled": False,
@@ -29,7 +31,7 @@ _FAKE = {
 @asynccontextmanager
 async def start_fake_server(settings: Mapping[str, Any]) -> AsyncIterator[Server]:
     """`cllm serve` with the fake backend."""
-    async with _start("cLLM", ["serve"], settings) as server:
+    async with _start("cLLM", ["serve"], settings, STOP_S) as server:
         yield server
 
 
@@ -38,8 +40,16 @@ async def start_cluster(replicas: int, settings: Mapping[str, Any]) -> AsyncIter
     """`cllm cluster up` with a Ray of its own, ready when every replica has joined."""
     check_extra("ray", "this benchmark", "cluster")
     with tempfile.TemporaryDirectory(prefix="cllm-bench-") as directory:
-        cluster = {"cluster.replicas": replicas, "cluster.cpus": 0, "cluster.ray_port": 0, **settings}
-        async with _start("the cluster", ["cluster", "up"], cluster, {"CLLM_CACHE_DIR": directory}) as server:
+        cluster = {
+            "cluster.replicas": replicas,
+            "cluster.cpus": 0,
+            "cluster.ray_port": 0,
+            "cluster.drain_s": 1,
+            **settings,
+        }
+        async with _start(
+            "the cluster", ["cluster", "up"], cluster, _STOP_CLUSTER_S, {"CLLM_CACHE_DIR": directory}
+        ) as server:
             await _until_joined(Address(server.url), replicas)
             yield server
 
@@ -68,14 +78,18 @@ async def _until_joined(address: Address, replicas: int) -> None:
 
 @asynccontextmanager
 async def _start(
-    name: str, arguments: list[str], settings: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    name: str,
+    arguments: list[str],
+    settings: Mapping[str, Any],
+    stop_s: float,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Server]:
     port = free_port()
     command = [sys.executable, "-m", "cllm", *arguments]
     for key, value in {**_FAKE, **settings, "server.port": port}.items():
         command += ["--set", f"{key}={json.dumps(value) if isinstance(value, bool) else value}"]
     with tempfile.TemporaryFile() as log:
-        async with running(command, log, stdout=log, environment=environment) as process:
+        async with running(command, log, stdout=log, environment=environment, stop_s=stop_s) as process:
             url = f"http://127.0.0.1:{port}"
             await until_ready(Address(url), name, process, log)
             yield Server(url, process.pid)

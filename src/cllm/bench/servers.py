@@ -23,7 +23,7 @@ from cllm.errors import ModelError
 
 _START_LIMIT_S = 180.0
 _ANSWER_LIMIT_S = 900.0
-_STOP_LIMIT_S = 15.0
+STOP_S = 15.0
 _LOG_TAIL = 600
 _LINE_LIMIT = 1 << 20
 """Longest line a runner may print."""
@@ -134,10 +134,11 @@ async def running(
     *,
     stdout: IO[bytes] | int,
     environment: Mapping[str, str] | None = None,
+    stop_s: float = STOP_S,
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """The process while the block runs. Its standard input ends when we do, however we end.
 
-    `environment` is added to ours. The process has a session of its own: Ctrl-C reaches the benchmark alone, which
+    `environment` is added to ours; after `stop_s` it is killed. The process has a session of its own: Ctrl-C reaches the benchmark alone, which
     writes what it has and ends the servers.
     """
     process = await asyncio.create_subprocess_exec(
@@ -155,7 +156,7 @@ async def running(
         with suppress(ProcessLookupError):
             process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), _STOP_LIMIT_S)
+            await asyncio.wait_for(process.wait(), stop_s)
         except asyncio.TimeoutError:
             process.kill()
             await process.wait()
