@@ -26,6 +26,7 @@ _FAKE = {
     "log.level": "warning",
     "server.host": "127.0.0.1",
 }
+_CLUSTER = {"cluster.cpus": 0, "cluster.ray_port": 0, "cluster.drain_s": 1}
 
 
 @asynccontextmanager

@@ -138,8 +138,8 @@ async def running(
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """The process while the block runs. Its standard input ends when we do, however we end.
 
-    `environment` is added to ours; after `stop_s` it is killed. The process has a session of its own: Ctrl-C reaches the benchmark alone, which
-    writes what it has and ends the servers.
+    `environment` is added to ours; after `stop_s` it is killed. The process has a session of its own: Ctrl-C reaches
+    the benchmark alone, which writes what it has and ends the servers.
     """
     process = await asyncio.create_subprocess_exec(
         *command,
