@@ -192,7 +192,7 @@ class AreaPlot(Plot):
         colours = (_colour(self.colour), (LIGHT["bad"], 0.4), (LIGHT["soft"], 0.3))
         axes.stackplot(self.x, *self.areas.values(), labels=list(self.areas), colors=colours, linewidth=0)
         axes.set(xlim=(0, self.x_end), ylim=(0, 100), xlabel=self.x_label, ylabel=self.y_label)
-        _add_legend(axes, legend)
+        _add_legend(axes, {**legend, "frameon": True, "facecolor": LIGHT["paper"], "edgecolor": "none"})
 
 
 def save_plots(plots: Sequence[Plot], file: Path, heading: str = "") -> Path:
@@ -249,11 +249,8 @@ def _scale(axes: Axes, name: str, values: Sequence[float], log: bool = False, *,
 def _add_legend(axes: Axes, place: Mapping[str, Any]) -> None:
     longest = max(map(len, axes.get_legend_handles_labels()[1]), default=0)
     if longest:
-        outside = "bbox_to_anchor" in place
-        columns = 1 if not outside else 3 if longest <= 18 else 2 if longest <= 30 else 1
-        # Inside it may lie on what is drawn, and must stay legible.
-        frame = {} if outside else {"frameon": True, "facecolor": LIGHT["paper"], "edgecolor": "none"}
-        axes.legend(**place, ncols=columns, **frame)
+        columns = 1 if "bbox_to_anchor" not in place else 3 if longest <= 18 else 2 if longest <= 30 else 1
+        axes.legend(**place, ncols=columns)
 
 
 def _colour(number: int) -> str:
