@@ -70,6 +70,7 @@ async def test_encode() -> None:
     assert body == {"success": True, "data": {"tokens": [104, 195, 169], "length": 3}}
 
 
+@pytest.mark.single
 async def test_model_info() -> None:
     llm = ScriptedLLM()
     async with client_for(llm) as client:
@@ -156,6 +157,7 @@ async def test_health_is_about_the_process_and_ready_about_the_model() -> None:
         assert (readiness.status_code, readiness.json()) == (200 if ready else 503, {"ready": ready})
 
 
+@pytest.mark.single
 async def test_kv_is_what_the_engine_says() -> None:
     llm = ScriptedLLM()
     async with client_for(llm) as client:

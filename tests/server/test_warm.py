@@ -24,6 +24,7 @@ from cllm.llm import AsyncLLM
 from cllm.server.app import create_app
 from cllm.server.auth.key_file import add_key
 from cllm.tasks.warm import warm_up
+from cluster_kit import LocalCluster
 from http_kit import client_for
 from scripted_llm import ScriptedLLM
 
@@ -38,6 +39,8 @@ def fake_config(*, layout: str = "paged", server: dict[str, Any] | None = None, 
 
 
 class Client(httpx.AsyncClient):
+    llm: AsyncLLM
+
     async def ask(self, path: str, **body: Any) -> dict[str, Any]:
         response = await self.post(path, json=body)
         assert response.status_code == 200, response.text
@@ -46,7 +49,10 @@ class Client(httpx.AsyncClient):
 
     async def pins(self) -> dict[str, Any]:
         """As `/kv` lists them, once the engine has published the latest."""
-        await asyncio.sleep(0.05)
+        if isinstance(self.llm, LocalCluster):
+            await self.llm.caught_up()
+        else:
+            await asyncio.sleep(0.05)
         found: dict[str, Any] = (await self.get("/kv")).json()["details"]["pins"]
         return found
 
@@ -59,6 +65,7 @@ async def client_of(config: Config, key: str | None = None) -> AsyncIterator[Cli
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app=app)
         async with Client(transport=transport, base_url="http://test", headers=headers) as client:
+            client.llm = llm
             yield client
 
 
