@@ -70,7 +70,7 @@ class Replicas:
         if isinstance(step, Refusal):
             response.set_result(step._replace(replica=str(chosen)))
         else:
-            peer = cast(Peer, SimpleNamespace(name=chosen, link=_Link()))
+            peer = cast(Peer, SimpleNamespace(name=chosen, link=_Link(), draining=False))
             asyncio.get_running_loop().call_soon(step, job, peer)
         return response
 

@@ -116,7 +116,7 @@ class LocalReplicas:
         view = shared_view(self._model)
         if view is not None:
             found = {name: member.core for name, member in self.members.items() if member.listed}
-            view.on_replicas({name: Address("127.0.0.1", core.port, core.secret) for name, core in found.items()})
+            view.tell({name: Address("127.0.0.1", core.port, core.secret) for name, core in found.items()})
 
     def _cut(self, member: _Replica) -> None:
         for task in member.jobs:

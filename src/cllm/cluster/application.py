@@ -65,14 +65,14 @@ def build_application(config: Config, *, listens: bool) -> serve.Application:
     """`listens`: whether ingresses have a port of their own; otherwise requests come through Ray Serve's proxy."""
     config = with_absolute_paths(config)
     models = cluster_models(config)
-    most = sum(model.config.cluster.most_replicas for model in models)
-    replicas = [_deployment(model).bind(model.config, model.version, most) for model in models]
+    replicas = [_deployment(model).bind(model.config, model.version, model.most) for model in models]
     settings = config.cluster
     ingress = serve.deployment(Ingress).options(
         name=INGRESS,
         num_replicas=settings.ingresses,
         max_ongoing_requests=_MANY,
         graceful_shutdown_timeout_s=settings.drain_s,
+        graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=2,  # one that has died is replaced at the next check
         max_surge_percent=100,  # it needs no CPU, so the new one can always start before the old one stops
         logging_config=serve_logging(config.log),

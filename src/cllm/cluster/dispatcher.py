@@ -11,6 +11,7 @@ and computes what that one would have.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import logging
 import time
@@ -19,7 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from cllm.cluster.messages import Accepted, Cancel, Ended, Generated, Job, News, Progress, Refusal, Route
+from cllm.cluster.messages import ENDS_ALL, Accepted, Cancel, Ended, Generated, Job, News, Progress, Refusal, Route
 from cllm.cluster.peers import Peer
 from cllm.cluster.routing_view import RoutingView
 from cllm.engine.observer import Observers, record_of
@@ -38,7 +39,6 @@ log = logging.getLogger("cllm.cluster")
 
 _REFUSED_S = 0.1
 """How long to wait when every replica has refused a request."""
-_WHOLE = (FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.TIMEOUT)
 
 
 class ReplicaCalls(Protocol):
@@ -67,13 +67,21 @@ class _Running:
         self.lost = False
         """Whether the job under way will bring nothing more."""
         self.ended = False
+        self.drained = False
+        """Whether its last replica was stopped on purpose, rather than lost."""
         self.sends = 0
+        """Jobs that were lost with their replicas."""
         self.tried: set[str] = set()
         self.waits_since = time.monotonic()
         """Since when no replica works on it."""
         self.stopped: dict[int, FinishReason] = {}
         """Answers that were cancelled alone."""
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether no replica was found for it yet."""
+        return self.peer is None and (self.job is None or self.job.route is None or self.job.route.chosen is None)
 
     @property
     def number(self) -> int:
@@ -105,6 +113,7 @@ class Dispatcher:
         metrics: RouterMetrics,
         *,
         weights: str,
+        max_context: int = 0,
         silence_s: float,
         wait_s: float,
         max_sends: int,
@@ -118,6 +127,7 @@ class Dispatcher:
         self._observers = observers
         self._metrics = metrics
         self._weights = weights
+        self._max_context = max_context
         self._silence_s = silence_s
         self._wait_s = wait_s
         self._max_sends = max_sends
@@ -135,7 +145,8 @@ class Dispatcher:
     def start(self, request: Request, only: str | None = None) -> None:
         """`only`: the replica that must work on it, if it is one in particular."""
         running = self._running[request.id] = _Running(request, only)
-        running.task = asyncio.create_task(self._carry(running))
+        # Not in the context of the HTTP request: behind Ray Serve's proxy, it would give all jobs of it one id.
+        running.task = contextvars.Context().run(asyncio.create_task, self._carry(running))
 
     async def accepted(self, request_id: str) -> None:
         """Wait until a replica has accepted it, or it has ended."""
@@ -166,7 +177,10 @@ class Dispatcher:
     async def _carry(self, running: _Running) -> None:
         try:
             while not running.ended:
-                await self._send(running)
+                if running.request.unfinished == 0:  # all answers were stopped here, while no replica had them
+                    self._end(running, FinishReason.STOP, None)
+                else:
+                    await self._send(running)
         except Exception as error:
             log.exception("request %s failed in the ingress", running.request.id)
             self._fail(running, BackendError(describe(error)))
@@ -182,7 +196,7 @@ class Dispatcher:
 
     def _job(self, running: _Running) -> Job:
         request = running.request
-        running.peer, running.lost = None, False
+        running.peer, running.lost, running.drained = None, False, False
         running.changed.clear()
         params = request.params if request.params.seed is not None else replace(request.params, seed=request.seed)
         generated = running.generated
@@ -199,7 +213,15 @@ class Dispatcher:
             pins=request.pins,
             embeds=request.embeds,
             generated=generated,
-            route=Route(names, len(request.prompt), request.session, self._weights, running.tried, running.only),
+            route=Route(
+                names,
+                len(request.prompt),
+                request.session,
+                self._weights,
+                self._max_context,
+                running.tried,
+                running.only,
+            ),
         )
 
     async def _follow(self, running: _Running, job: Job) -> None:
@@ -209,7 +231,7 @@ class Dispatcher:
         try:
             while not (call.done() or changed.done()):
                 left_s = running.request.deadline - time.monotonic()
-                if running.peer is None:
+                if running.waits:
                     left_s = min(left_s, running.waits_since + self._wait_s - time.monotonic())
                 done, _ = await asyncio.wait((call, changed), timeout=max(0.0, left_s), return_when="FIRST_COMPLETED")
                 if not done and self._out_of_time(running):
@@ -217,7 +239,7 @@ class Dispatcher:
             if call.done():
                 await self._on_result(running, call)
             elif running.lost:
-                self._send_again(running, "lost")
+                self._send_again(running)
         finally:
             changed.cancel()
             call.add_done_callback(_ignore_result)
@@ -231,8 +253,8 @@ class Dispatcher:
             self._stop_job(running, FinishReason.TIMEOUT)
             self._fail(running, _timed_out(running.request), FinishReason.TIMEOUT)
             return True
-        if running.peer is None and time.monotonic() >= running.waits_since + self._wait_s:
-            self._fail(running, ModelUnavailableError("no replica is available; try again later"))
+        if running.waits and time.monotonic() >= running.waits_since + self._wait_s:
+            self._fail(running, _no_replica())
             return True
         return False
 
@@ -243,14 +265,19 @@ class Dispatcher:
             refusal = call.result()
         except (Exception, asyncio.CancelledError) as error:  # of Ray: the replica died, or the call was not made
             log.info("request %s: %s", running.request.id, type(error).__name__)
-            self._send_again(running, "lost")
+            if running.waits:
+                await self._wait(running, _no_replica())
+            else:
+                running.drained = running.peer is not None and running.peer.draining
+                self._stop_job(running, FinishReason.CANCELLED)  # the replica may be alive
+                self._send_again(running)
             return
         if refusal is None:
             # Its last messages may still be on the way.
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(running.changed.wait(), self._silence_s)
             if not running.ended:
-                self._send_again(running, "lost")
+                self._send_again(running)
         elif refusal.elsewhere:
             await self._on_refused(running, refusal)
         else:
@@ -258,23 +285,28 @@ class Dispatcher:
 
     async def _on_refused(self, running: _Running, refusal: Refusal) -> None:
         """It may be taken elsewhere, or later."""
+        if running.request.first_token_at is None and refusal.replica not in running.tried:
+            self._metrics.retried("refused")
         running.tried.add(refusal.replica)
-        self._metrics.retried("refused")
         if running.job is None or running.job.route is None or not running.job.route.last:
             return
         # What was accepted once is not refused later, only because its replica is gone and the others are busy.
-        refused = isinstance(refusal.error, OverloadedError) and not running.accepted.done()
-        if refused or time.monotonic() > running.waits_since + self._wait_s:
+        if isinstance(refusal.error, OverloadedError) and not running.accepted.done():
             self._fail(running, refusal.error)
+        else:
+            await self._wait(running, refusal.error)
+
+    async def _wait(self, running: _Running, error: Exception) -> None:
+        """A moment, while no replica can take it; after `wait_s` it fails."""
+        if time.monotonic() > running.waits_since + self._wait_s:
+            self._fail(running, error)
         else:
             await asyncio.sleep(_REFUSED_S)
 
-    def _send_again(self, running: _Running, why: str) -> None:
-        if running.request.unfinished == 0:
-            # All answers were stopped here, and their replica was lost before it said so.
-            self._end(running, FinishReason.STOP, None)
-            return
-        running.sends += 1
+    def _send_again(self, running: _Running) -> None:
+        """Its replica was lost, or drains."""
+        why = "draining" if running.drained else "lost"
+        running.sends += why == "lost"
         running.waits_since = time.monotonic()
         if running.job is not None and running.job.route is not None and running.job.route.chosen is not None:
             running.tried.add(running.job.route.chosen)
@@ -322,6 +354,7 @@ class Dispatcher:
             return
         if isinstance(news.error, ShuttingDownError) or (isinstance(news.error, BackendError) and news.error.fatal):
             running.lost = True
+            running.drained = isinstance(news.error, ShuttingDownError)
             running.changed.set()
             return
         request = running.request
@@ -330,7 +363,7 @@ class Dispatcher:
             output = output._replace(error=_timed_out(request))
         _mirror(request, output, time.monotonic())
         self._deliver([output])
-        if output.reason is not None and (request.unfinished == 0 or output.reason in _WHOLE):
+        if output.reason is not None and (request.unfinished == 0 or output.reason in ENDS_ALL):
             self._end(running, output.reason, output.error)
 
     def on_progress(self, peer: Peer, message: Progress) -> None:
@@ -357,6 +390,7 @@ class Dispatcher:
         for running in list(self._jobs.values()):
             if running.is_with(peer) and not running.ended:
                 running.lost = True
+                running.drained = peer.draining
                 running.changed.set()
 
     # -- ends --------------------------------------------------------------------------------------------------
@@ -386,6 +420,10 @@ def _timed_out(request: Request) -> RequestTimeoutError:
     """As the engine says it, which has another id for the request and gets only what is left of its time."""
     limit_s = request.deadline - request.arrival
     return RequestTimeoutError(f"request {request.id} did not finish within {limit_s:g} s")
+
+
+def _no_replica() -> ModelUnavailableError:
+    return ModelUnavailableError("no replica is available; try again later")
 
 
 def _ignore_result(call: asyncio.Future[Any]) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from cllm.cluster.link import Link
-from cllm.cluster.messages import Ended, Job, News, Progress, portable
+from cllm.cluster.messages import ENDS_ALL, Ended, Job, News, Progress, portable
 from cllm.engine.request import FinishReason, Output, Request
-
-_WHOLE = (FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.TIMEOUT)
-"""Reasons that end all answers of a request."""
 
 
 class Forwarder:
@@ -35,7 +32,7 @@ class Forwarder:
         if output.reason is None and output.error is None:
             return
         self._unfinished -= 1
-        if self._unfinished <= 0 or output.error is not None or output.reason in _WHOLE:
+        if self._unfinished <= 0 or output.error is not None or output.reason in ENDS_ALL:
             self._end()
 
     def fail(self, error: Exception) -> None:

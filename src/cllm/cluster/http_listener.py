@@ -35,9 +35,13 @@ class HttpListener(uvicorn.Server):
             await asyncio.sleep(0.01)
         return self._socket
 
-    async def close(self) -> None:
-        """Accept no more connections, and let the open requests finish."""
+    def stop_accepting(self) -> None:
+        """No more connections; open requests go on."""
         self.should_exit = True
+
+    async def close(self) -> None:
+        """Let the open requests finish."""
+        self.stop_accepting()
         if self._serving is not None:
             await self._serving
 

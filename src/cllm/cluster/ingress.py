@@ -18,6 +18,11 @@ from cllm.config import Config
 from cllm.observe.log import RequestLog, setup_logging
 from cllm.server.app import create_app
 from cllm.server.http.listening import url_of
+from cllm.server.state import ServerState
+
+_END_S = 3.0
+"""Of the time to drain: for the ends of requests that take longer."""
+_IDLE_S = 0.05
 
 _built: list[ASGIApp] = []
 """The application of this process."""
@@ -67,6 +72,8 @@ class Ingress:
         for llm in llms:
             llm.observers.append(RequestLog(llm.model_name if config.models else None))
         app = create_app(self._serves, config, servers=config.cluster.ingresses)
+        self._state: ServerState = app.state.cllm
+        self._drain_s = max(0.0, config.cluster.drain_s - _END_S)
         _built[:] = [_ForRaysProxy(app)]
         self._listener: HttpListener | None = None
         self._url: str | None = None
@@ -82,6 +89,16 @@ class Ingress:
         return Seen(self._url, {deployment: seen_model(llm, name) for name, (deployment, llm) in found})
 
     async def __del__(self) -> None:
+        """Ray Serve kills it `drain_s` after this began."""
+        if self._listener is not None:
+            self._listener.stop_accepting()
+        await self._until_idle()
+        await self._serves.shutdown()  # ends what is left with an error
         if self._listener is not None:
             await self._listener.close()
-        await self._serves.shutdown()
+        await self._state.close()
+
+    async def _until_idle(self) -> None:
+        until = asyncio.get_running_loop().time() + self._drain_s
+        while any(llm.streams for llm in self._llms.values()) and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(_IDLE_S)

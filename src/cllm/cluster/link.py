@@ -100,7 +100,10 @@ class Link:
 
 async def connect(host: str, port: int, secret: bytes) -> Link:
     """Raises `OSError`."""
-    reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), HANDSHAKE_S)
+    try:
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), HANDSHAKE_S)
+    except asyncio.TimeoutError as error:  # not an OSError before Python 3.11
+        raise LinkError("no answer") from error
     return await _shake_hands(reader, writer, secret, b"ingress", b"replica")
 
 

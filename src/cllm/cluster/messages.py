@@ -32,6 +32,9 @@ def portable(error: Exception) -> Exception:
     return error
 
 
+ENDS_ALL = (FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.TIMEOUT)
+"""Reasons that end all answers of a request."""
+
 Generated = list[list[int] | None]
 """Of each answer the tokens so far; None: it has ended."""
 
@@ -46,6 +49,8 @@ class Route:
     session: str | None = None
     weights: str = ""
     """Only replicas with these weights can take the job."""
+    max_context: int = 0
+    """And with memory for a sequence of so many tokens."""
     tried: set[str] = field(default_factory=set)
     """Replicas that refused the request, or were lost with it."""
     only: str | None = None

@@ -31,17 +31,29 @@ class ClusterModel:
     """As clients see it, as far as it is known without opening the model's files."""
     config: Config
     """Its own settings and the common ones."""
+    most: int
+    """The largest number of replicas that all models have together: those on a machine share its memory."""
 
     @property
     def version(self) -> str:
         """Replicas of another version are replaced in an update."""
-        return version_of(self.config, without=("server", "responses", "cluster", "models"))
+        version = version_of(self.config, without=("server", "responses", "cluster", "models"))
+        return f"{version}-{self.most}" if self._shares_memory else version
+
+    @property
+    def _shares_memory(self) -> bool:
+        """Whether the number of replicas decides how much KV memory each has (`share.py`)."""
+        config = self.config
+        has_own = config.resources.kv_cache_max_memory_mb is not None or config.cluster.memory_mb is not None
+        return not has_own and config.cluster.gpus == 0 and config.backend.type != "fake"
 
 
 def cluster_models(config: Config) -> list[ClusterModel]:
     """Raises `ConfigError` for settings that make no sense in a cluster."""
     if not config.models:
-        return [ClusterModel(REPLICA, config.model.alias or config.model.name, config)]
+        name = config.model.alias or config.model.name
+        return [ClusterModel(REPLICA, name, config, config.cluster.most_replicas)]
+    most = sum(config_of(config, entry).cluster.most_replicas for entry in config.models)
     found: dict[str, ClusterModel] = {}
     for number, entry in enumerate(config.models):
         own = config_of(config, entry)
@@ -49,7 +61,7 @@ def cluster_models(config: Config) -> list[ClusterModel]:
         name = entry.client_name(own.backend.type)
         plain = f"{REPLICA}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}"
         deployment = plain if plain not in found else f"{plain}-{number}"
-        found[deployment] = ClusterModel(deployment, name, own)
+        found[deployment] = ClusterModel(deployment, name, own, most)
     return list(found.values())
 
 

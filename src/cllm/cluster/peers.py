@@ -27,6 +27,7 @@ from cllm.cluster.messages import (
 from cllm.cluster.routing_view import Address, RoutingView
 from cllm.cluster.totals import ReplicaState, ReplicaStatus
 from cllm.errors import ModelUnavailableError
+from cllm.loading.facts import ModelFacts
 
 log = logging.getLogger("cllm.cluster")
 
@@ -55,6 +56,8 @@ class Peer:
         self.name = hello.replica
         self.facts = hello.facts
         self.pid = hello.pid
+        self.draining = False
+        """Whether Ray has stopped giving it out: it finishes what it has."""
         self.link = link
         self.report: Report | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -86,11 +89,14 @@ class Peer:
 
 
 class Peers:
-    def __init__(self, ingress: str, view: RoutingView, jobs: JobListener, *, silence_s: float) -> None:
-        """`silence_s`: a replica that says nothing for this long counts as lost."""
+    def __init__(
+        self, ingress: str, view: RoutingView, jobs: JobListener, facts: ModelFacts, *, silence_s: float
+    ) -> None:
+        """`facts`: of the served model. `silence_s`: a replica that says nothing for this long counts as lost."""
         self._ingress = ingress
         self._view = view
         self._jobs = jobs
+        self._facts = facts
         self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
         self._linking: dict[str, asyncio.Task[None]] = {}
@@ -99,7 +105,7 @@ class Peers:
         self.connected: dict[str, Peer] = {}
         self.changed = asyncio.Event()
         """Set when a replica is connected or lost; whoever waits for it clears it."""
-        view.on_replicas = self._on_replicas
+        view.follow(self._on_replicas)
 
     def _on_replicas(self, replicas: Mapping[str, Address]) -> None:
         """In Ray's thread."""
@@ -115,6 +121,8 @@ class Peers:
             if name not in self._linking or self._linking[name].done():
                 self._linking[name] = asyncio.create_task(self._keep_link(name, address))
         self.known = dict(replicas)
+        for peer in self.connected.values():
+            peer.draining = peer.name not in replicas
 
     async def _keep_link(self, name: str, address: Address) -> None:
         """For as long as Ray knows the replica."""
@@ -152,10 +160,26 @@ class Peers:
 
     def _welcome(self, hello: Hello, link: Link) -> Peer:
         peer = self.connected[hello.replica] = Peer(hello, link)
-        self._view.add(peer.name, peer.facts.weights, tells_cache=hello.block_tokens > 0)
-        log.info("replica %s joined", peer.name)
+        facts = peer.facts
+        tells_cache = hello.block_tokens > 0
+        self._view.add(peer.name, facts.weights, tells_cache=tells_cache, max_context=facts.max_context)
+        if problem := self._misfit(facts):
+            log.warning("replica %s gets no requests: %s", peer.name, problem)
+        else:
+            log.info("replica %s joined", peer.name)
         self.changed.set()
         return peer
+
+    def _misfit(self, facts: ModelFacts) -> str | None:
+        """Why it cannot stand in for the others."""
+        if facts.weights != self._facts.weights:
+            return "its model file is another one than this server was started with; restart the cluster"
+        if facts.max_context < self._facts.max_context:
+            return (
+                f"it has memory for sequences of {facts.max_context} tokens, others of {self._facts.max_context}; "
+                f"set resources.max_context_length to {facts.max_context}"
+            )
+        return None
 
     def _lose(self, peer: Peer) -> None:
         del self.connected[peer.name]
@@ -215,7 +239,7 @@ class Peers:
         return "silent" if self._view.is_silent(peer.name) else "running"
 
     async def close(self) -> None:
-        self._view.on_replicas = lambda replicas: None
+        self._view.follow(lambda replicas: None)
         tasks = list(self._linking.values())
         for task in tasks:
             task.cancel()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,18 +64,18 @@ class RemoteLLM(AsyncLLM):
             config.server.metrics_prefix,
             replicas=lambda: Counter(status.state for status in self.statuses()),
             index_blocks=lambda: 0 if self._routing is None else self._routing.index_blocks,
-            streams=lambda: 0 if self._dispatcher is None else self._dispatcher.streams,
+            streams=lambda: self.streams,
         )
+
+    @property
+    def streams(self) -> int:
+        """Requests that have not ended."""
+        return 0 if self._dispatcher is None else self._dispatcher.streams
 
     @property
     def peers(self) -> Sequence[Peer]:
         """Replicas with a link."""
         return [] if self._peers is None else list(self._peers.connected.values())
-
-    @property
-    def hosts(self) -> Mapping[str, str]:
-        """The machines of all replicas that Ray knows, by replica."""
-        return {} if self._peers is None else {name: address.host for name, address in self._peers.known.items()}
 
     # -- lifecycle ---------------------------------------------------------------------------------------------
 
@@ -96,11 +96,12 @@ class RemoteLLM(AsyncLLM):
             self.observers,
             self._router_metrics,
             weights=facts.weights,
+            max_context=facts.max_context,
             silence_s=settings.silence_s,
             wait_s=settings.wait_s,
             max_sends=settings.max_sends,
         )
-        self._peers = Peers(ingress, view, self._dispatcher, silence_s=settings.silence_s)
+        self._peers = Peers(ingress, view, self._dispatcher, facts, silence_s=settings.silence_s)
 
     async def _ask_facts(self) -> ModelFacts:
         asked = () if self._version is None else (self._version,)
@@ -171,6 +172,8 @@ class RemoteLLM(AsyncLLM):
         self._bound_for.update(zip(ids, names, strict=True))
         warm_one = partial(super().warm, prompt, pin=pin, ttl_s=ttl_s, tenant=tenant, priority=priority, source=source)
         answers = await asyncio.gather(*(warm_one(request_id=each) for each in ids), return_exceptions=True)
+        for each in ids:
+            self._bound_for.pop(each, None)  # if it did not start
         return together(results(dict(zip(names, answers, strict=True)), "the prefix is cached"))
 
     async def unpin(self, name: str, space: bytes | None = None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import ray
@@ -43,16 +42,8 @@ class Replica:
     # -- called by Ray Serve -----------------------------------------------------------------------------------
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """How an ingress finds this replica, and its load."""
-        stats = self._core.stats
-        return {
-            "host": self._host,
-            "port": self._core.port,
-            "secret": self._core.secret.hex(),
-            "queued_tokens": stats.queued_tokens,
-            "rows": stats.rows,
-            "at": time.time(),
-        }
+        """How an ingress finds this replica. Ray tells all ingresses whenever it changes, so it does not."""
+        return {"host": self._host, "port": self._core.port, "secret": self._core.secret.hex()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return {KV_USE: self._llm.snapshot().kv.used_fraction}

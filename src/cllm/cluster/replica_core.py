@@ -15,7 +15,6 @@ from cllm.errors import CLLMError, ConfigError, OverloadedError, ShuttingDownErr
 from cllm.llm import AsyncLLM
 from cllm.loading.facts import ModelFacts
 from cllm.observe.metrics import MetricsObserver
-from cllm.routing.policy import ReplicaStats
 from cllm.server.auth.tenants import Tenants
 from cllm.tasks.warm import restore_pins, warm_up
 
@@ -70,14 +69,6 @@ class ReplicaCore:
     @property
     def facts(self) -> ModelFacts:
         return self._llm.facts
-
-    @property
-    def ready(self) -> bool:
-        return self._llm.ready
-
-    @property
-    def stats(self) -> ReplicaStats:
-        return self._links.stats()
 
     async def run(self, job: Job) -> Refusal | None:
         """Ends when the job has ended."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ray import serve
@@ -47,9 +48,11 @@ def deploy(config: Config, on_progress: Callable[[Progress], None]) -> None:
 
 
 def remove() -> None:
-    """Remove the application once its requests have ended."""
+    """Remove the application once its requests have ended: Ray Serve waits for them as long as they may drain."""
     if is_deployed():
-        serve.delete(APPLICATION)
+        serve.delete(APPLICATION, _blocking=False)
+    while is_deployed():
+        time.sleep(POLL_S)
 
 
 def progress(models: Sequence[ClusterModel]) -> Progress:
@@ -79,10 +82,12 @@ def _overview() -> ApplicationStatusOverview | None:
 
 
 def _progress(overview: ApplicationStatusOverview | None, models: Sequence[ClusterModel]) -> Progress:
-    wanted = sum(model.config.cluster.first_replicas for model in models)
     found = {} if overview is None else overview.deployments
     states = [found[model.deployment].replica_states for model in models if model.deployment in found]
-    return Progress(sum(each.get("RUNNING", 0) for each in states), wanted)
+    ready = sum(each.get("RUNNING", 0) for each in states)
+    scales = any(model.config.cluster.autoscaling.max_replicas is not None for model in models)
+    wanted = sum(model.config.cluster.first_replicas for model in models)
+    return Progress(ready, max(ready, wanted) if scales else wanted)
 
 
 def _serves(overview: ApplicationStatusOverview) -> bool:
@@ -128,12 +133,24 @@ def check_room(models: Sequence[ClusterModel]) -> None:
 
 
 def has_room(models: Sequence[ClusterModel]) -> bool:
-    """Whether all replicas fit on the machines that there are, as far as sums tell."""
-    machines = [node["Resources"] for node in nodes()]
-    settings = [model.config.cluster for model in models]
-    cpus = sum(each.cpus * each.first_replicas for each in settings)
-    gpus = sum(each.gpus * each.first_replicas for each in settings)
-    return all(
-        needed <= sum(machine.get(resource, 0.0) for machine in machines) + _ROUNDING
-        for needed, resource in ((cpus, "CPU"), (gpus, "GPU"))
-    )
+    """Whether all replicas fit on the machines that there are, the largest first."""
+    machines = [dict(node["Resources"]) for node in nodes()]
+    for settings in sorted((model.config.cluster for model in models), key=lambda each: -each.cpus):
+        needed = {"CPU": settings.cpus, "GPU": settings.gpus, "memory": (settings.memory_mb or 0) * _MIB}
+        left = settings.first_replicas
+        for machine in machines:
+            left -= _take_room(machine, needed, min(left, settings.max_replicas_per_node or left))
+        if left > 0:
+            return False
+    return True
+
+
+def _take_room(machine: dict[str, float], needed: Mapping[str, float], most: int) -> int:
+    """How many of at most `most` fit on the machine, which has that much less room afterwards."""
+    amounts = {resource: amount for resource, amount in needed.items() if amount > 0}
+    fitting = [math.floor(machine.get(resource, 0.0) / amount + _ROUNDING) for resource, amount in amounts.items()]
+    count = min([*fitting, most])
+    if count > 0:
+        for resource, amount in amounts.items():
+            machine[resource] -= count * amount
+    return count

@@ -8,7 +8,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from cllm.cluster.messages import Job
-from cllm.cluster.routing_view import Address, RoutingView, shared_view
+from cllm.cluster.routing_view import Address, RoutingView, shared_view, tell_replicas
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
@@ -24,9 +24,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        if (view := self._view) is not None:
-            found = {replica.replica_id.unique_id: _address(replica.routing_stats) for replica in replicas}
-            view.on_replicas({name: address for name, address in found.items() if address is not None})
+        found = {replica.replica_id.unique_id: _address(replica.routing_stats) for replica in replicas}
+        tell_replicas(self._model, {name: address for name, address in found.items() if address is not None})
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)

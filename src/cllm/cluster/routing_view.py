@@ -6,6 +6,7 @@ Two threads use it: Ray's, which routes, and that of the event loop, which hears
 from __future__ import annotations
 
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,30 +35,43 @@ class Address(NamedTuple):
 class RoutingView:
     def __init__(self, block_tokens: int, routing: str = PrefixPolicy.name, *, alone: bool = True) -> None:
         """`alone`: no other ingress sends requests to the same replicas."""
-        self.on_replicas: Callable[[Mapping[str, Address]], None] = lambda replicas: None
-        """Called, in Ray's thread, with the replicas that Ray knows."""
+        self._replicas: Mapping[str, Address] = {}
+        self._on_replicas: Callable[[Mapping[str, Address]], None] = lambda replicas: None
         self._lock = threading.Lock()
         self._block_tokens = block_tokens
         self._policy = _make_policy(routing, block_tokens, alone)
         self._index = self._policy.index
         self._weights: dict[str, str] = {}
+        self._contexts: dict[str, int] = {}
         self._telling: set[str] = set()
         """Replicas that tell what they have cached."""
 
+    # -- what Ray says -----------------------------------------------------------------------------------------
+
+    def tell(self, replicas: Mapping[str, Address]) -> None:
+        """The replicas that Ray knows, each time they change."""
+        self._replicas = replicas
+        self._on_replicas(replicas)
+
+    def follow(self, on_replicas: Callable[[Mapping[str, Address]], None]) -> None:
+        """Call this now and each time they change, in Ray's thread."""
+        self._on_replicas = on_replicas
+        on_replicas(self._replicas)
+
     # -- what replicas say -------------------------------------------------------------------------------------
 
-    def add(self, replica: str, weights: str, *, tells_cache: bool) -> None:
+    def add(self, replica: str, weights: str, *, tells_cache: bool, max_context: int = sys.maxsize) -> None:
         with self._lock:
             self._weights[replica] = weights
+            self._contexts[replica] = max_context
             self._policy.add(replica)
             if tells_cache:
                 self._telling.add(replica)
-            elif self._index is not None:
-                self._index.remove(replica)
 
     def remove(self, replica: str) -> None:
         with self._lock:
             self._weights.pop(replica, None)
+            self._contexts.pop(replica, None)
             self._telling.discard(replica)
             self._policy.remove(replica)
 
@@ -94,11 +108,6 @@ class RoutingView:
 
     # -- choosing ----------------------------------------------------------------------------------------------
 
-    @property
-    def replicas(self) -> Sequence[str]:
-        with self._lock:
-            return self._policy.replicas
-
     def choose(self, route: Route, candidates: Iterable[str]) -> str | None:
         """One of the candidates, or None if none of them can take it now. Those already tried come last."""
         started = time.perf_counter()
@@ -106,6 +115,7 @@ class RoutingView:
             able = {each for each in candidates if self._can_take(each, route)}
             others = set(self._policy.replicas) - able
             if not able:
+                route.chosen = None
                 return None
             exclude = others if able <= route.tried else others | route.tried
             route.chosen = self._policy.choose(route.names, route.tokens, route.session, exclude=exclude)
@@ -115,7 +125,12 @@ class RoutingView:
         return route.chosen
 
     def _can_take(self, replica: str, route: Route) -> bool:
-        return self._weights.get(replica) == route.weights and route.only in (None, replica)
+        """One with less memory for a sequence than others would cut answers short."""
+        return (
+            self._weights.get(replica) == route.weights
+            and self._contexts[replica] >= route.max_context
+            and route.only in (None, replica)
+        )
 
     def names(self, prompt: bytes, space: bytes) -> list[bytes]:
         """The names of a prompt's whole blocks, as the prefix caches of replicas name them (kv/paged/prefix_cache.py):
@@ -147,9 +162,20 @@ def _make_policy(routing: str, block_tokens: int, alone: bool) -> RoutingPolicy:
 _VIEWS: dict[str, RoutingView] = {}
 
 
+_REPLICAS: dict[str, Mapping[str, Address]] = {}
+
+
 def share_view(model: str, view: RoutingView) -> None:
     """Let the router of this process find it."""
     _VIEWS[model] = view
+    view.tell(_REPLICAS.get(model, {}))
+
+
+def tell_replicas(model: str, replicas: Mapping[str, Address]) -> None:
+    """The router tells which replicas there are; it may be there before the view."""
+    _REPLICAS[model] = replicas
+    if (view := shared_view(model)) is not None:
+        view.tell(replicas)
 
 
 def shared_view(model: str) -> RoutingView | None:

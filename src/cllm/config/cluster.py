@@ -91,7 +91,7 @@ class ClusterConfig(Section):
         default=5.0, ge=1, le=600, description="a replica that says nothing for this long counts as lost"
     )
     wait_s: float = Field(
-        default=30.0, ge=0, le=3600, description="how long a request waits while no replica is available"
+        default=30.0, ge=1, le=3600, description="how long a request waits while no replica is available"
     )
     max_sends: int = Field(
         default=5, ge=1, le=100, description="a request fails after this many replicas were lost while working on it"

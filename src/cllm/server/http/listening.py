@@ -69,8 +69,8 @@ def url_of(listener: socket.socket) -> str:
 def uvicorn_config(
     app: ASGIApp, config: ServerConfig, registry: CollectorRegistry, *, delivery_s: float
 ) -> uvicorn.Config:
-    """`registry` gets the metrics of connections. `delivery_s`: after the end is near, how long the last responses have
-    to reach their clients."""
+    """`registry` gets the metrics of connections. `delivery_s`: how long the last responses have to reach
+    their clients during a shutdown."""
     most, backlog = room_for(config.max_connections)
     if most < config.max_connections:
         log.warning("the open-file limit allows only %d connections (server.max_connections)", most)
