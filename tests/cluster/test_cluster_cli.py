@@ -195,6 +195,12 @@ def test_whether_all_replicas_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rollout.has_room(cluster_models(config(**{"cluster.replicas": 4})))
     assert not rollout.has_room(cluster_models(config(**{"cluster.replicas": 5})))
     assert not rollout.has_room(cluster_models(config(models=["a", "b"], **{"cluster.replicas": 3})))
+    assert rollout.has_room(cluster_models(config(models=["a", "b"], **{"cluster.replicas": 2})))
+    one_each = {"cluster.max_replicas_per_node": 1}
+    assert rollout.has_room(cluster_models(config(**one_each, **{"cluster.replicas": 2})))
+    assert not rollout.has_room(cluster_models(config(**one_each, **{"cluster.replicas": 3})))
+    machines(monkeypatch, {"CPU": 4.0}, {"CPU": 2.0})
+    assert not rollout.has_room(cluster_models(config(**{"cluster.cpus": 3.0, "cluster.replicas": 2})))
 
 
 # -- this machine's node -----------------------------------------------------------------------------------------------

@@ -99,6 +99,16 @@ async def test_the_id_of_a_request(cluster: RayCluster, proxied: bool) -> None:
     assert refused.status == 400 and len(refused.header("x-request-id")) == 1
 
 
+@pytest.mark.parametrize("proxied", [False, True])
+async def test_many_prompts_in_one_request(cluster: RayCluster, proxied: bool) -> None:
+    """Each is a job of its own, also where Ray Serve's proxy gives the whole request one id."""
+    url = cluster.proxy_url if proxied else cluster.url
+    body = {"prompt": ["one", "two", "three", "four", "five"], "max_tokens": 3, "ignore_eos": True}
+    answer = await ask(url, body, headers=AUTHORISED)
+    assert answer.status == 200, json.dumps(answer.json)
+    assert len(answer.json["choices"]) == 5
+
+
 async def test_priority(cluster: RayCluster) -> None:
     before = len(cluster.journal())
     answer = await ask(cluster.url, {"prompt": "a", "max_tokens": 2, "priority": -7}, headers=AUTHORISED)

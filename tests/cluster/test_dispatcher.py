@@ -17,7 +17,7 @@ from cllm.cluster.router import PrefixRouter
 from cllm.cluster.routing_view import RoutingView, share_view
 from cllm.engine.observer import Observers
 from cllm.engine.request import FinishReason, Output
-from cllm.errors import BackendError, OverloadedError, ShuttingDownError
+from cllm.errors import BackendError, ModelUnavailableError, OverloadedError, ShuttingDownError
 from cllm.observe.router_metrics import RouterMetrics
 from engine_kit import make_request
 
@@ -67,7 +67,9 @@ class Replicas:
         self.jobs.append(job)
         response: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
         step = next(self._script)
-        if isinstance(step, Refusal):
+        if step == self.fails_at_once:
+            response.set_exception(RuntimeError("no replica"))
+        elif isinstance(step, Refusal):
             response.set_result(step._replace(replica=str(chosen)))
         else:
             peer = cast(Peer, SimpleNamespace(name=chosen, link=_Link(), draining=False))
@@ -93,6 +95,10 @@ class Replicas:
         self.dispatcher.on_news(peer, News(job.number, 0, 97, None, None, None, None, 0, None))
         self.dispatcher.on_lost(peer)
 
+    def begins_and_drains(self, job: Job, peer: Peer) -> None:
+        peer.draining = True
+        self.begins_and_dies(job, peer)
+
     def is_stopped(self, job: Job, peer: Peer) -> None:
         """By a stop string, which the ingress finds: it cancels the answer, and the replica ends it."""
         self.dispatcher.on_accepted(peer, Accepted(job.number))
@@ -102,6 +108,9 @@ class Replicas:
             self.dispatcher.on_news(peer, News(job.number, 0, None, None, FinishReason.STOP, None, None, 0, None))
             self.dispatcher.on_ended(peer, Ended(job.number, []))
         self.dispatcher.on_lost(peer)
+
+    def fails_at_once(self, job: Job, peer: Peer) -> None:
+        """The call itself does."""
 
     def finishes(self, job: Job, peer: Peer) -> None:
         self.dispatcher.on_accepted(peer, Accepted(job.number))
@@ -169,6 +178,23 @@ async def test_a_request_that_nobody_survives() -> None:
     assert isinstance(last.error, BackendError)
     assert str(last.error) == "3 replicas were lost while they worked on this request"
     assert len(found.jobs) == 3
+
+
+async def test_being_moved_is_not_being_lost() -> None:
+    found = replicas(*["begins_and_drains"] * 7, "finishes")
+    assert (await found.answer()).reason is FinishReason.LENGTH
+    assert len(found.jobs) == 8
+
+
+async def test_when_there_is_nobody_a_request_waits_and_then_fails() -> None:
+    """Ray fails each call at once when there is no replica; that is not the request's fault."""
+    found = replicas(*["fails_at_once"] * 100)
+    found.candidates = set()
+    found.dispatcher._wait_s = 0.5
+    last = await found.answer()
+    assert isinstance(last.error, ModelUnavailableError)
+    assert str(last.error) == "no replica is available; try again later"
+    assert 2 < len(found.jobs) < 10
 
 
 @pytest.mark.parametrize("linked", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -17,6 +16,7 @@ import uvicorn
 from cllm.cli.memory import explain_bus_errors
 from cllm.config import Config
 from cllm.llm import AsyncLLM
+from cllm.machine.garbage import keep_loaded_objects
 from cllm.models.registry import resolve
 from cllm.observe.log import EfficiencyLog, RequestLog, setup_logging, stop_logging
 from cllm.served import ServedModels
@@ -31,9 +31,6 @@ ONE_SIGNAL_S = 0.3
 """Signals closer together than this count as one: Ctrl-C may arrive from the terminal and from the parent process."""
 DELIVERY_S = 2
 """After the grace period, time for the last responses to reach their clients."""
-YOUNG_OBJECTS = 20_000
-"""Threshold of the youngest generation of the garbage collector. Streams create many objects and no cycles; with
-Python's default of 700, collecting takes a sixth of a busy event loop's time."""
 
 
 def run_server(config: Config) -> int:
@@ -71,10 +68,7 @@ class Server(uvicorn.Server):
             loop.add_signal_handler(number, self._on_signal, number)
         efficiency = self._observe()
         await self._serves.start()
-        # Loaded objects stay: a full collection that walks all of them would block every stream for 50 ms.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(YOUNG_OBJECTS)
+        keep_loaded_objects()
         background = [asyncio.create_task(each.run()) for each in efficiency]
         try:
             async with warming_up(self._state):

@@ -15,6 +15,7 @@ from cllm.cluster.overview import Seen, seen_model
 from cllm.cluster.remote_llm import RemoteLLM
 from cllm.cluster.remote_models import RemoteModels
 from cllm.config import Config
+from cllm.machine.garbage import keep_loaded_objects
 from cllm.observe.log import RequestLog, setup_logging
 from cllm.server.app import create_app
 from cllm.server.http.listening import url_of
@@ -80,6 +81,7 @@ class Ingress:
         if listens:
             self._listener = HttpListener(app, config.server, app.state.cllm.registry, drain_s=config.cluster.drain_s)
             self._url = url_of(await self._listener.start())
+        keep_loaded_objects()
 
     async def seen(self) -> Seen:
         """For `cllm cluster status`."""

@@ -15,6 +15,7 @@ from cllm.config import Config
 from cllm.llm import AsyncLLM
 from cllm.loading.facts import ModelFacts
 from cllm.machine import read_cpus
+from cllm.machine.garbage import keep_loaded_objects
 from cllm.observe.log import setup_logging
 
 
@@ -29,6 +30,7 @@ class Replica:
         self._llm = AsyncLLM(own_share(config, read_cpus(), _node_cpus(), replicas))
         self._core = ReplicaCore(self._llm, serve.get_replica_context().replica_id.unique_id)
         await self._core.start()
+        keep_loaded_objects()
         self._host: str = ray.util.get_node_ip_address()
 
     async def run(self, job: Job) -> Refusal | None:
