@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 
+import httpx
 import pytest
 
 from breakable_replica import POISON
@@ -67,10 +68,17 @@ async def test_one_hangs(cluster: RayCluster) -> None:
         assert resumed and all(entry.replica != victim.id for entry in resumed)
         replicas = await asyncio.to_thread(cluster.whole)
         await asyncio.to_thread(until, cluster.idle)
+        await asyncio.to_thread(until, lambda: linked(cluster) == {each.id for each in replicas})
         before = len(cluster.journal())
         asking, _ = streams(cluster, truth, 32)
         await asyncio.gather(*asking)
     assert {entry.replica for entry in cluster.journal(before)} == {each.id for each in replicas}
+
+
+def linked(cluster: RayCluster) -> set[str]:
+    """Replicas that the ingress can use."""
+    found = httpx.get(f"{cluster.url}/kv", timeout=60).json()["replicas"]
+    return {name for name, each in found.items() if each["state"] == "running"}
 
 
 def streams(cluster: RayCluster, truth: Truth, count: int) -> tuple[list[asyncio.Task[None]], set[int]]:

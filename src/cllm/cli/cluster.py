@@ -215,6 +215,7 @@ def _deploy(config: Config, address: str) -> bool:
     config = with_absolute_paths(config)
     models = cluster_models(config)
     check_room(models)
+    _check_port(config, None if is_new else overview(address))
     log.info("deploying to the Ray cluster at %s", address)
     if not has_room(models):
         log.warning(
@@ -228,6 +229,15 @@ def _deploy(config: Config, address: str) -> bool:
     served = "" if found is None else _what_is_served(found, models)
     print(f"cLLM is {'ready' if is_new else 'updated'}: {url or 'through Ray Serve'} ({served})", flush=True)
     return is_new
+
+
+def _check_port(config: Config, running: Overview | None) -> None:
+    """Before an update: an ingress that cannot listen would fail after old ones were stopped."""
+    from cllm.server.http.listening import bind
+
+    url = None if running is None else running.url
+    if url is not None and not url.endswith(f":{config.server.port}"):
+        bind(config.server).close()
 
 
 def _what_is_served(found: Overview, models: list[ClusterModel]) -> str:

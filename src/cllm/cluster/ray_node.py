@@ -27,7 +27,9 @@ from cllm.errors import CLLMError
 from cllm.models.registry import cache_dir
 
 START_S = 120.0
-STOP_S = 30.0
+STOP_S = 10.0
+LEFT_S = 2.0
+"""For processes of Ray that are left when its main one has ended. Nothing of cLLM runs in them any more."""
 CONNECT_S = 5.0
 _OBJECT_STORE_BYTES = 100 << 20
 """cLLM does not use Ray's object store."""
@@ -122,7 +124,8 @@ def _stop(node: RayNode) -> None:
         parts = [process, *process.children(recursive=True)]
         if node.runs:
             process.send_signal(signal.SIGTERM)
-        _, left = psutil.wait_procs(parts, timeout=STOP_S)
+        psutil.wait_procs([process], timeout=STOP_S)
+        _, left = psutil.wait_procs(parts, timeout=LEFT_S)
         for part in left:
             with suppress(psutil.Error):
                 part.kill()

@@ -124,7 +124,8 @@ def _explain(detail: ErrorDetails, settings: Mapping[str, Setting]) -> str:
         place = key + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inner)
         return f"{place} is {_SHORT.repr(detail['input'])} ({settings[key].origin}): it must be {_wanted(detail)}"
     value = settings[key].value
-    secret = key in SECRET_KEYS and str(value).strip()
+    # Keys written where the path of their file belongs are secrets, too.
+    secret = (key in SECRET_KEYS and str(value).strip()) or (key == "server.api_keys" and not isinstance(value, str))
     shown = REDACTED if secret else repr(value) if isinstance(value, str) else as_yaml(value)
     wanted = _wanted(detail)
     if len(path) > len(key.split(".")):
