@@ -119,7 +119,7 @@ def test_unknown_keys_name_their_line_and_the_nearest_key(yaml_file: Any) -> Non
         "did you mean scheduler.kv_cache_eviction_threshold?",
         f"{path}:5: unknown key bananas: "
         "choose from model, models, backend, resources, kv, scheduler, drafts, structured, server, prompt, "
-        "chat, responses, cluster, log",
+        "chat, responses, cluster, log, observe",
     )
 
 
