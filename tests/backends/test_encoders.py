@@ -143,9 +143,9 @@ async def test_documents_are_ranked(ranker: Path) -> None:
 def test_a_pair_is_what_a_cross_encoder_reads(ranker: Path) -> None:
     parts = load_model(load_config(overrides={"model.name": str(ranker), **SETTINGS}).config)
     try:
-        assert parts.embedder.pairs is not None
+        assert parts.text.embedder.pairs is not None
         cat, dog = TOKENS.index("\u2581cat"), TOKENS.index("\u2581dog")
-        assert parts.embedder.encode_pair("cat", "dog") == [CLS, cat, SEP, dog, SEP]
+        assert parts.text.embedder.encode_pair("cat", "dog") == [CLS, cat, SEP, dog, SEP]
     finally:
         parts.close()
 

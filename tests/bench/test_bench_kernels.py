@@ -54,6 +54,7 @@ from cllm.bench.servers import start_runner
 from cllm.bench.workloads import kernels
 from cllm.bench.workloads.base import PartsFailedError, Setup
 from cllm.bench.workloads.kernels import Kernels
+from cllm.errors import CLLMError
 from cllm.machine import MemoryLimit
 from cllm.models.gguf import GGUFModel
 from native_kit import write_model
@@ -662,7 +663,7 @@ def test_an_unwritable_json_file_is_known_before(tiny: Path, fake: Fake, tmp_pat
     bad = tmp_path / "file" / "k.json"
     for threads in ("1", "1,2"):
         result = invoke("--model", str(tiny), "--threads", threads, "--json", str(bad))
-        assert isinstance(result.exception, BenchError) and f"cannot write {bad.parent}" in str(result.exception)
+        assert isinstance(result.exception, CLLMError) and f"cannot write {bad.parent}" in str(result.exception)
     assert not fake.asked
 
 
