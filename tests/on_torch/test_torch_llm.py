@@ -260,10 +260,11 @@ def test_auto_takes_torch_for_a_directory(directory: Path, caplog: pytest.LogCap
     with caplog.at_level(logging.INFO, "cllm"):
         parts = opened(directory)
     with parts.backend:
-        assert (parts.backend.name, parts.name, parts.max_context) == ("torch", "tiny-qwen3", 512)
-        assert parts.bytes_per_token == TOKEN_BYTES and parts.tokenizer.eos_ids == {1}
+        text, facts = parts.text, parts.text.facts
+        assert (parts.backend.name, facts.name, facts.max_context) == ("torch", "tiny-qwen3", 512)
+        assert facts.bytes_per_token == TOKEN_BYTES and text.tokenizer.eos_ids == {1}
         messages = [{"role": "user", "content": "hello</s>"}]
-        assert parts.chat_template.encode(parts.tokenizer, messages).count(1) == 1
+        assert text.chat_template.encode(text.tokenizer, messages).count(1) == 1
     assert f"{TOKEN_BYTES} bytes of K/V per token, context 512, up to 256 seq" in caplog.text
 
 
