@@ -21,7 +21,7 @@ from cllm.cluster.messages import Job, Refusal
 from cllm.cluster.replica import Replica
 from cllm.kv.events import Listener
 
-FOLDER_VARIABLE = "CLLM_TEST_CLUSTER"
+FOLDER_VARIABLE = "TEST_CLUSTER_FOLDER"
 JOURNAL, STATES, FAULTS = "journal", "states", "faults"
 STATE_S = 0.1
 POISON = "kills its replica"
