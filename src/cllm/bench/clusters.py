@@ -41,16 +41,9 @@ async def start_cluster(replicas: int, settings: Mapping[str, Any]) -> AsyncIter
     """`cllm cluster up` with a Ray of its own, ready when every replica has joined."""
     check_extra("ray", "this benchmark", "cluster")
     with tempfile.TemporaryDirectory(prefix="cllm-bench-") as directory:
-        cluster = {
-            "cluster.replicas": replicas,
-            "cluster.cpus": 0,
-            "cluster.ray_port": 0,
-            "cluster.drain_s": 1,
-            **settings,
-        }
-        async with _start(
-            "the cluster", ["cluster", "up"], cluster, _STOP_CLUSTER_S, {"CLLM_CACHE_DIR": directory}
-        ) as server:
+        cluster = {**_CLUSTER, "cluster.replicas": replicas, **settings}
+        environment = {"CLLM_CACHE_DIR": directory}
+        async with _start("the cluster", ["cluster", "up"], cluster, _STOP_CLUSTER_S, environment) as server:
             await _until_joined(Address(server.url), replicas)
             yield server
 

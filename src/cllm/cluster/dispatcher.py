@@ -20,11 +20,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from cllm.cluster.messages import ENDS_ALL, Accepted, Cancel, Ended, Generated, Job, News, Progress, Refusal, Route
+from cllm.cluster.messages import ENDS_ALL, Accepted, Cancel, Ended, Job, News, Progress, Refusal, Route
 from cllm.cluster.peers import Peer
 from cllm.cluster.routing_view import RoutingView
 from cllm.engine.observer import Observers, record_of
 from cllm.engine.request import FinishReason, Output, Request, RequestState
+from cllm.engine.resuming import Generated
 from cllm.errors import (
     BackendError,
     ModelUnavailableError,

@@ -12,6 +12,7 @@ from cllm.backends.base import PromptScores
 from cllm.engine.params import SamplingParams
 from cllm.engine.reading import Embedding
 from cllm.engine.request import FinishReason
+from cllm.engine.resuming import Generated
 from cllm.engine.sampling import TokenLogprob
 from cllm.engine.stats import EngineSnapshot
 from cllm.engine.tenant import Tenant
@@ -34,9 +35,6 @@ def portable(error: Exception) -> Exception:
 
 ENDS_ALL = (FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.TIMEOUT)
 """Reasons that end all answers of a request."""
-
-Generated = list[list[int] | None]
-"""Of each answer the tokens so far; None: it has ended."""
 
 
 @dataclass(slots=True)

@@ -103,8 +103,6 @@ class Peers:
         self.known: dict[str, Address] = {}
         """All replicas that Ray knows."""
         self.connected: dict[str, Peer] = {}
-        self.changed = asyncio.Event()
-        """Set when a replica is connected or lost; whoever waits for it clears it."""
         view.follow(self._on_replicas)
 
     def _on_replicas(self, replicas: Mapping[str, Address]) -> None:
@@ -167,7 +165,6 @@ class Peers:
             log.warning("replica %s gets no requests: %s", peer.name, problem)
         else:
             log.info("replica %s joined", peer.name)
-        self.changed.set()
         return peer
 
     def _misfit(self, facts: ModelFacts) -> str | None:
@@ -186,7 +183,6 @@ class Peers:
         self._view.remove(peer.name)
         log.info("replica %s left", peer.name)
         peer.lose()
-        self.changed.set()
         self._jobs.on_lost(peer)
 
     async def _watch(self, link: Link) -> None:
