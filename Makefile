@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help install serve test test-clients test-cluster test-exhaustive test-torch lint bench clean
+.PHONY: help install serve test test-clients test-cluster test-exhaustive test-slow test-torch lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -18,8 +18,12 @@ serve: install ## serve the default model on port 8000, and download it first if
 
 test: $(VENV)/.ready-test ## run the test suite (ARGS="-k radix" for a part of it)
 	$(BIN)/cllm pull smollm2
-	$(BIN)/python -m pytest -m "not alone" -n auto --dist worksteal $(ARGS)
-	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? -eq 5 ]  # 5: ARGS selects none of them
+	$(BIN)/python -m pytest -m "not alone and not slow" -n auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "alone and not slow" $(ARGS) || [ $$? -eq 5 ]  # 5: ARGS selects none of them
+
+test-slow: $(VENV)/.ready-test ## run the tests that take seconds each: many processes, long answers of real models
+	$(BIN)/cllm pull smollm2
+	$(BIN)/python -m pytest -m slow -n auto --dist worksteal $(ARGS)
 
 test-exhaustive: $(VENV)/.ready-test ## run the long tests: every call fails in turn, in every way; and sanitizers
 	$(BIN)/cllm pull smollm2

@@ -6,30 +6,46 @@
 namespace cllm {
 namespace CLLM_NS {
 
+#if defined(CLLM_AMX) || defined(CLLM_AVXVNNI)
+
 #if defined(CLLM_AMX)
-#define CLLM_NAME "amx"
-#define CLLM_MATMUL matmul_by_tiles
-#elif defined(CLLM_AVX512)
-#define CLLM_NAME "avx512"
-#elif defined(CLLM_AVXVNNI)
-#define CLLM_NAME "avxvnni"
-#elif defined(CLLM_AVX2)
-#define CLLM_NAME "avx2"
+constexpr const char* kName = "amx";
+constexpr auto kMatmul = matmul_by_tiles;
 #else
-#define CLLM_NAME "generic"
+constexpr const char* kName = "avxvnni";
+constexpr auto kMatmul = matmul;
 #endif
 
-#if !defined(CLLM_MATMUL)
-#define CLLM_MATMUL matmul
+// These multiply matrices in a way of their own. All else is that of the set they extend, not compiled a second time.
+static Kernels extended(Kernels table) {
+    table.name = kName;
+    table.panel_rows = kPanelRows;
+    table.own_rows = kOwnRows;
+    table.matmul = kMatmul;
+    table.quantise_row = quantise_row;
+    table.quantise_columns = quantise_columns;
+    return table;
+}
+
+#else
+
+#if defined(CLLM_AVX512)
+constexpr const char* kName = "avx512";
+#elif defined(CLLM_AVX2)
+constexpr const char* kName = "avx2";
+#else
+constexpr const char* kName = "generic";
 #endif
 
 static constexpr Kernels kTable = {
-    CLLM_NAME, kPanelRows, kOwnRows,
-    CLLM_MATMUL,
+    kName, kPanelRows, kOwnRows,
+    matmul,
     quantise_row, quantise_columns, rms_norm, rope, spread, silu_mul, add,
     write_kv, attend, merge_states, finish_state,
     argmax, group_maxima, ids_between, weigh, sum_kept, sums_from,
 };
+
+#endif
 
 }  // namespace CLLM_NS
 }  // namespace cllm

@@ -1,13 +1,13 @@
 #define CLLM_AVX512
 #define CLLM_AMX
-#include "attention.inl"
-#include "elementwise.inl"
 #include "matmul_amx.inl"
-#include "sampling.inl"
 #include "kernel_table.inl"
 
 namespace cllm {
 
-const Kernels* amx_kernels() { return &amx::kTable; }
+const Kernels* amx_kernels() {
+    static const Kernels table = amx::extended(*avx512_kernels());
+    return &table;
+}
 
 }  // namespace cllm

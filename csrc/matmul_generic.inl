@@ -1,7 +1,7 @@
 // Products with quantised weights for any CPU: each tile is opened, then plain loops go through it, one input row at a time.
 #pragma once
 
-#include "elementwise.inl"
+#include "quantise.inl"
 #include "matmul_float.inl"
 #include "packed_blocks.h"
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "elementwise.inl"
+#include "quantise.inl"
 #include "kernels.h"
 
 namespace cllm {

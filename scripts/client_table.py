@@ -16,7 +16,20 @@ from page_table import update_page
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "clients.md"
 TESTS = ROOT / "tests" / "clients"
-ORDER = ("openai", "openai_npm", "anthropic", "langchain", "litellm", "instructor", "pydantic_ai", "load_testers")
+ORDER = (
+    "openai",
+    "openai_npm",
+    "openai_agents",
+    "anthropic",
+    "ollama",
+    "langchain",
+    "langchain_anthropic",
+    "llama_index",
+    "litellm",
+    "instructor",
+    "pydantic_ai",
+    "load_testers",
+)
 BEGIN = "<!-- clients: written by scripts/client_table.py -->"
 END = "<!-- end of clients -->"
 

@@ -51,7 +51,7 @@ def install_extras(extras: list[str]) -> int:
         if extra == BROWSER:
             install_browser()
             continue
-        arguments = ["install", "--quiet"]
+        arguments = ["install", "--quiet", "--no-compile"]  # Python compiles what is imported, a fraction of it
         what = f"installing the requirements of {extra}"
         if extra == LLAMA_CPP:
             if importlib.util.find_spec("llama_cpp") is not None:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from page_table import update_page
 
 from cllm.server.openapi import OF_SEVERAL, REQUESTS
-from cllm.server.schema.validation import RequestModel
+from cllm.server.schema.validation import A_HINT, RequestModel
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "parameters.md"
 BEGIN = "<!-- parameters: written by scripts/parameter_table.py -->"
@@ -41,8 +41,9 @@ def rows(model: type[RequestModel], prefix: str) -> Iterator[str]:
     for field_name, field in model.model_fields.items():
         name = field.alias or field_name
         text = (field.description or "").replace("|", r"\|")
-        needed = "required, honoured" if field.is_required() else "honoured"
-        yield f"| `{prefix}{name}` | {needed} | {text} |\n"
+        kind = "hint" if text.startswith("A hint: ") else "honoured"
+        needed = f"required, {kind}" if field.is_required() else kind
+        yield f"| `{prefix}{name}` | {needed} | {'' if text == A_HINT else f'{text} '}|\n"
         for inner, in_list in inner_models(field.annotation):
             yield from rows(inner, f"{prefix}{name}{'[]' if in_list else ''}.")
     for name in sorted(model.hints):

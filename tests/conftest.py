@@ -26,6 +26,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # A worker ignores SIGINT, and so would every process that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # There are as many tests at once as cores: threads of one test would only wait for cores that others use.
+    os.environ.setdefault("CLLM_BACKEND__THREADS", "1")
 
 
 # httpx gives up after 5 s, which an answer may take on a busy machine. This is the default of all its clients.

@@ -29,6 +29,7 @@ from cllm.loading.windows import Windows
 from cllm.machine import MemoryLimit
 from cllm.models.registry import resolve
 from cllm.offline import LLM
+from thorough import slow
 
 pytestmark = pytest.mark.model
 
@@ -290,6 +291,7 @@ def advance_together(backend: LlamaCppBackend, prompts: list[array[int]], sizes:
     return rows
 
 
+@slow
 def test_sequences_go_on_to_the_bit_with_another_number_of_slots(prompts: list[array[int]]) -> None:
     with make() as fixed, make() as changing:
         fixed.allocate(SlotGeometry(6, 256))
@@ -350,6 +352,7 @@ def test_slots_that_the_machine_has_no_memory_for_are_refused_before_they_are_ta
         backend.ops.resize(1)
 
 
+@slow
 def test_slots_on_demand_in_a_running_server() -> None:
     """Eight at once, and again after a quiet time, give the answers that all slots from the start give."""
     texts = [f"{beginning} {number}" for number in (1, 2) for beginning in ("I count:", "Once", "Paris is", "def add")]

@@ -25,8 +25,9 @@ from cllm.kv.ops import SavedKV, SlotGeometry
 from cllm.models.registry import resolve
 from llama_disk import CACHED, EXACT, PROMPTS, TOKENS, alike, bits, opened, prompt
 from repository import KITS
+from thorough import slow
 
-pytestmark = pytest.mark.usefixtures("loading_pays")
+pytestmark = [slow, pytest.mark.usefixtures("loading_pays")]
 
 KILLS = 4
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import platform
 import re
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,19 @@ def test_a_library_that_does_not_load_is_one_line(tmp_path: Path, monkeypatch: p
     broken.write_bytes(b"no library")
     monkeypatch.setattr(library, "installed", lambda: iter([Found("llama-cpp-python", "0.3.99", broken)]))
     assert "llama-cpp-python 0.3.99 is installed but its library does not load" in refused()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other wheels need no such features")
+def test_a_processor_that_the_wheel_is_not_for_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of an illegal instruction."""
+    wheel = next(found for found in HERE if found.package == "xllamacpp")
+    monkeypatch.setattr(library, "installed", lambda: iter([wheel]))
+    monkeypatch.setattr(discovery, "cpu_features", lambda: frozenset({"sse4_2", "fma", "f16c"}))
+    line = refused()
+    assert line.startswith(f"{wheel} does not run on this processor, which has no AVX2, BMI2; compile llama.cpp")
+    assert "xllamacpp>=" not in line, "the same again"
+    monkeypatch.setattr(discovery, "cpu_features", frozenset)
+    assert load_library.__wrapped__().package == "xllamacpp", "where features are unknown, it is tried"
 
 
 def test_the_next_one_is_taken_and_the_log_says_why(

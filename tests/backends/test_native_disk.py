@@ -19,6 +19,7 @@ from cllm.kv.disk.store import LOOK_INTERVAL_S
 from native_disk import EXACT, prompt, settings
 from native_kit import write_model
 from repository import KITS
+from thorough import slow
 
 pytestmark = pytest.mark.usefixtures("loading_pays")
 
@@ -111,6 +112,7 @@ def test_a_directory_that_cannot_be_used_costs_nothing(
         assert bits(answer) == uncached[0] and answer.cached_tokens == 0
 
 
+@slow
 def test_a_server_may_be_killed_while_it_writes(model: Path, uncached: list[Any], tmp_path: Path) -> None:
     rng = random.Random(1)
     command = [sys.executable, str(KITS / "native_disk.py"), str(model), str(tmp_path), str(PROMPTS)]
@@ -133,6 +135,7 @@ def test_a_server_may_be_killed_while_it_writes(model: Path, uncached: list[Any]
 
 
 @pytest.mark.model
+@slow
 def test_llama_cpp_finds_it_too(tmp_path: Path) -> None:
     sentence = "It was a quiet morning in the village, and nothing had happened yet. "
     keys = settings(str(tmp_path)) | {"kv.disk.max_mb": 512, "resources.kv_cache_max_memory_mb": 200}

@@ -22,7 +22,7 @@ from cllm._native import instruction_sets
 from cllm.models.registry import resolve
 from native_kit import build_model, float_tensor
 from step_kit import FLOATS, KV_TYPES, TINY, Floats, Part, Rig, assert_same, pack, quick, random_tokens, spans
-from thorough import exhaustive, only_exhaustive, some
+from thorough import exhaustive, only_exhaustive, slow, some
 
 BLOCKS = 192
 THREADS = (1, 2, 3)
@@ -68,7 +68,8 @@ def cases() -> list[Any]:
     # Types of K/V are the tiny model's matter: of the real one, one type stands for all in a sample.
     marks = {kind: [pytest.mark.model, *([] if kind == "q8_0" else only_exhaustive)] for kind in KV_TYPES}
     return [pytest.param(case, id=", ".join(case)) for case in found] + [
-        pytest.param(case, id=", ".join(case), marks=marks[case[2]]) for case in real
+        pytest.param(case, id=", ".join(case), marks=[*marks[case[2]], *([] if case[1] == best else [slow])])
+        for case in real
     ]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from cllm.config import load_config
 from cllm.structured.structure import Structure
 from llm_kit import LONG, PROMPTS
 from resume_kit import Outputs, cut_off
+from thorough import slow
 
 pytestmark = pytest.mark.model
 
@@ -55,6 +59,18 @@ async def empty_cache(llm: AsyncLLM) -> None:
     await asyncio.wrap_future(llm._engine.call(llm._engine.scheduler.kv.reset))
 
 
+@contextmanager
+def engine_held(llm: AsyncLLM) -> Iterator[None]:
+    """The engine begins no step until the end of this, so that what is submitted meanwhile starts together."""
+    assert llm._engine is not None
+    go_on = threading.Event()
+    llm._engine.call(go_on.wait)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
 async def assert_the_same_bits(
     one: AsyncLLM, other: AsyncLLM, prompt: str, params: SamplingParams, cuts: list[float]
 ) -> None:
@@ -79,6 +95,7 @@ async def test_the_same_bits() -> None:
         assert snapshot.kv.referenced == 0 and snapshot.kv.hit_tokens > 0
 
 
+@slow
 async def test_the_same_bits_in_a_rolling_window() -> None:
     """The prompt alone is longer than the window, and much is dropped before and after the cut."""
     async with opened(SETTINGS) as one, opened(OTHER_SETTINGS) as other:
@@ -87,18 +104,21 @@ async def test_the_same_bits_in_a_rolling_window() -> None:
 
 
 async def test_the_same_bits_among_others_and_preempted() -> None:
-    # Room for 18 blocks: the answers of several requests do not fit.
-    tight = {"resources.kv_cache_max_memory_mb": 18 * 16 * 23_040 / 2**20 + 0.01, "scheduler.watermark": 0.0}
+    # Room for 12 blocks: the answers of several requests do not fit.
+    tight = {"resources.kv_cache_max_memory_mb": 12 * 16 * 23_040 / 2**20 + 0.01, "scheduler.watermark": 0.0}
     params = KINDS["greedy"]
     async with opened(SETTINGS) as one, opened(SETTINGS | tight) as other:
         wholes = [(await ask(one, prompt, params)).told() for prompt in PROMPTS]
         cuts = [(3 * number) % 24 for number in range(len(PROMPTS))]
-        sinks = await asyncio.gather(
-            *(
-                ask(other, prompt, params, cut_off(whole, [cut]))
-                for prompt, whole, cut in zip(PROMPTS, wholes, cuts, strict=True)
+        with engine_held(other):
+            answers = asyncio.gather(
+                *(
+                    ask(other, prompt, params, cut_off(whole, [cut]))
+                    for prompt, whole, cut in zip(PROMPTS, wholes, cuts, strict=True)
+                )
             )
-        )
+            await asyncio.sleep(0)  # all are submitted
+        sinks = await answers
         for sink, whole, cut in zip(sinks, wholes, cuts, strict=True):
             assert sink.told() == [whole[0][cut:]]
         assert other.snapshot().preemptions > 0

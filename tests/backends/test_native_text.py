@@ -25,9 +25,9 @@ from cllm.models.registry import resolve
 from cllm.text.tokenizer import Tokenizer, load_tokenizer
 from repository import DATA
 from step_kit import Rig
-from thorough import EXHAUSTIVE, exhaustive
+from thorough import EXHAUSTIVE, exhaustive, slow
 
-pytestmark = [exhaustive, pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [slow, exhaustive, pytest.mark.model, pytest.mark.timeout(600)]
 
 SHARE = 1.0 if EXHAUSTIVE else 0.96
 """Of the share of equal tokens that all of a text must reach, what a sample must."""

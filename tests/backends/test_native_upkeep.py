@@ -13,6 +13,7 @@ import pytest
 
 from cllm import LLM, SamplingParams
 from cllm.generation import Completion
+from thorough import slow
 
 pytestmark = pytest.mark.model
 
@@ -38,6 +39,7 @@ def bits(answer: Completion) -> list[Any]:
     return [(logprob.token_id, logprob.logprob, logprob.top) for logprob in answer.logprobs]
 
 
+@slow
 def test_blocks_that_move_all_the_time_change_not_a_bit() -> None:
     with LLM("smollm2", backend="native", settings={**SETTINGS, "kv.compaction": "off"}) as still:
         expected = answers(still)

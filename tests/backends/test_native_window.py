@@ -15,6 +15,7 @@ from cllm._native import instruction_sets
 from cllm.kv.window import Window
 from native_kit import TinyModel, build_model
 from step_kit import FLOATS, KV_TYPES, TINY, Floats, Part, Rig, assert_same, quick, random_tokens
+from thorough import slow
 
 KEPT = 16
 WINDOWS = [Window(KEPT, 64, 32), Window(0, 48, 16), Window(288, 320, 256)]
@@ -123,7 +124,7 @@ def windowed_logits(model: TinyModel, tokens: Sequence[int], window: Window, *, 
     return norm(x, "output_norm.weight") @ weights["output.weight"].T
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("window", [*WINDOWS[:2], pytest.param(WINDOWS[2], marks=slow)], ids=str)
 def test_against_numpy(window: Window, tmp_path: Path) -> None:
     model = build_model(weight_type="f32", n_heads=4, n_kv_heads=2, n_layers=3)
     length = window.capacity + 3 * window.step + 7

@@ -16,9 +16,9 @@ from cllm.models.registry import resolve
 from cllm.text.tokenizer import load_tokenizer
 from llm_kit import LONG, PROMPTS, assert_idle, bits, empty_cache, engine_of
 from step_kit import Part, Rig
-from thorough import exhaustive, some
+from thorough import exhaustive, slow, some
 
-pytestmark = pytest.mark.model
+pytestmark = [slow, pytest.mark.model]
 
 SETTINGS: dict[str, Any] = {"resources.max_context_length": 256}
 WINDOW = ContextWindow(recent=128, keep=16)

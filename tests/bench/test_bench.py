@@ -57,6 +57,7 @@ from cllm.bench.workloads.stall import Stall
 from cllm.models.gguf import GGUFModel
 from cllm.report import extras
 from cllm.text.tokenizer import load_tokenizer
+from thorough import slow
 
 # -- prompts ---------------------------------------------------------------------------------------------------------
 
@@ -289,6 +290,7 @@ def test_snapshots_compares_three_designs_at_every_number_of_readers() -> None:
         assert [[x for x, _ in curve.points] for curve in run.curves] == [[1, 3], [1, 3]]
 
 
+@slow
 async def test_an_old_server_and_a_fresh_one_answer_the_same_questions_in_turn() -> None:
     workload = Aged(requests=20, at_a_time=4, rounds=3, prompt_tokens=5, answer_tokens=3)
     setup = replace(setup_for(""), encode=str.encode, backend="fake", model="smollm2")
@@ -506,6 +508,7 @@ async def test_a_failed_workload_is_kept_beside_the_others(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@slow
 async def test_ctrl_c_writes_what_was_measured_and_exits_with_130(tmp_path: Path, number: signal.Signals) -> None:
     file, page = tmp_path / "bench.json", tmp_path / "page"
     hold = asyncio.Event()

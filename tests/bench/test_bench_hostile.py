@@ -14,6 +14,7 @@ import pytest
 from bench_kit import bench, make_answer
 from cllm.bench.attacks import ATTACKS, AttackSizes, ask
 from cllm.bench.workloads.hostile import Hostile, worst_gap
+from thorough import slow
 
 SMALL = AttackSizes(
     header_mb=0.5,
@@ -96,6 +97,7 @@ def test_only_gaps_after_the_attack_began_count() -> None:
     assert worst_gap([], 0.0, 10.0) == 0.0
 
 
+@slow
 def test_all_attacks_run_beside_streams_and_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "hostile.json"
     options = ["--backend", "fake", "--quick", "--set", "backend.fake.latency_ms=2", "--json", str(file)]

@@ -21,6 +21,7 @@ from cllm.bench.workloads.memory_busy import NEVER_MOVED, MemoryBusy, _gap_ratio
 from cllm.bench.workloads.memory_moves import MEMCPY, MemoryMoves
 from cllm.bench.workloads.memory_placement import MemoryPlacement, fill_holes
 from cllm.bench.workloads.memory_waste import COMPACTED, RESERVED, MemoryWaste, _Load
+from thorough import slow
 
 
 def fake_setup() -> Setup:
@@ -104,6 +105,7 @@ def test_gaps_are_compared_round_by_round() -> None:
     assert _gap_ratios([slow, fast], [fast, fast], 99) == [2.0, 1.0]
 
 
+@slow
 async def test_two_servers_take_turns_with_the_same_people() -> None:
     workload = replace(MemoryBusy().quick(), people=5)
     moving, resting = await measured(workload, fake_setup())
@@ -133,6 +135,7 @@ def test_first_tokens_are_compared_burst_by_burst() -> None:
     assert found["first_token_ratio"] == pytest.approx(1.5)
 
 
+@slow
 async def test_a_burst_is_watched_and_more_follow() -> None:
     workload = replace(MemoryBurst().quick(), filled_mb=0.1, prompt_tokens=100, quiet_s=0.3)
     giving, keeping = await measured(workload, fake_setup())

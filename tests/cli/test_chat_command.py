@@ -46,8 +46,16 @@ def test_the_model_is_an_argument(here: Here) -> None:
 def test_settings_are_shown_changed_and_reset(here: Here, tmp_path: Path) -> None:
     data, told = say(here, tmp_path, "/set top_k 20", "/set top_p 0.5", "/set top_p default", "/set", "one")
     assert data["settings"] == {"temperature": 0.0, "max_tokens": 4, "top_k": 20}
-    for line in ("top_k = 20", "top_p = 0.5", "top_p = 1.0 (default)", "seed = random (default)", "temperature = 0.0"):
+    for line in (
+        *("top_k = 20", "top_p = 0.5", "top_p = 1.0 (default)", "seed = random (default)", "temperature = 0.0"),
+        "context_window = off (default)",
+    ):
         assert line in told.splitlines()
+
+
+def test_a_configured_window_is_shown(here: Here, tmp_path: Path) -> None:
+    _, told = say(here, tmp_path, "/set", args=("--set", "kv.window.recent=64"))
+    assert "context_window = 64 recent tokens, and the first 4 (default)" in told.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -161,6 +169,7 @@ def test_a_full_context_says_what_to_do(here: Here, tmp_path: Path) -> None:
     data, told = say(here, tmp_path, "x" * 600, "/set context_window 128", "y" * 600, args=small)
     assert "/set context_window TOKENS continues with a rolling window" in told.splitlines()[1]
     assert questions(data) == ["y" * 600]
+    assert "context of 512 tokens is full" not in told, "a window has no end"
 
 
 def test_json_on_stdout_is_alone(here: Here) -> None:
@@ -346,4 +355,4 @@ def test_a_history_that_cannot_be_written_is_no_hindrance(tmp_path: Path) -> Non
         terminal.wait_for(ANSWERED)
         terminal.type(CTRL_D)
         assert terminal.end() == 0
-        assert re.search("cannot save the input history: .*chat_history", terminal.output)
+        assert re.search(r"cannot save the input history:\s+\S*chat_history", terminal.output)

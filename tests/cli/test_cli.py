@@ -21,6 +21,7 @@ import pytest
 import cllm.cli
 from cli_kit import FAKE, LIMIT_S, Here, Result, process, running, wait_ready
 from cllm.cli import main
+from thorough import slow
 
 
 def one_error_line(result: Result) -> str:
@@ -267,6 +268,7 @@ def test_serve_prints_its_url_answers_and_leaves_on_a_signal() -> None:
         httpx.get(f"{url}/health")
 
 
+@slow
 def test_serve_again_on_the_port_just_left() -> None:
     with running("serve", *FAKE, "--port", "0") as server:
         url = wait_ready(server)
@@ -289,6 +291,7 @@ def streaming(url: str, max_tokens: int) -> Iterator[Iterator[str]]:
         yield lines
 
 
+@slow
 def test_shutdown_lets_running_requests_finish() -> None:
     with running("serve", *FAKE, "--port", "0", "--set", "backend.fake.latency_ms=20") as server:
         url = wait_ready(server)
@@ -301,6 +304,7 @@ def test_shutdown_lets_running_requests_finish() -> None:
     assert server.returncode == 0
 
 
+@slow
 def test_shutdown_refuses_what_outlasts_the_grace() -> None:
     settings = ["--set", "backend.fake.latency_ms=20", "--set", "server.shutdown_grace_s=0.1"]
     with running("serve", *FAKE, "--port", "0", *settings) as server:
@@ -313,6 +317,7 @@ def test_shutdown_refuses_what_outlasts_the_grace() -> None:
     assert server.returncode == 0
 
 
+@slow
 def test_a_second_signal_stops_at_once() -> None:
     settings = ["--set", "backend.fake.latency_ms=20", "--set", "server.shutdown_grace_s=600"]
     with running("serve", *FAKE, "--port", "0", *settings) as server:

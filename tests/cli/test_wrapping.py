@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import TextIO
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.cli.chat.output import WordWrapper
+from cllm.cli.options import print_status
 from terminal_kit import set_columns
 
 ESCAPE = re.compile(r"\x1b\[(\d*)([A-Z])")
@@ -107,3 +109,12 @@ def test_whatever_the_pieces(words: list[str], columns: int, size: int) -> None:
     assert " ".join(shown).split() == words
     for line, following in pairwise(shown):
         assert len(f"{line} {following.split()[0]}") >= columns, "there was room for the next word"
+
+
+def test_status_lines_break_between_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "fileno", lambda: 2)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((24, 10)))
+    print_status("cannot read /a/very/long/path/without-an-end: no such file\n\nnext")
+    shown = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().err)
+    assert shown == "cannot read\n/a/very/long/path/without-an-end:\nno such file\n\nnext\n"

@@ -9,13 +9,37 @@ from importlib.util import find_spec
 
 import pytest
 
-_PACKAGES = ("anthropic", "instructor", "langchain_openai", "litellm", "openai", "pydantic_ai")
-_INSTALLED = all(map(find_spec, _PACKAGES))
+_PACKAGES = (
+    "agents",
+    "anthropic",
+    "instructor",
+    "langchain_anthropic",
+    "langchain_openai",
+    "litellm",
+    "llama_index.llms.openai_like",
+    "ollama",
+    "openai",
+    "pydantic_ai",
+)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
+
+
+_INSTALLED = all(map(_is_installed, _PACKAGES))
 collect_ignore_glob = [] if _INSTALLED else ["test_*.py"]
 
-# Read when litellm, langsmith and pydantic-ai are imported: none of them is to call home.
+# Read when litellm, langsmith, pydantic-ai and openai-agents are imported: none of them is to call home.
 os.environ.update(
-    LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_TELEMETRY="False", LANGSMITH_TRACING="false", DO_NOT_TRACK="1"
+    LITELLM_LOCAL_MODEL_COST_MAP="True",
+    LITELLM_TELEMETRY="False",
+    LANGSMITH_TRACING="false",
+    DO_NOT_TRACK="1",
+    OPENAI_AGENTS_DISABLE_TRACING="1",
 )
 
 if _INSTALLED:

@@ -108,6 +108,22 @@ def test_tool_result(client: anthropic.Anthropic) -> None:
     assert second.content[0].type == "text"
 
 
+def test_tool_runner(client: anthropic.Anthropic) -> None:
+    """`tool_runner`: a tool that is called, its result back"""
+    asked: list[str] = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather now."""
+        asked.append(city)
+        return "18 degrees"
+
+    runner = client.beta.messages.tool_runner(
+        model=MODEL, max_tokens=60, messages=MESSAGES, tools=[weather], tool_choice=ANY, max_iterations=2
+    )
+    assert len([message for message in runner if message.stop_reason]) == 2 and asked
+
+
 def test_parse(client: anthropic.Anthropic) -> None:
     """structured output: `parse` with a pydantic model"""
     answer = client.messages.parse(model=MODEL, max_tokens=60, messages=MESSAGES, output_format=City)

@@ -23,8 +23,8 @@ PYTHON = [code for language, code in EXAMPLES if language == "python"]
 
 
 def for_this_server(code: str, served: ServedModel) -> str:
-    assert "http://localhost:8000" in code and '"none"' in code
-    return code.replace("http://localhost:8000", served.url).replace('"none"', f'"{served.key}"')
+    assert "http://localhost:8000" in code and 'none"' in code
+    return code.replace("http://localhost:8000", served.url).replace('none"', f'{served.key}"')
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))

@@ -212,6 +212,15 @@ def test_responses_previous(client: openai.OpenAI) -> None:
     assert second.usage.input_tokens > first.usage.total_tokens
 
 
+def test_responses_input(client: openai.OpenAI) -> None:
+    """Responses: input_tokens and input_items"""
+    counted = client.responses.input_tokens.count(model=MODEL, input=QUESTION)
+    answer = client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=4)
+    assert answer.usage is not None and counted.input_tokens == answer.usage.input_tokens
+    (item,) = client.responses.input_items.list(answer.id)
+    assert item.type == "message" and item.content[0].type == "input_text" and item.content[0].text == QUESTION
+
+
 def test_responses_tool(client: openai.OpenAI) -> None:
     """Responses: tools and their results"""
     tool: Any = {"type": "function", "strict": True, **TOOL["function"]}

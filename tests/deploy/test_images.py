@@ -22,6 +22,7 @@ from cllm.cli.http_server import DELIVERY_S
 from cllm.config import ServerConfig
 from dockerfile_kit import Stage, is_ignored, read_dockerfile, read_ignored
 from repository import ROOT
+from thorough import slow
 
 DEPLOY = ROOT / "deploy"
 FILES = [DEPLOY / "Dockerfile", DEPLOY / "Dockerfile.cuda"]
@@ -167,6 +168,7 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[subproc
 
 
 @each_image
+@slow
 def test_the_command_serves_and_the_health_check_knows_when(path: Path, programs: Path, tmp_path: Path) -> None:
     final = stages(path)[-1]
     given = {name: value for name, value in os.environ.items() if not name.startswith("CLLM_")}

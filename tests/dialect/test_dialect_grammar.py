@@ -18,7 +18,7 @@ from cllm.errors import InvalidRequestError
 from cllm.structured.structure import Structure
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-TOOLS = [("f", SCHEMA), ("g", None)]
+TOOLS = [("f", SCHEMA), ("g", {"type": "object"})]
 CALLS = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"x": ["y"]}}]
 THINK = REASONING["think"]
 ALL = sorted(FORMATS)
@@ -30,7 +30,7 @@ def tokenizer() -> LLTokenizer:
 
 
 def allows(tokenizer: LLTokenizer, form: AnswerForm, text: str, tool_format: str, *, named: bool = False) -> bool:
-    grammar = AnswerGrammar(tool_format, {}, named_arguments=named).write(form)
+    grammar = AnswerGrammar(tool_format, {}, ["[ARGS]"] if named else []).write(form)
     matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
     assert not matcher.is_error(), matcher.get_error()
     tokens = tokenizer.tokenize_bytes(text.encode())
@@ -93,6 +93,31 @@ def test_text_or_calls_that_fit(tokenizer: LLTokenizer, tool_format: str, named:
         assert allows(tokenizer, form, f"Well. {call}", tool_format, named=named)
         assert not allows(tokenizer, form, f"Well. {unfit}", tool_format, named=named)
         assert allows(tokenizer, form, f"{call}{call}", tool_format, named=named) == several
+
+
+def test_tools_without_arguments_get_none(tokenizer: LLTokenizer) -> None:
+    form = AnswerForm([("g", None)], required=True)
+    assert allows(tokenizer, form, '{"name": "g", "arguments": {}}', "json")
+    assert not allows(tokenizer, form, '{"name": "g", "arguments": {"x": 1}}', "json")
+    text = "<tool_call>\n<function=g>\n</function>\n</tool_call>"
+    assert allows(tokenizer, form, text, "qwen3_coder")
+    assert read("qwen3_coder", text, {"g": None}) == [("g", {})]
+
+
+def test_a_call_without_its_marker_fits_as_well(tokenizer: LLTokenizer) -> None:
+    """It is read as a call, so it is not text."""
+    call = written("qwen3_coder", CALLS[:1]).removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    assert read("qwen3_coder", call) == [("f", {"a": 1})]
+    assert not allows(tokenizer, AnswerForm(TOOLS), f"Well. {call}", "qwen3_coder")
+
+
+def test_mistral_calls_with_ids(tokenizer: LLTokenizer) -> None:
+    grammar = AnswerGrammar("mistral", {}, ["[CALL_ID]", "[ARGS]"]).write(AnswerForm(TOOLS, required=True))
+    for call_id, fits in (("abcDEF123", True), ("abc", False)):
+        matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
+        text = f'[TOOL_CALLS]f[CALL_ID]{call_id}[ARGS]{{"a": 1}}'
+        assert bool(matcher.consume_tokens(tokenizer.tokenize_bytes(text.encode()))) == fits
+        assert read("mistral", text) == [("f", {"a": 1})]
 
 
 @pytest.mark.parametrize("tool_format", ALL)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cllm.dialect.deltas import ChatDelta, Delta, ReasoningDelta, ToolCallDelta, ToolCallStart
 from cllm.dialect.json_scan import JsonScanner, repaired
 from cllm.dialect.reader import AnswerReader, CallSyntax
-from cllm.dialect.reasoning import FORMATS, ReasoningReader
+from cllm.dialect.reasoning import FORMATS, Marks, ReasoningReader
 from cllm.dialect.syntax import JsonSyntax, MistralSyntax
 from cllm.dialect.xml_calls import XmlSyntax
 
@@ -37,7 +37,8 @@ Read = list[tuple[str, ...]]
 
 
 def reader(syntax: CallSyntax | None, *, thinks: str = "", **options: Any) -> AnswerReader:
-    reasoning = ReasoningReader(FORMATS["think"], opened=thinks == "opened") if thinks else None
+    call = Marks("<tool_call>", "</tool_call>")
+    reasoning = ReasoningReader(FORMATS["think"], opened=thinks == "opened", call=call) if thinks else None
     ids = itertools.count()
     return AnswerReader(
         0, syntax=syntax, tools=TOOLS, reasoning=reasoning, new_id=lambda: f"call_{next(ids)}", **options
@@ -90,7 +91,8 @@ def read_whole(text: str, syntax: CallSyntax | None, **options: Any) -> tuple[Re
             [("text", "<tool_call><function=g></function></tool_call>")],
         ),
         ("xml", "<tool_call> <func", [("text", "<tool_call> <func")]),
-        ("xml", f"{XML}", [("text", XML)]),
+        ("xml", f"Look.\n{XML}\n</tool_call>\n{XML}", [("text", "Look."), F, F]),
+        ("xml", "Not <function=g>, <function", [("text", "Not <function=g>, <function")]),
         ("hermes", f"<tool_call>{CALL}</tool_c", [F]),
         ("hermes", f"<tool_call>{CALL}</tool_call>\nDone. ", [F, ("text", "Done. ")]),
         ("hermes", f"<tool_call>[{CALL}, {CALL}]</tool_call>", [F, F]),
@@ -212,6 +214,12 @@ def test_one_call_where_only_one_is_wanted() -> None:
         ("yes", "<think>\n\n</think>\n\nYes", [("text", "Yes")]),
         ("opened", "\nHm </b> \n</think>\nYes", [("reasoning", "Hm </b>"), ("text", "Yes")]),
         ("opened", f"<tool_call>{CALL}</think><tool_call>{CALL}", [("reasoning", f"<tool_call>{CALL}"), F]),
+        ("opened", "<think>\nHm</think>Yes", [("reasoning", "Hm"), ("text", "Yes")]),
+        ("opened", "<thi", [("reasoning", "<thi")]),
+        ("opened", f"Hm.\n<tool_call>{CALL}</tool_call>\n", [("reasoning", "Hm."), F]),
+        ("yes", f"<think>A <tool_call>. <tool_call>{CALL}</tool_call>", [("reasoning", "A <tool_call>."), F]),
+        ("opened", f"Hm <tool_call>{CALL}</tool_call> or", [("reasoning", f"Hm <tool_call>{CALL}</tool_call> or")]),
+        ("opened", f"Hm <tool_call>{CALL}", [("reasoning", f"Hm <tool_call>{CALL}")]),
     ],
 )
 def test_reasoning(thinks: str, text: str, expected: Read) -> None:
@@ -223,6 +231,22 @@ def test_reasoning_that_is_not_told_apart_is_text() -> None:
     one = AnswerReader(0, reasoning=reasoning, syntax=HERMES, tools=TOOLS, new_id=lambda: "call_0")
     text = f" <think>\n<tool_call>{CALL}\n</think>\n\n"
     assert joined([*one.push(f"{text}<tool_call>{CALL}"), *one.finish()]) == [("text", text.rstrip()), F]
+
+
+def test_a_mark_in_the_prompt_is_part_of_reasoning_that_is_not_told_apart() -> None:
+    for continues, begin in ((False, "<think>"), (True, "")):
+        marks = FORMATS["think"]
+        reasoning = ReasoningReader(marks, opened=True, continues=continues, separate=False)
+        assert reasoning.push("Hm</think>\nYes") == [
+            *([(True, begin)] if begin else []),
+            (True, "Hm</think>"),
+            (False, "\nYes"),
+        ]
+
+
+def test_reasoning_that_cannot_be_a_call_is_not_held_back() -> None:
+    one = reader(HERMES, thinks="opened")
+    assert joined(one.push("I may use <tool_call> or")) == [("reasoning", "I may use <tool_call> or")]
 
 
 ATOMS = [
@@ -338,6 +362,7 @@ def test_the_scanner_takes_nothing_else(text: str) -> None:
         ("any", '{"a": [1]}', {"a": [1]}),
         ("any", "NaN", "NaN"),
         ("any", "a b", "a b"),
+        ("float", "3.5", 3.5),
     ],
 )
 def test_values_between_tags(key: str, written: str, read: Any) -> None:
@@ -348,6 +373,7 @@ def test_values_between_tags(key: str, written: str, read: Any) -> None:
         "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "list": {"type": "array"},
         "any": {},
+        "float": {"type": "float"},
     }
     text = f"<tool_call><function=f><parameter={key}>{written}</parameter></function></tool_call>"
     one = AnswerReader(0, syntax=XmlSyntax(), tools={"f": {"properties": properties}}, new_id=lambda: "call_0")

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.dialect.dialect import Dialect
+from cllm.dialect.grammar import AnswerForm
 from cllm.errors import InvalidRequestError
 from cllm.text.chat_template import CHATML, ChatTemplate, PromptOptions
 from cllm.text.tokenizer import ByteTokenizer
@@ -17,8 +18,9 @@ from cllm.text.tokenizer import ByteTokenizer
 HERMES = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools><tool_call>{% endif %}"
     "{% for m in messages %}<eos>{{ m.role }}:{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}({{ call.function.arguments | tojson }})"
-    "{% endfor %}{% if m.tool_call_id %}[{{ m.name }}/{{ m.tool_call_id }}]{% endif %}{% endfor %}"
+    '{% for call in m.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": '
+    "{{ call.function.arguments | tojson }}}</tool_call>{% endfor %}"
+    "{% if m.tool_call_id %}[{{ m.name }}/{{ m.tool_call_id }}]{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<eos>assistant:{% endif %}"
 )
 MISTRAL = (
@@ -56,19 +58,19 @@ def _with_limit(prepared: Any) -> tuple[Any, None, PromptOptions]:
 def test_a_template_that_knows_tools_gets_them() -> None:
     text = prompt(HERMES, HISTORY, tools=[TOOL])
     assert text.startswith(f"<tools>{json.dumps(TOOL)}\n</tools>")
-    assert '<tool_call>f({"a": "é"})' in text
+    assert '<tool_call>{"name": "f", "arguments": {"a": "é"}}' in text
     assert text.endswith("<eos>tool:42[f/call_1]<eos>assistant:")
 
 
 def test_arguments_as_text_where_the_template_can_only_write_that() -> None:
     source = HERMES.replace("{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}")
-    assert '<tool_call>f({"a": "é"})' in prompt(source, HISTORY, tools=[TOOL])
+    assert '<tool_call>{"name": "f", "arguments": {"a": "é"}}' in prompt(source, HISTORY, tools=[TOOL])
 
 
 def test_arguments_that_are_no_json_stay_text() -> None:
     broken = {**CALL, "function": {"name": "f", "arguments": '{"a": '}}
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": [broken]}]
-    assert '<tool_call>f("{\\"a\\": ")' in prompt(HERMES, messages)
+    assert '"arguments": "{\\"a\\": "}' in prompt(HERMES, messages)
 
 
 def test_mistral_gets_ids_of_nine_characters() -> None:
@@ -220,3 +222,94 @@ def test_tagged_calls_are_told_by_the_template_or_in_their_own_form() -> None:
     told = prompt(CHATML, HISTORY, tools=[TOOL], tool_format="qwen3_coder")
     assert "<function=the tool's name>\n<parameter=an argument's name>\nits value\n</parameter>\n</function>" in told
     assert "<function=f>\n<parameter=a>\né\n</parameter>\n</function>\n</tool_call>" in told
+
+
+SINGLE = (
+    "{% for m in messages if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one!') }}{% endfor %}" + HERMES
+)
+TURNS = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns!') }}"
+    "{% endif %}{% endfor %}" + CHATML
+)
+OBJECTS = (
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}{% for key in call.function.arguments.items() %}"
+    "{% endfor %}{% endfor %}{% endfor %}" + HERMES
+)
+
+
+def test_several_calls_one_by_one_where_the_template_takes_no_more() -> None:
+    calls = [{**CALL, "id": name, "function": {"name": name, "arguments": "{}"}} for name in "abc"]
+    results = [{"role": "tool", "content": f"of {name}", "tool_call_id": name} for name in "ba"]
+    messages = [USER, {"role": "assistant", "content": "So", "tool_calls": calls}, *results, USER]
+    text = prompt(SINGLE, messages, tools=[TOOL])
+    assert [text.count(f'"name": "{name}"') for name in "abc"] == [1, 1, 1]
+    order = ['"name": "b"', "of b[", '"name": "a"', "of a[", '"name": "c"']
+    assert [text.index(part) for part in order] == sorted(text.index(part) for part in order)
+    template = ChatTemplate(SINGLE, bos="", eos="<eos>")
+    form = AnswerForm([("f", None)], required=True)
+    several = '("\\n" "<tool_call>" call)*'
+    assert several not in Dialect(template, ByteTokenizer()).grammar(form)
+    assert several in Dialect(ChatTemplate(HERMES, bos="", eos="<eos>"), ByteTokenizer()).grammar(form)
+
+
+def test_calls_without_ids_are_answered_in_their_order() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    results = [{"role": "tool", "content": f"result {number}"} for number in (1, 2)]
+    called = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    text = prompt(SINGLE, [USER, called, *results], tools=[TOOL])
+    order = text.index("result 1"), text.index("result 2")
+    assert (text[: order[0]].count('"name": "f", "arg'), text[order[0] : order[1]].count('"name": "f", "arg')) == (1, 1)
+
+
+def test_a_template_that_writes_broken_calls_can_be_used() -> None:
+    broken = HERMES.replace("{{ call.function.arguments | tojson }}}", "{{ call.function.arguments | tojson }}{}")
+    cut_off = HERMES.replace("{{ call.function.arguments | tojson }}}</tool_call>", '{"key": "')
+    assert all("hi" in prompt(source, [USER], tools=[TOOL]) for source in (broken, cut_off))
+
+
+def test_arguments_that_are_no_json_become_an_object_where_the_template_takes_no_text() -> None:
+    broken = {**CALL, "function": {"name": "f", "arguments": '{"a": '}}
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [broken]}]
+    assert '"arguments": {"arguments": "{\\"a\\": "}}' in prompt(OBJECTS, messages)
+
+
+def test_markers_of_another_format_are_not_taken_for_ours() -> None:
+    odd = HERMES.replace('{\\"name\\": \\"', "").replace('{"name": "', "")
+    text = prompt(odd, [USER], tools=[TOOL])
+    assert "<tools>" not in text
+    assert "You can call these tools" in text
+
+
+def test_calls_are_text_where_the_template_leaves_them_out() -> None:
+    source = "{% if tools %}<tools><tool_call>{% endif %}" + CHATML
+    text = prompt(source, HISTORY, tools=[TOOL])
+    assert text.startswith("<tools><tool_call><|im_start|>user\nhi")
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call><|im_end|>' in text
+    assert "Result of f:\n42" in text
+
+
+def test_roles_are_adapted_to_templates_that_want_turns() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    answer = {"role": "assistant", "content": "Yes"}
+    text = prompt(TURNS, [system, USER, USER, answer, answer, system, USER])
+    assert text == (
+        "<|im_start|>user\nBe brief.\n\nhi\n\nhi<|im_end|>\n<|im_start|>assistant\nYes\n\nYes<|im_end|>\n"
+        "<|im_start|>user\nBe brief.\n\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert prompt(TURNS, [answer, USER]).startswith("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\nYes")
+    refuses = "{{ raise_exception('never!') }}"
+    with pytest.raises(InvalidRequestError, match="never!"):
+        prompt(refuses, [system, USER, USER])
+
+
+def test_templates_that_want_descriptions_get_empty_ones() -> None:
+    source = "{% for tool in tools or [] %}{{ 'About: ' + tool.function.description }}{% endfor %}" + HERMES
+    assert prompt(source, [USER], tools=[TOOL]).startswith("About: Does it.<tools>")
+    bare = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
+    text = prompt(source, [USER], tools=[bare])
+    assert text.startswith("About: <tools>")
+    assert '{"a": {"description": ""}}' in text
+
+
+def test_templates_that_want_a_list_of_tools_get_one() -> None:
+    assert prompt("{% for tool in tools %}{{ tool }}{% endfor %}{{ messages[0].content }}", [USER]) == "hi"

@@ -16,9 +16,9 @@ from cllm.engine.request import Request
 from cllm.engine.scheduler import Scheduler
 from cllm.generation import Completion
 from draft_kit import ScriptedDrafter
-from thorough import exhaustive, some
+from thorough import exhaustive, slow, some
 
-pytestmark = pytest.mark.model
+pytestmark = [slow, pytest.mark.model]
 
 SETTINGS: dict[str, Any] = {"resources.max_context_length": 512, "resources.kv_cache_max_memory_mb": 100}
 SUBJECTS = ["the sea", "bread", "winter"]

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from native_kit import write_model
-from thorough import exhaustive, some
+from thorough import exhaustive, slow, some
+
+pytestmark = slow
 
 LIMIT_S = 120
 MIB = 1 << 20
@@ -112,12 +114,14 @@ def test_an_interactive_session_ends_silently(model: Path) -> None:
 def test_threads_and_memory_are_really_given_back(script: Script) -> None:
     done = script(
         MADE
-        + "import os, cllm.llm\n"
+        + "import os, time, cllm.llm\n"
         + "threads = lambda: len(os.listdir('/proc/self/task'))\n"
         + "before, parts = threads(), llm._llm._parts\n"
         + "cllm.llm._release_all()\n"
         + "assert parts.backend._engine is None\n"
         + "assert not llm._llm._engine.alive\n"
+        + "until = time.monotonic() + 60\n"  # a thread that was joined is not gone yet
+        + "while threads() >= before and time.monotonic() < until: time.sleep(0.01)\n"
         + "print(threads() < before)\n"
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")

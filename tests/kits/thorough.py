@@ -1,7 +1,9 @@
-"""How much of a long search a run makes. `make test` takes samples of it; `make test-exhaustive` tries everything.
+"""Which tests a run leaves out, and how much of a long search it makes.
 
-Tests that search are marked `exhaustive`; those of hypothesis are by themselves (conftest.py). With
-EXHAUSTIVE_TESTS=1 they leave nothing out; what cannot be sampled, such as a build with sanitizers, is skipped
+Tests that take seconds, because they start several processes or compute much with a real model, are marked `slow`:
+`make test` leaves them out, and `make test-slow` runs them. Tests that search are marked `exhaustive`; those of
+hypothesis are by themselves (conftest.py). `make test` takes samples of them. With EXHAUSTIVE_TESTS=1, as in
+`make test-exhaustive`, they leave nothing out; what cannot be sampled, such as a build with sanitizers, is skipped
 without it.
 """
 
@@ -17,6 +19,7 @@ T = TypeVar("T")
 
 EXHAUSTIVE = os.environ.get("EXHAUSTIVE_TESTS") == "1"
 
+slow = pytest.mark.slow
 exhaustive = pytest.mark.exhaustive
 only_exhaustive = [exhaustive, pytest.mark.skipif(not EXHAUSTIVE, reason="make test-exhaustive runs it")]
 

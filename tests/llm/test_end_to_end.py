@@ -19,6 +19,8 @@ import httpx
 import openai
 import pytest
 
+from thorough import slow
+
 pytestmark = pytest.mark.model
 
 SETTINGS = [
@@ -32,7 +34,7 @@ BLOCK_TOKENS = 16
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
 
 
-@pytest.fixture(scope="module", params=["native", "llama_cpp"])
+@pytest.fixture(scope="module", params=["native", pytest.param("llama_cpp", marks=slow)])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     command = [sys.executable, "-m", "cllm", "serve", "smollm2", "--port", "0", "--backend", request.param]
     for setting in SETTINGS:

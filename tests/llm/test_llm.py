@@ -28,6 +28,7 @@ from cllm.kv.ops import SlotOps
 from cllm.loading.open_model import ModelShare
 from cllm.loading.parts import ModelParts
 from cllm.tasks.warm import restore_pins
+from thorough import slow
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 REAL = {
@@ -331,7 +332,7 @@ async def _until_idle(llm: AsyncLLM) -> None:
     await asyncio.wait_for(idle(), 60)
 
 
-@pytest.fixture(scope="module", params=["native", "llama_cpp"])
+@pytest.fixture(scope="module", params=["native", pytest.param("llama_cpp", marks=slow)])
 def real(request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM("smollm2", backend=request.param, settings=REAL) as opened:
         yield opened

@@ -35,6 +35,11 @@ def everything_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cllm")
 
 
+@pytest.fixture(autouse=True)
+def no_number_of_threads_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CLLM_BACKEND__THREADS", raising=False)
+
+
 def levels(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.levelname for record in caplog.records]
 

@@ -52,6 +52,12 @@ def test_parts_are_one_model_and_projectors_are_none() -> None:
     assert str(found[-1]) == "BF16/Model-BF16-00001-of-00002.gguf (16,384 MiB), in 2 parts"
 
 
+def test_every_size_of_a_repository_with_large_variants_only() -> None:
+    sizes = {f"Model-UD-Q{bits}_K_XL.gguf": bits * GIB for bits in (2, 4, 8)} | {"Model-BF16.gguf": 16 * GIB}
+    chosen = [choose("hf:o/r", gguf_files(sizes), None, memory * GIB).chosen.quantisation for memory in (64, 3)]
+    assert chosen == ["Q4_K_XL", "Q2_K_XL"]
+
+
 @pytest.mark.parametrize(("memory", "chosen"), [(64, "Q4_K_M"), (6, "Q4_K_M"), (5, "Q3_K_S"), (3, "Q2_K")])
 def test_the_best_that_fits(memory: int, chosen: str) -> None:
     found = choose("hf:o/r", gguf_files(SIZES), None, memory * GIB)
@@ -135,7 +141,7 @@ def test_safetensors_go_before_gguf_unless_a_quantisation_is_asked_for(offers: H
         ("hf:org/repo:Q4_0", "has no .gguf files"),
         ("hf:org/many:", "is not a model name"),
         ("hf:org/many:Q4_0/m.gguf", "is not a model name"),
-        ("hf:org/none", "has no such file"),
+        ("hf:org/none", "has neither a config.json nor .gguf files"),
     ],
 )
 def test_what_is_not_there(offers: Hub, name: str, problem: str) -> None:

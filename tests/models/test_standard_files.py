@@ -17,7 +17,9 @@ import httpx
 import pytest
 
 from cllm.cli.http_server import ONE_SIGNAL_S
-from thorough import EXHAUSTIVE, exhaustive, some
+from thorough import EXHAUSTIVE, exhaustive, slow, some
+
+pytestmark = slow
 
 COMMAND = [sys.executable, "-m", "cllm"]
 FAKE = ["--backend", "fake"]

@@ -31,6 +31,7 @@ from scripted_llm import ScriptedLLM
 from served_models import complete
 from served_models import serving as serving_models
 from server_process import LIMIT_S, serving, until
+from thorough import slow
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -415,6 +416,7 @@ def ask(url: str, **headers: str) -> httpx.Response:
     )
 
 
+@slow
 def test_spans_reach_a_collector_before_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")  # only what the end sends
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-team=kv")
@@ -457,6 +459,7 @@ def closed_port() -> int:
         return port
 
 
+@slow
 def test_a_collector_that_is_not_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
@@ -473,6 +476,7 @@ def test_a_collector_that_is_not_there_is_one_warning(monkeypatch: pytest.Monkey
         assert len(unusual) == 1 and " warning " in unusual[0], unusual
 
 
+@slow
 def test_a_collector_that_never_answers_delays_nothing() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -21,6 +21,7 @@ from cllm.errors import ConfigError, ModelError
 from cllm.served import ServedModels
 from gguf_kit import tiny_model
 from native_kit import write_model
+from thorough import slow
 
 # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -68,6 +69,7 @@ def test_a_stream_keeps_its_model_until_it_ends_or_its_client_leaves() -> None:
         assert server.end() == 0
 
 
+@slow
 def test_one_line_says_where_and_which_models(tmp_path: Path) -> None:
     for name in ("A", "B", "dir/C"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -85,6 +87,7 @@ def test_one_line_says_where_and_which_models(tmp_path: Path) -> None:
     assert said.count("storing K/V of prompts and answers in") == 1
 
 
+@slow
 def test_what_cannot_be_served_is_one_line() -> None:
     command = [sys.executable, "-m", "cllm", "serve", "a", "b", "--backend", "fake", "--port", "0"]
     command += ["--set", "resources.max_memory_mb=0.04"]

@@ -10,7 +10,7 @@ import pytest
 
 from browser_kit import Browser, browsing
 from cluster_kit import LocalCluster, ScriptedCluster
-from thorough import EXHAUSTIVE, exhaustive
+from thorough import EXHAUSTIVE, exhaustive, slow
 
 ON_A_CLUSTER = {
     "test_http_anthropic": None,
@@ -34,7 +34,7 @@ ON_A_CLUSTER = {
     "test_warm": ".*",
 }
 """Modules whose tests also run against an ingress with a replica (`cluster_kit`): the same answers, errors and headers.
-Those whose names match always do. The others are about what an ingress and a single server have in common:
+Those whose names match do in `make test-slow`. The others are about what an ingress and a single server have in common:
 `make test-exhaustive` runs them."""
 
 
@@ -44,7 +44,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     always = ON_A_CLUSTER[module]
     if always is not None and re.match(always, metafunc.function.__name__):
-        metafunc.parametrize("served_by", ["single", "cluster"], indirect=True)
+        metafunc.parametrize("served_by", ["single", pytest.param("cluster", marks=slow)], indirect=True)
     elif EXHAUSTIVE:
         metafunc.parametrize("served_by", ["single", pytest.param("cluster", marks=exhaustive)], indirect=True)
 

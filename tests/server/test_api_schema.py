@@ -22,7 +22,7 @@ from cllm.server.app import create_app
 from cllm.server.http.connection import Connection
 from cllm.server.http.connections import Connections
 from repository import KITS
-from thorough import EXHAUSTIVE, exhaustive
+from thorough import EXHAUSTIVE, exhaustive, slow
 
 # A request that passes the deadline it asked for was taken; 408 is its answer. What is too short to be pinned gets 409.
 SETTINGS = """
@@ -57,6 +57,7 @@ def url() -> Iterator[str]:
 
 
 @exhaustive
+@slow
 def test_the_description_is_true(url: str, tmp_path: Path) -> None:
     (tmp_path / "schemathesis.toml").write_text(SETTINGS)
     phases, examples = ("examples,coverage,fuzzing", 5) if EXHAUSTIVE else ("examples,fuzzing", 2)

@@ -321,6 +321,7 @@ BAD = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"stop_sequences": ["a"], "stop": "b"}, "stop is another name of stop_sequences"),
     ({"container": "c"}, "container is not supported"),
+    ({"compaction": {}}, "compaction is not supported"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
     ({"output_format": {"type": "grammar"}}, "output_format.type"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
@@ -331,6 +332,13 @@ BAD = [
 @pytest.mark.parametrize(("body", "words"), BAD)
 async def test_bad_input_is_refused_by_name(llm: ScriptedLLM, body: dict[str, Any], words: str) -> None:
     assert words in await refused(llm, body)
+
+
+async def test_a_thread_is_refused_so_that_clients_send_all_messages(llm: ScriptedLLM) -> None:
+    """The client's tool runner begins with a thread, and goes on without if the error has these details."""
+    error = (await post(llm, {"thread": {"type": "create"}})).json()["error"]
+    assert error["message"].startswith("thread is not supported by this server")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 async def test_conversations_longer_than_the_context_are_counted(llm: ScriptedLLM) -> None:

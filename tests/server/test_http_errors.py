@@ -20,7 +20,8 @@ from cllm.errors import (
 )
 from cllm.server.middleware import RequestContext
 from cllm.server.schema import body as bodies
-from cllm.server.schema.validation import MOST_PROBLEMS, describe_invalid
+from cllm.server.schema.invalid import describe_invalid
+from cllm.server.schema.validation import MOST_PROBLEMS
 from http_kit import client_for, config_with, served
 from scripted_llm import ScriptedLLM
 
@@ -82,7 +83,7 @@ SHARED = [
     ({"priority": "high"}, "priority"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"no_such_thing": 1}, "no_such_thing"),
-    ({"with-dash": None}, "with-dash"),
+    ({"with-dash": 1}, "with-dash"),
 ]
 
 COMPLETIONS = [

@@ -26,6 +26,9 @@ HINTS: dict[str, Any] = {
     "prediction": {"type": "content", "content": "hi"},
     "cache_prompt": True,
     "id_slot": -1,
+    "dry_base": 1.75,
+    "sse_ping_interval": 5,
+    "a_field_of_a_newer_client": None,
 }
 
 
@@ -96,6 +99,44 @@ async def test_contradictions_are_found_together_with_unknown_keys() -> None:
         "max_tokens is 3, but max_completion_tokens is 4; send one of them. "
         "what is not a parameter of this request."
     )
+
+
+async def test_contradictions_are_found_beside_wrong_values_but_not_because_of_them() -> None:
+    body = {**CHAT, "temperature": "hot", "tool_choice": "required", "stream_options": {}, "functions": [{"name": "f"}]}
+    message = (await post(ScriptedLLM(), "/v1/chat/completions", body)).json()["error"]["message"]
+    assert message == (
+        "temperature must be a valid number, not 'hot'. "
+        "stream_options is only allowed together with stream = true. "
+        "tool_choice is only allowed together with tools. "
+        "functions is not supported by this server; send tools instead."
+    )
+    wrong = {**CHAT, "logprobs": "yes", "top_logprobs": 2}
+    message = (await post(ScriptedLLM(), "/v1/chat/completions", wrong)).json()["error"]["message"]
+    assert message == "logprobs must be a valid boolean, not 'yes'."
+
+
+async def test_all_problems_of_a_message_and_of_its_calls() -> None:
+    body = {"messages": [{"role": "wizard", "content": 3}]}
+    message = (await post(ScriptedLLM(), "/v1/chat/completions", body)).json()["error"]["message"]
+    assert "messages[0].role must be 'system'" in message and "messages[0].content must be a string" in message
+    result = {"role": "tool", "tool_call_id": "7", "content": "sunny"}
+    body = {"messages": [*CHAT["messages"], result], "top_logprobs": 1}
+    message = (await post(ScriptedLLM(), "/v1/chat/completions", body)).json()["error"]["message"]
+    assert message == (
+        "messages[1].tool_call_id is that of no call before it: '7'. "
+        "top_logprobs is only allowed together with logprobs = true."
+    )
+
+
+async def test_a_part_of_another_kind_is_one_problem() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    body = {"messages": [{"role": "user", "content": [image]}]}
+    message = (await post(ScriptedLLM(), "/v1/chat/completions", body)).json()["error"]["message"]
+    said = "messages[0].content[0].type must be 'text', not 'image_url'; this server supports no other parts."
+    assert message == said
+    custom = {**CHAT, "tools": [{"type": "custom", "custom": {"name": "x"}}]}
+    message = (await post(ScriptedLLM(), "/v1/chat/completions", custom)).json()["error"]["message"]
+    assert message == "tools[0].type is 'custom'; it must be 'function'; this server supports no other kind of tool."
 
 
 async def test_a_list_of_problems_has_an_end() -> None:

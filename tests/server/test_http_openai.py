@@ -528,6 +528,7 @@ class Prompt(ScriptedLLM):
         return generation
 
 
+@pytest.mark.single  # over a link, the last ones may come a moment later
 async def test_deltas_that_wait_share_one_write() -> None:
     start, first, end = await asgi_stream(Prompt())
     assert start["type"] == "http.response.start"

@@ -17,12 +17,14 @@ from cllm.config import Config, load_config
 from cllm.llm import AsyncLLM
 from cllm.server.auth.key_file import add_key
 from http_kit import TrackedApp, served
+from thorough import slow
 
 LONG = "x" * 600
 PATHS = {
     "/v1/completions": {"prompt": LONG, "stream": True},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": LONG}], "stream": True},
     "/generate_stream": {"prompt": LONG},
+    "/v1/responses": {"input": LONG, "stream": True},
 }
 SLOW = {"backend.fake.latency_ms": 100.0, "scheduler.max_step_tokens": 64}
 
@@ -50,16 +52,18 @@ def comments(text: str) -> list[str]:
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_prompt_says_how_far_it_is(path: str) -> None:
     async with serving(**SLOW) as (app, _), httpx.AsyncClient(base_url=app.url, timeout=60) as client:
-        body = {**PATHS[path], "max_tokens": 2, "return_progress": True, "ignore_eos": True}
+        most = "max_output_tokens" if "responses" in path else "max_tokens"
+        body = {**PATHS[path], most: 2, "return_progress": True, "ignore_eos": True}
         answer = await client.post(path, json=body)
         again = await client.post(path, json=body)
-    told = [event["prompt_progress"] for event in events(answer.text) if "prompt_progress" in event]
+    all_events = [event for event in events(answer.text) if event.get("type") != "response.created"]
+    told = [event["prompt_progress"] for event in all_events if "prompt_progress" in event]
     assert [set(each) for each in told] == [{"total", "cache", "processed", "time_ms"}] * len(told)
     processed = [each["processed"] for each in told]
     assert processed == sorted(set(processed))
     assert processed[-1] == told[-1]["total"] >= 600
     assert any(0 < each < told[-1]["total"] for each in processed)
-    first_text = next(n for n, event in enumerate(events(answer.text)) if "prompt_progress" not in event)
+    first_text = next(n for n, event in enumerate(all_events) if "prompt_progress" not in event)
     assert first_text == len(told)
     last = [event["prompt_progress"] for event in events(again.text) if "prompt_progress" in event][-1]
     assert last["cache"] > 0
@@ -88,10 +92,23 @@ async def test_openais_client_takes_progress_for_empty_chunks() -> None:
     assert [chunk.choices[0].delta.role for chunk in chunks if chunk.choices[0].delta.role] == ["assistant"]
 
 
+async def test_responses_report_progress_in_events_that_openais_client_knows() -> None:
+    async with serving(**SLOW) as (app, _), AsyncOpenAI(base_url=f"{app.url}/v1", api_key="-") as client:
+        stream = await client.responses.create(
+            model="fake", input=LONG, stream=True, max_output_tokens=2, extra_body={"return_progress": True}
+        )
+        seen = [event async for event in stream]
+    assert [event.sequence_number for event in seen] == [*range(len(seen))]
+    told = [event for event in seen if (event.model_extra or {}).get("prompt_progress")]
+    assert {event.type for event in told} == {"response.in_progress"}
+    assert [event.type for event in seen].count("response.created") == 1
+
+
+@slow
 async def test_silence_is_filled_with_comments_in_the_queue_the_prompt_and_the_answer() -> None:
     settings = {"server__sse_keepalive_s": 0.2, "backend__fake__latency_ms": 700.0, "scheduler__max_running": 1}
     async with serving(**settings) as (app, _), httpx.AsyncClient(base_url=app.url, timeout=60) as client:
-        body = {"prompt": "hello", "stream": True, "max_tokens": 3, "ignore_eos": True}
+        body = {"prompt": "hello", "stream": True, "max_tokens": 3, "ignore_eos": True, "temperature": 0}
         running = asyncio.create_task(client.post("/v1/completions", json=body))
         await asyncio.sleep(0.1)
         waiting = await client.post("/v1/completions", json={**body, "prompt": "other"})

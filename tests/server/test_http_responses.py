@@ -321,6 +321,44 @@ async def test_stored_responses_are_read_and_deleted(client: AsyncOpenAI) -> Non
         await client.responses.cancel(made.id)
 
 
+async def test_input_tokens_are_counted_as_they_are_charged(client: AsyncOpenAI, llm: ScriptedLLM) -> None:
+    first = await client.responses.create(model="tiny", input="one")
+    body: Any = {"model": "tiny", "input": "two", "instructions": "I", "previous_response_id": first.id}
+    counted = await client.responses.input_tokens.count(**body)
+    assert (counted.object, len(llm.generations)) == ("response.input_tokens", 1)
+    second = await client.responses.create(**body)
+    assert second.usage is not None and second.usage.input_tokens == counted.input_tokens
+    long = await client.responses.input_tokens.count(model="tiny", input="a" * 5000)
+    assert long.input_tokens > 5000, "it may be longer than the context"
+
+
+async def test_input_items_are_what_a_response_answers(client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, routes, CALLS)
+    first = await client.responses.create(model="tiny", input=[{"role": "user", "content": "one"}], tools=[TOOL])  # type: ignore[list-item]
+    results: Any = [{"type": "function_call_output", "call_id": f"call_{number}", "output": "18"} for number in (1, 2)]
+    second = await client.responses.create(model="tiny", input=results, previous_response_id=first.id)
+    items: list[Any] = [item async for item in client.responses.input_items.list(second.id, order="asc", limit=2)]
+    kinds = ["message", "reasoning", "message", *["function_call"] * 2, *["function_call_output"] * 2]
+    assert [item.type for item in items] == kinds
+    assert len({item.id for item in items}) == len(items)
+    assert (items[0].content[0].text, items[1].content[0].text, items[2].content[0].text) == (
+        "one", "Let me think.", "I'll look.",
+    )  # fmt: skip
+    assert (items[3].name, json.loads(items[3].arguments), items[5].output) == ("weather", {"city": "Paris"}, "18")
+    newest_first = [item async for item in client.responses.input_items.list(second.id)]
+    assert [item.id for item in newest_first] == [item.id for item in items[::-1]]
+    for query, said in (
+        ({"limit": 0}, "limit is '0'; it must be from 1 to 100"),
+        ({"order": "up"}, "order is 'up'; it must be 'asc' or 'desc'"),
+        ({"after": "x"}, "after is 'x', which is no input item"),
+        ({"before": "x"}, "'before' is not a parameter of this request"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=said):
+            await client.responses.input_items.list(second.id, extra_query=query)
+    with pytest.raises(openai.NotFoundError, match="not found"):
+        await client.responses.input_items.list("resp-none")
+
+
 async def test_what_is_not_to_be_stored_is_not(client: AsyncOpenAI) -> None:
     made = await client.responses.create(model="tiny", input="one", store=False)
     with pytest.raises(openai.NotFoundError, match="unless store is false"):
@@ -425,9 +463,9 @@ def test_an_answer_is_kept_whatever_it_holds() -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
 
 
-@pytest.mark.parametrize(("method", "path"), [("POST", "input_tokens"), ("GET", "resp-1/input_items")])
-async def test_routes_that_are_not_here_say_so(llm: ScriptedLLM, method: str, path: str) -> None:
+@pytest.mark.parametrize("path", ["compact", "resp-1/cancel"])
+async def test_routes_that_are_not_here_say_so(llm: ScriptedLLM, path: str) -> None:
     async with client_for(llm) as client:
-        refused = await client.request(method, f"/v1/responses/{path}")
+        refused = await client.post(f"/v1/responses/{path}")
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported")
     assert path.split("/")[-1] in refused.json()["error"]["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -18,7 +19,13 @@ CHAT = [{"role": "user", "content": "Hi <eos>"}]
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    config = load_config(None, {"backend.type": "fake", "server.max_encode_tokens": 2000}, {}).config
+    async with serving({}) as client:
+        yield client
+
+
+@asynccontextmanager
+async def serving(flags: dict[str, Any]) -> AsyncIterator[httpx.AsyncClient]:
+    config = load_config(None, {"backend.type": "fake", "server.max_encode_tokens": 2000, **flags}, {}).config
     async with AsyncLLM(config) as llm:
         transport = httpx.ASGITransport(app=create_app(llm, config))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -63,6 +70,20 @@ async def test_a_chat_has_the_tokens_of_its_prompt(client: httpx.AsyncClient) ->
         assert rendered["prompt"] == "<|im_start|>user\nHi <eos><|im_end|>\n<|im_start|>assistant\n"
 
 
+async def test_a_chat_with_all_that_makes_its_prompt(client: httpx.AsyncClient) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    started = [*CHAT, {"role": "assistant", "content": "Well"}]
+    for extra in ({"tools": [tool]}, {"messages": started, "continue_final_message": True}):
+        body = {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}, **extra}
+        rendered = await post(client, "/apply-template", **body)
+        assert (await post(client, "/tokenize", **body))["tokens"] == rendered["prompt_token_ids"]
+
+
+async def test_a_chat_may_be_longer_than_the_context() -> None:
+    async with serving({"resources.max_context_length": 256}) as client:
+        assert (await post(client, "/tokenize", messages=[{"role": "user", "content": "x" * 1000}]))["count"] > 1000
+
+
 async def test_tokens_become_text_again(client: httpx.AsyncClient) -> None:
     back = await post(client, "/detokenize", tokens=[72, 105, 257])
     assert back == {"prompt": "Hi<eos>", "content": "Hi<eos>"}
@@ -73,7 +94,7 @@ async def test_tokens_become_text_again(client: httpx.AsyncClient) -> None:
     ("path", "body", "param"),
     [
         ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "content": "b"}, "prompt"),
+        ("/tokenize", {"prompt": "a", "content": "b"}, "content"),
         ("/tokenize", {"prompt": "x" * 2001}, "prompt"),
         ("/tokenize", {"content": "x" * 100_000}, "content"),
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),

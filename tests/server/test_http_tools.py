@@ -251,6 +251,8 @@ async def test_the_model_is_told_of_the_tools_that_are_allowed(mode: str) -> Non
     assert refused.json()["error"]["message"] == "tool_choice must be 'auto', 'none', 'required' or an object, not 'x'."
     refused = await ask(llm, tools=[{"type": "function", "function": {"name": "f", "parameters": 5}}])
     assert refused.json()["error"]["message"] == "tools[0].function.parameters must be an object, not 5."
+    refused = await ask(llm, tools=[{"type": "custom", "custom": {"name": "f"}}])
+    assert refused.json()["error"]["message"].startswith("tools[0].type is 'custom'; it must be 'function'")
     refused = await ask(llm, tools=[{"type": "function", "function": {"name": None}}])
     assert refused.json()["error"]["message"].endswith("not null.")
 
@@ -302,6 +304,14 @@ async def test_a_result_must_be_that_of_a_call() -> None:
     assert (await ask(fake("Done."), messages=[USER, *turn, USER, *turn, called, USER, turn[1]])).status_code == 200
 
 
+async def test_reasoning_in_the_content_has_the_mark_that_the_prompt_had() -> None:
+    llm = fake("Hm</think>Yes", template=TEMPLATE + "{{ '<think>' if add_generation_prompt }}{# </think> #}")
+    assert (await choice(llm, separate_reasoning=False))["message"]["content"] == "<think>Hm</think>Yes"
+    begun = [USER, {"role": "assistant", "content": "<think>So"}]
+    answer = await choice(llm, separate_reasoning=False, messages=begun, continue_final_message=True)
+    assert answer["message"]["content"] == "Hm</think>Yes"
+
+
 class ToldOfTools(ScriptedLLM):
     """Its prompts hold the tools' descriptions, and are no longer than the context."""
 
@@ -327,3 +337,13 @@ async def test_what_is_too_long_is_named(path: str, told: int, said: int, param:
         error = (await client.post(path, json=body)).json()["error"]
     assert (error["param"], error["code"]) == (param, "context_length_exceeded"), error
     assert ("the list of tools has 2" in error["message"]) == (param == "tools"), error
+    assert ("The tools alone have " in error["message"]) == (param != "tools"), error
+
+
+@pytest.mark.parametrize("schema", [{"multipleOf": 99_999_989}, {"multipleOf": 10**400}])
+async def test_a_schema_that_cannot_be_enforced_is_refused_by_its_tool(schema: dict[str, Any]) -> None:
+    hostile = {"type": "object", "properties": {"a": schema}}
+    tools = [TOOL, {"type": "function", "function": {"name": "g", "parameters": hostile}}]
+    refused = await ask(fake(CALL), tools=tools, tool_choice="required")
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["param"] in ("tools", "tools[1]") and "multipleOf" in error["message"]

@@ -32,6 +32,7 @@ from page_stream import Reader, page_of, reading, watchers, watchers_gone
 from repository import ROOT
 from scripted_llm import ScriptedLLM
 from server_process import serving
+from thorough import slow
 
 STATIC = ROOT / "src" / "cllm" / "server" / "page" / "static"
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
@@ -184,6 +185,7 @@ async def test_slots_are_shown_as_well() -> None:
         assert [prefix["users"] for prefix in reader.known["prefixes"]] == [0]
 
 
+@slow
 async def test_two_watchers_see_the_same() -> None:
     async with page_of(latency_ms=2.0) as (llm, app), reading(app.url) as early:
         first = await anext(early)
@@ -322,6 +324,7 @@ async def test_there_is_a_limit_of_watchers() -> None:
             assert (await anext(three)).kinds == ["whole"]
 
 
+@slow
 async def test_many_who_come_and_go_leave_nothing_behind() -> None:
     async with page_of(latency_ms=1.0) as (llm, app):
         generation = llm.submit("busy", LONG)
@@ -390,6 +393,7 @@ def test_pictures_are_made_only_while_somebody_watches_and_not_too_often() -> No
     assert (made, views.latest, views.due_at) == (2, None, None)
 
 
+@slow
 async def test_a_picture_shows_the_last_change_though_nothing_happens_any_more() -> None:
     async with page_of() as (llm, app), reading(app.url) as events:
         reader = await anext(events)
@@ -403,6 +407,7 @@ async def test_a_picture_shows_the_last_change_though_nothing_happens_any_more()
 # -- the benchmark -------------------------------------------------------------------------------------------------
 
 
+@slow
 def test_the_benchmark_compares_with_and_without_a_reader(tmp_path: Path) -> None:
     file = tmp_path / "page.json"
     sizes = [option for size in ("streams=2", "blocks=1000") for option in ("--size", size)]

@@ -15,6 +15,7 @@ import pytest
 
 from browser_kit import Browser, needs_browser
 from server_process import Served, post, read_all, serving, until
+from thorough import slow
 
 pytestmark = needs_browser
 
@@ -132,6 +133,7 @@ def test_a_cell_says_who_holds_it_and_a_row_picks_its_cells_out(browser: Browser
     assert browser.complaints() == []
 
 
+@slow
 def test_a_page_that_is_left_keeps_no_connection_and_goes_on_when_it_is_back(browser: Browser, server: Served) -> None:
     for _ in range(8):
         browser.open(server.url)
@@ -374,6 +376,7 @@ def _is_ours(node: dict[str, Any]) -> bool:
 # -- many blocks ---------------------------------------------------------------------------------------------------
 
 
+@slow
 def test_a_hundred_thousand_blocks(browser: Browser, record_property: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Reports what a frame takes; asserts only that all of them are there."""
     with serving("resources.kv_cache_max_memory_mb=12.5", "backend.fake.latency_ms=2") as server:

@@ -12,6 +12,7 @@ from cllm.kv.paged.manager import PagedKVManager
 from cllm.llm import AsyncLLM
 from cllm.server.page.cache_events import MOST, short_name, summarize
 from page_stream import LIMIT_S, page_of, reading, watchers_gone
+from thorough import slow
 
 A, B, C, D = (bytes([number]) * 32 for number in range(1, 5))
 
@@ -53,6 +54,7 @@ def test_of_many_the_newest_are_summarized() -> None:
     assert len(entries) == MOST and entries[-1]["name"] == short_name(names[-1])
 
 
+@slow
 async def test_the_stream_tells_every_block_that_is_stored_and_removed() -> None:
     async with page_of(resources={"kv_cache_max_memory_mb": 0.02}) as (llm, app), reading(app.url) as events:
         reader = await anext(events)

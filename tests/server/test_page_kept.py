@@ -9,6 +9,7 @@ import httpx
 from browser_kit import Browser, needs_browser
 from cllm.server.auth.key_file import add_key
 from server_process import Served, serving
+from thorough import slow
 
 pytestmark = needs_browser
 
@@ -35,6 +36,7 @@ def press(browser: Browser, where: str, text: str) -> None:
 # -- what is kept --------------------------------------------------------------------------------------------------
 
 
+@slow
 def test_what_is_written_to_disk_and_loaded_from_it_is_shown(browser: Browser, tmp_path: Path) -> None:
     disk = ("kv.disk.enabled=true", f"kv.disk.directory={tmp_path}", "kv.disk.max_mb=16")
     with serving(*disk, "backend.fake.latency_ms=20") as server:
@@ -154,6 +156,7 @@ def test_what_slots_store_is_told_in_blocks(browser: Browser) -> None:
 # -- several models ------------------------------------------------------------------------------------------------
 
 
+@slow
 def test_of_several_models_one_is_chosen(browser: Browser) -> None:
     with serving(*TWO_MODELS) as several:
         browser.open(several.url)
@@ -168,6 +171,7 @@ def test_of_several_models_one_is_chosen(browser: Browser) -> None:
         assert browser.complaints() == []
 
 
+@slow
 def test_models_are_loaded_and_unloaded_and_share_one_budget(browser: Browser) -> None:
     with serving(*TWO_MODELS) as several:
         browser.open(several.url)

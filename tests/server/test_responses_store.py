@@ -28,7 +28,7 @@ def store(clock: Clock, **settings: float) -> ResponseStore:
 
 
 def of(size: int) -> Stored:
-    return Stored(b"x" * (size // 2), b"y" * (size - size // 2))
+    return Stored(b"x" * (size // 2), b"y" * (size - size // 2), 1)
 
 
 def test_a_key_sees_its_own_alone(clock: Clock) -> None:

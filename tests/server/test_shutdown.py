@@ -16,6 +16,7 @@ from cllm.cli.http_server import Server
 from cllm.config import load_config
 from cllm.server.http.listening import bind
 from server_process import LIMIT_S, Served, completion, read_all, serving, until
+from thorough import slow
 
 SLOW = "backend.fake.latency_ms=20"
 BODY = {"prompt": "hello", "max_tokens": 2}
@@ -25,7 +26,9 @@ def ready(server: Served) -> int:
     return httpx.get(f"{server.url}/ready", timeout=LIMIT_S).status_code
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=slow), pytest.param(signal.SIGINT, marks=slow)]
+)
 def test_until_the_last_stream_is_done_the_port_answers(number: signal.Signals) -> None:
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip(f"{number.name} is switched off here (nohup), and stays so for servers")

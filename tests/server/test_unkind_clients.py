@@ -25,6 +25,7 @@ from cllm.server.http import connection as one_connection
 from cllm.server.http import connections
 from cllm.server.http.connections import Connections
 from server_process import LIMIT_S, Served, completion, post, read_all, reply_of, serving, until
+from thorough import slow
 
 SHORT = ["server.header_timeout_s=0.5", "server.body_timeout_s=0.5", "server.write_timeout_s=0.5"]
 GET = b"GET /health HTTP/1.1\r\nhost: test\r\n"
@@ -311,6 +312,7 @@ def test_slow_bodies_make_room_too_and_running_answers_do_not() -> None:
             assert b"data: " in stream.recv(65_536)
 
 
+@slow
 def test_few_file_descriptors_are_enough() -> None:
     with serving("server.header_timeout_s=3", files=64) as server, contextlib.ExitStack() as stack:
         until(lambda: server.logged("the open-file limit allows only"))
@@ -534,8 +536,9 @@ def test_a_chunked_body_is_read(server: Served) -> None:
 
 
 def test_head_and_upgrades_are_answered_like_any_other(server: Served) -> None:
-    raw = ask(server, b"HEAD /health HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n")
-    assert reply_of(raw).status == 405 and reply_of(raw).body == b""
+    for path, status in ((b"/", 200), (b"/health", 200), (b"/metrics", 200), (b"/kv", 405)):
+        raw = ask(server, b"HEAD %b HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n" % path)
+        assert reply_of(raw).status == status and reply_of(raw).body == b""
     raw = ask(server, GET + b"connection: upgrade, close\r\nupgrade: websocket\r\n\r\n")
     assert reply_of(raw).status == 200 and reply_of(raw).headers["connection"] == "close"
 

@@ -12,8 +12,9 @@ import pytest
 
 from cllm.server.auth.key_file import add_key
 from server_process import LIMIT_S, Served, serving
+from thorough import slow
 
-pytestmark = pytest.mark.model
+pytestmark = [slow, pytest.mark.model]
 
 RULES = " ".join(f"Rule {number}: whoever reads this far keeps rule {number - 1} as well." for number in range(45))
 WARMED = re.compile(r"kv\.warm\[0\]: (\d+) tokens \((\d+) already cached\), \S+ s, pinned")

@@ -43,7 +43,7 @@ from cllm.simulate.synthetic import SHAPES, Shape, SyntheticTrace
 from cllm.simulate.tally import Tally, percentile
 from cllm.simulate.traces import ListTrace, TracedRequest
 from simulate_kit import COST
-from thorough import sampled
+from thorough import sampled, slow
 
 
 def chats(requests: int = 150, rate: float = 8.0, **shape: Any) -> ListTrace:
@@ -250,6 +250,7 @@ def test_one_replica_is_the_plain_simulation(routing: str) -> None:
     assert figures["balance"] == 1.0
 
 
+@slow
 def test_a_small_cluster_finds_as_much_as_one_large_server() -> None:
     """200 users of 20 system prompts: within 5 % of one server with all the memory; random routing far below."""
     shape = Shape(systems=20, system="400", popularity=1.0, longest=4096)
@@ -438,6 +439,7 @@ def test_a_sweep(tmp_path: Path) -> None:
     assert len(json.loads(file.read_text())["results"]) == 4
 
 
+@slow
 def test_a_sweep_of_replicas_and_routings(tmp_path: Path) -> None:
     file, plot = tmp_path / "deep" / "results.json", tmp_path / "plot.svg"
     options = ["--replicas", "1,3", "--routing", "all", "--per-replica", "--json", str(file), "--plot", str(plot)]

@@ -76,6 +76,14 @@ async def test_what_was_compiled_is_kept_the_most_recent_ones() -> None:
     compiler.close()
 
 
+async def test_as_many_are_kept_as_may_be() -> None:
+    compiler = make(max_cached=4)
+    structures = [Structure("regex", f"x{number}") for number in range(4)]
+    first = [await compiler.compile(each) for each in structures]
+    assert [await compiler.compile(each) for each in structures] == first
+    compiler.close()
+
+
 async def test_many_who_ask_for_the_same_wait_for_one() -> None:
     compiler = make()
     found: list[Grammar] = await asyncio.gather(*(compiler.compile(WORD) for _ in range(20)))
@@ -113,11 +121,17 @@ async def test_a_failure_that_is_not_the_structure_s_fault_is_not_kept(monkeypat
 
 async def test_whoever_waits_when_the_model_is_closed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = make()
-    going_on = threading.Event()
+    begun, going_on = threading.Semaphore(0), threading.Event()
+
+    def compile_slowly(_: Structure) -> object:
+        begun.release()
+        return going_on.wait(30)
+
     with monkeypatch.context() as patched:
-        patched.setattr(compiler, "_compile", lambda structure: going_on.wait(30))
+        patched.setattr(compiler, "_compile", compile_slowly)
         waiting = [asyncio.ensure_future(compiler.compile(Structure("regex", f"x{n}"))) for n in range(THREADS + 1)]
-        await asyncio.sleep(0)
+        for _ in range(THREADS):
+            assert await asyncio.to_thread(begun.acquire, timeout=30)
         compiler.close()
         with pytest.raises(ShuttingDownError):
             await waiting[-1]

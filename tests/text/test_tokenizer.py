@@ -17,7 +17,7 @@ from cllm.models.registry import resolve
 from cllm.text.token_limit import SLACK
 from cllm.text.tokenizer import ByteTokenizer, TableTokenizer, Tokenizer, load_tokenizer
 from gguf_kit import LLAMA_KEYS, write_gguf
-from thorough import sampled
+from thorough import sampled, slow
 from tokenizer_kit import CORPUS, LlamaVocabulary, sentencepiece_keys
 
 
@@ -44,7 +44,12 @@ def smollm2() -> Iterator[Pair]:
     yield from open_pair(resolve("smollm2"))
 
 
-@pytest.fixture(scope="module", params=["llama-bpe", "qwen2", "gpt-2", "default", "smollm"])
+WAYS = ["llama-bpe", "qwen2", "gpt-2", "default", "smollm", "qwen35", "tekken", "gpt-4o"]
+DISTINCT = ["llama-bpe", "gpt-2", "default", "qwen35", "gpt-4o"]
+"""Those that know different classes of characters."""
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def same_words_otherwise_split(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
@@ -107,7 +112,9 @@ def test_other_ways_to_split_words_on_the_corpus(same_words_otherwise_split: Pai
         same_words_otherwise_split.check(text)
 
 
+@slow
 @pytest.mark.model
+@pytest.mark.parametrize("same_words_otherwise_split", DISTINCT, indirect=True)
 def test_every_character_is_of_the_same_class_as_in_llama_cpp(same_words_otherwise_split: Pair) -> None:
     """Ideographs, syllables, private use and empty planes by sample, all others one by one."""
     blocks = [(0x3400, 0xA000), (0xAC00, 0xD7A4), (0xE000, 0xF900), (0x17000, 0x18B00), (0x20000, 0x110000)]
@@ -300,12 +307,18 @@ def test_merges_that_lead_nowhere_are_left_out(tmp_path: Path) -> None:
     assert tokenizer.token_text(4) == "[EMPTY_4]"
 
 
+def test_the_end_of_a_part_does_not_end_an_answer(tmp_path: Path) -> None:
+    for others, ends in ((["x", "y"], {0}), (["<|return|>", "<|call|>"], {1, 2}), (["<|calls|>", "<|flush|>"], {1, 2})):
+        keys = GPT2_KEYS | {"tokenizer.ggml.tokens": ["<|end|>", *others, "a", "b"]}
+        assert load_tokenizer(GGUFModel.open(write_gguf(tmp_path / "m.gguf", keys))).eos_ids == ends
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"tokenizer.ggml.tokens": None}, "has no tokenizer"),
         ({"tokenizer.ggml.model": "bert"}, "its tokenizer 'bert' is not supported (supported: gpt2"),
-        ({"tokenizer.ggml.pre": "tekken"}, "its pre-tokenizer 'tekken' is not supported (supported: "),
+        ({"tokenizer.ggml.pre": "viking"}, "its pre-tokenizer 'viking' is not supported (supported: "),
         ({"tokenizer.ggml.merges": None}, "has no merges"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "has a duplicate token"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "has 5 tokens but 2 token types"),

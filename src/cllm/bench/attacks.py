@@ -136,8 +136,13 @@ def _send(place: Place, _: AttackSizes, request: bytes) -> list[int]:
 
 
 def _send_many(place: Place, sizes: AttackSizes, request: bytes) -> list[int]:
-    with ThreadPoolExecutor(sizes.at_once) as pool:
-        return list(pool.map(lambda _: ask(place, request), range(sizes.at_once)))
+    return _send_all(place, [request] * sizes.at_once)
+
+
+def _send_all(place: Place, requests: Sequence[bytes]) -> list[int]:
+    """All at once."""
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(lambda request: ask(place, request), requests))
 
 
 def _completion(body: dict[str, Any]) -> bytes:
@@ -196,12 +201,28 @@ def _wide_schema(_: AttackSizes) -> bytes:
     return _by_schema({"type": "object", "properties": _properties(900)})
 
 
+def _new_schemas(place: Place, sizes: AttackSizes, _: bytes) -> list[int]:
+    """Each is another one, so none is found compiled."""
+    schemas = ({"type": "object", "properties": _properties(100), "title": str(n)} for n in range(5 * sizes.at_once))
+    return _send_all(place, [*map(_by_schema, schemas)])
+
+
 def _exploding(_: AttackSizes) -> bytes:
     return _chat({"guided_regex": "(.*a){30}(a|b|ab)*.{1,1000}c{1,500}(x+x+)+y"})
 
 
+def _embedding_of(count: int) -> bytes:
+    texts = [f"a few words to embed, and their number {number}" for number in range(count)]
+    return _post("/v1/embeddings", json.dumps({"input": texts}).encode())
+
+
 def _embeddings(sizes: AttackSizes) -> bytes:
-    return _post("/v1/embeddings", json.dumps({"input": ["a few words to embed"] * sizes.inputs}).encode())
+    return _embedding_of(sizes.inputs)
+
+
+def _texts(sizes: AttackSizes) -> bytes:
+    """As many as are taken by default."""
+    return _embedding_of(min(sizes.inputs, 2048))
 
 
 def _offered(count: int, bytes_each: int) -> bytes:
@@ -255,8 +276,10 @@ ATTACKS = (
     Attack("recursive", "a recursive schema", _recursive, _send_many),
     Attack("large_schema", "a schema of 1 MB", _large_schema, _send_many),
     Attack("wide_schema", "900 properties with patterns", _wide_schema, _send_many),
+    Attack("new_schemas", "new schemas, all at once", _nothing, _new_schemas),
     Attack("exploding", "an exploding regex", _exploding, _send_many),
     Attack("embeddings", "inputs of embeddings", _embeddings, _send_many),
+    Attack("texts", "as many texts to embed as are taken", _texts, _send),
     Attack("large_tools", "1 MB of tools", _large_tools, _send_many),
     Attack("many_tools", "many tools", _many_tools, _send_many),
     Attack("gone", "two pipelined, then gone", _pipelined, _gone),

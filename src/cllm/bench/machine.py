@@ -5,12 +5,11 @@ from __future__ import annotations
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from cllm.machine import default_threads, read_cpus, read_memory_limits, tightest, total_memory
+from cllm.machine import cpu_features, cpu_info, default_threads, read_cpus, read_memory_limits, tightest, total_memory
 
 _FEATURES = ("avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp")
 _PACKAGES = ("cllm", "llama-cpp-python", "xllamacpp", "openvino-genai", "numpy", "uvicorn")
@@ -20,7 +19,7 @@ def describe_machine() -> dict[str, Any]:
     """What of it this process may use: in a container, not the host's numbers."""
     cpus, rooms = read_cpus(), read_memory_limits()
     return {
-        "cpu": _cpu_line("model name") or platform.processor() or platform.machine(),
+        "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
         "physical_cores": min(cpus.cores, cpus.usable),
         "logical_cores": cpus.usable,
         "cpu_limit": cpus.limit(),
@@ -40,18 +39,9 @@ def busy_percent(seconds: float = 0.3) -> float:
     return psutil.cpu_percent(interval=seconds)
 
 
-def _cpu_line(key: str) -> str:
-    """The first processor's value in /proc/cpuinfo; empty where there is no such file."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
-
-
 def _cpu_features() -> list[str]:
-    flags = set((_cpu_line("flags") or _cpu_line("Features")).split())
-    return [feature for feature in _FEATURES if feature in flags]
+    found = cpu_features()
+    return [feature for feature in _FEATURES if feature in found]
 
 
 def _versions() -> dict[str, str]:

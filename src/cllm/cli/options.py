@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 PIPED_WIDTH = 200
 """Columns of a table if stdout is not a terminal."""
+_LEAST_COLUMNS = 20
+"""Narrower terminals break lines themselves."""
 
 MODEL_HELP = (
     "smollm2, a .gguf file, a Hugging Face directory, hf:org/repo, hf:org/repo:Q4_K_M or hf:org/repo/file.gguf. "
@@ -106,5 +110,17 @@ def open_console() -> Console:
 
 
 def print_status(message: str) -> None:
-    """Print a line to stderr; stdout is for results."""
-    typer.secho(message, err=True, dim=sys.stderr.isatty())
+    """Print lines to stderr, broken between words at a terminal; stdout is for results."""
+    at_terminal = sys.stderr.isatty()
+    typer.secho(_wrapped(message) if at_terminal else message, err=True, dim=at_terminal)
+
+
+def _wrapped(message: str) -> str:
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except OSError:
+        columns = 0
+    if columns < _LEAST_COLUMNS:
+        return message
+    lines = (wrap(line, columns, break_long_words=False, break_on_hyphens=False) for line in message.split("\n"))
+    return "\n".join("\n".join(line) for line in lines)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import secrets
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from cllm.dialect import formats, reasoning
+from cllm.dialect import formats, history, reasoning
+from cllm.dialect.deltas import ToolCallDelta
+from cllm.dialect.formats import ToolFormat
 from cllm.dialect.grammar import AnswerForm, AnswerGrammar
 from cllm.dialect.reader import AnswerReader
 from cllm.dialect.reasoning import Marks, ReasoningReader, Thinking
@@ -22,11 +22,16 @@ from cllm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from cllm.config.schema import ChatConfig
 
-_ALPHABET = string.ascii_letters + string.digits
-_MISTRAL_ID = 9
-"""Length of the ids that Mistral's templates require."""
 _TAIL = 16
 """Tokens at the end of a prompt that may open the reasoning."""
+
+_ARGUMENTS = {"key": "value"}
+_EXAMPLE = Tool(
+    "get_example",
+    "An example",
+    {"type": "object", "properties": {"key": {"type": "string", "description": "A key"}}, "required": ["key"]},
+)
+"""A tool, and arguments of a call, that show what a template writes."""
 
 
 class Dialect:
@@ -40,6 +45,11 @@ class Dialect:
         reasoning_mode: str = "auto",
     ) -> None:
         spoken = formats.detect_format(template.source)
+        written = template.write_call(_EXAMPLE.for_template(), _ARGUMENTS) if spoken is not None else None
+        self._writes_calls = written is None or _EXAMPLE.name in written
+        """Whether the template writes earlier calls."""
+        if spoken is not None and written is not None and self._writes_calls and not _reads(spoken, written):
+            spoken = None  # it has the same markers, but another format
         self.format = formats.FORMATS[tool_format] if tool_format != "auto" else spoken or formats.JSON
         self._template = template
         self._tokenizer = tokenizer
@@ -58,26 +68,18 @@ class Dialect:
         self, messages: Sequence[Mapping[str, Any]], options: PromptOptions
     ) -> tuple[Sequence[Mapping[str, Any]], PromptOptions]:
         """Messages and options as the template takes them."""
-        if not options.tools and not any(_is_of_tools(message) for message in messages):
+        if not options.tools and not any(history.is_of_tools(message) for message in messages):
             return messages, options
-        read = _with_names(read_messages(messages))
+        read = history.with_names(read_messages(messages))
         if self._native:
-            return self._for_template(read), options
-        flat = _flatten(read, self.format)
+            return self._for_template(read) if self._writes_calls else history.flatten(read, self.format), options
+        flat = history.flatten(read, self.format)
         return self._describe(flat, options.tools) if options.tools else flat, replace(options, tools=())
 
     def _for_template(self, messages: list[Message]) -> list[Message]:
-        if self.format is not formats.MISTRAL:
-            return messages
-        prepared = []
-        for message in messages:
-            if "tool_call_id" in message:
-                message = {**message, "tool_call_id": _nine(message["tool_call_id"])}
-            if "tool_calls" in message:
-                calls = [{**call, "id": _nine(call.get("id", ""))} for call in message["tool_calls"]]
-                message = {**message, "tool_calls": calls}
-            prepared.append(message)
-        return prepared
+        if any(len(message.get("tool_calls", ())) > 1 for message in messages) and not self._template.takes_calls:
+            messages = history.one_by_one(messages)
+        return history.with_short_ids(messages) if self.format is formats.MISTRAL else messages
 
     def _describe(self, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Put the tools into the system message, for templates without tools."""
@@ -117,13 +119,20 @@ class Dialect:
         tools: Sequence[Tool],
         thinking: Thinking,
         separate: bool,
+        continues: bool = False,
         most_calls: int | None = None,
         calls_only: bool = False,
         include_reasoning: bool = True,
     ) -> AnswerReader:
         thoughts = None
         if self.marks is not None and thinking != "closed":
-            thoughts = ReasoningReader(self.marks, opened=thinking == "opened", separate=separate)
+            thoughts = ReasoningReader(
+                self.marks,
+                opened=thinking == "opened",
+                continues=continues and thinking == "opened",
+                separate=separate,
+                call=self.format.call_marks if tools else None,
+            )
         return AnswerReader(
             index,
             reasoning=thoughts,
@@ -137,13 +146,14 @@ class Dialect:
 
     def grammar(self, form: AnswerForm) -> str:
         """The grammar that a mask enforces, so that answers are read as this form."""
-        named = "[ARGS]" in self._template.source
-        grammar = AnswerGrammar(self.format.name, self._tokenizer.special_tokens, named_arguments=named)
-        return grammar.write(form)
+        if form.several and self._native and not self._template.takes_calls:
+            form = replace(form, several=False)
+        marks = [mark for mark in ("[CALL_ID]", "[ARGS]") if mark in self._template.source]
+        return AnswerGrammar(self.format.name, self._tokenizer.special_tokens, marks).write(form)
 
     def new_id(self) -> str:
         if self.format is formats.MISTRAL:
-            return "".join(secrets.choice(_ALPHABET) for _ in range(_MISTRAL_ID))
+            return "".join(secrets.choice(history.ALPHABET) for _ in range(history.MISTRAL_ID))
         return f"call_{secrets.token_hex(12)}"
 
 
@@ -157,48 +167,11 @@ def dialect_of(template: ChatTemplate, tokenizer: Tokenizer, settings: ChatConfi
     )
 
 
-def _is_of_tools(message: Mapping[str, Any]) -> bool:
-    """Invalid messages are reported elsewhere."""
-    return isinstance(message, Mapping) and (message.get("role") == "tool" or bool(message.get("tool_calls")))
-
-
-def _with_names(messages: list[Message]) -> list[Message]:
-    """Tool results with the names of their tools, which some templates need."""
-    names = {call.get("id"): call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
-    return [
-        {**message, "name": names[message["tool_call_id"]]}
-        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names
-        else message
-        for message in messages
-    ]
-
-
-def _flatten(messages: list[Message], form: formats.ToolFormat) -> list[Message]:
-    """Calls and results as assistant and user text, for templates without tools."""
-    flat: list[Message] = []
-    after_result = False
-    for message in messages:
-        is_result = message["role"] == "tool"
-        if is_result:
-            name = f" of {message['name']}" if "name" in message else ""
-            text = f"Result{name}:\n{message['content']}"
-            if after_result:
-                flat[-1] = {"role": "user", "content": f"{flat[-1]['content']}\n\n{text}"}
-            else:
-                flat.append({"role": "user", "content": text})
-        elif "tool_calls" in message:
-            written = form.write([call["function"] for call in message["tool_calls"]])
-            kept = {name: value for name, value in message.items() if name != "tool_calls"}
-            flat.append({**kept, "content": "\n".join(filter(None, (message["content"], written)))})
-        else:
-            flat.append(message)
-        after_result = is_result
-    return flat
-
-
-def _nine(call_id: str) -> str:
-    """An id as Mistral's templates require it: unchanged, or derived."""
-    if len(call_id) == _MISTRAL_ID and call_id.isascii() and call_id.isalnum():
-        return call_id
-    number = int.from_bytes(blake2b(call_id.encode(), digest_size=8).digest(), "big")
-    return "".join(_ALPHABET[number // len(_ALPHABET) ** place % len(_ALPHABET)] for place in range(_MISTRAL_ID))
+def _reads(form: ToolFormat, written: str) -> bool:
+    reader = AnswerReader(0, syntax=form.syntax, tools={_EXAMPLE.name: _EXAMPLE.parameters})
+    pieces = reader.push(written)
+    arguments = "".join(piece.text for piece in pieces if isinstance(piece, ToolCallDelta))
+    try:
+        return bool(json.loads(arguments) == _ARGUMENTS)
+    except ValueError:  # none, several, or cut off
+        return False

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cllm.dialect.reader import CallSyntax
+from cllm.dialect.reasoning import Marks
 from cllm.dialect.syntax import JsonSyntax, MistralSyntax
 from cllm.dialect.xml_calls import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, XmlSyntax
+
+_TAGS = ("<tool_call>", "</tool_call>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,11 @@ class ToolFormat:
     syntax: CallSyntax
     write: Callable[[Sequence[Mapping[str, Any]]], str]
     """Calls, each with name and arguments, as the model would write them."""
+
+    @property
+    def call_marks(self) -> Marks | None:
+        """The markers around each call."""
+        return Marks(*self.markers) if self.markers == _TAGS else None
 
 
 def _object(call: Mapping[str, Any], arguments: str = "arguments") -> str:
@@ -58,11 +66,11 @@ def _json(calls: Sequence[Mapping[str, Any]]) -> str:
 
 HERMES = ToolFormat(
     "hermes",
-    ("<tool_call>", "</tool_call>"),
+    _TAGS,
     JsonSyntax("<tool_call>", close=("</tool_call>",)),
     _hermes,
 )
-QWEN3_CODER = ToolFormat("qwen3_coder", ("<tool_call>", "</tool_call>"), XmlSyntax(), _qwen3_coder)
+QWEN3_CODER = ToolFormat("qwen3_coder", _TAGS, XmlSyntax(), _qwen3_coder)
 LLAMA3 = ToolFormat("llama3", ("<|python_tag|>",), JsonSyntax("<|python_tag|>", bare=True), _llama3)
 MISTRAL = ToolFormat("mistral", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), MistralSyntax(), _mistral)
 JSON = ToolFormat("json", (), JsonSyntax(bare=True), _json)

@@ -21,7 +21,7 @@ from cllm.errors import InvalidRequestError
 from cllm.structured.sources import RULES, rule_of, schema_rule
 from cllm.structured.structure import Structure
 
-_ANYTHING = {"type": "object"}
+_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 _TAGGED = ("hermes", "qwen3_coder")
 """Formats with calls between <tool_call> and </tool_call>."""
 
@@ -43,11 +43,13 @@ class AnswerForm:
 
 
 class AnswerGrammar:
-    def __init__(self, tool_format: str, special: Mapping[str, int], *, named_arguments: bool = False) -> None:
-        """`special` are the vocabulary's special tokens. `named_arguments`: Mistral's newer format."""
+    def __init__(self, tool_format: str, special: Mapping[str, int], mistral_marks: Sequence[str] = ()) -> None:
+        """`special` are the vocabulary's special tokens. `mistral_marks`: those of Mistral's newer formats that the
+        template writes within a call, [CALL_ID] and [ARGS]."""
         self._format = tool_format
         self._special = special
-        self._named_arguments = named_arguments
+        self._calls_by_id = "[CALL_ID]" in mistral_marks
+        self._named_arguments = "[ARGS]" in mistral_marks
 
     def write(self, form: AnswerForm) -> str:
         """The grammar's text."""
@@ -68,7 +70,7 @@ class AnswerGrammar:
                 rules += self._xml_call(name, number, arguments)
                 continue
             rules.append(f"call_{number}: {self._call(name, number)}")
-            rules.append(f"args_{number}: {schema_rule(schema or _ANYTHING)}")
+            rules.append(f"args_{number}: {schema_rule(schema or _NOTHING)}")
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(form.tools))))
         calls = self._calls(several=form.several)
         rules.append(f"calls: {calls}")
@@ -86,7 +88,8 @@ class AnswerGrammar:
             head = json.dumps(f'{{"name": {json.dumps(name)}, "parameters": ')
             return f'{head} args_{number} "}}"'
         if self._format == "mistral" and self._named_arguments:
-            return f"{json.dumps(name)} {self._mark('[ARGS]')} args_{number}"
+            call_id = f"{self._mark('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/ " if self._calls_by_id else ""
+            return f"{json.dumps(name)} {call_id}{self._mark('[ARGS]')} args_{number}"
         begin = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
         return f'{begin} args_{number} "}}"'
 
@@ -130,7 +133,9 @@ class AnswerGrammar:
             rules.append(r"TEXT: /([^{\[`\s<](.|\n)*)?/")
             tagged = f" | {self._mark(opener)} calls" if opener in self._special else ""
             return f"(TEXT | calls{tagged})"
-        rules.append(r"TEXT: /(.|\n)*/")
+        # Models sometimes leave out the opener, and are read as if it were there.
+        bare = f" & ~/(.|\\n)*{FUNCTION}(.|\\n)*/" if self._format == "qwen3_coder" else ""
+        rules.append(rf"TEXT: /(.|\n)*/{bare}")
         after = self._after_opener(form)
         if opener in self._special:
             rules.append(f"called: TEXT {self._mark(opener)} {after}")

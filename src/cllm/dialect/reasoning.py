@@ -21,6 +21,10 @@ FORMATS = {
 }
 
 
+_IN_CALLS = ("", "{", "<")
+"""What a call begins with, or nothing yet."""
+
+
 def detect_format(template: str) -> str | None:
     """The reasoning format of a chat template."""
     return next((name for name, marks in FORMATS.items() if marks.end in template), None)
@@ -28,21 +32,37 @@ def detect_format(template: str) -> str | None:
 
 class ReasoningReader:
     """Cuts text in two: what stands between the marks, if the answer begins with the first, and the rest. A mark
-    anywhere else is text. Blanks around the marks are part of neither, unless the two are not to be told apart."""
+    anywhere else is text. Blanks around the marks are part of neither, unless the two are not to be told apart.
 
-    def __init__(self, marks: Marks, *, opened: bool, separate: bool = True) -> None:
-        """`opened`: the prompt ends with the first mark. `separate`: leave out the marks."""
+    Some models call a tool without ending their reasoning. A call that ends the answer is therefore never part of the
+    reasoning, and what may become such a call is held back.
+    """
+
+    def __init__(
+        self,
+        marks: Marks,
+        *,
+        opened: bool,
+        continues: bool = False,
+        separate: bool = True,
+        call: Marks | None = None,
+    ) -> None:
+        """`opened`: the prompt has the first mark; the model may repeat it. `continues`: it is part of the message that
+        the answer continues. `separate`: leave out the marks. `call`: the marks around a tool call."""
         self.separate = separate
         self._marks = marks
-        self._state = "in" if opened else "before"
-        self._fresh = opened
-        """Whether no reasoning has come yet."""
+        self._call = call
+        self._opened = opened
+        self._continues = continues
+        self._state = "before"
+        self._fresh = False
+        """Whether no reasoning has come since its first mark."""
         self._held = ""
 
     @property
     def inside(self) -> bool:
         """Whether the last text belongs to the reasoning, its marks and the blanks around them included."""
-        return self._state in ("in", "gap")
+        return self._state in ("in", "gap") or (self._opened and self._state == "before")
 
     def push(self, text: str) -> list[tuple[bool, str]]:
         """(is it reasoning?, text), as far as it is certain."""
@@ -59,23 +79,32 @@ class ReasoningReader:
         return parts
 
     def flush(self) -> list[tuple[bool, str]]:
+        parts: list[tuple[bool, str]] = []
+        if self._state == "before" and self._opened and self._held:
+            self._begin(parts, "")
         held, self._held = self._held, ""
-        if self._state == "in":
-            return [(True, held.rstrip() if self.separate else held)]
+        if self._state == "in" and not self._is_call(held):
+            return [*parts, (True, held.rstrip() if self.separate else held)]
         state, self._state = self._state, "after"
-        return [] if state == "gap" and self.separate else [(False, held)]
+        return parts if state == "gap" and self.separate else [*parts, (False, held)]
 
     def _look_for_begin(self, parts: list[tuple[bool, str]]) -> None:
         begin, known = self._marks.begin, self._held.lstrip()
         if known.startswith(begin):
-            self._state, self._fresh = "in", True
-            if not self.separate:
-                parts.append((True, self._held[: len(self._held) - len(known)] + begin))
+            self._begin(parts, self._held[: len(self._held) - len(known)])
             self._held = known[len(begin) :]
         elif not begin.startswith(known):
+            if self._opened:
+                self._begin(parts, "")
+                return
             self._state = "after"
             parts.append((False, self._held))
             self._held = ""
+
+    def _begin(self, parts: list[tuple[bool, str]], blanks: str) -> None:
+        self._state, self._fresh = "in", True
+        if not self.separate and not self._continues:
+            parts.append((True, blanks + self._marks.begin))
 
     def _look_for_end(self, parts: list[tuple[bool, str]]) -> None:
         end = self._marks.end
@@ -86,11 +115,26 @@ class ReasoningReader:
             self._held = self._held[at + len(end) :]
             self._state = "gap"
             return
-        certain = len(self._held) - held_back(self._held, end)
+        certain = min(len(self._held) - held_back(self._held, end), self._before_call())
         if self.separate:
             certain = len(self._held[:certain].rstrip())
         self._give(parts, self._held[:certain], last=False)
         self._held = self._held[certain:]
+
+    def _before_call(self) -> int:
+        """How much of what is held comes before anything that may be a tool call."""
+        if self._call is None:
+            return len(self._held)
+        begin, at = self._call.begin, self._held.find(self._call.begin)
+        while at >= 0 and self._held[at + len(begin) :].lstrip()[:1] not in _IN_CALLS:
+            at = self._held.find(begin, at + 1)
+        return at if at >= 0 else len(self._held) - held_back(self._held, begin)
+
+    def _is_call(self, held: str) -> bool:
+        if self._call is None:
+            return False
+        text = held.strip()
+        return text.startswith(self._call.begin) and text.endswith(self._call.end)
 
     def _give(self, parts: list[tuple[bool, str]], text: str, *, last: bool) -> None:
         if self.separate:

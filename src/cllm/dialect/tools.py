@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cllm.errors import InvalidRequestError
+from cllm.structured.schemas import lenient
 
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 _FIELDS = ("name", "description", "parameters", "strict")
@@ -21,7 +22,12 @@ class Tool:
     parameters: dict[str, Any] | None = None
     """A JSON schema of an object; None: it takes none."""
     strict: bool = False
-    """Whether the arguments are guaranteed to fit the schema."""
+    """Whether the arguments are guaranteed to fit the schema, with all that it says."""
+
+    @property
+    def enforced(self) -> dict[str, Any] | None:
+        """The schema of calls that are made by a mask."""
+        return self.parameters if self.strict or self.parameters is None else lenient(self.parameters)
 
     def for_template(self) -> dict[str, Any]:
         described = {"name": self.name, "description": self.description, "parameters": self.parameters or _NOTHING}

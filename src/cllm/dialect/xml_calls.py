@@ -29,7 +29,18 @@ _TYPES: Mapping[type, frozenset[str]] = {
     dict: frozenset({"object"}),
     type(None): frozenset({"null"}),
 }
-_PLAIN_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "title", "description", "$schema"}
+_ALL_TYPES = frozenset().union(*_TYPES.values())
+_PLAIN_KEYS = {
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "$defs",
+    "title",
+    "description",
+    "$schema",
+    "x-guidance",
+}
 _PLAIN_TEXT_KEYS = {"type", "enum", "const", "title", "description", "default", "examples"}
 _KEY = re.compile(r"[^\s>]([^\n>]*[^\s>])?")
 _FAR_REFERENCE = re.compile(r'"\$(?:dynamic|recursive)?[rR]ef": "(?!#/\$defs/)')
@@ -42,7 +53,8 @@ def types_of(schema: Any, nested: int = 8) -> frozenset[str] | None:
         return None
     given, values, branches = (schema.get(key) for key in ("type", "enum", "anyOf"))
     if isinstance(given, str | list):
-        return frozenset([given] if isinstance(given, str) else map(str, given))
+        types = frozenset([given] if isinstance(given, str) else map(str, given))
+        return types if types <= _ALL_TYPES else None  # "float", for example
     if "const" in schema:
         values = [schema["const"]]
     if isinstance(values, list):
@@ -61,12 +73,14 @@ def property_of(schema: Mapping[str, Any] | None, key: str) -> Any:
 
 def plain_arguments(schema: Mapping[str, Any] | None) -> list[tuple[str, Any, bool]] | None:
     """(key, schema, required) of all arguments, where each by itself can be made to fit; None: they cannot be."""
-    if schema is None or not schema.keys() <= _PLAIN_KEYS or not isinstance(schema.get("properties"), dict):
+    if schema is None:
+        return []
+    if not schema.keys() <= _PLAIN_KEYS or not isinstance(schema.get("properties"), dict):
         return None
     properties, required = schema["properties"], schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(key, str) and key in properties for key in required):
         return None
-    shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    shared = {key: schema[key] for key in ("$defs", "x-guidance") if key in schema}
     found = []
     for key, each in properties.items():
         types = types_of(each)
@@ -86,23 +100,24 @@ def _is_plain_text(schema: Mapping[str, Any]) -> bool:
 
 
 class XmlSyntax(JsonSyntax):
-    """Behind the marker may also stand a call in JSON."""
+    """Behind the marker may also stand a call in JSON. Models sometimes leave the marker out."""
 
     def __init__(self) -> None:
-        super().__init__("<tool_call>")
+        super().__init__("<tool_call>", FUNCTION)
         self._close = ("</tool_call>",)
 
     def begins(self, text: str, *, at_start: bool, after_call: bool) -> tuple[int, int, int]:
         return super().begins(text, at_start=False, after_call=False)
 
     def attempt(self, opening: str, tools: Tools) -> Attempt:
-        return XmlAttempt(tools)
+        return XmlAttempt(tools, FUNCTION if opening == FUNCTION else "")
 
 
 class XmlAttempt(OrJsonAttempt):
-    def __init__(self, tools: Tools) -> None:
+    def __init__(self, tools: Tools, tag: str) -> None:
+        """`tag`: the beginning of the first tag, as far as it has been read."""
         super().__init__(tools)
-        self._tag = ""
+        self._tag = tag
         self._value: _Value | None = None
         self._any = False
         """Whether there were arguments."""

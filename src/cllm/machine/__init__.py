@@ -1,6 +1,6 @@
 """What this process may use of the machine: CPUs, memory and open files, whatever sets the limit.
 
-cpus.py         CPUs: affinity and cpusets, cgroup quota, physical cores; the default number of threads
+cpus.py         CPUs: affinity and cpusets, cgroup quota, physical cores, features; the default number of threads
 memory.py       memory: what is free, and what cgroups, ulimits and the system's commit limit leave
 open_files.py   open files: the limit, raised as far as needed
 huge_pages.py   whether the system offers huge pages
@@ -11,7 +11,7 @@ On Linux only the standard library is needed. Functions take the root of the fil
 
 from __future__ import annotations
 
-from cllm.machine.cpus import Cpus, Threads, default_threads, read_cpus
+from cllm.machine.cpus import Cpus, Threads, cpu_features, cpu_info, default_threads, read_cpus
 from cllm.machine.huge_pages import has_huge_pages
 from cllm.machine.memory import MemoryLimit, can_reserve, mib, read_memory_limits, tightest, total_memory
 
@@ -20,6 +20,8 @@ __all__ = [
     "MemoryLimit",
     "Threads",
     "can_reserve",
+    "cpu_features",
+    "cpu_info",
     "default_threads",
     "has_huge_pages",
     "mib",

@@ -79,6 +79,17 @@ def default_threads(cpus: Cpus) -> Threads:
     return Threads(count, "; ".join(parts) or f"one for each of {_counted(usable)}")
 
 
+def cpu_info(key: str, root: Path = _ROOT) -> str:
+    """The first processor's value in /proc/cpuinfo; empty where there is none."""
+    lines = (read_text(root / "proc/cpuinfo") or "").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
+
+
+def cpu_features(root: Path = _ROOT) -> frozenset[str]:
+    """By Linux's names, such as avx2; empty where they are unknown."""
+    return frozenset((cpu_info("flags", root) or cpu_info("Features", root)).split())
+
+
 def _affinity() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)

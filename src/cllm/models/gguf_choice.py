@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from cllm.errors import ModelError
 
 PREFERRED = (
-    *("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q4_K_L", "Q4_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
-    *("Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q5_K_L", "Q5_K", "Q6_K", "Q6_K_L", "Q8_0"),
-    *("Q3_K_L", "Q3_K_M", "Q3_K_S", "Q3_K", "IQ3_M", "IQ3_S", "IQ3_XS", "IQ3_XXS"),
-    *("Q2_K_L", "Q2_K", "Q2_K_S", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"),
+    *("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q4_K_L", "Q4_K_XL", "Q4_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
+    *("Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q5_K_L", "Q5_K_XL", "Q5_K", "Q6_K", "Q6_K_L", "Q6_K_XL", "Q8_0", "Q8_K_XL"),
+    *("Q3_K_XL", "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q3_K", "IQ3_M", "IQ3_S", "IQ3_XS", "IQ3_XXS"),
+    *("Q2_K_XL", "Q2_K_L", "Q2_K", "Q2_K_S", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"),
     *("BF16", "F16", "F32"),
 )
 """The best compromise between size and quality first."""

@@ -167,6 +167,8 @@ def _choose_file(model: HubModel, files: Sizes, on_choice: OnChoice | None) -> H
 
 def _select_files(model: HubModel, commit: str, files: Sizes) -> _Revision:
     sizes = {name: size for name, size in files.items() if model.matches(name)}
+    if not sizes and model.file is None:
+        raise ModelError(f"{model.name} has neither a config.json nor .gguf files, so it is not a model")
     if not sizes:
         some = ", ".join(sorted(name for name in files if name.endswith(".gguf"))[:5])
         advice = f"; it has {some}" if some else ""

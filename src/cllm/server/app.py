@@ -19,6 +19,8 @@ from cllm.server.auth.tenants import Tenants
 from cllm.server.cllm import generate, models, ops, requests, tokens, warm
 from cllm.server.errors import install_handlers
 from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, Leases, RequestContext, SubPath, Traces
+from cllm.server.ollama import embeddings as ollama_embeddings
+from cllm.server.ollama import models as ollama_models
 from cllm.server.ollama import routes as ollama
 from cllm.server.openai import embeddings
 from cllm.server.openai import routes as openai
@@ -68,6 +70,8 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config, *, servers: int 
         generate.router,
         tokens.router,
         ollama.router,
+        ollama_embeddings.router,
+        ollama_models.router,
         ops.router,
         warm.router,
     ):

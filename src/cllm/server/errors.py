@@ -145,7 +145,9 @@ class Problem(NamedTuple):
         kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         # Coding agents look for these words to know that they must shorten the conversation.
         too_long = "prompt is too long: " if self.code == "context_length_exceeded" else ""
-        error = {"type": kind, "message": too_long + self.message}
+        error: dict[str, Any] = {"type": kind, "message": too_long + self.message}
+        if self.param == "thread":  # clients then send the whole conversation with every request instead
+            error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         return {"type": "error", "error": error, "request_id": request_id}
 
 

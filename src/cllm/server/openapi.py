@@ -15,7 +15,13 @@ from cllm.server.cllm.models import LoadRequest, UnloadRequest
 from cllm.server.cllm.tokens import DetokenizeRequest, TokenizeRequest
 from cllm.server.cllm.warm import WarmRequest
 from cllm.server.middleware import OPEN_PATHS
-from cllm.server.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
+from cllm.server.ollama.schema import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+)
 from cllm.server.openai.embeddings_schema import EmbeddingRequest, RerankRequest
 from cllm.server.openai.schema import ChatRequest, CompletionRequest
 from cllm.server.responses.schema import ResponsesRequest
@@ -28,6 +34,7 @@ REQUESTS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
     "/v1/embeddings": EmbeddingRequest,
@@ -42,6 +49,8 @@ REQUESTS: dict[str, type[BaseModel]] = {
     "/benchmark": BenchmarkRequest,
     "/api/chat": OllamaChatRequest,
     "/api/generate": OllamaGenerateRequest,
+    "/api/embed": OllamaEmbedRequest,
+    "/api/embeddings": OllamaEmbeddingsRequest,
     "/api/show": ShowRequest,
     "/kv/warm": WarmRequest,
 }

@@ -1,16 +1,17 @@
 """Compiles a `Structure` to a `Grammar`: in threads of its own, within limits, and cached.
 
-llguidance releases the GIL while it compiles. What it spends is bounded by the size of the source and by its own limits
-on grammars, so a thread is never busy for long; whoever waits longer than `compile_timeout_s` is refused.
+llguidance releases the GIL while it compiles. What it spends is bounded by the size of the source, by what is counted
+beforehand (`effort.py`, `conjunctions.py`) and by its own limits on grammars. It cannot be interrupted: whoever waits
+longer than `compile_timeout_s` is refused while the thread goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import threading
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 
 from llguidance import LLMatcher, LLParserLimits
 
@@ -19,6 +20,7 @@ from cllm.errors import InvalidRequestError, OverloadedError, ShuttingDownError,
 from cllm.structured.matcher import Grammar, MaskFiller
 from cllm.structured.sources import located, source_of
 from cllm.structured.structure import Kind, Structure
+from cllm.structured.threads import DaemonThreads
 from cllm.structured.vocabulary import Vocabulary
 
 THREADS = 2
@@ -38,6 +40,13 @@ LIMITS = LLParserLimits(
 )
 """The largest that are compiled in half a second, and whose masks take 10 ms; 1,000 properties, for example."""
 
+_UNKNOWN_KEYS = re.compile(r"^Unimplemented keys: \[(.*?)\]")
+_ELSEWHERE = re.compile(r"^(?:Resource|Pointer) '(?:json-schema:///)?(.*?)' (?:is not present|does not exist)")
+_WRITTEN_HERE = ("regex", "choice", "structural_tag")
+_LISTING = re.compile(r"^at \d+\(\d+\): |\n *\d+ \| .*$", re.DOTALL)
+"""Where in a grammar; the client did not write these."""
+_WHILE = re.compile(r"\n  while processing .*")
+"""Which definition it is in; `located` says it better."""
 _Key = tuple[Kind, str]
 _Outcome = Grammar | str
 """A grammar, or the reason why there is none. Not an exception: that would keep its callers' frames alive."""
@@ -52,7 +61,7 @@ class Compiler:
         self._masks = MaskFiller(vocabulary) if vocabulary.tokens is not None else None
         self._kept: OrderedDict[_Key, Future[_Outcome]] = OrderedDict()
         self._waiting = 0
-        self._threads = ThreadPoolExecutor(THREADS, "cllm-grammar")  # they start with the first job
+        self._threads: DaemonThreads[_Outcome] = DaemonThreads(THREADS, "cllm-grammar", STACK_BYTES)
 
     async def compile(self, structure: Structure) -> Grammar:
         """Raises `InvalidRequestError` if the structure is invalid."""
@@ -61,6 +70,8 @@ class Compiler:
             await asyncio.wait([asyncio.wrap_future(future)], timeout=self._config.compile_timeout_s)
         if not future.done():
             seconds = self._config.compile_timeout_s
+            if not future.running():
+                raise OverloadedError(f"{structure.param} waited {seconds:g} s for others to be compiled")
             raise _refusal(structure, f"takes longer than {seconds:g} s to compile (structured.compile_timeout_s)")
         if future.cancelled():
             raise _closed()
@@ -72,7 +83,7 @@ class Compiler:
         return outcome
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def _future(self, structure: Structure) -> Future[_Outcome]:
         key = structure.kind, structure.source
@@ -89,14 +100,10 @@ class Compiler:
         return future
 
     def _submit(self, structure: Structure) -> Future[_Outcome]:
-        """In a thread with enough stack for nested grammars; this may start it."""
-        usual = threading.stack_size(STACK_BYTES)
         try:
-            return self._threads.submit(self._outcome, structure)
+            return self._threads.submit(partial(self._outcome, structure))
         except RuntimeError as error:
             raise _closed() from error
-        finally:
-            threading.stack_size(usual)
 
     def _check(self, structure: Structure) -> None:
         if self._vocabulary.tokens is None:
@@ -114,7 +121,7 @@ class Compiler:
 
     def _forget_oldest(self) -> None:
         """Grammars that are still being compiled stay; there are few."""
-        for key in list(self._kept)[: len(self._kept) - self._config.max_cached]:
+        for key in list(self._kept)[: max(len(self._kept) - self._config.max_cached, 0)]:
             if self._kept[key].done():
                 del self._kept[key]
 
@@ -126,16 +133,17 @@ class Compiler:
 
     def _compile(self, structure: Structure) -> Grammar:
         assert self._vocabulary.tokens is not None and self._masks is not None
-        beginning = LLMatcher(self._vocabulary.tokens, source_of(structure), log_level=0, limits=LIMITS)
+        source = source_of(structure, self._vocabulary.tokenizer.special_tokens)
+        beginning = LLMatcher(self._vocabulary.tokens, source, log_level=0, limits=LIMITS)
         if beginning.is_error():
-            raise ValueError(located(structure, _readable(beginning.get_error())))
+            raise ValueError(located(structure, _readable(beginning.get_error(), structure.kind), self._error_of))
         # Some show only now that nothing can ever follow them, or that it takes too much to tell. Masks come first:
         # while one is made the GIL is released, and what was found out for it need not be found out for fixed text.
         for _ in range(TRIALS):
             trial = beginning.deep_copy()
             trial.compute_bitmask()
             if trial.is_error():
-                raise ValueError(_readable(trial.get_error()))
+                raise ValueError(_readable(trial.get_error(), structure.kind))
         if len(beginning.deep_copy().compute_ff_bytes()) > MOST_FIXED:
             raise ValueError(f"begins with more than {MOST_FIXED} bytes of fixed text, or never ends")
         grammar = Grammar(beginning, self._masks)
@@ -144,11 +152,22 @@ class Compiler:
             matcher.accept(matcher.forced[0])
         return grammar
 
+    def _error_of(self, source: str) -> str:
+        return _readable(LLMatcher.validate_grammar(source, self._vocabulary.tokens, limits=LIMITS), "json_schema")
 
-def _readable(error: str) -> str:
-    lines = " ".join(error.replace("<non-verbose/>", "").split())
+
+def _readable(error: str, kind: Kind) -> str:
+    if kind in _WRITTEN_HERE:
+        error = _LISTING.sub("", error)
+    lines = " ".join(_WHILE.sub("", error).replace("<non-verbose/>", "").split())
+    if lines.startswith("recursion limit exceeded"):
+        return "is nested too deeply"
     if lines.startswith("oneOf constraints are not supported"):
         return "oneOf is not supported where its schemas do not plainly exclude each other; use anyOf"
+    if found := _UNKNOWN_KEYS.search(lines):
+        return f"has keywords that are not supported: {found[1]}"
+    if found := _ELSEWHERE.search(lines):
+        return f"refers to {found[1]}, which is not in the schema"
     return re.sub(r"^NoExtensionBias$|^NoExtension$", "allows no answer at all", lines)[:500]
 
 

@@ -4,31 +4,51 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from llguidance import LLMatcher, StructTag, regex_to_lark
-from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+from llguidance import LLMatcher, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from cllm.structured.effort import check_expressions
+from cllm.structured.places import place_of
+from cllm.structured.schemas import prepared
 from cllm.structured.structure import Structure
 
-JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""As `json.dumps` writes it. Where blanks are free, small models write them until the answer is full."""
+JSON_STYLE = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+"""As `json.dumps` writes it. Where blanks are free, small models write them until the answer is full. There are no
+escapes by number: with them, a property that has a schema could be written as if it were another one."""
 
 MOST_NESTED = 200
 """Brackets within brackets,"""
 MOST_RULES = 2000
 """and rules, or references: what reads a grammar goes as deep as they do."""
 
-_RULE = re.compile(r'\$[a-zA-Z]*ref\\*"|(?:^|\\n|\n)\s*[?!]?\w+(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:', re.IGNORECASE)
-_NAMED = re.compile(r"""Unimplemented keys: \["([^"]+)"|Invalid type: (\S+)|(?:Pointer|Resource) '([^']+)'""")
+_RULE = re.compile(r'\$[a-zA-Z]*ref\\*"|(?:^|\\n|\n)[^\S\n]*[?!]?\w+(?:\.-?\d+)?\s*[\[:]', re.IGNORECASE)
+_LARK = re.compile(r"^[^\S\n]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
+_SIZE = re.compile(r"too (?:large|many|complex|big)|limit|exceeded", re.IGNORECASE)
+_NOT_PLAIN = re.compile(r"[^0-9A-Za-z\x80-\U0010ffff]|[\x85\u2028\u2029]")
+_JSON_RULE = re.compile(r"%json\s*(?=\{)")
+_DECODER = json.JSONDecoder()
+_WIDE_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+_CONTROL = re.compile(r"\\u00[01]")
+"""Characters that have no other escape."""
 _ANY_OBJECT = {"type": "object"}
 
 
-def source_of(structure: Structure) -> str:
-    source = _GRAMMARS[structure.kind](structure.source)
+def source_of(structure: Structure, special: Mapping[str, int]) -> str:
+    """`special`: the vocabulary's special tokens."""
+    if structure.kind == "structural_tag":
+        source = _structural_tag(structure.source, special)
+    else:
+        source = _GRAMMARS[structure.kind](structure.source)
     if len(_RULE.findall(source)) > MOST_RULES:
-        raise ValueError(f"has more than {MOST_RULES} rules or references")
+        raise _too_many_rules()
     return source
 
 
@@ -39,32 +59,34 @@ def rule_of(structure: Structure) -> str:
 
 def schema_rule(schema: Mapping[str, Any]) -> str:
     """An object's, or any other value's."""
-    return f"%json {json.dumps({'x-guidance': JSON_STYLE, **schema})}"
+    return f"%json {json.dumps(_styled(schema))}"
 
 
-def located(structure: Structure, error: str) -> str:
-    """The error, and where in the schema it is, if what it names is there."""
-    if structure.kind != "json_schema":
+def located(structure: Structure, error: str, check: Callable[[str], str]) -> str:
+    """The error, and where in a schema it is. `check` returns the error of a source."""
+    if structure.kind != "json_schema" or _SIZE.search(error):
         return error
-    found = _NAMED.search(error)
-    if found is None:
-        return error
-    name = next(each for each in found.groups() if each is not None)
-    waiting: list[tuple[str, Any]] = [("", _parsed(structure.source))]
-    while waiting:
-        path, value = waiting.pop()
-        if isinstance(value, dict):
-            if name in value or value.get("type") == name or value.get("$ref") in (name, f"#{name}"):
-                return f"{error} (at {path or '/'})"
-            waiting += [(f"{path}/{key}", each) for key, each in reversed(value.items())]
-        elif isinstance(value, list):
-            waiting += [(f"{path}/{index}", each) for index, each in enumerate(value)]
-    return error
+    given = _schema(structure.source)
+    place = place_of(_styled(given), given, lambda part: check(LLMatcher.grammar_from_json_schema(json.dumps(part))))
+    return f"{error} (at {place})"
 
 
 def _of_schema(schema: Mapping[str, Any]) -> str:
     """As `schema_rule`; its errors quote no grammar that nobody wrote."""
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_STYLE)  # type: ignore[arg-type]
+    return LLMatcher.grammar_from_json_schema(json.dumps(_styled(schema)))
+
+
+def _styled(schema: Mapping[str, Any]) -> dict[str, Any]:
+    given = schema.get("x-guidance", {})
+    if not isinstance(given, dict):
+        raise ValueError("x-guidance must be an object")
+    try:
+        found = {**prepared(schema), "x-guidance": {**JSON_STYLE, **given}}
+        if _CONTROL.search(json.dumps(schema)) and "json_allowed_escapes" not in given:
+            del found["x-guidance"]["json_allowed_escapes"]
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    return found
 
 
 def _schema(source: str) -> Mapping[str, Any]:
@@ -77,47 +99,83 @@ def _schema(source: str) -> Mapping[str, Any]:
 
 
 def _regex(source: str) -> str:
+    check_expressions([source])
     return f"/{regex_to_lark(source, use_ascii='dw')}/"  # as in JSON schemas
 
 
 def _choice(source: str) -> str:
+    """One expression: of that, many choices are no more work than few."""
     choices = _parsed(source)
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
         raise ValueError("must be a list of strings, none of them empty, at least one")
-    return " | ".join(json.dumps(each) for each in choices)
+    return f"/{'|'.join(map(_literal, choices))}/"
+
+
+def _literal(text: str) -> str:
+    """In a regular expression of Lark's."""
+    return _NOT_PLAIN.sub(lambda found: f"\\x{{{ord(found[0]):x}}}", text)
 
 
 def _lark(source: str) -> str:
     _check_nesting(source)
-    return LLMatcher.grammar_from_lark(source)
+    parts, done = [], 0
+    for found in _JSON_RULE.finditer(source):
+        if found.start() >= done:
+            try:
+                schema, end = _DECODER.raw_decode(source, found.end())
+            except ValueError:  # llguidance says where
+                continue
+            if isinstance(schema, dict):
+                parts += [source[done : found.end()], json.dumps(prepared(schema))]
+                done = end
+    return LLMatcher.grammar_from_lark("".join([*parts, source[done:]]))
 
 
 def _gbnf(source: str) -> str:
+    if _LARK.search(source):
+        return _lark(source)
     _check_nesting(source)
-    if is_lark_syntax(source):
-        return LLMatcher.grammar_from_lark(source)
+    if source.count("::=") > MOST_RULES:  # the converter compares each rule with all others
+        raise _too_many_rules()
     try:
-        return LLMatcher.grammar_from_lark(gbnf_to_lark(source))
+        return LLMatcher.grammar_from_lark(gbnf_to_lark(_WIDE_ESCAPE.sub(_as_itself, source)))
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except Exception as error:
         raise ValueError(" ".join(str(error).split())) from error
 
 
-def _structural_tag(source: str) -> str:
+def _as_itself(escape: re.Match[str]) -> str:
+    """The converter writes escapes of four digits with fewer."""
+    digits = escape[1] or escape[2]
+    if digits is None:
+        return escape[0]
+    code = int(digits, 16)
+    if code < 0x80:
+        return f"\\x{code:02x}"
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise ValueError(f"has the escape {escape[0]}, which is no character")
+    return chr(code)
+
+
+def _structural_tag(source: str, special: Mapping[str, int]) -> str:
     """What vLLM calls so: text in which tags may begin, and once one has, what follows is as its schema says."""
     described = _parsed(source)
     if not isinstance(described, dict):
         raise ValueError("must be an object")
     structures, triggers = described.get("structures"), described.get("triggers")
     if not isinstance(structures, list) or not structures or not isinstance(triggers, list) or not triggers:
-        raise ValueError("must have `structures` and `triggers`, lists that are not empty")
+        other = "; `format` is not supported" if "format" in described else ""
+        raise ValueError(f"must have `structures` and `triggers`, lists that are not empty{other}")
     if not all(isinstance(trigger, str) and trigger for trigger in triggers):
         raise ValueError("has a trigger that is not text")
-    return StructTag.to_grammar([_tag(number, each, triggers) for number, each in enumerate(structures)])
+    rules = [f"start: ({' | '.join(f'tag_{number}' for number in range(len(structures)))})* TAG_TEXT"]
+    for number, each in enumerate(structures):
+        rules += _tag(number, each, triggers, special)
+    return LLMatcher.grammar_from_lark("\n".join(["%llguidance {}", *rules, r"TAG_TEXT: /(.|\n)*/", ""]))
 
 
-def _tag(number: int, structure: Any, triggers: list[str]) -> StructTag:
+def _tag(number: int, structure: Any, triggers: list[str], special: Mapping[str, int]) -> Iterator[str]:
     where = f"structures[{number}]"
     if not isinstance(structure, dict):
         raise ValueError(f"has {where}, which is not an object")
@@ -129,7 +187,17 @@ def _tag(number: int, structure: Any, triggers: list[str]) -> StructTag:
     trigger = max((each for each in triggers if begin.startswith(each)), key=len, default=None)
     if trigger is None:
         raise ValueError(f"has {where}.begin, which begins with none of the triggers")
-    return StructTag(trigger=trigger, begin=begin, grammar={"x-guidance": JSON_STYLE, **schema}, end=end)
+    head = f"TAG_TEXT {_mark(trigger, special)}"
+    if trigger not in special:
+        yield f"tag_{number}_head[lazy]: {head}"
+        head = f"tag_{number}_head"
+    rest = begin.removeprefix(trigger)
+    yield f"tag_{number}: {head} {_mark(rest, special)} {schema_rule(schema)} {_mark(end, special)}"
+
+
+def _mark(text: str, special: Mapping[str, int]) -> str:
+    """A text, or the special token that it names."""
+    return f"<[{special[text]}]>" if text in special else json.dumps(text)
 
 
 def _parsed(source: str) -> Any:
@@ -139,6 +207,10 @@ def _parsed(source: str) -> Any:
         raise ValueError("is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from None
+
+
+def _too_many_rules() -> ValueError:
+    return ValueError(f"has more than {MOST_RULES} rules or references")
 
 
 def _check_nesting(source: str) -> None:
@@ -166,5 +238,4 @@ _GRAMMARS: dict[str, Callable[[str], str]] = {
     "choice": lambda source: LLMatcher.grammar_from_lark(f"start: {_choice(source)}"),
     "lark": _lark,
     "gbnf": _gbnf,
-    "structural_tag": _structural_tag,
 }

@@ -41,7 +41,7 @@ async def prepare_chat(
     thinking = dialect.thinking_after(prompt, None)
     grammar = None
     if params.structured is not None or any(tool.strict for tool in tools):
-        schemas = [(tool.name, tool.parameters) for tool in tools]
+        schemas = [(tool.name, tool.enforced) for tool in tools]
         form = AnswerForm(schemas, structure=params.structured, marks=dialect.marks, thinking=thinking)
         grammar = await llm.compile(Structure("lark", dialect.grammar(form), "tools"))
     reader = dialect.reader(0, tools=tools, thinking=thinking, separate=dialect.separates)

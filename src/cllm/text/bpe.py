@@ -34,7 +34,7 @@ _NEWER = (
     r"\x{11BC0}-\x{11BE1}\x{11BF0}-\x{11BF9}\x{13460}-\x{143FA}\x{16100}-\x{1611D}\x{16130}-\x{16139}"
     r"\x{16D40}-\x{16D79}\x{18CFF}\x{1CCF0}-\x{1CCF9}\x{1E5D0}-\x{1E5ED}\x{1E5F0}-\x{1E5FA}\x{1E5FF}"
 )
-_L, _N, _P = (rf"[\p{{{category}}}&&[^{_NEWER}]]" for category in "LNP")
+_L, _M, _N, _P = (rf"[\p{{{category}}}&&[^{_NEWER}]]" for category in "LMNP")
 
 _GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?{_L}+| ?{_N}+| ?[^\s{_L}{_N}]+|\s+(?!\S)|\s+"
 _CONTRACTION = "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
@@ -42,7 +42,20 @@ _WORDS = rf"{_CONTRACTION}|[^\r\n{_L}{_N}]?{_L}+"
 _REST = rf" ?[^\s{_L}{_N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = (rf"{_WORDS}|{_N}{{1,3}}|{_REST}",)
 _QWEN2 = (rf"{_WORDS}|{_N}|{_REST}",)
+_QWEN35 = (rf"{_CONTRACTION}|[^\r\n{_L}{_N}]?[{_L}{_M}]+|{_N}| ?[^\s{_L}{_M}{_N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",)
 _SMOLLM = (_N, _GPT2)
+_NOT_LOWER, _NOT_UPPER = (rf"[\p{{L}}&&[^{_NEWER}{letters}]]" for letters in ("a-z", "A-Z"))
+_REST_WITH_SLASHES = rf" ?[^\s{_L}{_N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _cased_words(end: str) -> str:
+    """Words of capitals first, then of other letters."""
+    before = rf"[^\r\n{_L}{_N}]?"
+    return rf"{before}{_NOT_LOWER}*{_NOT_UPPER}+{end}|{before}{_NOT_LOWER}+{_NOT_UPPER}*{end}"
+
+
+_TEKKEN = (rf"{_cased_words('')}|{_N}|{_REST_WITH_SLASHES}",)
+_GPT4O = (rf"{_cased_words(f'(?:{_CONTRACTION})?')}|{_N}{{1,3}}|{_REST_WITH_SLASHES}",)
 
 # Each pattern splits what the previous ones left unsplit.
 _PATTERNS: dict[str, tuple[str, ...]] = {
@@ -55,11 +68,23 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "pixtral": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "lfm2": _LLAMA3,
+    "dbrx": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
+    "glm4": _LLAMA3,
+    "chatglm-bpe": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "stablelm2": _QWEN2,
+    "qwen35": _QWEN35,
+    "tekken": _TEKKEN,
+    "gpt-4o": _GPT4O,
+    "llama4": _GPT4O,
 }
 # In these, a word that is a token becomes that token whatever the merges are, and prompts begin with BOS.
-_WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3"})
+_WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "pixtral", "falcon3", "lfm2", "tekken"})
 
 
 def _byte_alphabet() -> dict[int, str]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +20,7 @@ from jinja2 import TemplateSyntaxError, meta
 
 from cllm.errors import InvalidRequestError, ModelError
 from cllm.models.gguf import GGUFModel
+from cllm.text.adapting import alternating, as_object, as_text, with_descriptions
 from cllm.text.messages import Message, read_messages
 from cllm.text.sandbox import environment
 from cllm.text.special_token_guard import (
@@ -45,6 +47,7 @@ _OURS = frozenset({
     "messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "continue_final_message",
 })  # fmt: skip
 """Set by the server, so that chat_template_kwargs must not contain them."""
+_USER = {"role": "user", "content": "x"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,32 +94,47 @@ class ChatTemplate:
     @cached_property
     def takes_system(self) -> bool:
         """Whether a conversation may begin with a system message."""
-        system, user = {"role": "system", "content": "x"}, {"role": "user", "content": "y"}
-        try:
-            self._render([system, user], PLAIN)
-        except InvalidRequestError:
-            return False
-        return True
+        return self._accepts([{"role": "system", "content": "x"}, _USER])
+
+    @cached_property
+    def takes_calls(self) -> bool:
+        """Whether a message may have several calls."""
+        calls = [_call(self._sample_arguments, "call00001"), _call(self._sample_arguments, "call00002")]
+        return self._accepts([_USER, _assistant(*calls)])
 
     @cached_property
     def wants_arguments_as_text(self) -> bool:
         """Whether the template expects the arguments of calls as a JSON string instead of an object."""
-        function = {"name": "f", "arguments": {"a": "b"}}
-        calls = [{"id": "call00001", "type": "function", "function": function}]
-        messages: list[Message] = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": calls},
-        ]
+        try:
+            return "{'a': 'b'}" in self._render([_USER, _assistant(_call({"a": "b"}))], PLAIN)
+        except InvalidRequestError:
+            return self.takes_arguments_as_text
+
+    @cached_property
+    def takes_arguments_as_text(self) -> bool:
+        return self._accepts([_USER, _assistant(_call('{"a": "b"}'))])
+
+    def write_call(self, tool: Mapping[str, Any], arguments: dict[str, Any]) -> str | None:
+        """What the template writes for a message that calls this tool, or all of it; None: it takes no calls."""
+        given = json.dumps(arguments) if self.wants_arguments_as_text else arguments
+        call = _call(given, name=tool["function"]["name"])
+        try:
+            before = self._render([_USER], PromptOptions([tool]))
+            after = self._render([_USER, _assistant(call)], PromptOptions([tool], asks=False))
+        except InvalidRequestError:
+            return None
+        return after.removeprefix(before)
+
+    @property
+    def _sample_arguments(self) -> Any:
+        return '{"a": "b"}' if self.wants_arguments_as_text else {"a": "b"}
+
+    def _accepts(self, messages: list[Message]) -> bool:
         try:
             self._render(messages, PLAIN)
         except InvalidRequestError:
-            function["arguments"] = '{"a": "b"}'
-            try:
-                self._render(messages, PLAIN)
-            except InvalidRequestError:
-                return False
-            return True
-        return False
+            return False
+        return True
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         return self._render(read_messages(messages), PromptOptions(asks=add_generation_prompt))
@@ -129,7 +147,7 @@ class ChatTemplate:
         options: PromptOptions = PLAIN,
     ) -> list[int]:
         """The prompt as tokens; one that is longer than `limit` is refused."""
-        text, literal = self._compose(tokenizer, self._with_arguments(read_messages(messages)), options)
+        text, literal = self._compose_somehow(tokenizer, self._with_arguments(read_messages(messages)), options)
         has_bos = bool(self.bos) and text.startswith(self.bos) and literal[:1] != [0]
         if limit is not None:
             limit.check_text(tokenizer, text, "messages", special=True)
@@ -140,14 +158,35 @@ class ChatTemplate:
 
     def _with_arguments(self, messages: list[Message]) -> list[Message]:
         """The arguments of calls in the form that the template expects."""
-        if not any("tool_calls" in message for message in messages) or not self.wants_arguments_as_text:
+        if not any("tool_calls" in message for message in messages):
+            return messages
+        if self.wants_arguments_as_text:
+            written = as_text
+        elif not self.takes_arguments_as_text:
+            written = as_object
+        else:
             return messages
         return [
-            {**message, "tool_calls": [_as_text(call) for call in message["tool_calls"]]}
+            {**message, "tool_calls": [written(call) for call in message["tool_calls"]]}
             if "tool_calls" in message
             else message
             for message in messages
         ]
+
+    def _compose_somehow(
+        self, tokenizer: Tokenizer, messages: list[Message], options: PromptOptions
+    ) -> tuple[str, list[int]]:
+        """Adapt what the template rejects: roles, and tools without descriptions."""
+        try:
+            return self._compose(tokenizer, messages, options)
+        except TemplateRejectionError as error:
+            described = replace(options, tools=[*map(with_descriptions, options.tools)])
+            adapted = alternating(messages, system=self.takes_system)
+            with suppress(TemplateRejectionError):
+                return self._compose(tokenizer, messages, described)
+            with suppress(TemplateRejectionError):
+                return self._compose(tokenizer, adapted, described)
+            raise error
 
     def _compose(self, tokenizer: Tokenizer, messages: list[Message], options: PromptOptions) -> tuple[str, list[int]]:
         """The prompt, and the positions in it that must not become special tokens."""
@@ -179,24 +218,31 @@ class ChatTemplate:
             )
         return text[:length], [position for position in literal if position < length]
 
+    @cached_property
+    def _no_tools(self) -> list[Any] | None:
+        """What the template takes where there are no tools: most want None, some a list."""
+        try:
+            self._fill([_USER], PLAIN, None)
+        except TemplateRejectionError:
+            with suppress(TemplateRejectionError):
+                self._fill([_USER], PLAIN, [])
+                return []
+        return None
+
     def _render(self, messages: list[Message], options: PromptOptions) -> str:
+        return self._fill(messages, options, options.tools or self._no_tools)
+
+    def _fill(self, messages: list[Message], options: PromptOptions, tools: Sequence[Any] | None) -> str:
         try:
             return self._template.render(
-                {
-                    "tools": None,
-                    "documents": None,
-                    **options.arguments,
-                    **({"tools": options.tools} if options.tools else {}),
-                },
+                {"documents": None, **options.arguments, "tools": tools},
                 messages=messages,
                 add_generation_prompt=options.asks and not options.continues,
                 bos_token=self.bos,
                 eos_token=self.eos,
             )
         except Exception as error:  # a template is a program: it can raise anything
-            raise InvalidRequestError(
-                f"the model's chat template rejected the messages: {error}", "messages"
-            ) from error
+            raise TemplateRejectionError(f"the model's chat template rejected the messages: {error}") from error
 
 
 def load_chat_template(model: GGUFModel, source: str | None = None) -> ChatTemplate:
@@ -205,11 +251,19 @@ def load_chat_template(model: GGUFModel, source: str | None = None) -> ChatTempl
     return ChatTemplate(template, bos=special_name(model, "bos"), eos=special_name(model, "eos"))
 
 
-def _as_text(call: Message) -> Message:
-    function = call["function"]
-    if isinstance(function["arguments"], str):
-        return call
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+class TemplateRejectionError(InvalidRequestError):
+    """The template raised an exception."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "messages")
+
+
+def _assistant(*calls: Message) -> Message:
+    return {"role": "assistant", "content": "", "tool_calls": [*calls]}
+
+
+def _call(arguments: Any, call_id: str = "call00001", name: str = "f") -> Message:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _check_options(messages: list[Message], options: PromptOptions) -> None:

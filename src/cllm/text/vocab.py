@@ -34,6 +34,8 @@ _END_NAMES = frozenset({
     "[e~[", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
     "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 })  # fmt: skip
+_PARTS_END: tuple[frozenset[str], ...] = (frozenset({"<|return|>", "<|call|>"}), frozenset({"<|calls|>", "<|flush|>"}))
+"""Where a vocabulary has these, "<|end|>" ends only a part of an answer (gpt-oss, Solar)."""
 MAX_TOKEN_LENGTH = 1024
 """The longest tokens of real vocabularies are 128 or 256 spaces. Building one takes quadratic time in this."""
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
@@ -78,6 +80,8 @@ def read_vocabulary(model: GGUFModel) -> Vocabulary:
     if len(kinds) < len(tokens):
         raise ModelError(f"{model.path}: has {len(tokens)} tokens but {len(kinds)} token types; use another .gguf file")
     ends = {ids[name] for name in _END_NAMES if name in ids}
+    if any(ids.keys() >= names for names in _PARTS_END):
+        ends.discard(ids.get("<|end|>", -1))
     ends.update(token_id for key in _END_KEYS if (token_id := _read_id(model, key, len(tokens))) is not None)
     return Vocabulary(
         tokens=tokens,

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
+
+from cllm.machine import cpu_features
 
 KNOWN = "xllamacpp 2026.8.10566 to 2026.10.11549 and llama-cpp-python 0.3.36"
 INSTALL = 'pip install "xllamacpp>=2026.8.10566,<2026.11"'
 """The same range as in pyproject.toml."""
+COMPILE = 'compile llama.cpp for this processor: pip install "cllm[llama-cpp]"'
+_WHEELS_FEATURES = {"avx2", "bmi2", "f16c", "fma"}
+"""What xllamacpp's wheels for x86 are compiled for, as `llama_print_system_info` says: without one of these, the
+process would end at its first use."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,14 @@ def installed() -> Iterator[Found]:
         for folder in _folders(module):
             for path in (path for pattern in patterns for path in folder.glob(pattern)):
                 yield Found(package, _version(package), path)
+
+
+def missing_features(found: Found, features: Set[str] | None = None) -> list[str]:
+    """What the library is compiled for and this processor does not have."""
+    features = cpu_features() if features is None else features
+    if found.package != "xllamacpp" or platform.machine() != "x86_64" or not features:
+        return []
+    return sorted(_WHEELS_FEATURES - features)
 
 
 def _folders(module: str) -> list[Path]:

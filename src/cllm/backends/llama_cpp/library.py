@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cllm.backends.llama_cpp import declarations
-from cllm.backends.llama_cpp.discovery import INSTALL, KNOWN, Found, installed
+from cllm.backends.llama_cpp.discovery import COMPILE, INSTALL, KNOWN, Found, installed, missing_features
 from cllm.backends.llama_cpp.layouts import CONTEXT_LAYOUTS, MODEL_LAYOUTS, fitting
 from cllm.errors import ModelError
 
@@ -189,15 +189,17 @@ def load_library() -> Library:
             return library
         refusals.append(library)
     if refusals:
-        raise ModelError(f"{'; '.join(refusals)}; {INSTALL}")
-    raise ModelError(f'the llama_cpp backend needs llama.cpp: {INSTALL}, or compile it: pip install "cllm[llama-cpp]"')
+        raise ModelError("; ".join(refusals))
+    raise ModelError(f"the llama_cpp backend needs llama.cpp: {INSTALL}, or {COMPILE}")
 
 
 def _open(found: Found) -> Library | str:
     """The library, or why it is of no use."""
+    if missing := missing_features(found):
+        return f"{found} does not run on this processor, which has no {', '.join(missing).upper()}; {COMPILE}"
     try:
         return Library(found)
     except OSError as error:
-        return f"{found} is installed but its library does not load: {error}"
+        return f"{found} is installed but its library does not load: {error}; {INSTALL}"
     except ValueError as error:
-        return f"{found} has an unknown memory layout ({error}); known to work: {KNOWN}"
+        return f"{found} has an unknown memory layout ({error}); known to work: {KNOWN}; {INSTALL}"

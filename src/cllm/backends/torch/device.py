@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from cllm.backends.torch.amx import avoid_broken_amx
 from cllm.backends.torch.linear import FP8
 from cllm.backends.torch.operations import Operations, PlainOperations
 from cllm.backends.torch.plain_sampling import PlainSampler
@@ -42,6 +43,8 @@ def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
     """The type with this name; auto is bf16 on a GPU that has it, f16 on an older one, and f32 on the CPU."""
     if asked != "auto":
         _check_capability("backend.torch.dtype", asked, device)
+        if device.type == "cpu" and asked in ("bf16", "fp8"):
+            avoid_broken_amx()
         return DTYPES[asked]
     if device.type == "cpu":
         return torch.float32

@@ -11,6 +11,7 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
+from cllm.bench.drafts.texts import CHAT, tasks
 from cllm.bench.figures import OURS, Figure, Metrics, Run, own, times_the_peer
 from cllm.bench.workloads.base import SETTLE_S, LocalWorkload, Setup, busy_at_rest
 from cllm.config import load_config
@@ -21,6 +22,10 @@ from cllm.structured.structure import Structure
 
 FREE = "free text"
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.7, top_p=0.95, seed=7)
+"""Greedy answers of a small model soon repeat themselves, and drafts make those as fast as forced tokens."""
+
+Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,7 @@ class Structured(LocalWorkload):
     @property
     def title(self) -> str:
         return (
-            f"structured: {self.streams} streams and one, {self.answer_tokens} tokens out, by a JSON schema and free, "
-            f"without drafts; "
+            f"structured: {self.streams} streams and one, {self.answer_tokens} tokens out, by a JSON schema and free; "
             f"then {self.schemas} schemas of {self.properties} properties"
         )
 
@@ -73,14 +77,20 @@ class Structured(LocalWorkload):
         return [Run(OURS, repeat, ours | {"compiling_ms": median(added) * 1e3}, facts), Run(FREE, repeat, free)]
 
     async def _rates(self, sides: Sequence[_Side], setup: Setup, repeat: int, number: int) -> None:
-        params = replace(GREEDY, max_tokens=self.answer_tokens)
-        for key, schema, count in (("streams", _records(), self.streams), ("keys", _long_keys(), 1)):
-            setup.view.say(f"{self.name}: {count} streams, round {number + 1} of {self.rounds}")
-            prompts = setup.prompts(f"{self.name} {key} {repeat} {number}")
-            texts = [prompts.text(self.prompt_tokens) for _ in range(count)]
-            for side in sides if number % 2 == 0 else sides[::-1]:
-                await asyncio.sleep(SETTLE_S)
-                await side.rate(texts, schema, params, key)
+        setup.view.say(f"{self.name}: round {number + 1} of {self.rounds}")
+        prompts = setup.prompts(f"{self.name} {repeat} {number}")
+        texts = [prompts.text(self.prompt_tokens) for _ in range(self.streams)]
+        await self._in_turn(sides, number, "streams", texts, _records(), GREEDY)
+        questions = tasks(CHAT)
+        question = questions[(repeat * self.rounds + number) % len(questions)].text
+        await self._in_turn(sides, number, "keys", [_as_chat(sides[0].llm, question)], _long_keys(), SAMPLED)
+
+    async def _in_turn(
+        self, sides: Sequence[_Side], number: int, key: str, prompts: Sequence[Prompt], schema: str, how: SamplingParams
+    ) -> None:
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            await asyncio.sleep(SETTLE_S)
+            await side.rate(prompts, schema, replace(how, max_tokens=self.answer_tokens), key)
 
     async def _first_tokens(self, sides: Sequence[_Side], setup: Setup, repeat: int, number: int) -> None:
         text = setup.prompts(f"{self.name} first {repeat} {number}").text(self.prompt_tokens)
@@ -99,13 +109,13 @@ class _Side:
     first_s: list[float] = field(default_factory=list)
     asked: int = 0
 
-    async def rate(self, texts: Sequence[str], schema: str, params: SamplingParams, key: str) -> None:
+    async def rate(self, prompts: Sequence[Prompt], schema: str, params: SamplingParams, key: str) -> None:
         structure = Structure("json_schema", schema) if self.by_schema else None
         params = replace(params, structured=structure)
         counts: list[int] = []
         firsts: list[float] = []
-        await asyncio.gather(*(self._answer(text, params, counts, firsts) for text in texts))
-        self.rates.setdefault(key, []).append((sum(counts) - len(texts)) / (perf_counter() - max(firsts)))
+        await asyncio.gather(*(self._answer(prompt, params, counts, firsts) for prompt in prompts))
+        self.rates.setdefault(key, []).append((sum(counts) - len(prompts)) / (perf_counter() - max(firsts)))
 
     async def first(self, text: str, schema: str) -> None:
         params = replace(GREEDY, max_tokens=2, structured=Structure("json_schema", schema) if self.by_schema else None)
@@ -114,12 +124,12 @@ class _Side:
         await self._answer(text, params, [], firsts)
         self.first_s.append(firsts[0] - start)
 
-    async def _answer(self, text: str, params: SamplingParams, counts: list[int], firsts: list[float]) -> None:
+    async def _answer(self, prompt: Prompt, params: SamplingParams, counts: list[int], firsts: list[float]) -> None:
         grammar = None if params.structured is None else await self.llm.compile(params.structured)
         self.asked += 1
         tenant = Tenant(space=f"{self.by_schema} {self.asked}".encode())
         tokens = 0
-        async for delta in self.llm.submit(text, params, tenant=tenant, grammar=grammar):
+        async for delta in self.llm.submit(prompt, params, tenant=tenant, grammar=grammar):
             if not tokens:
                 firsts.append(perf_counter())
             tokens += len(delta.token_ids)
@@ -136,9 +146,12 @@ def _settings(setup: Setup) -> dict[str, Any]:
         "backend.type": setup.backend,
         "backend.threads": setup.threads,
         "kv.disk.enabled": False,
-        "drafts.enabled": False,  # free text that repeats itself profits from them, and this is not about that
         **setup.settings,
     }
+
+
+def _as_chat(llm: AsyncLLM, question: str) -> Sequence[int]:
+    return llm.encode_chat([{"role": "user", "content": question}], SAMPLED)
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:

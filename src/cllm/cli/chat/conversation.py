@@ -96,7 +96,16 @@ class Conversation:
     def effective(self) -> dict[str, Any]:
         """The current value of every parameter that can be set."""
         params = self.params.completed(self._llm.sampling_defaults.values)
-        return {name: getattr(params, name) for name in sampling.NAMES}
+        return {name: getattr(params, name) for name in sampling.NAMES} | {"context_window": self.window}
+
+    @property
+    def window(self) -> ContextWindow | None:
+        """The rolling window in use: the one that was set, or the configured one."""
+        asked = self.params.context_window
+        if asked != "configured":
+            return asked
+        configured = self._llm.config.kv.window
+        return None if configured.recent is None else ContextWindow(configured.recent, configured.keep)
 
     def set(self, name: str, value: str) -> None:
         """Raises, and changes nothing, if the value is invalid."""

@@ -136,11 +136,14 @@ class ChatSession:
         return answer
 
     def _is_full(self, answer: Completion) -> bool:
+        if self._conversation.window is not None:
+            return False
         return answer.prompt_tokens + answer.completion_tokens >= self._conversation.max_context
 
     def _accepts_window(self) -> bool:
         """Offer to continue with a rolling window; whether the user accepts."""
         if "context_window" in self._conversation.settings:
+            print_status(_ADVICE)
             return False
         reply = self._reader.read_line("Continue with a rolling window, which forgets the oldest messages? [Y/n] ")
         if reply is None or reply.strip().lower() not in ("", "y", "yes"):

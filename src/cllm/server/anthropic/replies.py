@@ -36,6 +36,7 @@ class TokenCount(BaseModel):
 class AnthropicErrorDetail(BaseModel):
     type: str
     message: str
+    details: dict[str, Any] | None = Field(None, description="Of a refused `thread`: that all messages must be sent.")
 
 
 class AnthropicError(BaseModel):

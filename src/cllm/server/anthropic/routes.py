@@ -12,7 +12,7 @@ from cllm.server.anthropic.replies import AnthropicError, MessageReply, TokenCou
 from cllm.server.anthropic.schema import CountRequest, MessagesInput, MessagesRequest
 from cllm.server.http.response import SlicedJsonResponse, unless_gone
 from cllm.server.inference.blocks import ContentBlocks
-from cllm.server.inference.chat import ChatInput, count_chat, open_chat
+from cllm.server.inference.chat import ChatInput, open_chat, tokens_of_chat
 from cllm.server.inference.streams import collect
 from cllm.server.schema.body import json_body
 from cllm.server.schema.replies import error_responses, event_stream
@@ -50,7 +50,7 @@ async def count_tokens(
     body: Annotated[CountRequest, Depends(json_body(CountRequest))], request: Request, state: State
 ) -> TokenCount:
     """Count the prompt tokens of a conversation, with system prompt and tools. Nothing is generated."""
-    return TokenCount(input_tokens=await count_chat(state, request, _chat_input(body, 1)))
+    return TokenCount(input_tokens=len(await tokens_of_chat(state, request, _chat_input(body, 1))))
 
 
 def _chat_input(body: MessagesInput, max_tokens: int) -> ChatInput:

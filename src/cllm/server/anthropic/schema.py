@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, Tag, model_validator
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from cllm.dialect.tools import Tool
@@ -31,6 +33,7 @@ from cllm.server.schema.validation import (
     RequestModel,
     Text,
     Unsupported,
+    raised_by,
     refusal,
     shorten,
     wrong,
@@ -146,6 +149,8 @@ class ToolChoiceFields(RequestModel):
 
 
 class Thinking(RequestModel):
+    hints: ClassVar[frozenset[str]] = frozenset({"block_binding"})
+
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Int32 | None = Field(None, description="A hint: max_tokens is the limit of both.")
     display: Literal["summarized", "omitted"] | None = Field(
@@ -161,6 +166,8 @@ class JsonFormat(TypedDict):  # a pydantic model cannot have a field `schema`
 
 
 class OutputConfig(RequestModel):
+    hints: ClassVar[frozenset[str]] = frozenset({"task_budget"})
+
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="Given to the chat template as reasoning_effort."
     )
@@ -215,21 +222,23 @@ class MessagesInput(SamplingFields):
     _conversation: Conversation = PrivateAttr()
     _tools: list[Tool] = PrivateAttr()
 
-    @model_validator(mode="after")
-    def _consistent(self) -> MessagesInput:
-        """Also converts the messages: bodies are validated where that does not block others."""
-        tools = self.tools or []
-        check_names((tool.name for tool in tools), "tools")
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        yield from super().contradictions()
+        names = [tool.name for tool in self.tools or ()]
+        yield from raised_by(lambda: check_names(names, "tools"))
         choice = self.tool_choice
-        if choice is not None and choice.name is not None and choice.name not in {tool.name for tool in tools}:
-            raise refusal("tool_choice.name", f"is {shorten(repr(choice.name))}, which is not among the tools")
-        if choice is not None and choice.type == "any" and not tools:
-            raise refusal("tool_choice", "is only allowed together with tools")
+        if choice is not None and choice.name is not None and choice.name not in names:
+            yield refusal("tool_choice.name", f"is {shorten(repr(choice.name))}, which is not among the tools")
+        if choice is not None and choice.type == "any" and not names:
+            yield refusal("tool_choice", "is only allowed together with tools")
         if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
-            raise refusal("output_format", "is the old name of output_config.format; send one of them")
+            yield refusal("output_format", "is the old name of output_config.format; send one of them")
+        yield from raised_by(self._convert)
+
+    def _convert(self) -> None:
+        """Here, because bodies are validated where that does not block others."""
         self._conversation = Conversation.of(self)
-        self._tools = [tool.plain() for tool in tools]
-        return self
+        self._tools = [tool.plain() for tool in self.tools or ()]
 
     @property
     def conversation(self) -> Conversation:
@@ -249,6 +258,8 @@ class MessagesInput(SamplingFields):
 
 class CountRequest(MessagesInput):
     model_config = ConfigDict(json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello"}]}})
+    hints: ClassVar[frozenset[str]] = frozenset({"compaction"})
+    unsupported: ClassVar[Unsupported] = {"mcp_servers": ([],)}
 
 
 class MessagesRequest(MessagesInput):
@@ -260,7 +271,7 @@ class MessagesRequest(MessagesInput):
             }
         }
     )
-    unsupported: ClassVar[Unsupported] = {"container": (), "mcp_servers": ([],)}
+    unsupported: ClassVar[Unsupported] = {"compaction": (), "container": (), "mcp_servers": ([],), "thread": ()}
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] = Field(
         description="Maximum number of tokens to generate."
@@ -268,14 +279,14 @@ class MessagesRequest(MessagesInput):
     stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
     stop_sequences: StopStrings | None = Field(None, description="Stop before any of these strings.")
     metadata: Metadata | None = None
+    fallback_credit_token: Hint = None
+    fallbacks: Annotated[Any, Field(description="A hint: they are for refusals of a policy, and there is none.")] = None
     service_tier: Hint = None
     inference_geo: Hint = None
     diagnostics: Hint = None
 
-    @model_validator(mode="after")
-    def _one_name_of_stop(self) -> MessagesRequest:
-        if self.stop_sequences is not None:
-            if self.stop is not None:
-                raise refusal("stop", "is another name of stop_sequences; send one of them")
-            self.stop = self.stop_sequences
-        return self
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        yield from super().contradictions()
+        if self.stop_sequences is not None and self.stop is not None:
+            yield refusal("stop", "is another name of stop_sequences; send one of them")
+        self.stop = self.stop or self.stop_sequences

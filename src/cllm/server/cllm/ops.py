@@ -30,6 +30,7 @@ class Readiness(BaseModel):
     ready: bool
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(state: State) -> Health:
     """The process is alive. Needs no API key."""
@@ -41,6 +42,7 @@ async def health(state: State) -> Health:
     return Health(status="ok", model_loaded=is_loaded, model=state.one.served_name if is_loaded else None)
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get(
     "/ready", response_model=Readiness, responses={503: {"model": Readiness, "description": "Not taking requests."}}
 )
@@ -50,6 +52,7 @@ async def ready(state: State) -> Response:
     return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
 
+@router.head("/metrics", include_in_schema=False)
 @router.get(
     "/metrics",
     response_class=Response,

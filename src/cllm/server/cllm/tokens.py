@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,13 +17,14 @@ from cllm import __version__
 from cllm.engine.params import SamplingParams
 from cllm.errors import InvalidRequestError
 from cllm.server.http.response import SlicedJsonResponse, as_json, list_pieces, text_pieces
-from cllm.server.inference.chat import ChatInput, open_chat
+from cllm.server.inference.chat import ChatInput, open_chat, tokens_of_chat
 from cllm.server.openai.routes import chat_input_of
 from cllm.server.openai.schema import ChatRequest
 from cllm.server.schema.body import json_body
 from cllm.server.schema.messages import ChatMessage
 from cllm.server.schema.replies import ErrorReply, error_responses
-from cllm.server.schema.validation import AtMost, ModelName, RequestModel, Text, TokenIds, refusal
+from cllm.server.schema.tools import Tools
+from cllm.server.schema.validation import AtMost, ModelName, RequestModel, Text, TokenIds, Unsupported, refusal
 from cllm.server.state import ModelState, ServerState, State
 from cllm.text.token_limit import TokenLimit
 
@@ -49,6 +50,8 @@ class TokenizeRequest(RequestModel):
         json_schema_extra={"example": {"prompt": "Hello, world"}, "oneOf": [_alone(name) for name in _SOURCES]}
     )
 
+    unsupported: ClassVar[Unsupported] = {"chat_template": (), "media_io_kwargs": (), "mm_processor_kwargs": ()}
+
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
     prompt: Text | None = Field(None, description="A text as POST /v1/completions takes it.")
     content: Text | None = Field(None, description="The same in llama-server's words: no BOS, special tokens by name.")
@@ -63,12 +66,24 @@ class TokenizeRequest(RequestModel):
     add_generation_prompt: bool | None = Field(
         None, description="End `messages` so that the model answers. Default true."
     )
+    continue_final_message: bool | None = Field(
+        None, description="End `messages` within the last one, so that the model continues it."
+    )
+    tools: Tools | None = Field(None, description="Tools that go with `messages`.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Arguments for the chat template, with `messages`."
+    )
     return_token_strs: bool | None = Field(None, description="Also give each token's text.")
     with_pieces: bool | None = Field(None, description="Give tokens as objects with `id` and `piece`.")
 
     def contradictions(self) -> Iterator[PydanticCustomError]:
-        if [self.prompt, self.content, self.messages].count(None) != 2:
+        given = [name for name in _SOURCES if getattr(self, name) is not None]
+        if not given:
             yield refusal("prompt", "is missing: send one of prompt, content and messages")
+        if len(given) > 1:
+            yield refusal(given[1], f"is not allowed together with {given[0]}")
+        if self.continue_final_message and self.add_generation_prompt:
+            yield refusal("add_generation_prompt", "must be false where continue_final_message is true")
 
 
 class TokenPiece(BaseModel):
@@ -184,10 +199,16 @@ async def version() -> Version:
 
 async def _tokens_of(body: TokenizeRequest, request: Request, state: ServerState, model: ModelState) -> Sequence[int]:
     if body.messages is not None:
-        if body.add_generation_prompt is False:
-            return await model.encoder.encode_beginning([message.plain() for message in body.messages])
-        call = ChatInput([message.plain() for message in body.messages], SamplingParams(), model=body.model)
-        return (await open_chat(state, request, call, "tokenize")).prompt
+        call = ChatInput(
+            [message.plain() for message in body.messages],
+            SamplingParams(),
+            tools=[tool.tool() for tool in body.tools or ()],
+            template_arguments=body.chat_template_kwargs or {},
+            continue_last=bool(body.continue_final_message),
+            asks=body.add_generation_prompt is not False,
+            model=body.model,
+        )
+        return await tokens_of_chat(state, request, call)
     most = state.config.server.max_encode_tokens
     limit = TokenLimit(most, f"at most {most} are counted (server.max_encode_tokens)", "the text")
     if body.content is not None:

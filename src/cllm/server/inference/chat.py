@@ -85,7 +85,7 @@ async def open_chat(state: ServerState, request: Request, chat: ChatInput, prefi
     thinking = dialect.thinking_after(prompt, chat.messages[-1]["content"] if chat.continue_last else None)
     structure = await _structure(model, chat, tools, thinking)
     separate = dialect.separates if chat.separate_reasoning is None else chat.separate_reasoning
-    reads = bool(tools) or (separate and dialect.marks is not None and thinking != "closed")
+    reads = bool(tools) or thinking == "opened" or (separate and dialect.marks is not None and thinking == "none")
     head = Head(f"{prefix}-{request.state.unique_id}", int(time.time()), model.served_name)
     completions = CompletionStream(
         model.llm,
@@ -106,6 +106,7 @@ async def open_chat(state: ServerState, request: Request, chat: ChatInput, prefi
             tools=tools,
             thinking=thinking,
             separate=separate,
+            continues=chat.continue_last,
             most_calls=None if chat.parallel_tool_calls else 1,
             calls_only=chat.tool_choice not in ("auto", "none"),
             include_reasoning=chat.include_reasoning,
@@ -115,13 +116,13 @@ async def open_chat(state: ServerState, request: Request, chat: ChatInput, prefi
     return ChatStream(head, model, completions, readers)
 
 
-async def count_chat(state: ServerState, request: Request, chat: ChatInput) -> int:
-    """The number of prompt tokens of a conversation, which may be longer than the context."""
+async def tokens_of_chat(state: ServerState, request: Request, chat: ChatInput) -> list[int]:
+    """The prompt of a conversation, which may be longer than the context."""
     model = await state.model(chat.model, request, chat.timeout)
     most = max(model.config.server.max_encode_tokens, model.llm.max_context)
     limit = TokenLimit(most, f"at most {most} are counted (server.max_encode_tokens)", "the conversation")
     tools = () if chat.tool_choice == "none" else chat.tools
-    return await model.encoder.count_chat(chat.messages, _prompt_options(chat, tools), limit)
+    return await model.encoder.encode_chat_within(chat.messages, _prompt_options(chat, tools), limit)
 
 
 def _prompt_options(chat: ChatInput, tools: Sequence[Tool]) -> PromptOptions:
@@ -139,7 +140,7 @@ async def _structure(model: ModelState, chat: ChatInput, tools: Sequence[Tool], 
     if not masked and (given is None or marks is None or thinking == "closed" or given.kind not in RULES):
         return given
     form = AnswerForm(
-        tools=[(tool.name, tool.parameters) for tool in tools if named in (None, tool.name)],
+        tools=[(tool.name, tool.enforced) for tool in tools if named in (None, tool.name)],
         required=choice not in ("auto", "none"),
         several=chat.parallel_tool_calls and named is None,
         structure=given,
@@ -147,8 +148,13 @@ async def _structure(model: ModelState, chat: ChatInput, tools: Sequence[Tool], 
         thinking=thinking,
     )
     sources = [[tool.parameters for tool in tools], given.source if given is not None else ""]
-    grammar = await model.encoder.run_sized(sources, lambda: model.llm.dialect.grammar(form))
-    return Structure("lark", grammar, given.param if given is not None and not tools else "tools")
+    param = given.param if given is not None and not tools else "tools"
+    try:
+        grammar = await model.encoder.run_sized(sources, lambda: model.llm.dialect.grammar(form))
+    except ValueError as error:  # a schema that cannot be enforced
+        await _blame(model, given, tools)
+        raise InvalidRequestError(f"{param}: {error}", param) from None
+    return Structure("lark", grammar, param)
 
 
 async def _compiled(model: ModelState, structure: Structure, chat: ChatInput, tools: Sequence[Tool]) -> Grammar:
@@ -158,17 +164,21 @@ async def _compiled(model: ModelState, structure: Structure, chat: ChatInput, to
     except InvalidRequestError as error:
         if structure is given:
             raise
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(_blame(model, given, tools), model.config.structured.compile_timeout_s)
+        await _blame(model, given, tools)
         raise InvalidRequestError(_LISTING.sub("", str(error)), error.param) from None
 
 
 async def _blame(model: ModelState, given: Structure | None, tools: Sequence[Tool]) -> None:
     """Raise for the part of a grammar that is invalid by itself, by its name."""
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(_compile_each(model, given, tools), model.config.structured.compile_timeout_s)
+
+
+async def _compile_each(model: ModelState, given: Structure | None, tools: Sequence[Tool]) -> None:
     parts = [] if given is None else [given]
     for number, tool in enumerate(tools):
-        if tool.parameters is not None:
-            source = await model.encoder.run_sized(tool.parameters, partial(as_json, tool.parameters))
+        if tool.enforced is not None:
+            source = await model.encoder.run_sized(tool.parameters, partial(as_json, tool.enforced))
             parts.append(Structure("json_schema", source, f"tools[{number}]"))
     for part in parts:
         await model.llm.compile(part)

@@ -49,10 +49,17 @@ class PromptEncoder:
         """Strings become tokens, tokens an array."""
         return await self._encode_all(prompts, self._llm.prompt_limit(params), "prompt", self._llm.tokenizer.encode)
 
-    async def encode_inputs(self, inputs: Sequence[str | list[int]], param: str) -> list[Sequence[int]]:
-        """Texts to embed. Empty ones and unknown tokens are refused."""
+    async def encode_inputs(
+        self, inputs: Sequence[str | list[int]], param: str, *, truncate: bool = False
+    ) -> list[Sequence[int]]:
+        """Texts to embed. Empty ones and unknown tokens are refused. `truncate`: texts are cut to the context."""
         limit = self._llm.prompt_limit(EMBEDDING)._replace(what="a text")
-        encoded = await self._encode_all(inputs, limit, param, self._llm.embedder.encode_text)
+        encode = self._llm.embedder.encode_text
+        if truncate:
+            encode = partial(encode, most=limit.most)
+            most = max(self._llm.config.server.max_encode_tokens, limit.most)
+            limit = TokenLimit(most, f"at most {most} are read (server.max_encode_tokens)", "a text")
+        encoded = await self._encode_all(inputs, limit, param, encode)
         vocabulary = self._llm.shape.n_vocab
 
         def check() -> None:
@@ -132,29 +139,34 @@ class PromptEncoder:
         try:
             return await self._encode_messages(messages, params, options, self._llm.encode_chat)
         except InvalidRequestError as error:
-            if error.code == CONTEXT_LENGTH_EXCEEDED and options.tools:
-                await self._check_tools(params, options)
-            raise
+            if error.code != CONTEXT_LENGTH_EXCEEDED or not options.tools:
+                raise
+            share = await self._count_tools(params, options)
+            message = f"{error} The tools alone have {share} tokens." if share else str(error)
+            raise InvalidRequestError(message, error.param, error.code) from None
 
-    async def _check_tools(self, params: SamplingParams, options: PromptOptions) -> None:
-        """Refuse tools that leave no room for any message."""
+    async def _count_tools(self, params: SamplingParams, options: PromptOptions) -> int:
+        """Refuse tools that leave no room for any message. 0: the template does not show them by themselves."""
         limit = self._llm.prompt_limit(params)._replace(what="the list of tools")
         options = replace(options, continues=False)
         try:
-            await self.count_chat([{"role": "user", "content": "?"}], options, limit)
+            return len(await self.encode_chat_within([{"role": "user", "content": "?"}], options, limit))
         except InvalidRequestError as error:
             if error.code == CONTEXT_LENGTH_EXCEEDED:
                 raise InvalidRequestError(str(error), "tools", error.code) from None
+            return 0
 
-    async def count_chat(self, messages: Sequence[dict[str, Any]], options: PromptOptions, limit: TokenLimit) -> int:
-        """The length of a prompt that may be longer than the context."""
+    async def encode_chat_within(
+        self, messages: Sequence[dict[str, Any]], options: PromptOptions, limit: TokenLimit
+    ) -> list[int]:
+        """A prompt that may be longer than the context."""
 
         def encode(
             messages: Sequence[dict[str, Any]], params: SamplingParams | None, options: PromptOptions
         ) -> list[int]:
             return self._llm.encode_chat(messages, params, options, limit)
 
-        return len(await self._encode_messages(messages, None, options, encode, limit))
+        return await self._encode_messages(messages, None, options, encode, limit)
 
     async def encode_beginning(
         self,

@@ -1,178 +1,98 @@
-"""Ollama's API for chats and completions: `/api/chat`, `/api/generate`, and what its clients request first."""
+"""Ollama's API for answers: `/api/chat` and `/api/generate`."""
 
 from __future__ import annotations
 
-import json
 import time
-from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
-from starlette.types import Scope
 
-from cllm import __version__
-from cllm.dialect.deltas import ChatDelta, Delta, ReasoningDelta
+from cllm.errors import InvalidRequestError
 from cllm.generation import Completion
-from cllm.server.errors import Problem
-from cllm.server.http.response import EventStream, TokenCounts, unless_gone
+from cllm.server.http.response import SlicedJsonResponse, unless_gone
 from cllm.server.inference.chat import ChatInput, open_chat
 from cllm.server.inference.limits import check_params
 from cllm.server.inference.streams import ChatStream, CompletionStream, Head, collect
-from cllm.server.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, OllamaRequest, ShowRequest
-from cllm.server.schema.body import json_body
+from cllm.server.ollama.body import ollama_body
+from cllm.server.ollama.render import Lines, LineStream, now
+from cllm.server.ollama.replies import OllamaError
+from cllm.server.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
 from cllm.server.schema.replies import error_responses
 from cllm.server.schema.structure import compiled
-from cllm.server.state import ModelState, ServerState, State, session_of, tenant_of
-
-if TYPE_CHECKING:
-    from cllm.engine.params import SamplingParams
+from cllm.server.state import ServerState, State, session_of, tenant_of
 
 router = APIRouter(prefix="/api", tags=["Ollama"])
 
-
-class OllamaError(BaseModel):
-    error: str
-
-
-_ERRORS = error_responses(OllamaError, 400, 401, 404, 408, 409, 413, 429, 500, 503)
 _ANSWER: dict[int | str, dict[str, Any]] = {
-    **_ERRORS,
+    **error_responses(OllamaError, 400, 401, 404, 408, 409, 413, 429, 500, 503),
     200: {"content": {"application/json": {}, "application/x-ndjson": {"schema": {"type": "string"}}}},
 }
 
 
-class _Lines:
-    """An answer as lines of JSON: a delta in each, statistics in the last."""
-
-    def __init__(self, chat: ChatStream, *, as_chat: bool) -> None:
-        self._chat = chat
-        self._model = chat.head.model
-        self._as_chat = as_chat
-        self._reason = "stop"
-
-    def event(self, delta: ChatDelta) -> str:
-        if isinstance(delta, Delta) and delta.finish_reason is not None:
-            self._reason = delta.finish_reason
-            return ""
-        text = delta.text if isinstance(delta, Delta) else ""
-        thinking = delta.text if isinstance(delta, ReasoningDelta) else ""
-        return json.dumps({**self._content(text, thinking), "done": False}) + "\n"
-
-    def end(self, counts: TokenCounts) -> str:
-        return json.dumps(self.whole("", "")) + "\n"
-
-    def whole(self, text: str, thinking: str) -> dict[str, Any]:
-        timings = self._chat.generations[0].timings
-        return {
-            **self._content(text, thinking),
-            "done": True,
-            "done_reason": self._reason,
-            "total_duration": round(timings.total_s * 1e9),
-            "load_duration": 0,
-            "prompt_eval_count": self._chat.prompt_tokens,
-            "prompt_eval_duration": round(timings.ttft_s * 1e9),
-            "eval_count": self._chat.completion_tokens,
-            "eval_duration": round(timings.decode_s * 1e9),
-        }
-
-    def _content(self, text: str, thinking: str) -> dict[str, Any]:
-        extra = {"thinking": thinking} if thinking else {}
-        answer: dict[str, Any] = {"message": {"role": "assistant", "content": text, **extra}}
-        if not self._as_chat:
-            answer = {"response": text, **extra}
-        return {"model": self._model, "created_at": _now(), **answer}
-
-
-class LineStream(EventStream):
-    media_type = "application/x-ndjson"
-    comments = False
-
-    def _failure(self, problem: Problem, scope: Scope) -> str:
-        return json.dumps(problem.body(scope["path"])) + "\n"
-
-
 @router.post("/chat", response_class=Response, responses=_ANSWER)
 async def chat(
-    body: Annotated[OllamaChatRequest, Depends(json_body(OllamaChatRequest))], request: Request, state: State
+    body: Annotated[OllamaChatRequest, Depends(ollama_body(OllamaChatRequest))], request: Request, state: State
 ) -> Response:
     """Answer the last message of a conversation."""
-    messages = [{"role": each.role, "content": each.content} for each in body.messages]
-    call = ChatInput(messages, body.sampling(), model=body.name)
-    return await _answer(body, request, await open_chat(state, request, call, "ollama"), as_chat=True)
+    if not body.conversation:
+        return await _load(body, request, state, {"message": {"role": "assistant", "content": ""}})
+    opened = await _open(body, body.conversation, request, state)
+    return await _answer(body, request, opened, as_chat=True)
 
 
 @router.post("/generate", response_class=Response, responses=_ANSWER)
 async def generate(
-    body: Annotated[OllamaGenerateRequest, Depends(json_body(OllamaGenerateRequest))], request: Request, state: State
+    body: Annotated[OllamaGenerateRequest, Depends(ollama_body(OllamaGenerateRequest))], request: Request, state: State
 ) -> Response:
-    """Answer a prompt."""
-    params = body.sampling()
-    if not body.prompt:
-        model = await state.model(body.name, request)
-        check_params(model, params)
-        loaded = {"model": model.served_name, "created_at": _now(), "response": "", "done": True}
-        return JSONResponse({**loaded, "done_reason": "load"})
-    if body.raw:
-        opened = await _open_raw(body.prompt, body.name, params, request, state)
+    """Answer a prompt, or continue it."""
+    if not body.prompt and not body.suffix:
+        return await _load(body, request, state, {"response": ""})
+    if body.raw or body.suffix:
+        opened = await _open_plain(body, request, state)
     else:
         messages = [{"role": "system", "content": body.system}] if body.system else []
-        call = ChatInput([*messages, {"role": "user", "content": body.prompt}], params, model=body.name)
-        opened = await open_chat(state, request, call, "ollama")
+        opened = await _open(body, [*messages, {"role": "user", "content": body.prompt}], request, state)
     return await _answer(body, request, opened, as_chat=False)
 
 
-@router.get("/tags", responses=error_responses(OllamaError, 401))
-async def tags(state: State) -> dict[str, Any]:
-    """The available models."""
-    if state.several is not None:
-        names = [served.name for served in state.several.models]
+async def _load(body: OllamaRequest, request: Request, state: ServerState, empty: dict[str, Any]) -> Response:
+    model = await state.model(body.name, request)
+    check_params(model, body.sampling())
+    loaded = {"model": model.served_name, "created_at": now(), **empty, "done": True, "done_reason": "load"}
+    return JSONResponse(loaded)
+
+
+async def _open(
+    body: OllamaRequest, messages: list[dict[str, Any]], request: Request, state: ServerState
+) -> ChatStream:
+    call = ChatInput(
+        messages,
+        body.sampling(),
+        tools=body.chat_tools if isinstance(body, OllamaChatRequest) else (),
+        template_arguments=body.template_arguments,
+        separate_reasoning=True if body.think else None,
+        model=body.name,
+    )
+    opened = await open_chat(state, request, call, "ollama")
+    if body.think and opened.model.llm.dialect.marks is None:
+        raise InvalidRequestError(
+            f"{opened.head.model} does not reason; leave think out or send false. If its template does not tell, "
+            "chat.reasoning_format does.",
+            "think",
+        )
+    return opened
+
+
+async def _open_plain(body: OllamaGenerateRequest, request: Request, state: ServerState) -> ChatStream:
+    """Without the chat template."""
+    params, prompt = body.sampling(), body.prompt or ""
+    model = await state.model(body.name, request)
+    check_params(model, params)
+    if body.suffix:
+        (tokens,) = await model.encoder.encode_infill([prompt], body.suffix, params)
     else:
-        assert state.one is not None
-        names = [state.one.served_name]
-    modified = datetime.fromtimestamp(state.created, timezone.utc).isoformat()
-    shown = {"modified_at": modified, "size": 0, "digest": "", "details": _details(None)}
-    return {"models": [{"name": name, "model": name, **shown} for name in names]}
-
-
-@router.post("/show", responses=_ERRORS)
-async def show(body: Annotated[ShowRequest, Depends(json_body(ShowRequest))], state: State) -> dict[str, Any]:
-    """A model's properties."""
-    model = state.loaded(body.name)
-    shape = model.llm.shape
-    info = {
-        "general.architecture": shape.architecture,
-        f"{shape.architecture}.context_length": model.llm.max_context,
-        f"{shape.architecture}.embedding_length": shape.n_embd,
-        f"{shape.architecture}.block_count": shape.n_layers,
-    }
-    return {
-        "template": model.llm.chat_template.source,
-        "details": _details(model),
-        "model_info": info,
-        "capabilities": ["completion"],
-    }
-
-
-@router.get("/version", responses=error_responses(OllamaError, 401))
-async def version() -> dict[str, str]:
-    """The server's version."""
-    return {"version": __version__}
-
-
-async def _answer(body: OllamaRequest, request: Request, opened: ChatStream, *, as_chat: bool) -> Response:
-    lines = _Lines(opened, as_chat=as_chat)
-    if body.stream is not False:
-        return LineStream(opened, lines)
-    (whole,) = await unless_gone(request.receive, collect(opened, [Completion()]))
-    lines.event(Delta(0, "", finish_reason=whole.finish_reason, stop_reason=whole.stop_reason))
-    return JSONResponse(lines.whole(whole.text, whole.reasoning))
-
-
-async def _open_raw(prompt: str, name: str, params: SamplingParams, request: Request, state: ServerState) -> ChatStream:
-    model = await state.model(name, request)
-    tokens = await model.encoder.encode_prompt(prompt, params)
+        tokens = await model.encoder.encode_prompt(prompt, params)
     head = Head(f"ollama-{request.state.unique_id}", int(time.time()), model.served_name)
     completions = CompletionStream(
         model.llm,
@@ -186,10 +106,9 @@ async def _open_raw(prompt: str, name: str, params: SamplingParams, request: Req
     return ChatStream(head, model, completions)
 
 
-def _details(model: ModelState | None) -> dict[str, Any]:
-    family = model.llm.shape.architecture if model is not None else ""
-    return {"format": "gguf", "family": family, "families": [family] if family else [], "parameter_size": ""}
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat()
+async def _answer(body: OllamaRequest, request: Request, opened: ChatStream, *, as_chat: bool) -> Response:
+    lines = Lines(opened, as_chat=as_chat)
+    if body.stream is not False:
+        return LineStream(opened, lines)
+    (whole,) = await unless_gone(request.receive, collect(opened, [Completion()]))
+    return SlicedJsonResponse(lines.whole(whole))

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic_core import PydanticCustomError
 
-from cllm.engine.params import SamplingParams
+from cllm.dialect.tools import Tool
+from cllm.engine.params import MAX_LOGPROBS, SamplingParams
 from cllm.server.http.response import as_json
+from cllm.server.ollama.messages import conversation_of
 from cllm.server.schema.sampling import StopString, StopStrings, in_range
-from cllm.server.schema.tools import JsonObject
-from cllm.server.schema.validation import WHOLE, AtMost, Int32, Int64, ModelName, RequestModel, Text, Unsupported
+from cllm.server.schema.tools import JsonObject, Tools, allowed_of, check_tools
+from cllm.server.schema.validation import (
+    WHOLE,
+    AtMost,
+    Hint,
+    Int32,
+    Int64,
+    ModelName,
+    RequestModel,
+    Text,
+    Texts,
+    Unsupported,
+    refusal,
+)
 from cllm.structured.structure import Structure
 
 _TO_PARAMS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
+_LATEST = ":latest"
 
 
 class Options(RequestModel):
     hints: ClassVar[frozenset[str]] = frozenset({
-        "f16_kv", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "numa",
-        "repeat_last_n", "use_mlock", "use_mmap", "vocab_only",
+        "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau", "num_batch",
+        "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "repeat_last_n", "use_mlock", "use_mmap",
+        "vocab_only",
     })  # fmt: skip
     unsupported: ClassVar[Unsupported] = {
         "mirostat": (0,),
-        "mirostat_eta": (),
-        "mirostat_tau": (),
         "penalize_newline": (),
         "tfs_z": (1, 1.0),
         "typical_p": (1, 1.0),
@@ -45,83 +61,219 @@ class Options(RequestModel):
     stop: StopString | StopStrings | None = Field(None, description="Stop before any of these strings.")
 
 
-class OllamaRequest(RequestModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
-    unsupported: ClassVar[Unsupported] = {
-        "think": (False,),
-        "logprobs": (False,),
-        "top_logprobs": (0,),
-    }
+class NamesModel(RequestModel):
+    """Every request of Ollama's names its model."""
 
     model: ModelName = Field(description="A name from GET /api/tags; `:latest` may follow it.")
+
+    @property
+    def name(self) -> str:
+        return self.model.removesuffix(_LATEST)
+
+
+class OllamaRequest(NamesModel):
+    hints: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
+    unsupported: ClassVar[Unsupported] = {"truncate": (False,), "shift": (False,)}
+
     stream: bool | None = Field(None, description="Stream the answer as lines of JSON. Default true.")
     options: Options | None = None
     format: Literal["", "json"] | JsonObject | None = Field(
         None, description='`"json"`: the answer is a JSON object; or the schema that it follows.'
     )
+    think: bool | Literal["low", "medium", "high", "max"] | None = Field(
+        None, description="Whether the model reasons, if it can, and how much. Its reasoning is returned as `thinking`."
+    )
+    logprobs: bool | None = Field(None, description="Return the log probability of every token.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
+        None, description="Also report this many of the likeliest tokens."
+    )
 
-    @property
-    def structure(self) -> Structure | None:
+    _structure: Structure | None = PrivateAttr(None)
+
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        if self.top_logprobs and not self.logprobs:
+            yield refusal("top_logprobs", "is only allowed together with logprobs = true")
+
+    @model_validator(mode="after")
+    def _read_format(self) -> OllamaRequest:
+        """Here, because bodies are validated where that does not block others."""
         if isinstance(self.format, dict):
-            return Structure("json_schema", as_json(self.format), "format")
-        return Structure("json", "", "format") if self.format else None
+            self._structure = Structure("json_schema", as_json(self.format), "format")
+        elif self.format:
+            self._structure = Structure("json", "", "format")
+        return self
 
     @property
-    def name(self) -> str:
-        return self.model.removesuffix(":latest")
+    def template_arguments(self) -> dict[str, Any]:
+        if self.think is None:
+            return {}
+        level = {"reasoning_effort": self.think} if isinstance(self.think, str) else {}
+        return {"enable_thinking": bool(self.think), **level}
 
     def sampling(self) -> SamplingParams:
         options = self.options or Options.model_validate({})
         given: dict[str, Any] = {name: value for name in _TO_PARAMS if (value := getattr(options, name)) is not None}
         if options.repeat_penalty is not None:
             given["repetition_penalty"] = options.repeat_penalty
+        if self.logprobs:
+            given["logprobs"] = self.top_logprobs or 0
         most = options.num_predict
         stop = options.stop
         return SamplingParams.with_model_defaults(
             **given,
-            structured=self.structure,
+            structured=self._structure,
             max_tokens=None if most is None or most < 0 else most,
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         )
 
 
-class OllamaMessage(RequestModel):
-    unsupported: ClassVar[Unsupported] = {"images": ([],), "tool_calls": ([],), "tool_name": (), "thinking": ("",)}
+class _CalledFunction(RequestModel):
+    name: Annotated[Text, Field(max_length=256)]
+    arguments: JsonObject = Field(default_factory=dict)
+    index: Hint = None
 
-    role: Literal["system", "user", "assistant"]
-    content: Text
+
+class OllamaCall(RequestModel):
+    function: _CalledFunction
+    id: Annotated[Text, Field(max_length=256)] | None = None
+    type: Hint = None
+
+
+class OllamaMessage(RequestModel):
+    hints: ClassVar[frozenset[str]] = frozenset({"name"})
+    unsupported: ClassVar[Unsupported] = {"images": ([],)}
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text | None = Field(None, description="Default: empty.")
+    thinking: Text | None = Field(None, description="The assistant's reasoning, for templates that keep it.")
+    tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True)] | None = Field(
+        None, description="Tool calls of the assistant."
+    )
+    tool_name: Annotated[Text, Field(max_length=256)] | None = Field(
+        None, description="The tool whose result a message of the role `tool` is: of its first call without a result."
+    )
+    tool_call_id: Annotated[Text, Field(max_length=256)] | None = Field(
+        None, description="The call whose result it is. Without it and tool_name: the first one without a result."
+    )
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> OllamaMessage:
+        for name, role in (
+            ("tool_calls", "assistant"),
+            ("thinking", "assistant"),
+            ("tool_name", "tool"),
+            ("tool_call_id", "tool"),
+        ):
+            if getattr(self, name) and self.role != role:
+                raise refusal(name, f"is only allowed in messages of the role {role!r}")
+        return self
 
 
 class OllamaChatRequest(OllamaRequest):
     model_config = ConfigDict(
         json_schema_extra={"example": {"model": "smollm2", "messages": [{"role": "user", "content": "Name a river."}]}}
     )
-    unsupported: ClassVar[Unsupported] = {**OllamaRequest.unsupported, "tools": ([],)}
 
-    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")]
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True), AtMost("max_messages", "messages")] | None = Field(
+        None, description="Empty: only load the model."
+    )
+    tools: Tools | None = Field(None, description="Tools that the model may call.")
+
+    _tools: list[Tool] = PrivateAttr()
+    _conversation: list[dict[str, Any]] = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OllamaChatRequest:
+        """Also converts tools and messages: bodies are validated where that does not block others."""
+        check_tools(self.tools, None)
+        self._tools = allowed_of(self.tools, None)
+        self._conversation = conversation_of(self.messages or ())
+        return self
+
+    @property
+    def chat_tools(self) -> list[Tool]:
+        return self._tools
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        return self._conversation
 
 
 class OllamaGenerateRequest(OllamaRequest):
     model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "prompt": "Name a river."}})
     unsupported: ClassVar[Unsupported] = {
         **OllamaRequest.unsupported,
-        "suffix": ("",),
         "images": ([],),
         "template": ("",),
         "context": ([],),
+        "width": (),
+        "height": (),
+        "steps": (),
     }
 
     prompt: Text | None = Field(None, description="Empty: only load the model.")
+    suffix: Text | None = Field(
+        None, description="Generate what comes between the prompt and this text, if the model has tokens for that."
+    )
     system: Text | None = Field(None, description="A system prompt.")
     raw: bool | None = Field(None, description="Continue the prompt as it is, without the chat template.")
 
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        yield from super().contradictions()
+        without_template = "raw = true" if self.raw else "suffix" if self.suffix else None
+        for name in ("system", "think"):
+            if without_template is not None and getattr(self, name):
+                yield refusal(name, f"is not allowed together with {without_template}")
 
-class ShowRequest(RequestModel):
-    model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2"}})
-    hints: ClassVar[frozenset[str]] = frozenset({"verbose"})
 
-    model: ModelName
+class OllamaEmbedRequest(NamesModel):
+    model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "input": ["the cat", "the dog"]}})
+    hints: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options"})
+
+    input: Text | Annotated[Texts, AtMost("max_inputs", "texts")] | None = Field(
+        None, description="A text or several. Empty: only load the model."
+    )
+    truncate: bool | None = Field(
+        None, description="Cut texts that are longer than the context; false: refuse them. Default true."
+    )
+    dimensions: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = Field(
+        None, description="Keep only this many of the first dimensions, renormalised."
+    )
 
     @property
-    def name(self) -> str:
-        return self.model.removesuffix(":latest")
+    def texts(self) -> list[str]:
+        if isinstance(self.input, str):
+            return [self.input] if self.input else []
+        return self.input or []
+
+
+class OllamaEmbeddingsRequest(NamesModel):
+    model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "prompt": "the cat"}})
+    hints: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options"})
+
+    prompt: Text | None = Field(None, description="A text. Empty: only load the model.")
+
+
+def _needs(name: str) -> dict[str, Any]:
+    """For the API's description."""
+    return {"required": [name], "properties": {name: {"type": "string", "minLength": 1}}}
+
+
+class ShowRequest(RequestModel):
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"model": "smollm2"}, "anyOf": [_needs("model"), _needs("name")]}
+    )
+    hints: ClassVar[frozenset[str]] = frozenset({"options", "system", "template", "verbose"})
+
+    model: ModelName | None = None
+    name: ModelName | None = Field(None, description="The old name of model.")
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> ShowRequest:
+        if not (self.model or self.name):
+            raise refusal("model", "is missing")
+        return self
+
+    @property
+    def shown(self) -> str:
+        return (self.model or self.name or "").removesuffix(_LATEST)

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from cllm.errors import InvalidRequestError
 from cllm.server.http.response import SlicedJsonResponse, as_json, list_pieces, text_pieces, unless_gone
+from cllm.server.inference.embedding import embedding_job, open_embedding
 from cllm.server.inference.tokenization import each_prompt
 from cllm.server.openai.embeddings_schema import (
     EmbeddingReply,
@@ -20,8 +21,8 @@ from cllm.server.openai.embeddings_schema import (
 )
 from cllm.server.schema.body import json_body
 from cllm.server.schema.replies import ErrorReply, error_responses
-from cllm.server.state import ModelState, State, tenant_of, time_left
-from cllm.tasks.embedding import EmbeddingJob, shortened
+from cllm.server.state import State
+from cllm.tasks.embedding import shortened
 
 if TYPE_CHECKING:
     from cllm.engine.reading import Embedding
@@ -36,17 +37,17 @@ async def embeddings(
 ) -> Response:
     """Texts as vectors of length 1."""
     model = await state.model(body.model, request, body.timeout)
-    if (reason := model.llm.embedder.no_embeddings) is not None:
-        raise InvalidRequestError(reason, "model")
-    size = model.llm.shape.n_embd
-    if body.dimensions is not None and body.dimensions > size:
-        raise InvalidRequestError(
-            f"dimensions is {body.dimensions}; embeddings of this model have {size}", "dimensions"
-        )
     if not body.input:
         raise InvalidRequestError("input is empty", "input")
-    texts = await model.encoder.encode_inputs(each_prompt(body.input), "input")
-    work = _embed(request, model, body, texts, "embd")
+    work = await open_embedding(
+        request,
+        model,
+        each_prompt(body.input),
+        "embd",
+        dimensions=body.dimensions,
+        priority=body.priority,
+        timeout=body.timeout,
+    )
     vectors = await unless_gone(request.receive, work.compute())
     return SlicedJsonResponse(_pieces(body, model.served_name, vectors, work.prompt_tokens))
 
@@ -62,30 +63,13 @@ async def rerank(
         raise InvalidRequestError(reason, "model")
     documents = [each if isinstance(each, str) else each.text for each in body.documents]
     texts = await model.encoder.encode_pairs(body.query, documents)
-    work = _embed(request, model, body, texts, "rerank")
+    work = embedding_job(request, model, texts, "rerank", priority=body.priority, timeout=body.timeout)
     vectors = await unless_gone(request.receive, work.compute())
     scores = [float(vector[0]) for vector in vectors]
     best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: body.top_n]
     head = f"rerank-{request.state.unique_id}", model.served_name
     shown = documents if body.return_documents is not False else None
     return SlicedJsonResponse(_rerank_pieces(head, best, scores, shown, work.prompt_tokens))
-
-
-def _embed(
-    request: Request,
-    model: ModelState,
-    body: EmbeddingRequest | RerankRequest,
-    texts: Sequence[Sequence[int]],
-    prefix: str,
-) -> EmbeddingJob:
-    return EmbeddingJob(
-        model.llm,
-        texts,
-        request_id=f"{prefix}-{request.state.unique_id}",
-        priority=body.priority or 0,
-        timeout_s=time_left(request, model, body.timeout),
-        tenant=tenant_of(request),
-    )
 
 
 def _pieces(body: EmbeddingRequest, name: str, vectors: Sequence[Embedding], tokens: int) -> Iterator[str]:

@@ -34,6 +34,19 @@ class _Asked(RequestModel):
 
 class EmbeddingRequest(_Asked):
     model_config = ConfigDict(json_schema_extra={"example": {"input": ["the cat sat", "on the mat"]}})
+    hints: ClassVar[frozenset[str]] = frozenset({"metadata", "request_id", "truncation_side"})
+    unsupported: ClassVar[Unsupported] = {
+        "add_special_tokens": (True,),
+        "cache_salt": (),
+        "embd_normalize": (2,),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "input_type": (),
+        "messages": (),
+        "mm_processor_kwargs": (),
+        "truncate_prompt_tokens": (),
+        "use_activation": (True,),
+    }
 
     input: (
         Words

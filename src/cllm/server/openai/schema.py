@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from cllm.engine.params import MAX_LOGPROBS
@@ -24,6 +24,7 @@ from cllm.server.schema.validation import (
     Unsupported,
     UserName,
     Words,
+    raised_by,
     refusal,
 )
 
@@ -45,7 +46,12 @@ def _together(name: str, needs: str) -> dict[str, Any]:
 
 HINTS = frozenset({
     "cache_prompt", "id_slot", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "request_id", "service_tier", "spaces_between_special_tokens", "store",
+    "prompt_cache_retention", "request_id", "service_tier", "session_id", "spaces_between_special_tokens", "store",
+    # how a stream is cut, and how the server works
+    "backend_sampling", "guided_decoding_backend", "n_cache_reuse", "sse_ping_interval", "stream_interval", "verbose",
+    # details of what is refused: without it they change nothing
+    "adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",
+    "dynatemp_exponent", "mirostat_eta", "mirostat_tau", "truncation_side", "xtc_threshold",
 })  # fmt: skip
 """Parameters of OpenAI, vLLM and llama-server that do not affect the answer."""
 
@@ -57,27 +63,51 @@ OTHERS: Unsupported = {
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "bad_words": ([],),
+    "guided_whitespace_pattern": (),
+    "grammar_lazy": (False,),
+    "grammar_triggers": ([],),
+    "preserved_tokens": ([],),
+    "stop_regex": ([],),
     "allowed_token_ids": (),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "repetition_detection": (),
+    "thinking_token_budget": (),
     "cache_salt": (),
     "kv_transfer_params": (),
+    "ec_transfer_params": (),
     "vllm_xargs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
+    "return_token_offsets": (False,),
     "timings_per_token": (False,),
+    "return_tokens": (False,),
+    "response_fields": ([],),
     "post_sampling_probs": (False,),
     "lora": ([],),
     "samplers": (),
+    "n_predict": (-1,),
+    "n_cmpl": (1,),
+    "n_keep": (0,),
+    "n_discard": (0,),
+    "n_indent": (0,),
     "n_probs": (0,),
+    "min_keep": (0,),
+    "t_max_predict_ms": (0, -1),
+    "reasoning_budget_tokens": (-1,),
     "typical_p": (1.0, 1),
     "top_n_sigma": (-1.0, -1),
     "dynatemp_range": (0.0, 0),
     "mirostat": (0,),
     "repeat_penalty": (1.0, 1),
+    "repeat_last_n": (-1,),
     "xtc_probability": (0.0, 0),
     "dry_multiplier": (0.0, 0),
+    "adaptive_target": (-1.0, -1),
 }
-"""Parameters of vLLM and llama-server that would change the answer, with the values that do not."""
+"""Parameters of vLLM, SGLang and llama-server that would change the answer, with the values that do not."""
+
+OTHER_NAMES = {"n_predict": "max_tokens", "n_cmpl": "n", "n_probs": "logprobs", "repeat_penalty": "repetition_penalty"}
 
 
 class OpenAIRequest(SamplingFields):
@@ -93,6 +123,7 @@ class OpenAIRequest(SamplingFields):
     )
 
     def contradictions(self) -> Iterator[PydanticCustomError]:
+        yield from super().contradictions()
         if self.stream_options is not None and not self.stream:
             yield refusal("stream_options", "is only allowed together with stream = true")
 
@@ -117,7 +148,8 @@ class CompletionRequest(OpenAIRequest):
         }
     )
     hints: ClassVar[frozenset[str]] = HINTS
-    unsupported: ClassVar[Unsupported] = {**OTHERS, "add_special_tokens": (True,)}
+    unsupported: ClassVar[Unsupported] = {**OTHERS, "add_special_tokens": (True,), "prompt_embeds": ()}
+    instead: ClassVar[Mapping[str, str]] = OTHER_NAMES
 
     prompt: (
         Words
@@ -179,8 +211,15 @@ class ChatRequest(OpenAIRequest):
         "chat_template": (),
         "documents": ([],),
         "mm_processor_kwargs": (),
+        "media_io_kwargs": (),
         "echo": (False,),
+        "best_of": (1,),
+        "parse_tool_calls": (True,),
+        "reasoning_control": (False,),
+        "return_prompt_text": (False,),
+        "return_assistant_tokens_mask": (False,),
     }
+    instead: ClassVar[Mapping[str, str]] = {**OTHER_NAMES, "functions": "tools", "function_call": "tool_choice"}
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")] = (
         Field(examples=[[{"role": "user", "content": "What is the capital of France?"}]])
@@ -205,7 +244,7 @@ class ChatRequest(OpenAIRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Arguments for the chat template.", examples=[{"enable_thinking": False}]
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="For the chat template; none: also enable_thinking = false."
     )
     separate_reasoning: bool | None = Field(
@@ -222,27 +261,14 @@ class ChatRequest(OpenAIRequest):
         None, description="false: do not end the prompt with the start of an assistant message. Default true."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _old_names(cls, data: Any) -> Any:
-        """Before unknown keys are reported."""
-        for old, new, harmless in (("functions", "tools", []), ("function_call", "tool_choice", "none")):
-            if isinstance(data, dict) and data.get(old) not in (None, harmless):
-                raise refusal(old, f"is deprecated and not supported; send {new} instead")
-        return data
-
-    @model_validator(mode="after")
-    def _tools_fit(self) -> ChatRequest:
-        check_tools(self.tools, self.tool_choice)
-        check_calls(self.messages)
-        if self.continue_final_message and self.add_generation_prompt:
-            raise refusal("add_generation_prompt", "must be false where continue_final_message is true")
-        if self.separate_reasoning is not None and self.reasoning_format not in (None, "auto"):
-            raise refusal("reasoning_format", "says the same as separate_reasoning; send one of them")
-        return self
-
     def contradictions(self) -> Iterator[PydanticCustomError]:
         yield from super().contradictions()
+        yield from raised_by(lambda: check_tools(self.tools, self.tool_choice))
+        yield from raised_by(lambda: check_calls(self.messages))
+        if self.continue_final_message and self.add_generation_prompt:
+            yield refusal("add_generation_prompt", "must be false where continue_final_message is true")
+        if self.separate_reasoning is not None and self.reasoning_format not in (None, "auto"):
+            yield refusal("reasoning_format", "says the same as separate_reasoning; send one of them")
         if self.top_logprobs is not None and not self.logprobs:
             yield refusal("top_logprobs", "is only allowed together with logprobs = true")
         names = (self.max_tokens, self.max_completion_tokens)

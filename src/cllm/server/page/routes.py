@@ -42,7 +42,7 @@ def add_docs(app: FastAPI) -> None:
 def _router_of(found: Mapping[str, PageFile]) -> APIRouter:
     router = APIRouter(include_in_schema=False)
     for path, file in found.items():
-        router.add_api_route(path, partial(_file, file), methods=["GET"])
+        router.add_api_route(path, partial(_file, file), methods=["GET", "HEAD"])
     return router
 
 

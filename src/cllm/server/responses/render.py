@@ -13,13 +13,13 @@ from starlette.types import Scope
 
 from cllm.dialect.deltas import ChatDelta, Delta
 from cllm.server.errors import Problem
-from cllm.server.http.response import EventStream, ResponseWriter, as_json, slices, text_pieces
+from cllm.server.http.response import EventStream, ResponseWriter, as_json, progress_json, slices, text_pieces
 from cllm.server.inference.blocks import ContentBlock, ContentBlocks
 from cllm.server.openai.logprobs import ChatLogprobs
 
 if TYPE_CHECKING:
     from cllm.engine.sampling import TokenLogprob
-    from cllm.server.http.response import TokenCounts
+    from cllm.server.http.response import Progress, TokenCounts
     from cllm.server.inference.streams import ChatStream
 
 _KINDS = {"text": ("message", "msg"), "reasoning": ("reasoning", "rs"), "call": ("function_call", "fc")}
@@ -171,14 +171,24 @@ class ResponseEvents:
         yield from response
         yield "}\n\n"
 
+    def progress(self, counts: TokenCounts, time_ms: int) -> str:
+        """The prompt's progress, as llama-server sends it."""
+        created = "" if self._number else self._created()
+        return f'{created}{self._in_progress()},"prompt_progress":{progress_json(counts, time_ms)}}}\n\n'
+
     def failed(self, problem: Problem) -> str:
         error = {"code": "server_error", "message": problem.message}
         return f'{self._head("response.failed")},"response":{self._form.begun("failed", error)}}}\n\n'
 
     def _begin(self) -> str:
-        response = self._form.begun()
-        created = f'{self._head("response.created")},"response":{response}}}\n\n'
-        return f'{created}{self._head("response.in_progress")},"response":{response}}}\n\n'
+        return f"{self._created()}{self._in_progress()}}}\n\n"
+
+    def _created(self) -> str:
+        return f'{self._head("response.created")},"response":{self._form.begun()}}}\n\n'
+
+    def _in_progress(self) -> str:
+        """Up to the end of its data."""
+        return f'{self._head("response.in_progress")},"response":{self._form.begun()}'
 
     def _added(self, block: ContentBlock) -> str:
         where, empty = self._where(block), replace(block, parts=[], logprobs=[])
@@ -233,9 +243,13 @@ class ResponseStream(EventStream):
     """Sends the end in slices: it repeats the whole answer several times. `whole` makes the last event's response."""
 
     def __init__(
-        self, chat: ChatStream, events: ResponseEvents, whole: Callable[[ContentBlocks], Awaitable[Iterator[str]]]
+        self,
+        chat: ChatStream,
+        events: ResponseEvents,
+        whole: Callable[[ContentBlocks], Awaitable[Iterator[str]]],
+        progress: Progress | None = None,
     ) -> None:
-        super().__init__(chat, events)
+        super().__init__(chat, events, progress)
         self._response_events = events
         self._whole = whole
 

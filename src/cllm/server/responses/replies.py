@@ -40,6 +40,21 @@ class ResponseReply(BaseModel):
     store: bool = Field(description="Whether it is kept for previous_response_id.")
 
 
+class InputTokensReply(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class InputItemsReply(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]] = Field(
+        description="Items of type `message`, `function_call`, `function_call_output` or `reasoning`."
+    )
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class DeletedReply(BaseModel):
     id: str
     object: Literal["response"] = "response"

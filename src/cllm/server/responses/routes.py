@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -13,11 +14,12 @@ from cllm.errors import InvalidRequestError
 from cllm.server.errors import ApiError
 from cllm.server.http.response import SlicedJsonResponse, unless_gone
 from cllm.server.inference.blocks import ContentBlocks
-from cllm.server.inference.chat import ChatInput, open_chat
+from cllm.server.inference.chat import ChatInput, open_chat, tokens_of_chat
 from cllm.server.inference.streams import collect
+from cllm.server.responses.input_items import Page, items_of
 from cllm.server.responses.items import ConversationBuilder, with_instructions
 from cllm.server.responses.render import ResponseEvents, ResponseForm, ResponseStream
-from cllm.server.responses.replies import DeletedReply, ResponseReply
+from cllm.server.responses.replies import DeletedReply, InputItemsReply, InputTokensReply, ResponseReply
 from cllm.server.responses.schema import AllowedTools, ResponsesRequest, ResponseToolChoice
 from cllm.server.responses.store import Stored
 from cllm.server.schema.body import json_body
@@ -43,18 +45,9 @@ async def create(
     body: Annotated[ResponsesRequest, Depends(json_body(ResponsesRequest))], request: Request, state: State
 ) -> Response:
     """Answer a text or a conversation, which may continue an earlier response."""
-    before = await _before(state, request, body)
-    size = len(before) + len(await request.body())
-    conversation = await state.bodies.run(size, lambda: _conversation(before, body))
-    call = _chat_input(body, conversation)
-    if not call.messages:
-        raise ApiError(400, "input has no message to answer.", param="input")
-    try:
-        chat = await open_chat(state, request, call, "resp")
-    except InvalidRequestError as error:
-        if error.param == "messages":  # its name in a chat
-            error.param = "input"
-        raise
+    conversation, size = await _read(state, request, body)
+    with _as_input():
+        chat = await open_chat(state, request, _chat_input(body, conversation), "resp")
     if body.end_user:
         log.info("%s user=%r", chat.head.id, body.end_user)
     saver = (
@@ -66,25 +59,35 @@ async def create(
         return form.whole(blocks) if saver is None else await saver.save(blocks, form.whole(blocks))
 
     if body.stream:
-        return ResponseStream(chat, ResponseEvents(form), whole)
+        events = ResponseEvents(form)
+        return ResponseStream(chat, events, whole, events.progress if body.return_progress else None)
     (blocks,) = await unless_gone(request.receive, collect(chat, [ContentBlocks()]))
     if not blocks.all:
         blocks.begin_empty()
     return SlicedJsonResponse(await whole(blocks))
 
 
-@router.post("/input_tokens", include_in_schema=False)
-async def count_input() -> ErrorReply:
-    """Not supported: POST /tokenize counts the tokens of messages."""
-    raise ApiError(
-        400, "input_tokens is not supported; POST /tokenize counts the tokens of messages.", code="unsupported"
-    )
+@router.post("/input_tokens", responses=_ERRORS)
+async def count_input(
+    body: Annotated[ResponsesRequest, Depends(json_body(ResponsesRequest))], request: Request, state: State
+) -> InputTokensReply:
+    """Count the prompt tokens of a request for a response. Nothing is generated."""
+    conversation, _ = await _read(state, request, body)
+    with _as_input():
+        return InputTokensReply(input_tokens=len(await tokens_of_chat(state, request, _chat_input(body, conversation))))
 
 
-@router.get("/{response_id}/input_items", include_in_schema=False)
-async def input_items(response_id: str) -> ErrorReply:
-    """Not supported: input items are not stored."""
-    raise ApiError(400, "input_items is not supported: input items are not stored.", code="unsupported")
+@router.get("/{response_id}/input_items", response_model=InputItemsReply, responses=_STORED_ERRORS)
+async def input_items(response_id: str, request: Request, state: State) -> Response:
+    """The items that a stored response answers, those of the responses that it continues included. The newest first,
+    unless `order` is `asc`; `limit` and `after` as in OpenAI's API."""
+    page = Page.of(request.query_params)
+    stored = state.responses.get(tenant_of(request), response_id)
+    if stored is None:
+        raise _not_stored(state, response_id)
+    conversation, asked = stored.conversation, stored.asked
+    items = await state.bodies.run(len(conversation), lambda: items_of(json.loads(conversation)[:asked], response_id))
+    return SlicedJsonResponse(page.pieces(items))
 
 
 @router.get("/{response_id}", response_model=ResponseReply, responses=_STORED_ERRORS)
@@ -117,6 +120,12 @@ async def cancel(response_id: str) -> ErrorReply:
     )
 
 
+@router.post("/compact", include_in_schema=False)
+async def compact() -> ErrorReply:
+    """Not supported."""
+    raise ApiError(400, "compact is not supported: this server does not shorten conversations.", code="unsupported")
+
+
 async def _before(state: ServerState, request: Request, body: ResponsesRequest) -> bytes:
     """The stored conversation that the request continues, as JSON."""
     if body.previous_response_id is None:
@@ -127,10 +136,31 @@ async def _before(state: ServerState, request: Request, body: ResponsesRequest) 
     return stored.conversation
 
 
+async def _read(state: ServerState, request: Request, body: ResponsesRequest) -> tuple[ConversationBuilder, int]:
+    """The conversation, and about its size as JSON."""
+    before = await _before(state, request, body)
+    size = len(before) + len(await request.body())
+    conversation = await state.bodies.run(size, lambda: _conversation(before, body))
+    if not with_instructions(body.instructions, conversation.messages):
+        raise ApiError(400, "input has no message to answer.", param="input")
+    return conversation, size
+
+
 def _conversation(before: bytes, body: ResponsesRequest) -> ConversationBuilder:
     conversation = ConversationBuilder(json.loads(before))
     conversation.add(body.input)
     return conversation
+
+
+@contextmanager
+def _as_input() -> Iterator[None]:
+    """What chats call messages is the input here."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param == "messages":
+            error.param = "input"
+        raise
 
 
 def _chat_input(body: ResponsesRequest, conversation: ConversationBuilder) -> ChatInput:
@@ -190,6 +220,7 @@ class _ResponseSaver:
         self._tenant = tenant
         self._id = response_id
         self._conversation = conversation
+        self._asked = len(conversation.messages)
         self._size = size
 
     async def save(self, blocks: ContentBlocks, response: Iterator[str]) -> Iterator[str]:
@@ -206,5 +237,6 @@ class _ResponseSaver:
         for piece in response:
             pieces.append(piece)
             yield piece
-        if not self._state.responses.put(self._tenant, self._id, Stored(conversation, "".join(pieces).encode())):
+        stored = Stored(conversation, "".join(pieces).encode(), self._asked)
+        if not self._state.responses.put(self._tenant, self._id, stored):
             log.info("%s is larger than responses.max_stored_bytes and was not stored", self._id)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr, Tag, model_validator
+from pydantic_core import PydanticCustomError
 from typing_extensions import NotRequired, TypedDict
 
 from cllm.dialect.tools import Tool
 from cllm.engine.params import MAX_LOGPROBS
 from cllm.server.http.response import as_json
-from cllm.server.schema.sampling import SamplingFields
+from cllm.server.schema.sampling import RETURN_PROGRESS, SamplingFields
+from cllm.server.schema.structure import lenient_unless_strict
 from cllm.server.schema.tools import (
     CHOICES,
     MOST_TOOLS,
@@ -32,6 +35,7 @@ from cllm.server.schema.validation import (
     Unsupported,
     UserName,
     Words,
+    raised_by,
     refusal,
     shorten,
 )
@@ -89,6 +93,8 @@ class MessageItem(RequestModel):
 
 
 class FunctionCall(RequestModel):
+    hints: ClassVar[frozenset[str]] = frozenset({"async"})
+
     type: Literal["function_call"]
     call_id: CallId
     name: CallId
@@ -151,7 +157,11 @@ def _joined(content: str | list[ItemText | ItemRefusal]) -> str:
 
 
 class ResponseTool(RequestModel):
-    unsupported: ClassVar[Unsupported] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
+    unsupported: ClassVar[Unsupported] = {
+        "defer_loading": (False,),
+        "allowed_callers": (["direct"],),
+        "async": (False,),
+    }
 
     type: Literal["function"]
     name: ToolName
@@ -202,7 +212,9 @@ class SchemaFormat(TypedDict):  # a pydantic model cannot have a field `schema`
     name: Annotated[Text, Field(max_length=128)]
     description: NotRequired[Text | None]
     schema: JsonObject
-    strict: NotRequired[Annotated[bool | None, Field(description="The answer fits the schema in any case.")]]
+    strict: NotRequired[
+        Annotated[bool | None, Field(description="false: what of the schema cannot be enforced is ignored.")]
+    ]
 
 
 Format = Annotated[
@@ -220,11 +232,13 @@ class TextFields(RequestModel):
 
     def structure(self) -> Structure | None:
         if isinstance(self.format, dict):
-            return Structure("json_schema", as_json(self.format["schema"]), "text.format.schema")
+            return Structure("json_schema", as_json(lenient_unless_strict(self.format)), "text.format.schema")
         return Structure("json", "", "text.format") if isinstance(self.format, JsonObjectFormat) else None
 
 
 class ReasoningFields(RequestModel):
+    unsupported: ClassVar[Unsupported] = {"mode": ("standard",)}
+
     effort: Annotated[Text, Field(max_length=32)] | None = Field(
         None, description="Given to the chat template as reasoning_effort."
     )
@@ -235,6 +249,11 @@ class ReasoningFields(RequestModel):
 
 class ResponseStreamOptions(RequestModel):
     include_obfuscation: Hint = None
+
+
+class PromptCacheOptions(RequestModel):
+    hints: ClassVar[frozenset[str]] = frozenset({"comparison_response_id", "mode", "ttl"})
+    unsupported: ClassVar[Unsupported] = {"prewarm": (False,)}  # with true, nothing is generated
 
 
 Includable = Literal[
@@ -259,9 +278,13 @@ class ResponsesRequest(SamplingFields):
         "conversation": (),
         "context_management": ([],),
         "moderation": (),
+        "personality": (),
         "prompt": (),
         "truncation": ("disabled",),
+        "max_tokens": (),
+        "max_completion_tokens": (),
     }
+    instead: ClassVar[Mapping[str, str]] = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")
 
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
     input: Words | Annotated[list[Item], Field(fail_fast=True, min_length=1), AtMost("max_messages", "items")] = Field(
@@ -300,24 +323,30 @@ class ResponsesRequest(SamplingFields):
     ) = Field(None, description="Returned with the response.")
     stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
     stream_options: ResponseStreamOptions | None = None
+    return_progress: bool | None = RETURN_PROGRESS
     user: UserName | None = Field(None, description="Identifies the end user; logged with the request id.")
     safety_identifier: UserName | None = Field(None, description="The new name of user.")
+    access_programs: Hint = None
+    image: Hint = None
     max_tool_calls: Hint = None
     service_tier: Hint = None
     prompt_cache_key: Hint = None
-    prompt_cache_options: Hint = None
+    prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Hint = None
 
     _tools: list[Tool] = PrivateAttr()
     _echo: str = PrivateAttr()
 
-    @model_validator(mode="after")
-    def _consistent(self) -> ResponsesRequest:
-        """Also converts the tools: bodies are validated where that does not block others."""
-        check_names((tool.name for tool in self.tools or ()), "tools")
-        self._check_choice({tool.name for tool in self.tools or ()})
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        yield from super().contradictions()
+        yield from raised_by(lambda: check_names((tool.name for tool in self.tools or ()), "tools"))
+        yield from raised_by(lambda: self._check_choice({tool.name for tool in self.tools or ()}))
         if self.input == "":
-            raise refusal("input", "is empty")
+            yield refusal("input", "is empty")
+
+    @model_validator(mode="after")
+    def _convert(self) -> ResponsesRequest:
+        """Here, because bodies are validated where that does not block others."""
         allowed = {tool.name for tool in self.tool_choice.tools} if isinstance(self.tool_choice, AllowedTools) else None
         self._tools = [tool.plain() for tool in self.tools or () if allowed is None or tool.name in allowed]
         self._echo = as_json(self._echoed())[1:-1]

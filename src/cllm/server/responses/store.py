@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 
 class Stored(NamedTuple):
-    """Both as JSON, so that the size of a response is known exactly."""
+    """As JSON, so that the size of a response is known exactly."""
 
     conversation: bytes
     """All messages up to and including the answer, without instructions."""
     response: bytes
+    asked: int
+    """How many of the messages came before the answer."""
 
     @property
     def size(self) -> int:

@@ -19,7 +19,8 @@ from starlette.requests import ClientDisconnect
 from cllm.errors import InvalidRequestError
 from cllm.server.errors import ClientGoneError
 from cllm.server.executor import SizedExecutor
-from cllm.server.schema.validation import describe_invalid, shorten
+from cllm.server.schema.invalid import describe_invalid
+from cllm.server.schema.validation import shorten
 
 if TYPE_CHECKING:
     from cllm.config import ServerConfig
@@ -47,11 +48,13 @@ def body_executor() -> SizedExecutor:
     return SizedExecutor("body", inline=INLINE_BYTES, short=_SHORT_BYTES)
 
 
-def json_body(model: type[M]) -> Callable[[Request], Awaitable[M]]:
-    """A FastAPI dependency: the request's body as a `model`."""
+def json_body(model: type[M], *, of_any_type: bool = False) -> Callable[[Request], Awaitable[M]]:
+    """A FastAPI dependency: the request's body as a `model`. `of_any_type`: whatever its content-type, but for requests
+    of web pages: a browser sends JSON to another server only if that allows it, and other types always."""
 
     async def take(request: Request) -> M:
-        if not _is_json(request.headers.get("content-type", "")):
+        trusted = of_any_type and "origin" not in request.headers
+        if not trusted and not _is_json(request.headers.get("content-type", "")):
             raise InvalidRequestError(_NOT_JSON)
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding != "identity":

@@ -45,6 +45,8 @@ Mark = tuple[list[dict[str, Any]], CacheControl]
 
 
 class TextPart(RequestModel):
+    hints: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
+
     type: Literal["text"]
     text: Text
     cache_control: CacheControl | None = Field(
@@ -56,7 +58,8 @@ class TextPart(RequestModel):
     def _only_text(cls, data: Any) -> Any:
         """Before unknown keys are reported: an image is refused as an image."""
         if isinstance(data, dict) and isinstance(kind := data.get("type", "text"), str) and kind != "text":
-            raise refusal("type", f"must be 'text', not {kind[:40]!r}; this server supports no other parts")
+            reason = f"must be 'text', not {kind[:40]!r}; this server supports no other parts"
+            raise refusal("type", reason, whole=True)
         return data
 
 

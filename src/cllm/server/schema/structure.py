@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
+from pydantic_core import PydanticCustomError
 
-from cllm.server.schema.validation import RequestModel, Text, Unsupported, Words, refusal
+from cllm.server.schema.validation import RequestModel, Text, Unsupported, Words, raised_by, refusal
+from cllm.structured.schemas import lenient
 from cllm.structured.structure import Kind, Structure
 
 if TYPE_CHECKING:
@@ -23,7 +26,8 @@ Choices = Annotated[list[Words], Field(fail_fast=True, min_length=1)]
 class StructuredOutputs(RequestModel):
     """vLLM's parameter: exactly one of these."""
 
-    unsupported: ClassVar[Unsupported] = {"disable_any_whitespace": (True,)}
+    hints: ClassVar[frozenset[str]] = frozenset({"disable_any_whitespace", "disable_fallback", "backend"})
+    unsupported: ClassVar[Unsupported] = {"disable_additional_properties": (False,), "whitespace_pattern": ()}
 
     json_: JsonObject | Words | None = Field(None, alias="json")  # pydantic has a method of that name
     regex: Text | None = None
@@ -49,20 +53,23 @@ class StructureFields(RequestModel):
     guided_regex: Text | None = Field(None, description="vLLM's old name: a regular expression.")
     guided_choice: Choices | None = Field(None, description="vLLM's old name: the answer is one of these.")
     guided_grammar: Words | None = Field(None, description="vLLM's old name: a grammar in GBNF or Lark.")
-    json_schema: JsonObject | None = Field(None, description="llama-server's name: a JSON schema.")
+    json_schema: JsonObject | Words | None = Field(None, description="llama-server's and SGLang's name: a JSON schema.")
     grammar: Words | None = Field(None, description="llama-server's name: a grammar in GBNF (or Lark).")
+    regex: Text | None = Field(None, description="SGLang's name: a regular expression.")
+    ebnf: Words | None = Field(None, description="SGLang's name: a grammar in GBNF (or Lark).")
 
     _structure: Structure | None = PrivateAttr(None)
 
-    @model_validator(mode="after")
-    def _read_structure(self) -> StructureFields:
-        """A validator, so that it runs in the thread that parses large bodies."""
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        """Also reads the structure: in the thread that parses large bodies."""
+        yield from raised_by(self._read_structure)
+
+    def _read_structure(self) -> None:
         asked = (self._of_this_api(), self._from_format(), self._from_outputs(), *self._from_fields())
         found = [each for each in asked if each is not None]
         if len(found) > 1:
             raise refusal(found[1].param, f"is not allowed together with {found[0].param}: an answer has one structure")
         self._structure = found[0] if found else None
-        return self
 
     @property
     def structure(self) -> Structure | None:
@@ -85,10 +92,12 @@ class StructureFields(RequestModel):
                 Structure("json", "", param) if schema is None else _of_json("json_schema", schema, f"{param}.schema")
             )
         if kind == "json_schema":
-            described = given.get("json_schema")
+            described, param = (
+                (given, param) if "schema" in given else (given.get("json_schema"), f"{param}.json_schema")
+            )
             if not isinstance(described, dict) or "schema" not in described:
-                raise refusal(param, "must have json_schema.schema")
-            return _of_json("json_schema", described["schema"], f"{param}.json_schema.schema")
+                raise refusal("response_format", "must have json_schema.schema")
+            return _of_json("json_schema", lenient_unless_strict(described), f"{param}.schema")
         if kind == "structural_tag":
             return _of_json("structural_tag", given, param)
         raise refusal(param, f"must have one of the types {_FORMATS}")
@@ -119,6 +128,8 @@ class StructureFields(RequestModel):
             "guided_regex": ("regex", self.guided_regex),
             "guided_grammar": ("gbnf", self.guided_grammar),
             "grammar": ("gbnf", self.grammar),
+            "regex": ("regex", self.regex),
+            "ebnf": ("gbnf", self.ebnf),
         }
         objects: _Named = {
             "guided_json": ("json_schema", self.guided_json),
@@ -129,6 +140,14 @@ class StructureFields(RequestModel):
 
 
 _Named = dict[str, tuple[Kind, Any]]
+
+
+def lenient_unless_strict(described: Mapping[str, Any]) -> Any:
+    """The schema; with `strict: false`, what cannot be enforced of it is ignored."""
+    schema = described["schema"]
+    if described.get("strict") is not False or not isinstance(schema, dict):
+        return schema
+    return lenient(schema)
 
 
 def _of_texts(named: _Named) -> list[Structure]:

@@ -160,7 +160,10 @@ class AllowedTools(RequestModel):
 
 
 CHOICES = "'auto', 'none', 'required' or an object"
-Tools = Annotated[list[ToolDefinition], Field(fail_fast=True, max_length=MOST_TOOLS)]
+Tools = Annotated[
+    list[Annotated[ToolDefinition, known_kinds(("function",), "; this server supports no other kind of tool")]],
+    Field(fail_fast=True, max_length=MOST_TOOLS),
+]
 ChoiceObject = Annotated[
     Annotated[ChosenTool, Tag("function object")] | Annotated[AllowedTools, Tag("allowed_tools object")],
     by_kind(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from reprlib import Repr
@@ -27,23 +27,18 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError, core_schema
 
+from cllm.errors import InvalidRequestError
+
 _SHOWN = 60
 MOST_PROBLEMS = 8
 """Listed in an error, of one object."""
 A_HINT = "A hint: accepted, without effect."
 NOT_SUPPORTED = "Not supported; only values without effect are accepted."
-_SHOULD = re.compile("^(Input|String) should")
+_WORD = re.compile(r"\w+")
 _SHORT = Repr()  # looks at the beginning of a value only
 _SHORT.maxstring = _SHORT.maxother = _SHOWN
-_OWN_KINDS = frozenset({"refused", "wrong"})
-_TEXTS = "a string, a list of strings, a list of token ids or a list of lists of token ids"
-_ITEMS = "a string or a list of items, at least one"
-_MUST_BE = {
-    "prompt": _TEXTS,
-    "input": _TEXTS,
-    "stop": "a string or a list of strings",
-    "content": "a string or a list of text parts",
-}
+OWN_KINDS = frozenset({"refused", "wrong"})
+"""Errors with a reason in our own words."""
 
 
 def _whole_characters(text: str) -> str:
@@ -137,6 +132,8 @@ class RequestModel(BaseModel):
 
     unsupported: ClassVar[Unsupported] = {}
     """Parameters of the API that are not supported, each with the values that have no effect."""
+    instead: ClassVar[Mapping[str, str]] = {}
+    """For parameters of `unsupported` that have another name here: that name."""
     hints: ClassVar[frozenset[str]] = frozenset()
     """Parameters that cannot change an answer: accepted with any value, and ignored."""
 
@@ -165,10 +162,13 @@ class RequestModel(BaseModel):
             if any(each.get("ctx", {}).get("whole") for each in found):
                 raise
             lines = [_as_line(each) for each in found]
+            wrong_ones = {each["loc"][0] for each in found if each["loc"]}
+            refused = [*_contradictions_beside(wrong_ones, taken, handler), *refused]
         else:
-            lines = [InitErrorDetails(type=each, input=None) for each in checked.contradictions()]
-            if not lines and not refused:
+            refused = [*checked.contradictions(), *refused]
+            if not refused:
                 return checked
+            lines = []
         lines += [InitErrorDetails(type=each, input=None) for each in refused]
         raise ValidationError.from_exception_data(cls.__name__, lines)
 
@@ -192,18 +192,49 @@ class RequestModel(BaseModel):
             if name in known:
                 taken[name] = value
             elif name not in cls.hints and len(refused) < MOST_PROBLEMS:
+                if value is None:
+                    continue  # the default, whatever it is: clients send fields of newer versions empty
                 if name not in cls.unsupported:
                     refused.append(refusal(name, "is not a parameter of this request"))
-                elif value is not None and not any(_same(value, harmless) for harmless in cls.unsupported[name]):
-                    choices = ["leave it out", *(f"send {json.dumps(harmless)}" for harmless in cls.unsupported[name])]
-                    refused.append(refusal(name, f"is not supported by this server; {' or '.join(choices)}"))
+                elif not any(_same(value, harmless) for harmless in cls.unsupported[name]):
+                    refused.append(refusal(name, f"is not supported by this server; {cls._advice(name)}"))
         return taken, refused
+
+    @classmethod
+    def _advice(cls, name: str) -> str:
+        """What to do with a parameter that is not supported."""
+        if name in cls.instead:
+            return f"send {cls.instead[name]} instead"
+        return " or ".join(["leave it out", *(f"send {json.dumps(harmless)}" for harmless in cls.unsupported[name])])
+
+
+def _contradictions_beside(
+    names: Set[str | int], given: Mapping[str, Any], handler: ModelWrapValidatorHandler[Any]
+) -> list[PydanticCustomError]:
+    """The contradictions of an object without its wrong parameters `names`; those that mention one may follow from
+    it. None if the object needs them."""
+    try:
+        checked = handler({name: value for name, value in given.items() if name not in names})
+    except ValidationError:
+        return []
+    return [each for each in checked.contradictions() if not names & {*_WORD.findall(each.message())}]
+
+
+def raised_by(check: Callable[[], object]) -> Iterator[PydanticCustomError]:
+    """What a check raises, as a contradiction."""
+    try:
+        check()
+    except PydanticCustomError as error:
+        yield error
+    except InvalidRequestError as error:
+        param = error.param or ""
+        yield refusal(param, str(error).removeprefix(f"{param} ").removesuffix("."))
 
 
 def _as_line(error: ErrorDetails) -> InitErrorDetails:
     """A reported error, to be raised again."""
     kind, context = error["type"], error.get("ctx", {})
-    again: Any = PydanticCustomError(kind, "{reason}", context) if kind in _OWN_KINDS else kind
+    again: Any = PydanticCustomError(kind, "{reason}", context) if kind in OWN_KINDS else kind
     return {"type": again, "loc": error["loc"], "input": error["input"], "ctx": context}
 
 
@@ -221,78 +252,6 @@ def refusal(param: str, reason: str, *, whole: bool = False) -> PydanticCustomEr
     """For validators of an object, which must name the parameter. `whole`: it is a different kind of object, so no
     further errors are reported."""
     return PydanticCustomError("refused", "{reason}", {"param": shorten(param), "reason": reason, "whole": whole})
-
-
-def describe_invalid(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
-    """(first parameter, message), with a sentence for each error."""
-    sentences: dict[str | None, str] = {}
-    for group in _by_parameter(errors):
-        for error in [each for each in group if each["type"] in _OWN_KINDS] or [max(group, key=_clarity)]:
-            param, sentence = _describe(error, group)
-            sentences.setdefault(param, sentence)
-    shown = list(sentences.values())[:MOST_PROBLEMS]
-    if len(sentences) > len(shown):
-        shown.append("There are more errors.")
-    return next(iter(sentences)), " ".join(shown)
-
-
-def _by_parameter(errors: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Group errors by parameter: a value that fits no branch of a union has an error per branch."""
-    groups: dict[str | int | None, list[Mapping[str, Any]]] = {}
-    for error in errors:
-        groups.setdefault(next(iter(_path_of(error)), None), []).append(error)
-    return list(groups.values())
-
-
-def _describe(error: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
-    path = _path_of(error)
-    if not path and error["type"] == "string_unicode":
-        return None, f"The body has the key {show(error['input'])}, which is not valid text."
-    if not path:
-        return None, "The body must be a JSON object, sent with content-type: application/json."
-    param = shorten("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:])
-    return param, f"{param} {_reason(error, path[-1], group)}."
-
-
-def _clarity(error: Mapping[str, Any]) -> tuple[bool, int]:
-    """Of the errors of a union's branches, our own are the clearest, then the one that got furthest into the value; but
-    of alternatives that look alike, only the whole can be named."""
-    loc = error["loc"]
-    alike = bool(loc) and loc[0] in ("prompt", "input", "stop") and not any(map(_is_field_name, loc[1:]))
-    return error["type"] in _OWN_KINDS, -len(loc) if alike else len(loc)
-
-
-def _path_of(error: Mapping[str, Any]) -> list[str | int]:
-    """Where the error is, without pydantic's marks of union branches (`str`, `list[int]`, ...)."""
-    path = [part for part in error["loc"] if isinstance(part, int) or _is_field_name(part)]
-    if error["type"] == "refused":
-        path.append(error["ctx"]["param"])
-    return path
-
-
-def _is_field_name(part: str | int) -> bool:
-    return isinstance(part, str) and part.isidentifier() and part not in ("str", "int", "float", "bool")
-
-
-def _reason(error: Mapping[str, Any], name: str | int, errors: Sequence[Mapping[str, Any]]) -> str:
-    kind = error["type"]
-    if kind in _OWN_KINDS:
-        return str(error["msg"])
-    if kind == "missing":
-        return "is missing"
-    if kind == "too_short":
-        return "is empty"
-    if kind in ("too_long", "string_too_long"):
-        given = error.get("input")
-        unit = "characters" if isinstance(given, str) else "items"
-        return f"has more than {error['ctx']['max_length']} {unit}"
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"must be an object, not {show(error.get('input'))}"
-    expected = _SHOULD.sub("must", str(error["msg"]))
-    if name in _MUST_BE and len(errors) > 1:
-        texts_or_items = name == "input" and len(errors) == 2  # a response's, which takes no tokens
-        expected = f"must be {_ITEMS if texts_or_items else _MUST_BE[str(name)]}"
-    return f"{expected}, not {show(error.get('input'))}"
 
 
 def show(value: Any) -> str:

@@ -1,0 +1,61 @@
+"""Ollama's embeddings: `/api/embed`, and `/api/embeddings`, which came before it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+
+from cllm.server.http.response import SlicedJsonResponse, as_json, list_pieces, unless_gone
+from cllm.server.inference.embedding import open_embedding
+from cllm.server.ollama.body import ollama_body
+from cllm.server.ollama.replies import OllamaError
+from cllm.server.ollama.schema import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from cllm.server.schema.replies import error_responses
+from cllm.server.state import State
+from cllm.tasks.embedding import shortened
+
+if TYPE_CHECKING:
+    from cllm.engine.reading import Embedding
+
+router = APIRouter(prefix="/api", tags=["Ollama"])
+_ERRORS = error_responses(OllamaError, 400, 401, 404, 408, 409, 413, 429, 500, 503)
+
+
+@router.post("/embed", response_class=Response, responses=_ERRORS)
+async def embed(
+    body: Annotated[OllamaEmbedRequest, Depends(ollama_body(OllamaEmbedRequest))], request: Request, state: State
+) -> Response:
+    """Texts as vectors of length 1."""
+    began = time.monotonic()
+    model = await state.model(body.name, request)
+    texts = body.texts
+    cuts = body.truncate is not False
+    job = await open_embedding(request, model, texts, "ollama", dimensions=body.dimensions, truncate=cuts)
+    vectors = await unless_gone(request.receive, job.compute())
+    end = {"total_duration": round((time.monotonic() - began) * 1e9), "load_duration": 0}
+    end["prompt_eval_count"] = job.prompt_tokens
+    return SlicedJsonResponse(_pieces(model.served_name, vectors, body.dimensions, end))
+
+
+@router.post("/embeddings", response_class=Response, responses=_ERRORS)
+async def embeddings(
+    body: Annotated[OllamaEmbeddingsRequest, Depends(ollama_body(OllamaEmbeddingsRequest))],
+    request: Request,
+    state: State,
+) -> Response:
+    """One text as a vector of length 1."""
+    model = await state.model(body.name, request)
+    texts = [body.prompt] if body.prompt else []
+    job = await open_embedding(request, model, texts, "ollama", param="prompt", truncate=True)
+    vectors = await unless_gone(request.receive, job.compute())
+    return JSONResponse({"embedding": vectors[0].tolist() if vectors else []})
+
+
+def _pieces(name: str, vectors: Sequence[Embedding], dimensions: int | None, end: dict[str, int]) -> Iterator[str]:
+    yield f'{{"model":{as_json(name)},"embeddings":'
+    yield from list_pieces((as_json(shortened(vector, dimensions).tolist()) for vector in vectors), entries=1)
+    yield f",{as_json(end)[1:]}"

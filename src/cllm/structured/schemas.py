@@ -1,0 +1,244 @@
+"""A JSON schema in the words that llguidance knows.
+
+Some keywords that it does not know can be said in others; some say nothing where they stand. What is written instead
+allows the same values, or fewer, so an answer always fits the schema that was sent. What is left is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from cllm.structured.closing import close_objects
+from cllm.structured.conjunctions import Conjunctions
+from cllm.structured.effort import Effort
+from cllm.structured.exclusion import Exclusion
+from cllm.structured.formats import FOLLOWED, PATTERNS, SAME
+from cllm.structured.keywords import LITERAL, NAMED
+from cllm.structured.lookahead import without_lookahead
+from cllm.structured.patterns import keep_to_the_standard
+from cllm.structured.references import References, opens_a_document
+
+Schema = Any
+"""An object, `true` or `false`; what clients send may be anything."""
+
+MOST_DEPENDENT = 4
+"""Each doubles the forms of an object."""
+MOST_REPEATED = 1 << 17
+"""Bytes of schemas that are written once for each of several names."""
+MOST_OPTIONAL = 16
+"""Properties of an object of which one at least must be there: each makes a form of it."""
+
+_ONLY_NAMES = frozenset({"type", "title", "description", "$comment"})
+_UNSUPPORTED_PATTERN = re.compile(r"\(\?(?:=|!|<=|<!)|\\[bB]")
+_IN_PLACE = (
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$ref",
+    "if",
+    "dependentSchemas",
+    "dependencies",
+    "$dynamicRef",
+    "$recursiveRef",
+)
+
+
+def prepared(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises `RecursionError` if it is nested too deeply, `ValueError` if it is too much."""
+    return _Preparation(schema).whole()
+
+
+def lenient(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema of which as much is enforced as can be, and the rest ignored."""
+    given = schema.get("x-guidance")
+    return {**schema, "x-guidance": {"lenient": True, **(given if isinstance(given, dict) else {})}}
+
+
+class _Preparation:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        options = root.get("x-guidance")
+        self._root = root
+        self._lenient = isinstance(options, dict) and options.get("lenient") is True
+        self._references = References(root)
+        self._exclusion = Exclusion(self._references)
+        self._conjunctions = Conjunctions(self._references)
+        self._effort = Effort()
+
+    def whole(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._prepared(self._root, own=True)
+        self._effort.check()
+        close_objects(found)
+        return found
+
+    def _prepared(self, schema: Schema, *, own: bool) -> Schema:
+        """`own`: references in it are to this document."""
+        if not isinstance(schema, Mapping):
+            return schema
+        self._effort.count(schema)
+        self._conjunctions.check(schema)
+        own = own and (schema is self._root or not opens_a_document(schema))
+        node = {key: self._value(key, value, own=own) for key, value in schema.items()}
+        more = [*_looked_ahead(node), *_formatted(node), *_dependent(node), *_at_least_one(node)]
+        if node.get("uniqueItems") is False or _at_most_one(node):
+            node.pop("uniqueItems", None)
+        if self._lenient and _UNSUPPORTED_PATTERN.search(str(node.get("pattern", ""))):
+            del node["pattern"]
+        _close(node, "unevaluatedProperties", "additionalProperties")
+        _close(node, "unevaluatedItems", "additionalItems" if isinstance(node.get("items"), list) else "items")
+        if "propertyNames" in node:  # says of all properties what they are, so the rest must be known
+            self._name_properties(node, own=own)
+        if own and (found := self._exclusive(schema, node)) is not None:
+            if "anyOf" in node:
+                del node["oneOf"]
+                more.append({"anyOf": found})
+            else:
+                node["oneOf"] = found
+                node = {"anyOf" if key == "oneOf" else key: value for key, value in node.items()}
+        for each in (node, *more):
+            keep_to_the_standard(each)
+        if more and isinstance(given := node.get("allOf", []), list):
+            node["allOf"] = [*given, *more]
+        return node
+
+    def _exclusive(self, schema: Mapping[str, Any], node: Mapping[str, Any]) -> list[Schema] | None:
+        """The options of a `oneOf`, so that no two hold for the same value."""
+        options = schema.get("oneOf")
+        if not isinstance(options, list):
+            return None
+        around = {key: value for key, value in schema.items() if key != "oneOf"}
+        more = self._exclusion.of(options, around)
+        return None if more is None else list(map(_narrowed, node["oneOf"], more))
+
+    def _value(self, key: str, value: Any, *, own: bool) -> Any:
+        if key in LITERAL:
+            return value
+        if isinstance(value, Mapping):
+            if key in NAMED:
+                return {name: self._prepared(each, own=own) for name, each in value.items()}
+            return self._prepared(value, own=own)
+        if isinstance(value, list):
+            return [self._prepared(each, own=own) for each in value]
+        return value
+
+    def _name_properties(self, node: dict[str, Any], *, own: bool) -> None:
+        """`propertyNames`, as properties or patterns of properties. Stays where it cannot be said so."""
+        names = node["propertyNames"]
+        if own and isinstance(names, dict) and set(names) <= {"$ref", *_ONLY_NAMES} and "$ref" in names:
+            names = self._references.target(names["$ref"])
+        if names is True or (isinstance(names, dict) and set(names) <= _ONLY_NAMES and _may_be_text(names)):
+            del node["propertyNames"]
+            return
+        known = node.get("properties", {})
+        others = node.get("additionalProperties", True)
+        if not isinstance(names, dict) or "patternProperties" in node or not isinstance(known, dict):
+            return
+        choices = [names["const"]] if "const" in names else names.get("enum")
+        if isinstance(choices, list) and set(names) <= {"const", "enum", *_ONLY_NAMES}:
+            texts = dict.fromkeys(each for each in choices if isinstance(each, str))
+            if len(json.dumps(others)) * len(texts) > MOST_REPEATED:
+                return
+            node["properties"] = {
+                **{name: each if name in texts else False for name, each in known.items()},
+                **{name: others for name in texts if name not in known},
+            }
+            node["additionalProperties"] = False
+            del node["propertyNames"]
+        elif not known and (pattern := _pattern_of(names)) is not None:
+            node["patternProperties"] = {pattern: others}
+            node["additionalProperties"] = False
+            del node["propertyNames"]
+
+
+def _formatted(node: dict[str, Any]) -> list[Schema]:
+    """Formats that llguidance does not know, or not well, are taken out; of the standard's, patterns are demanded."""
+    name = node.get("format")
+    if not isinstance(name, str) or name in FOLLOWED:
+        return []
+    del node["format"]
+    if name in SAME:
+        node["format"] = SAME[name]
+    elif name in PATTERNS and "pattern" in node:
+        return [{"pattern": PATTERNS[name]}]
+    elif name in PATTERNS:
+        node["pattern"] = PATTERNS[name]
+    return []
+
+
+def _looked_ahead(node: dict[str, Any]) -> list[Schema]:
+    pattern = node.get("pattern")
+    patterns = without_lookahead(pattern) if isinstance(pattern, str) else None
+    if patterns is None:
+        return []
+    node["pattern"], *more = patterns
+    return [{"pattern": each} for each in more]
+
+
+def _at_most_one(node: Mapping[str, Any]) -> bool:
+    most = node.get("maxItems")
+    return isinstance(most, int) and most <= 1
+
+
+def _may_be_text(schema: Mapping[str, Any]) -> bool:
+    kind = schema.get("type", "string")
+    return kind == "string" or (isinstance(kind, list) and "string" in kind)
+
+
+def _pattern_of(names: Mapping[str, Any]) -> str | None:
+    """Of names that are described by a pattern or a length."""
+    described = set(names) - _ONLY_NAMES
+    if described == {"pattern"} and isinstance(names["pattern"], str):
+        return names["pattern"]
+    if described and described <= {"minLength", "maxLength"} and all(type(names[each]) is int for each in described):
+        least, most = names.get("minLength", 0), names.get("maxLength", "")
+        return f"^(?s:.){{{least},{most}}}$"
+    return None
+
+
+def _close(node: dict[str, Any], keyword: str, plain: str) -> None:
+    """`unevaluated...` is `additional...` where nothing else can have looked at the rest."""
+    if keyword not in node or any(each in node for each in _IN_PLACE):
+        return
+    if keyword == "unevaluatedItems" and "contains" in node:
+        return
+    rest = node.pop(keyword)
+    node.setdefault(plain, rest)
+
+
+def _dependent(node: dict[str, Any]) -> list[Schema]:
+    """What must hold if a property is there: it is not there, or it does."""
+    found: list[Schema] = []
+    for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+        given = node.get(keyword)
+        if not isinstance(given, dict) or len(given) > MOST_DEPENDENT:
+            continue
+        kind = {"type": "object"} if node.get("type") == "object" else {}
+        for name, needed in given.items():
+            demand = {"required": needed} if isinstance(needed, list) else needed
+            if demand is True or demand == {"required": []}:
+                continue
+            there = {**kind, "required": [name]}
+            absent = {**kind, "properties": {name: False}}
+            found.append({"anyOf": [{"allOf": [demand, there]}, absent]})
+        del node[keyword]
+    return found
+
+
+def _at_least_one(node: dict[str, Any]) -> list[Schema]:
+    """`minProperties: 1` where none of the properties is required: one of them is there."""
+    known, required = node.get("properties"), node.get("required", [])
+    if node.get("minProperties") != 1 or "maxProperties" in node or not isinstance(known, dict):
+        return []
+    if required:
+        del node["minProperties"]
+        return []
+    if not 0 < len(known) <= MOST_OPTIONAL or node.get("type") != "object" or node.get("additionalProperties") is False:
+        return []  # llguidance knows what to do
+    del node["minProperties"]
+    return [{"anyOf": [{"type": "object", "required": [name]} for name in known]}]
+
+
+def _narrowed(option: Schema, more: Schema) -> Schema:
+    return option if more is True else {"allOf": [option, more]}

@@ -1,0 +1,200 @@
+"""What becomes of each kind of structure: texts that may be answers, and others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from cllm.config.server import StructuredConfig
+from cllm.dialect.tools import Tool
+from cllm.errors import OverloadedError
+from cllm.structured.compiler import THREADS, Compiler
+from cllm.structured.schemas import lenient
+from cllm.structured.structure import Kind, Structure
+from cllm.structured.threads import DaemonThreads
+from cllm.structured.vocabulary import Vocabulary
+from cllm.text.tokenizer import ByteTokenizer
+from structured_kit import TOKENIZER, VOCAB, by_schema, grammar
+
+MANY = [f"choice {number}" for number in range(5000)]
+CALL = {"structures": [{"begin": "<f>", "schema": {"enum": [1, 2]}, "end": "</f>"}], "triggers": ["<f>"]}
+CLOSED = {"type": "object", "properties": {"a": {"type": "integer"}}}
+OPEN = {**CLOSED, "additionalProperties": True}
+
+
+def fits(structure: Structure, text: str) -> bool:
+    tokens = [*text.encode(), ByteTokenizer.EOS_ID]
+    return grammar(structure).start().agreed(tokens) == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "yes", "no"),
+    [
+        ("choice", json.dumps(MANY), ["choice 0", "choice 4999"], ["choice 5000", "choice"]),
+        ("choice", r'["a/b|c", "\n é\t", " x ", "(\"\\\\"]', ["a/b|c", "\n é\t", " x ", '("\\\\'], ["c", "x", "a/b"]),
+        ("gbnf", r'root ::= [\u0041-\u005A\x61]+ "\u00e9\\u0041\U0001F600"', ["AZaé\\u0041😀"], ["bé\\u0041😀"]),
+        ("lark", 'start: "x" %json {"format": "path", "type": "string"} "y"', ['x"/a"y'], ["x1y"]),
+        ("structural_tag", json.dumps(CALL), ["", "so <f>1</f> and <f>2</f>."], ["<f>3</f>", "<f>1"]),
+        ("json_schema", json.dumps(OPEN), ['{"a": 1}', '{"b": "\\n"}'], [r'{"\u0061": "x"}', r'{"b": "\u0062"}']),
+        ("json_schema", json.dumps(CLOSED), ['{"a": 1}', "{}"], ['{"b": 1}', '{"a": 1, "b": 1}']),
+        ("json_schema", json.dumps({"anyOf": [CLOSED, {"type": "null"}]}), ["null", "{}"], ['{"b": 1}']),
+        (
+            "json_schema",
+            json.dumps({"allOf": [CLOSED, {"properties": {"b": {}}}]}),
+            ['{"a": 1, "b": 1}'],
+            ['{"a": ""}'],
+        ),
+        ("json_schema", json.dumps({**CLOSED, "required": ["b"]}), ['{"a": 1, "b": 1}'], ['{"a": 1}']),
+        ("json_schema", r'{"type": "string", "pattern": "^[^ \"]+$"}', ['"a"', r'"\\"'], [r'"a\"b"', '"a b"']),
+        ("json_schema", r'{"type": "string", "pattern": "^[^\\\\]\\s[\\s^]$"}', ['"a ^"'], [r'"\\ ^"', '"a\x85 "']),
+        ("json_schema", json.dumps({"const": "\x01"}), [r'"\u0001"'], ['""']),
+    ],
+)
+def test_texts(kind: Kind, source: str, yes: list[str], no: list[str]) -> None:
+    structure = Structure(kind, source)
+    assert [text for text in yes if not fits(structure, text)] == []
+    assert [text for text in no if fits(structure, text)] == []
+
+
+def test_schemas_in_grammars_are_bounded_too() -> None:
+    with pytest.raises(ValueError, match="multipleOf"):
+        grammar(Structure("lark", 'start: %json {"properties": {"a": {"multipleOf": 99999989}}}'))
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "said"),
+    [
+        ("json_schema", '{"allOf": true}', "allOf"),
+        ("json_schema", json.dumps({"allOf": [0] * 40_000, "oneOf": [{}] * 20_000}), "schema"),
+        ("json_schema", json.dumps({"description": "\na[" * 50_000}), "rules"),
+        ("json_schema", json.dumps({"propertyNames": {"enum": MANY}, "additionalProperties": {"enum": MANY}}), "Names"),
+        ("lark", 'start: "a' + "\n" * 200_000, "string|quote|lexer|token"),
+        ("regex", "(" + " " * 4000, "unclosed group$"),
+    ],
+    ids=lambda each: str(each)[:12],
+)
+def test_hostile_structures_are_refused_at_once(kind: Kind, source: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        grammar(Structure(kind, source))
+
+
+PATTERNS: list[dict[str, Any]] = [{"pattern": f".*{number}"} for number in range(30)]
+LONG = 60_000
+HOSTILE: dict[str, tuple[Kind, Any]] = {
+    "brackets that are not closed": ("json_schema", {"type": "string", "pattern": f"^(?=a){'[' * LONG}"}),
+    "a long expression": ("regex", ".*" * LONG),
+    "a long pattern": ("json_schema", {"type": "string", "pattern": ".*" * LONG}),
+    "many long patterns": (
+        "json_schema",
+        {"properties": {f"{n}": {"pattern": f"{n}" + ".*" * 1500} for n in range(9)}},
+    ),
+    "empty lines": ("gbnf", f"{chr(10) * LONG}roof ::= 1"),
+    "empty lines in Lark": ("lark", f'start: "a"{chr(10) * LONG}?'),
+    "rules": ("gbnf", "".join(f'r{number} ::= "a"\n' for number in range(8000))),
+    "a number beyond floats": ("json_schema", {"type": "integer", "multipleOf": 10**400}),
+    "an index beyond integers": ("json_schema", {"oneOf": [{"$ref": f"#/oneOf/{'1' * 5000}"}, {"type": "null"}]}),
+    "patterns": ("json_schema", {"type": "string", "allOf": PATTERNS}),
+    "patterns of a property": ("json_schema", {"allOf": [{"properties": {"a": each}} for each in PATTERNS]}),
+    "patterns, one behind the other": (
+        "json_schema",
+        {
+            "$ref": "#/$defs/0",
+            "$defs": {f"{number}": {**each, "$ref": f"#/$defs/{number + 1}"} for number, each in enumerate(PATTERNS)},
+        },
+    ),
+    "look-ahead": ("json_schema", {"type": "string", "pattern": f"^{'(?=.*a)' * 2000}b"}),
+    "options": ("json_schema", {"oneOf": [{"type": "object", "required": [f"{number}"]} for number in range(5000)]}),
+    "options beside many values": (
+        "json_schema",
+        {"enum": list(range(20_000)), "oneOf": [{"const": f"{number}"} for number in range(3000)]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_would_take_minutes_is_refused(name: str) -> None:
+    """If it is not, this test takes minutes, too."""
+    kind, source = HOSTILE[name]
+    with pytest.raises(ValueError, match=r"\w"):
+        grammar(Structure(kind, source if isinstance(source, str) else json.dumps(source)))
+
+
+def test_options_may_each_have_patterns_of_the_same_property() -> None:
+    options = [
+        {"type": "object", "properties": {"kind": {"const": n}, "id": PATTERNS[n]}, "required": ["kind"]}
+        for n in range(20)
+    ]
+    assert fits(by_schema({"type": "object", "anyOf": options}), '{"kind": 3, "id": "a3"}')
+
+
+def test_an_escape_that_is_no_character_is_named() -> None:
+    with pytest.raises(ValueError, match="ud800"):
+        grammar(Structure("gbnf", r'root ::= "\ud800"'))
+
+
+@pytest.mark.parametrize(("kind", "source"), [("regex", "a("), ("structural_tag", '{"type": "x", "format": {}}')])
+def test_errors_show_no_grammar_that_the_client_did_not_write(kind: Kind, source: str) -> None:
+    with pytest.raises(ValueError, match=r"unclosed group$|`format` is not supported$"):
+        grammar(Structure(kind, source))
+
+
+@pytest.mark.parametrize("pattern", ["^(?=a)?b", "^(?=a)+b", "^(?!a){2}b"])
+def test_look_ahead_that_is_repeated_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="look-ahead"):
+        grammar(by_schema({"type": "string", "pattern": pattern}))
+
+
+UNSURE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        "name": {"type": "string", "pattern": r"^(?!x)\bname"},
+        "size": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    },
+    "required": ["tags", "name", "size"],
+    "additionalProperties": False,
+    "not": {"required": ["x"]},
+}
+
+
+def test_a_lenient_schema_is_enforced_as_far_as_can_be() -> None:
+    with pytest.raises(ValueError, match="not supported"):
+        grammar(by_schema(UNSURE))
+    structure = by_schema(lenient(UNSURE))
+    assert fits(structure, '{"tags": ["a", "a"], "name": "any", "size": 1}')
+    assert not fits(structure, '{"tags": [1], "name": "any", "size": 1}') and not fits(structure, "{}")
+
+
+def test_calls_of_a_tool_are_lenient_unless_it_is_strict() -> None:
+    assert Tool("f", parameters=UNSURE).enforced == lenient(UNSURE)
+    assert Tool("f", parameters=UNSURE, strict=True).enforced == UNSURE and Tool("f").enforced is None
+
+
+async def test_whoever_waits_for_others_only_may_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler(Vocabulary(TOKENIZER, VOCAB), StructuredConfig(compile_timeout_s=0.01))
+    going_on = threading.Event()
+    monkeypatch.setattr(compiler, "_compile", lambda structure: going_on.wait(30))
+    waiting = [compiler.compile(Structure("regex", f"x{number}")) for number in range(THREADS + 1)]
+    *slow, queued = await asyncio.gather(*waiting, return_exceptions=True)
+    going_on.set()
+    compiler.close()
+    assert isinstance(queued, OverloadedError) and all("takes longer" in str(each) for each in slow)
+
+
+def test_a_thread_that_does_not_end_keeps_nobody_waiting() -> None:
+    threads: DaemonThreads[object] = DaemonThreads(1, "test", 1 << 20)
+    begun, go_on = threading.Event(), threading.Event()
+    busy = threads.submit(lambda: begun.set() or go_on.wait() or 1)
+    waiting = threads.submit(lambda: 2)
+    assert begun.wait(60)
+    threads.close()
+    assert waiting.cancelled() and not busy.done()
+    with pytest.raises(RuntimeError, match="closed"):
+        threads.submit(lambda: 3)
+    assert all(each.daemon for each in threading.enumerate() if each.name == "test-0")
+    go_on.set()
+    assert busy.result(60) is True
