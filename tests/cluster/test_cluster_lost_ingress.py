@@ -19,7 +19,7 @@ async def test_the_ingress_dies(cluster: RayCluster) -> None:
     for broken in asking:
         with pytest.raises(BrokenConnectionError):
             await broken
-    await asyncio.to_thread(until, cluster.idle, "the replicas stop computing")
+    await asyncio.to_thread(cluster.wait_until_idle)
     await asyncio.to_thread(cluster.whole)
     path, body = asked(1)
     async with single_server(FAKE) as truth:

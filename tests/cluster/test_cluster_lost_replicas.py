@@ -39,7 +39,7 @@ async def test_many_die(cluster: RayCluster) -> None:
     print(f"{killed} killed, {asking.right} answers, {len(resumed)} resumed")
     assert len(resumed) >= 5
     cluster.whole()
-    assert until(cluster.idle)
+    cluster.wait_until_idle()
 
 
 def running(cluster: RayCluster, count: int) -> list[Actor]:
@@ -67,7 +67,7 @@ async def test_one_hangs(cluster: RayCluster) -> None:
         resumed = [entry for entry in cluster.journal(before) if entry.generated is not None]
         assert resumed and all(entry.replica != victim.id for entry in resumed)
         replicas = await asyncio.to_thread(cluster.whole)
-        await asyncio.to_thread(until, cluster.idle)
+        await asyncio.to_thread(cluster.wait_until_idle)
         await asyncio.to_thread(until, lambda: linked(cluster) == {each.id for each in replicas})
     before = len(cluster.journal())
     for number in range(500):  # nothing of these is cached, so whoever has had the least to do gets the next

@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ class BreakableReplica(Replica):
         while self._llm.ready:
             kv = self._llm.kv()
             state = {
+                "at": time.time(),
                 "ingresses": sorted(self._tells._links),
                 "requests": [request.id for request in self._llm.requests()],
                 "referenced": kv["referenced"],

@@ -179,10 +179,17 @@ class RayCluster:
         """Their ids, as the ingress knows them."""
         return {request.rpartition("~")[0] for request in self.state(replica).get("requests", ())}
 
-    def idle(self) -> bool:
-        """Whether no replica works on anything."""
-        states = [self.state(each) for each in self.replicas()]
-        return bool(states) and all(state and not state["requests"] and not state["referenced"] for state in states)
+    def wait_until_idle(self) -> None:
+        """Until no replica works on anything. What they said of themselves before does not count."""
+        now = time.time()
+
+        def idle() -> bool:
+            states = [self.state(each) for each in self.replicas()]
+            return bool(states) and all(
+                state and state["at"] > now and not state["requests"] and not state["referenced"] for state in states
+            )
+
+        until(idle, "replicas that do nothing")
 
     # -- processes -----------------------------------------------------------------------------------------------
 
