@@ -172,8 +172,8 @@ class AsIfAloneMachine(ManagerMachine):
 
 
 class AloneInSlotsMachine(AsIfAloneMachine):
-    """With every tail saved: whether a slot is taken over or copied depends on who runs beside it, and short tails are
-    lost in the one way only."""
+    """Whether a slot is taken over or copied depends on who runs beside it. Only in the one way short tails are lost:
+    here every tail is saved. And what was taken over is lost with the sequence that continued it: here all are kept."""
 
     def __init__(self) -> None:
         self.patch = pytest.MonkeyPatch()
@@ -185,6 +185,11 @@ class AloneInSlotsMachine(AsIfAloneMachine):
 
     def shared(self, sequence: KVSequence) -> int:
         return entry_of(sequence).length
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:  # type: ignore[override]
+        super().release(data, keep=True)
 
     def teardown(self) -> None:
         self.patch.undo()
