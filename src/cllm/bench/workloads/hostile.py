@@ -210,9 +210,11 @@ class _AttackRun:
         return resident_mb(self._pid) - self._kv_mb
 
     async def _sample_kv(self) -> None:
-        """Blocks that were ever taken; their pages stay with the process."""
-        sizes = (await self._kv()).get("bytes", {"total": 0, "free": 0})
-        self._kv_mb = max(self._kv_mb, (sizes["total"] - sizes["free"]) / 1e6)
+        """Blocks that were ever taken, whose pages stay with the process, and memory that is kept ready for more."""
+        kv = await self._kv()
+        if kv:
+            taken = kv["bytes"]["total"] - kv["bytes"]["free"] + kv["extents_ready"] * kv["extent_bytes"]
+            self._kv_mb = max(self._kv_mb, taken / 1e6)
 
     async def _kv(self) -> dict[str, Any]:
         """What the server tells of its cache; nothing if it does not answer just now."""
