@@ -123,10 +123,13 @@ class StepBudget:
         return max(MANY_ROWS, requests, int(longest_s / row_s))
 
     def most_drafts(self, decode_rows: int) -> int | None:
-        """How many drafted tokens fit into a step within the promise; None: any number. If the rows alone take longer,
-        it cannot be kept anyway, and drafts get what prompts get at least."""
+        """How many drafted tokens fit into a step: they get what few prompts get, within the promise. None: any number.
+        If the rows alone take longer, it cannot be kept anyway, and drafts get what prompts get at least."""
         rows_s = self.costs.rows_s(decode_rows)
-        seconds = self._room_s(rows_s) if rows_s <= self._longest_s else LEAST_SHARE * rows_s
+        if rows_s <= self._longest_s:
+            seconds = min(self._room_s(rows_s), self._earned_s(rows_s))
+        else:
+            seconds = LEAST_SHARE * rows_s
         most = self.costs.drafts_within(seconds, decode_rows)
         return None if most == math.inf else int(most)
 
@@ -222,7 +225,7 @@ class StepBudget:
         return self._share * self.max_gap_s - self.costs.host_s
 
     def _earned_s(self, rows_s: float) -> float:
-        """What prompts get of a step on average while few of them wait."""
+        """What prompts get of a step on average while few of them wait, and drafts at most."""
         return max(self._share * self._inter_token_s - rows_s, PROMPT_SHARE * rows_s)
 
     def _check_promise(self, rows: int, prompt_tokens: float) -> None:

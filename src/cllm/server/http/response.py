@@ -10,6 +10,7 @@ from contextlib import suppress
 from itertools import chain, islice
 from typing import Any, Protocol, TypeVar
 
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -58,6 +59,11 @@ async def _disconnect(receive: Receive) -> None:
 
 def as_json(value: Any) -> str:
     return _ENCODER.encode(value)
+
+
+def numbers_json(values: Sequence[float]) -> str:
+    """`as_json` of many numbers, in a fifth of the time. They must be finite."""
+    return to_json(values).decode()
 
 
 def text_pieces(*texts: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from cllm.server.http.response import SlicedJsonResponse, as_json, list_pieces, unless_gone
+from cllm.server.http.response import SlicedJsonResponse, as_json, list_pieces, numbers_json, unless_gone
 from cllm.server.inference.embedding import open_embedding
 from cllm.server.ollama.body import ollama_body
 from cllm.server.ollama.replies import OllamaError
@@ -57,5 +57,5 @@ async def embeddings(
 
 def _pieces(name: str, vectors: Sequence[Embedding], dimensions: int | None, end: dict[str, int]) -> Iterator[str]:
     yield f'{{"model":{as_json(name)},"embeddings":'
-    yield from list_pieces((as_json(shortened(vector, dimensions).tolist()) for vector in vectors), entries=1)
+    yield from list_pieces((numbers_json(shortened(vector, dimensions).tolist()) for vector in vectors), entries=1)
     yield f",{as_json(end)[1:]}"

@@ -10,7 +10,7 @@ import numpy as np
 from fastapi import APIRouter, Depends, Request, Response
 
 from cllm.errors import InvalidRequestError
-from cllm.server.http.response import SlicedJsonResponse, as_json, list_pieces, text_pieces, unless_gone
+from cllm.server.http.response import SlicedJsonResponse, as_json, list_pieces, numbers_json, text_pieces, unless_gone
 from cllm.server.inference.embedding import embedding_job, open_embedding
 from cllm.server.inference.tokenization import each_prompt
 from cllm.server.openai.embeddings_schema import (
@@ -84,7 +84,7 @@ def _written(index: int, vector: Embedding, body: EmbeddingRequest) -> str:
     if body.encoding_format == "base64":
         shown = as_json(base64.b64encode(np.ascontiguousarray(vector, "<f4").tobytes()).decode())
     else:
-        shown = as_json(vector.tolist())
+        shown = numbers_json(vector.tolist())
     return f'{{"object":"embedding","index":{index},"embedding":{shown}}}'
 
 
