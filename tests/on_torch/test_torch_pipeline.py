@@ -14,7 +14,7 @@ import torch
 from cllm.backends.base import Bias, Chunk, Draw, Seen
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.backend import TorchBackend
-from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, Tables, batch_on, make_batch, read_chunks
+from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, Tables, batch_on, make_batch, read_chunks, spread
 from cllm.backends.torch.padded_step import PaddedStep
 from cllm.backends.torch.sampling import choose, read_draws
 from cllm.engine.budget import StepBudget
@@ -314,7 +314,8 @@ def test_a_padded_step_is_the_step(backend: TorchBackend, rows: int, kind: str) 
         step.load_nothing(rows)
         step.compute(rows, 320)
         assert last.tolist() == [7] * 16
-        moved, chooses = step.load(host, draws, rows)
+        moved, chooses, partly = step.load(host, draws, rows)
+        assert partly is None
         logits, tokens = step.compute(rows, 320)
         kept = logits[:3].clone()
         wanted = choose(expected.clone(), draws, parts, sampler, torch.zeros_like(last)).read()
@@ -325,6 +326,52 @@ def test_a_padded_step_is_the_step(backend: TorchBackend, rows: int, kind: str) 
         else:
             assert torch.allclose(kept, expected, atol=1e-4) and last.tolist() == [7] * 16
             assert choose(kept, draws, moved, sampler, last).read() == wanted
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_short_chunks_are_rows_of_a_padded_step(backend: TorchBackend, drawn: bool) -> None:
+    """Each row reads what those before it write in the same step."""
+    memory, cpu = backend._ready(), torch.device("cpu")
+    model, sampler, size = memory.model, backend._sampler, BlockGeometry(BLOCKS, BLOCK)
+    draw = (
+        BEST._replace(temperature=1.0, uniform=0.4, mask=packed([n % 3 == 0 for n in range(N_VOCAB)]))
+        if drawn
+        else BEST
+    )
+    unfinished = chunk(PROMPTS[4][:6], 14, table(40, 8))
+    unfinished.wanted_logits = 0
+    chunks = [drawing([9], 30, 0, draw), drawing(PROMPTS[2][:5], 13, 1, draw), unfinished, drawing([5, 6], 0, 3, draw)]
+    draws = read_draws(chunks, N_VOCAB)
+    rows = spread(chunks, 16, 1000)
+    assert [(len(each.tokens), each.wanted_logits) for each in rows] == [(1, n) for n in (1, *[0] * 4, 1, *[0] * 7, 1)]
+    found = []
+    with torch.inference_mode():
+        for asked in (chunks, rows):
+            arena = Arena(model.decoder, size, "f32", cpu, 1)
+            arena_step = PaddedStep(model, arena, memory.last, sampler, blocks_per_row=20, rows=16)
+            for prompt in (PROMPTS[5][:30], PROMPTS[3][:13], PROMPTS[1][:14]):
+                before = chunk(prompt, 0, table(40, {30: 0, 13: 4, 14: 8}[len(prompt)]))
+                model.forward(make_batch([before], BLOCK, cpu), arena)
+            host = read_chunks(asked, BLOCK, memory.bounds)
+            if asked is chunks:
+                batch, moved = batch_on(host, cpu, memory.last, sampler.prepare, draws.parts())
+                logits = model.forward(batch, arena)
+            else:
+                assert host.decodes and not host.wants_all
+                moved, chooses, wanted = arena_step.load(host, draws, 16)
+                assert not chooses and wanted is not None
+                logits = arena_step.compute(16, 320)[0][wanted.long()]
+            found.append((logits.clone(), choose(logits, draws, moved, sampler, memory.last).read(), arena))
+    (expected, tokens_of, of_chunks), (logits, tokens_of_rows, of_rows) = found
+    assert torch.allclose(logits, expected, atol=1e-4) and tokens_of_rows == tokens_of
+    assert torch.allclose(of_rows.data[:BLOCKS], of_chunks.data[:BLOCKS], atol=1e-4)
+
+
+def test_long_chunks_are_not_spread() -> None:
+    chunks = [chunk([7], 33, [9, 8, 7]), chunk(range(20), 100, list(range(8)))]
+    assert len(spread(chunks, 21, 2400)) == 21
+    assert spread(chunks, 20, 2400) is chunks
+    assert spread(chunks, 21, 2399) is chunks
 
 
 # -- tables --------------------------------------------------------------------------------------------------------

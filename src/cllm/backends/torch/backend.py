@@ -22,7 +22,7 @@ import torch
 
 from cllm.backends.base import Chunk, Logits, StepResult, asks_more
 from cllm.backends.torch.arena import Arena
-from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, HostBatch, Tables, batch_on, read_chunks
+from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, HostBatch, Tables, batch_on, read_chunks, spread
 from cllm.backends.torch.blocks import Blocks
 from cllm.backends.torch.device import (
     choose_device,
@@ -59,6 +59,8 @@ _SPARE = 1.2
 _GRAPHS_BYTES = 512 << 20
 """Kept free on a GPU for what libraries and graphs take later."""
 _TRIED_BLOCK = 16
+_MOST_SPREAD = 1 << 15
+"""Positions that rows made of chunks attend to, in all: each reads them by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +256,7 @@ class TorchBackend(Blocks):
         memory = self._ready()
         try:
             with self._computing(chunks):
-                host, draws = self._read(memory, chunks), read_draws(chunks, self.shape.n_vocab)
+                host, draws = self._read_spread(memory, chunks), read_draws(chunks, self.shape.n_vocab)
                 ran, queued = self._run(memory, host, draws, chunks)
                 if ran.tokens is not None:
                     chosen = chosen_already(draws, ran.tokens)
@@ -292,6 +294,12 @@ class TorchBackend(Blocks):
 
     def _read(self, memory: Memory, chunks: Sequence[Chunk]) -> HostBatch:
         return read_chunks(chunks, memory.geometry.block_size, memory.bounds, memory.tables)
+
+    def _read_spread(self, memory: Memory, chunks: Sequence[Chunk]) -> HostBatch:
+        """With short chunks as rows of their own, if a graph can compute them: hundreds of launches take longer."""
+        if memory.graphs is None or asks_more(chunks):
+            return self._read(memory, chunks)
+        return self._read(memory, spread(chunks, memory.graphs.most_rows, _MOST_SPREAD))
 
     def _forward(self, memory: Memory, host: HostBatch, draws: HostDraws | None) -> Ran:
         if memory.graphs is not None and memory.graphs.fits(host):

@@ -10,7 +10,7 @@ follows    of each row whose last token it begins with, if that is not known yet
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -71,8 +71,13 @@ class HostBatch:
 
     @property
     def decodes(self) -> bool:
-        """Whether every row is one token whose logits are wanted; then they are in the order of the chunks."""
-        return self.decode_rows == len(self.tokens) == len(self.wanted)
+        """Whether every row is one token; then they are in the order of the chunks."""
+        return self.decode_rows == len(self.tokens)
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether the logits of all tokens are wanted."""
+        return len(self.wanted) == len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,31 @@ class Tables:
             self._lists = tuple([self._known.get(row, _NOTHING)[0] for row in rows])
             self._rows = rows
         return self._together
+
+
+def spread(chunks: Sequence[Chunk], most_rows: int, most_positions: int) -> Sequence[Chunk]:
+    """Short chunks as rows of single tokens, which read what the rows before them write in the same step. All stay as
+    they are if that makes more than `most_rows`, or if the new rows attend to more than `most_positions` in all."""
+    new = [chunk for chunk in chunks if len(chunk.tokens) > 1]
+    rows = len(chunks) + sum(len(chunk.tokens) - 1 for chunk in new)
+    positions = sum(len(chunk.tokens) * (chunk.start + len(chunk.tokens)) for chunk in new)
+    if not new or rows > most_rows or positions > most_positions:
+        return chunks
+    return [row for chunk in chunks for row in (_single_tokens(chunk) if len(chunk.tokens) > 1 else (chunk,))]
+
+
+def _single_tokens(chunk: Chunk) -> Iterator[Chunk]:
+    last = len(chunk.tokens) - 1
+    for place in range(last):
+        yield Chunk(chunk.tokens[place : place + 1], chunk.start + place, 0, blocks=chunk.blocks, row=chunk.row)
+    yield Chunk(
+        chunk.tokens[last:],
+        chunk.start + last,
+        chunk.wanted_logits,
+        blocks=chunk.blocks,
+        row=chunk.row,
+        draws=chunk.draws,
+    )
 
 
 def read_chunks(

@@ -56,8 +56,12 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    @property
+    def most_rows(self) -> int:
+        return self._counts[-1]
+
     def fits(self, batch: HostBatch) -> bool:
-        return batch.decodes and batch.decode_rows <= self._counts[-1] and batch.longest <= self._step.longest
+        return batch.decodes and batch.decode_rows <= self.most_rows and batch.longest <= self._step.longest
 
     def run(self, batch: HostBatch, draws: HostDraws | None) -> Ran:
         rows, longest = _at_least(self._counts, batch.decode_rows), _at_least(LENGTHS, batch.longest)
@@ -66,6 +70,8 @@ class DecodeGraphs:
         loaded = self._step.load(batch, draws, rows, groups)
         made.graph.replay()
         used = batch.decode_rows
+        if loaded.wanted is not None:
+            return Ran(made.logits[loaded.wanted.long()], None, loaded.moved)
         return Ran(made.logits[:used], made.tokens[:used] if loaded.chooses else None, loaded.moved)
 
     def make_all(self) -> None:

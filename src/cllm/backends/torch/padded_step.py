@@ -40,6 +40,8 @@ class Loaded(NamedTuple):
     moved: list[torch.Tensor]
     """The parts of its draws, if it does not choose itself."""
     chooses: bool
+    wanted: torch.Tensor | None
+    """Rows whose logits are wanted; None: all."""
 
 
 class PaddedStep:
@@ -72,18 +74,23 @@ class PaddedStep:
         return find_shared_in(batch.table, batch.firsts, batch.lengths, size, longest, rows=rows)
 
     def load(self, batch: HostBatch, draws: HostDraws | None, rows: int, groups: Groups | None = None) -> Loaded:
-        """Fill the inputs. Rows choose their tokens themselves if `draws` ask for no more than they can do."""
-        chooses = draws is not None and draws.simple and (draws.bias is None or len(draws.bias[0]) <= BIASES * rows)
+        """Fill the inputs. Rows choose their tokens themselves if `draws` ask for no more than they can do, of all."""
+        simple = draws is not None and draws.simple and (draws.bias is None or len(draws.bias[0]) <= BIASES * rows)
+        chooses = simple and batch.wants_all
         words = self._padded(batch, draws if chooses else None, rows)
         if groups is not None:
             groups.pack(words[_groups_at(rows) : _table_at(rows)])
         beside = [] if draws is None or chooses else draws.parts()
+        if not batch.wants_all:
+            beside = [batch.wanted, *beside]
         device = self._inputs.device
         needed = len(words) + sum(2 * part.size + ALIGNED_WORDS for part in (batch.table, *beside))
         if needed <= len(self._inputs):
-            return Loaded(upload([words, batch.table, *beside], device, self._inputs)[2:], chooses)
-        upload([words, batch.table], device, self._inputs)
-        return Loaded(upload(beside, device), chooses)
+            moved = upload([words, batch.table, *beside], device, self._inputs)[2:]
+        else:
+            upload([words, batch.table], device, self._inputs)
+            moved = upload(beside, device)
+        return Loaded(moved, chooses, None) if batch.wants_all else Loaded(moved[1:], chooses, moved[0])
 
     def load_nothing(self, rows: int) -> None:
         """Unused rows: nothing that they write matters."""

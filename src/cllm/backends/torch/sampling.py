@@ -115,7 +115,10 @@ class HostDraws:
         parts: list[Numbers] = [self.owners]
         if self.rows is not None:
             parts.append(self.rows)
-        parts += [np.array(places, np.int32) for places in (self.with_logprobs, self.masked) if places]
+        if self.with_logprobs:
+            parts.append(np.array(self.with_logprobs, np.int32))
+        if self.masked:
+            parts += [np.array(self.masked, np.int32), np.concatenate(self.masks)]
         for group in (self.bias, self.penalties):
             parts.extend(group or ())
         if self.params is not None:
@@ -124,7 +127,7 @@ class HostDraws:
 
 
 def read_draws(chunks: Sequence[Chunk], vocab_size: int) -> HostDraws:
-    """Everything is copied. Raises `BackendError` for token ids that there are not."""
+    """Everything but masks is copied. Raises `BackendError` for token ids that there are not."""
     wanting = [chunk for chunk in chunks if chunk.wanted_logits]
     counts = [len(chunk.draws) for chunk in wanting]
     if counts.count(1) == len(counts):
@@ -174,7 +177,7 @@ def _biases_alike(bias: Bias | None, count: int, vocab_size: int) -> tuple[Ints,
 def _checked(mask: Mask, vocab_size: int) -> Mask:
     if mask.shape != ((vocab_size + 31) // 32,):
         raise BackendError(f"a mask has the shape {mask.shape}, but the vocabulary has {vocab_size} tokens")
-    return np.array(mask)
+    return mask
 
 
 def _biases(biases: Sequence[Bias | None], vocab_size: int) -> tuple[Ints, Floats, Ints] | None:
@@ -265,7 +268,7 @@ def choose(
         kept = logits[with_logprobs]  # a copy, so it stays as the model gave it
     if draws.masked:
         places = next(part).long()
-        bits = torch.from_numpy(np.stack(draws.masks)).to(logits.device, non_blocking=True)
+        bits = next(part).view(len(draws.masked), -1)
         logits[places] = logits[places].masked_fill(~_unpacked(bits, logits.shape[1]), -torch.inf)
     if draws.bias is not None:
         sampler.bias(logits, TokenBiases(*(next(part) for _ in range(3))))
