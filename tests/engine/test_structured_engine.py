@@ -205,3 +205,31 @@ def test_a_constraint_that_fails_is_its_own_answer_s_error(layout: str) -> None:
             return
         assert end.reason is FinishReason.ERROR and "no way on" in str(end.error)
     raise AssertionError("it never got through")
+
+
+def test_answers_that_cannot_be_computed_ahead_share_their_steps() -> None:
+    """However they came: two groups that take turns would need twice as many steps."""
+    backend = PipelinedFake()
+    scheduler = make_scheduler(backend, "paged")
+    stepper = Stepper(backend, scheduler, timer=lambda: 0.0)
+    sizes: list[int] = []
+    submit = backend.submit
+    backend.submit = lambda chunks: (sizes.append(len(chunks)), submit(chunks))[1]  # type: ignore[method-assign]
+    free_text = by_schema({"type": "string", "minLength": 30, "maxLength": 30})
+    requests = [make_request(f"who {n}?", GREEDY, constraint=grammar(free_text).start()) for n in range(4)]
+    for request in requests:
+        scheduler.add(request)
+        stepper.advance()
+    del sizes[:]
+    while all(request.unfinished for request in requests):
+        stepper.advance()
+    assert sizes.count(4) > 20 and sizes.count(4) >= 0.9 * len(sizes)
+    free = make_request("on and on", replace(GREEDY, max_tokens=40, ignore_eos=True))
+    others = [make_request(f"more {n}", replace(GREEDY, max_tokens=40, ignore_eos=True)) for n in range(3)]
+    for request in (free, *others, make_request("who?", GREEDY, constraint=grammar(free_text).start())):
+        scheduler.add(request)
+    ahead = 0
+    while free.unfinished:
+        stepper.advance()
+        ahead += backend.under_way
+    assert ahead > 30, "one answer with a schema does not hold up four without"

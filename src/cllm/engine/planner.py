@@ -78,11 +78,16 @@ class Planner(Faults):
         self._turns = 0
         self._draft_turns = 0
         self._forced_turns = 0
+        self._held_up = 0
+        """Answers with a constraint that wait for the step under way: what it gives decides what may follow."""
 
     def schedule(self) -> Plan:
         plan = Plan()
         rows, prompts = plan.sequences, list[Sequence]()
         self._partition_running(rows, prompts)
+        if self._held_up and self._held_up >= sum(sequence.chooser.constraint is None for sequence in rows):
+            # A step now and another one for them would take twice as long as one for all.
+            return Plan()
         if len(self.waiting) and len(self.running) < self._max_running:
             self._admit()
             self._partition_running(rows, prompts)  # again: making room may have cost some sequences their memory
@@ -114,6 +119,7 @@ class Planner(Faults):
         """False if a sequence was preempted: try again with the others."""
         rows.clear()
         prompts.clear()
+        self._held_up = 0
         for sequence in self.running:  # a plain loop: this runs for every sequence in every step
             submitted, promised = sequence.submitted, sequence.promised
             start = sequence.num_computed + submitted
@@ -126,6 +132,7 @@ class Planner(Faults):
                         or sequence.twins
                         or not sequence.chooser.can_draw_ahead(promised)
                     ):
+                        self._held_up += sequence.chooser.constraint is not None
                         continue
                     if start >= sequence.room:
                         if promised and not self._has_room_ahead(sequence):
