@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import structured_kit
 from cllm.config.server import StructuredConfig
 from cllm.dialect.tools import Tool
 from cllm.errors import OverloadedError
+from cllm.structured import threads
 from cllm.structured.compiler import THREADS, Compiler
+from cllm.structured.matcher import Grammar
 from cllm.structured.schemas import lenient
 from cllm.structured.structure import Kind, Structure
 from cllm.structured.threads import DaemonThreads
@@ -51,6 +58,30 @@ def fits(structure: Structure, text: str) -> bool:
         ("json_schema", json.dumps({**CLOSED, "required": ["b"]}), ['{"a": 1, "b": 1}'], ['{"a": 1}']),
         ("json_schema", r'{"type": "string", "pattern": "^[^ \"]+$"}', ['"a"', r'"\\"'], [r'"a\"b"', '"a b"']),
         ("json_schema", r'{"type": "string", "pattern": "^[^\\\\]\\s[\\s^]$"}', ['"a ^"'], [r'"\\ ^"', '"a\x85 "']),
+        # What a description says, an answer need not write.
+        ("json_schema", json.dumps({**OPEN, "description": "\x1b"}), ['{"a": 1}'], [r'{"\u0061": "x"}']),
+        # Several schemas for one value leave other objects closed.
+        (
+            "json_schema",
+            json.dumps({"properties": {"p": CLOSED, "q": {"allOf": [{"type": "integer"}, {"minimum": 1}]}}}),
+            ['{"p": {"a": 1}, "q": 2}'],
+            ['{"p": {"a": 1, "b": 2}}', '{"r": 1}', '{"q": 0}'],
+        ),
+        ("json_schema", json.dumps({**CLOSED, "minProperties": 1}), ['{"a": 1}'], ['{"b": 1}', "{}"]),
+        (
+            "json_schema",
+            json.dumps({"properties": {"p": {"allOf": [CLOSED, {"required": ["b"]}]}, "q": CLOSED}}),
+            ['{"p": {"a": 1, "b": 2}}'],
+            ['{"q": {"b": 2}}'],
+        ),
+        (
+            "json_schema",
+            json.dumps(
+                {"type": "object", "properties": {"ab": CLOSED}, "patternProperties": {"^a": {"required": ["b"]}}}
+            ),
+            ['{"ab": {"a": 1, "b": 2}}'],
+            ['{"ab": {"a": 1}}'],
+        ),
         ("json_schema", json.dumps({"const": "\x01"}), [r'"\u0001"'], ['""']),
     ],
 )
@@ -84,6 +115,12 @@ def test_hostile_structures_are_refused_at_once(kind: Kind, source: str, said: s
 
 PATTERNS: list[dict[str, Any]] = [{"pattern": f".*{number}"} for number in range(30)]
 LONG = 60_000
+
+
+def behind(schema: dict[str, Any], steps: int) -> dict[str, Any]:
+    return schema if steps == 0 else {"properties": {"a": behind(schema, steps - 1)}}
+
+
 HOSTILE: dict[str, tuple[Kind, Any]] = {
     "brackets that are not closed": ("json_schema", {"type": "string", "pattern": f"^(?=a){'[' * LONG}"}),
     "a long expression": ("regex", ".*" * LONG),
@@ -106,6 +143,30 @@ HOSTILE: dict[str, tuple[Kind, Any]] = {
             "$defs": {f"{number}": {**each, "$ref": f"#/$defs/{number + 1}"} for number, each in enumerate(PATTERNS)},
         },
     ),
+    "patterns of items": ("json_schema", {"allOf": [{"prefixItems": [each]} for each in PATTERNS]}),
+    "patterns of a list of items": ("json_schema", {"allOf": [{"items": [each]} for each in PATTERNS]}),
+    "patterns of other items": ("json_schema", {"allOf": [{"unevaluatedItems": each} for each in PATTERNS]}),
+    "patterns of properties by pattern": (
+        "json_schema",
+        {"type": "object", "patternProperties": {f"^a{'.' * n}": each for n, each in enumerate(PATTERNS)}},
+    ),
+    "patterns of properties, by name and of all": (
+        "json_schema",
+        {
+            "allOf": [{key: each} for each in PATTERNS[:8] for key in ("additionalProperties",)]
+            + [{"properties": {"a": each}} for each in PATTERNS[8:16]]
+        },
+    ),
+    "patterns far inside": (
+        "json_schema",
+        {"allOf": [{"properties": {"a": {"properties": {"b": {"properties": {"c": each}}}}}} for each in PATTERNS]},
+    ),
+    "patterns very far inside": ("json_schema", {"allOf": [behind(each, 20) for each in PATTERNS]}),
+    "patterns that look ahead": (
+        "json_schema",
+        {"type": "string", "allOf": [{"pattern": f"^{f'(?=.*{n})' * 8}x"} for n in range(3)]},
+    ),
+    "a long expression in Lark": ("lark", f"start: /{'.*' * 9000}/"),
     "look-ahead": ("json_schema", {"type": "string", "pattern": f"^{'(?=.*a)' * 2000}b"}),
     "options": ("json_schema", {"oneOf": [{"type": "object", "required": [f"{number}"]} for number in range(5000)]}),
     "options beside many values": (
@@ -142,6 +203,20 @@ def test_errors_show_no_grammar_that_the_client_did_not_write(kind: Kind, source
         grammar(Structure(kind, source))
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"type": "object", "required": ["b"]}, {"type": "object", "properties": {"c": {"type": "string"}}}]},
+        {"oneOf": [{"oneOf": [{"type": "object", "required": ["a"]}, {"required": ["b"]}]}, {"type": "integer"}]},
+    ],
+)
+def test_options_that_are_not_apart_are_refused(schema: dict[str, Any]) -> None:
+    """Or an answer to what is written instead could be one to two of them."""
+    with pytest.raises(ValueError, match="oneOf is not supported") as caught:
+        grammar(by_schema({"items": schema, "type": "array"}))
+    assert "(at /items)" in str(caught.value)
+
+
 @pytest.mark.parametrize("pattern", ["^(?=a)?b", "^(?=a)+b", "^(?!a){2}b"])
 def test_look_ahead_that_is_repeated_is_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="look-ahead"):
@@ -154,6 +229,9 @@ UNSURE: dict[str, Any] = {
         "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
         "name": {"type": "string", "pattern": r"^(?!x)\bname"},
         "size": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        "twice": {"type": "string", "pattern": r"^(a|b)\1$"},
+        "steps": {"type": "integer", "multipleOf": 99999989},
+        "more": {"type": "object", "patternProperties": {"^(?!x)y": {"type": "integer"}}},
     },
     "required": ["tags", "name", "size"],
     "additionalProperties": False,
@@ -162,7 +240,7 @@ UNSURE: dict[str, Any] = {
 
 
 def test_a_lenient_schema_is_enforced_as_far_as_can_be() -> None:
-    with pytest.raises(ValueError, match="not supported"):
+    with pytest.raises(ValueError, match="multipleOf"):
         grammar(by_schema(UNSURE))
     structure = by_schema(lenient(UNSURE))
     assert fits(structure, '{"tags": ["a", "a"], "name": "any", "size": 1}')
@@ -176,6 +254,7 @@ def test_calls_of_a_tool_are_lenient_unless_it_is_strict() -> None:
 
 async def test_whoever_waits_for_others_only_may_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = Compiler(Vocabulary(TOKENIZER, VOCAB), StructuredConfig(compile_timeout_s=0.01))
+    monkeypatch.setattr(threads, "MOST_GIVEN_UP", 0)
     going_on = threading.Event()
     monkeypatch.setattr(compiler, "_compile", lambda structure: going_on.wait(30))
     waiting = [compiler.compile(Structure("regex", f"x{number}")) for number in range(THREADS + 1)]
@@ -185,16 +264,71 @@ async def test_whoever_waits_for_others_only_may_ask_again(monkeypatch: pytest.M
     assert isinstance(queued, OverloadedError) and all("takes longer" in str(each) for each in slow)
 
 
+async def test_what_takes_too_long_does_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler(Vocabulary(TOKENIZER, VOCAB), StructuredConfig(compile_timeout_s=0.2))
+    going_on = threading.Event()
+    compile_ = compiler._compile
+
+    def compiled(structure: Structure) -> Grammar:
+        if structure.source == "never":
+            going_on.wait(30)
+        return compile_(structure)
+
+    monkeypatch.setattr(compiler, "_compile", compiled)
+    waiting = [compiler.compile(Structure("regex", source)) for source in ("never", "soon")]
+    never, soon = await asyncio.gather(*waiting, return_exceptions=True)
+    assert "takes longer" in str(never) and isinstance(soon, Grammar)
+    monkeypatch.setattr(compiler._threads, "_count", 1)
+    for number in range(3):  # the places of those that were given up are taken by others
+        assert isinstance(await compiler.compile(Structure("regex", f"x{number}")), Grammar)
+    assert compiler._threads.busy and compiler._threads.unfinished == 0
+    going_on.set()
+    compiler.close()
+
+
 def test_a_thread_that_does_not_end_keeps_nobody_waiting() -> None:
-    threads: DaemonThreads[object] = DaemonThreads(1, "test", 1 << 20)
+    pool: DaemonThreads[object] = DaemonThreads(1, "test", 1 << 20)
     begun, go_on = threading.Event(), threading.Event()
-    busy = threads.submit(lambda: begun.set() or go_on.wait() or 1)
-    waiting = threads.submit(lambda: 2)
+    busy = pool.submit(lambda: begun.set() or go_on.wait() or 1)
+    waiting = pool.submit(lambda: 2)
     assert begun.wait(60)
-    threads.close()
-    assert waiting.cancelled() and not busy.done()
+    pool.close()
+    assert waiting.result.cancelled() and not busy.result.done()
     with pytest.raises(RuntimeError, match="closed"):
-        threads.submit(lambda: 3)
+        pool.submit(lambda: 3)
     assert all(each.daemon for each in threading.enumerate() if each.name == "test-0")
     go_on.set()
-    assert busy.result(60) is True
+    assert busy.result.result(60) is True
+
+
+_ENDS_WHILE_COMPILING = """
+import sys
+from cllm.structured import threads
+from cllm.structured.compiler import Compiler
+from cllm.config.server import StructuredConfig
+from cllm.structured.structure import Structure
+from structured_kit import TOKENIZER, VOCAB
+from cllm.structured.vocabulary import Vocabulary
+from cllm.structured import sources, conjunctions
+conjunctions.MOST_PATTERNS = 99
+threads.LAST_WAIT_S = {wait_s}
+patterns = ", ".join('{{"pattern": ".*%d"}}' % number for number in range({patterns}))
+job = Compiler(Vocabulary(TOKENIZER, VOCAB), StructuredConfig())._job(
+    Structure("json_schema", '{{"type": "string", "allOf": [' + patterns + "]}}")
+)
+while job.started is None:
+    pass
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "patterns", "end", "code"), [(0.2, 22, "", 0), (0.2, 22, "1 / 0", 1), (30, 11, "sys.exit(3)", 3)]
+)
+def test_the_process_ends_well_while_something_is_compiled(wait_s: float, patterns: int, end: str, code: int) -> None:
+    script = _ENDS_WHILE_COMPILING.format(wait_s=wait_s, patterns=patterns, end=end)
+    kits = str(Path(structured_kit.__file__).parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([kits, os.environ.get("PYTHONPATH", "")])}
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == code, ended.stderr
+    assert ("ZeroDivisionError" in ended.stderr) == (code == 1)

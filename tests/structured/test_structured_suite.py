@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from cllm.errors import InvalidRequestError
-from cllm.structured.closing import close_objects, schemas_in
+from cllm.structured.closing import closable_objects, schemas_in
 from cllm.structured.matcher import Grammar, Matcher
+from cllm.structured.references import References
 from cllm.text.tokenizer import ByteTokenizer
 from repository import DATA
 from structured_kit import by_schema, compiler
@@ -124,11 +125,9 @@ def number(text: str) -> float:
 def opened(schema: Any) -> Any:
     """The same schema, where objects that say nothing of other properties say that they have some."""
     schema = deepcopy(schema)
-    silent = [node for node in schemas_in(schema) if "additionalProperties" not in node]
     if isinstance(schema, dict):
-        close_objects(schema)
-    for node in silent:
-        if "additionalProperties" in node:
+        closable = closable_objects(schema, References(schema))
+        for node in [each for each in schemas_in(schema) if id(each) in closable]:
             node["additionalProperties"] = True
     return schema
 

@@ -1,16 +1,16 @@
 """Compiles a `Structure` to a `Grammar`: in threads of its own, within limits, and cached.
 
 llguidance releases the GIL while it compiles. What it spends is bounded by the size of the source, by what is counted
-beforehand (`effort.py`, `conjunctions.py`) and by its own limits on grammars. It cannot be interrupted: whoever waits
-longer than `compile_timeout_s` is refused while the thread goes on.
+beforehand (`effort.py`, `conjunctions.py`) and by its own limits on grammars. It cannot be interrupted: what takes
+longer than `compile_timeout_s` is refused while its thread goes on, and another thread works for the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections import OrderedDict
-from concurrent.futures import Future
 from functools import partial
 
 from llguidance import LLMatcher, LLParserLimits
@@ -20,7 +20,7 @@ from cllm.errors import InvalidRequestError, OverloadedError, ShuttingDownError,
 from cllm.structured.matcher import Grammar, MaskFiller
 from cllm.structured.sources import located, source_of
 from cllm.structured.structure import Kind, Structure
-from cllm.structured.threads import DaemonThreads
+from cllm.structured.threads import DaemonThreads, Job
 from cllm.structured.vocabulary import Vocabulary
 
 THREADS = 2
@@ -40,7 +40,7 @@ LIMITS = LLParserLimits(
 )
 """The largest that are compiled in half a second, and whose masks take 10 ms; 1,000 properties, for example."""
 
-_UNKNOWN_KEYS = re.compile(r"^Unimplemented keys: \[(.*?)\]")
+_UNKNOWN_KEYS = re.compile(r"(?:^|: )Unimplemented keys: \[(.*?)\]")
 _ELSEWHERE = re.compile(r"^(?:Resource|Pointer) '(?:json-schema:///)?(.*?)' (?:is not present|does not exist)")
 _WRITTEN_HERE = ("regex", "choice", "structural_tag")
 _LISTING = re.compile(r"^at \d+\(\d+\): |\n *\d+ \| .*$", re.DOTALL)
@@ -59,20 +59,15 @@ class Compiler:
         self._vocabulary = vocabulary
         self._config = config
         self._masks = MaskFiller(vocabulary) if vocabulary.tokens is not None else None
-        self._kept: OrderedDict[_Key, Future[_Outcome]] = OrderedDict()
-        self._waiting = 0
+        self._kept: OrderedDict[_Key, Job[_Outcome]] = OrderedDict()
         self._threads: DaemonThreads[_Outcome] = DaemonThreads(THREADS, "cllm-grammar", STACK_BYTES)
 
     async def compile(self, structure: Structure) -> Grammar:
         """Raises `InvalidRequestError` if the structure is invalid."""
-        future = self._future(structure)
+        job = self._job(structure)
+        future = job.result
         if not future.done():
-            await asyncio.wait([asyncio.wrap_future(future)], timeout=self._config.compile_timeout_s)
-        if not future.done():
-            seconds = self._config.compile_timeout_s
-            if not future.running():
-                raise OverloadedError(f"{structure.param} waited {seconds:g} s for others to be compiled")
-            raise _refusal(structure, f"takes longer than {seconds:g} s to compile (structured.compile_timeout_s)")
+            await self._wait(structure, job)
         if future.cancelled():
             raise _closed()
         if future.exception() is not None:  # not the structure's fault: do not cache it
@@ -82,24 +77,35 @@ class Compiler:
             raise _refusal(structure, outcome)
         return outcome
 
+    async def _wait(self, structure: Structure, job: Job[_Outcome]) -> None:
+        """Until it is done. It may wait for others as long as it may take."""
+        seconds = self._config.compile_timeout_s
+        done = asyncio.wrap_future(job.result)
+        await asyncio.wait([done], timeout=seconds)
+        if not job.result.done() and job.started is not None:
+            await asyncio.wait([done], timeout=max(0.0, job.started + seconds - time.monotonic()))
+            if not job.result.done():
+                self._threads.give_up(job)
+                raise _refusal(structure, f"takes longer than {seconds:g} s to compile (structured.compile_timeout_s)")
+        elif not job.result.done():
+            raise OverloadedError(f"{structure.param} waited {seconds:g} s for others to be compiled")
+
     def close(self) -> None:
         self._threads.close()
 
-    def _future(self, structure: Structure) -> Future[_Outcome]:
+    def _job(self, structure: Structure) -> Job[_Outcome]:
         key = structure.kind, structure.source
-        future = self._kept.get(key)
-        if future is None:
+        job = self._kept.get(key)
+        if job is None:
             self._check(structure)
-            future = self._submit(structure)
-            self._waiting += 1
-            future.add_done_callback(self._compiled)
-            self._kept[key] = future
+            job = self._submit(structure)
+            self._kept[key] = job
             self._forget_oldest()
         else:
             self._kept.move_to_end(key)
-        return future
+        return job
 
-    def _submit(self, structure: Structure) -> Future[_Outcome]:
+    def _submit(self, structure: Structure) -> Job[_Outcome]:
         try:
             return self._threads.submit(partial(self._outcome, structure))
         except RuntimeError as error:
@@ -111,18 +117,15 @@ class Compiler:
         size, most = len(structure.source.encode(errors="replace")), self._config.max_source_kb << 10
         if size > most:
             raise _refusal(structure, f"has {size} bytes; at most {most} are allowed (structured.max_source_kb)")
-        if self._waiting >= self._config.max_compiling:
+        if (unfinished := self._threads.unfinished) >= self._config.max_compiling:
             raise OverloadedError(
-                f"{self._waiting} structures are being compiled, and no more wait (structured.max_compiling)"
+                f"{unfinished} structures are being compiled, and no more wait (structured.max_compiling)"
             )
-
-    def _compiled(self, _: Future[_Outcome]) -> None:
-        self._waiting -= 1
 
     def _forget_oldest(self) -> None:
         """Grammars that are still being compiled stay; there are few."""
         for key in list(self._kept)[: max(len(self._kept) - self._config.max_cached, 0)]:
-            if self._kept[key].done():
+            if self._kept[key].result.done():
                 del self._kept[key]
 
     def _outcome(self, structure: Structure) -> _Outcome:
@@ -164,6 +167,8 @@ def _readable(error: str, kind: Kind) -> str:
         return "is nested too deeply"
     if lines.startswith("oneOf constraints are not supported"):
         return "oneOf is not supported where its schemas do not plainly exclude each other; use anyOf"
+    if "Unable to determine if regex is empty" in lines:
+        return "has patterns that are too much together for the same text"
     if found := _UNKNOWN_KEYS.search(lines):
         return f"has keywords that are not supported: {found[1]}"
     if found := _ELSEWHERE.search(lines):

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from cllm.structured.references import References
 
 MOST_PATTERNS = 10
-MOST_STEPS = 2
-"""Of properties and items, from where schemas are joined to where their patterns are."""
-MOST_COUNTED = 100_000
+MOST_STEPS = 8
+"""From where schemas are joined to where their patterns are; what is deeper counts as if it were one place."""
+MOST_COUNTED = 200_000
 
-_Counts = dict[tuple[str, ...], int]
+_Way = tuple[str, ...]
+"""The steps to a value: a property `/name`, an item `#0`, any property `/*`, or any item `#*`."""
+_Counts = dict[_Way, int]
 """For each way to a value, the patterns that may hold for it together."""
-_JOINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-_TOGETHER = frozenset({*_JOINING, "pattern", "format", "properties", "additionalProperties", "items"})
+_ANY_PROPERTY, _ANY_ITEM, _NAMES = "/*", "#*", "name"
+_ANYWHERE = {
+    "additionalProperties": _ANY_PROPERTY,
+    "unevaluatedProperties": _ANY_PROPERTY,
+    "propertyNames": _NAMES,
+    "items": _ANY_ITEM,
+    "additionalItems": _ANY_ITEM,
+    "unevaluatedItems": _ANY_ITEM,
+}
+_JOINING = frozenset({"anyOf", "oneOf", "$ref", "dependencies", "dependentSchemas"})
+_TOGETHER = frozenset({*_JOINING, *_ANYWHERE, "pattern", "format", "properties", "prefixItems"})
+_ALWAYS_JOINING = frozenset({"allOf", "patternProperties"})
+_LOOK_AHEAD = re.compile(r"\(\?[=!]")
 
 
 class Conjunctions:
@@ -28,9 +42,22 @@ class Conjunctions:
 
     def check(self, schema: Mapping[str, Any]) -> None:
         """One of the schemas in it. Raises `ValueError`."""
-        joins = "allOf" in schema or (len(_TOGETHER.intersection(schema)) > 1 and not _JOINING.isdisjoint(schema))
-        if joins and max(self._of(schema).values(), default=0) > MOST_PATTERNS:
+        joins = len(_TOGETHER.intersection(schema)) > 1 and not _JOINING.isdisjoint(schema)
+        if not joins and _ALWAYS_JOINING.isdisjoint(schema):
+            return
+        most = self._most(self._of(schema))
+        if self._left < 0:
+            raise ValueError("joins too many schemas to tell how many patterns the same text must match")
+        if most > MOST_PATTERNS:
             raise ValueError(f"has more than {MOST_PATTERNS} patterns and formats that the same text must match")
+
+    def _most(self, counts: _Counts) -> int:
+        """Patterns for one value: those for its own way, and for all ways that may lead to it, too."""
+        open_ways = [way for way in counts if _ANY_PROPERTY in way or _ANY_ITEM in way]
+        self._left -= len(counts) * len(open_ways)
+        if self._left < 0:
+            return 0
+        return max((sum(counts[each] for each in (way, *_others(way, open_ways))) for way in counts), default=0)
 
     def _of(self, schema: Any) -> _Counts:
         if not isinstance(schema, Mapping) or self._left < 0:
@@ -39,28 +66,65 @@ class Conjunctions:
             return self._known[id(schema)]
         self._known[id(schema)] = {}  # where it refers to itself, it adds nothing
         said: _Counts = {}
-        if own := sum(key in schema for key in ("pattern", "format")):
+        if own := _patterns_of(schema):
             said[()] = own
-        for key in ("anyOf", "oneOf"):
-            _merge(said, self._any_of(schema.get(key)), _sum)
-        for each in together if isinstance(together := schema.get("allOf"), list) else ():
-            _merge(said, self._of(each), _sum)
-        if "$ref" in schema:
-            _merge(said, self._of(self._references.target(schema["$ref"])), _sum)
-        if isinstance(properties := schema.get("properties"), Mapping):
-            for name, each in properties.items():
-                _merge(said, _behind(f"/{name}", self._of(each)), _sum)
-        for key in ("additionalProperties", "items"):
-            _merge(said, _behind(key, self._of(schema.get(key))), _sum)
+        for each in self._joined(schema):
+            _merge(said, each, _sum)
+        for step, each in _inner(schema):
+            _merge(said, _behind(step, self._of(each)), _sum)
         self._left -= 1 + len(said)
         self._known[id(schema)] = said
         return said
+
+    def _joined(self, schema: Mapping[str, Any]) -> Iterator[_Counts]:
+        """Of schemas that hold for the same value."""
+        for key in ("anyOf", "oneOf"):
+            yield self._any_of(schema.get(key))
+        for each in together if isinstance(together := schema.get("allOf"), list) else ():
+            yield self._of(each)
+        for key in ("dependencies", "dependentSchemas"):
+            for each in dependent.values() if isinstance(dependent := schema.get(key), Mapping) else ():
+                yield self._of(each)
+        if "$ref" in schema:
+            yield self._of(self._references.target(schema["$ref"]))
 
     def _any_of(self, options: Any) -> _Counts:
         said: _Counts = {}
         for each in options if isinstance(options, list) else ():
             _merge(said, self._of(each), max)
         return said
+
+
+def _patterns_of(schema: Mapping[str, Any]) -> int:
+    """Look-ahead becomes a pattern of its own."""
+    pattern = schema.get("pattern")
+    ahead = len(_LOOK_AHEAD.findall(pattern)) if isinstance(pattern, str) else 0
+    return sum(key in schema for key in ("pattern", "format")) + ahead
+
+
+def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Schemas of parts of the value, and the step to them."""
+    if isinstance(known := schema.get("properties"), Mapping):
+        yield from ((f"/{name}", each) for name, each in known.items())
+    if isinstance(named := schema.get("patternProperties"), Mapping):
+        yield from ((_ANY_PROPERTY, each) for each in named.values())
+    for key in ("prefixItems", "items"):
+        if isinstance(listed := schema.get(key), list):
+            yield from ((f"#{index}", each) for index, each in enumerate(listed))
+    yield from ((step, schema[key]) for key, step in _ANYWHERE.items() if isinstance(schema.get(key), Mapping))
+
+
+def _others(way: _Way, open_ways: list[_Way]) -> Iterator[_Way]:
+    for other in open_ways:
+        if len(other) == len(way) and other != way and all(map(_may_be_same, way, other)):
+            yield other
+
+
+def _may_be_same(step: str, other: str) -> bool:
+    return step == other or (step[0] == other[0] and (step in _OPEN or other in _OPEN))
+
+
+_OPEN = (_ANY_PROPERTY, _ANY_ITEM)
 
 
 def _sum(one: int, other: int) -> int:
@@ -73,4 +137,7 @@ def _merge(said: _Counts, more: _Counts, how: Callable[[int, int], int]) -> None
 
 
 def _behind(step: str, counts: _Counts) -> _Counts:
-    return {(step, *way): count for way, count in counts.items() if len(way) < MOST_STEPS}
+    found: _Counts = {}
+    for way, count in counts.items():
+        _merge(found, {(step, *way)[:MOST_STEPS]: count}, _sum)
+    return found

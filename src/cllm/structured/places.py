@@ -34,6 +34,20 @@ def place_of(schema: Mapping[str, Any], given: Any, check: Callable[[Mapping[str
     return _within(given, path) or "/"
 
 
+def pointer_to(root: Any, part: Any) -> str:
+    """Where in a document this very part is."""
+    waiting: list[tuple[str, Any]] = [("", root)]
+    while waiting:
+        path, value = waiting.pop()
+        if value is part:
+            return path or "/"
+        if isinstance(value, Mapping):
+            waiting += [(f"{path}/{_step(key)}", each) for key, each in value.items()]
+        elif isinstance(value, list):
+            waiting += [(f"{path}/{index}", each) for index, each in enumerate(value)]
+    return "/"
+
+
 def _parts(node: Mapping[str, Any], path: str, root: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The schemas in a schema, and the one that it refers to."""
     for key, value in node.items():

@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
-from cllm.structured.closing import close_objects
+from cllm.structured.closing import closable_objects, schemas_in
 from cllm.structured.conjunctions import Conjunctions
-from cllm.structured.effort import Effort
+from cllm.structured.effort import MOST_REMAINDERS, Effort
 from cllm.structured.exclusion import Exclusion
 from cllm.structured.formats import FOLLOWED, PATTERNS, SAME
 from cllm.structured.keywords import LITERAL, NAMED
 from cllm.structured.lookahead import without_lookahead
 from cllm.structured.patterns import keep_to_the_standard
+from cllm.structured.places import pointer_to
 from cllm.structured.references import References, opens_a_document
 
 Schema = Any
@@ -32,7 +33,12 @@ MOST_OPTIONAL = 16
 """Properties of an object of which one at least must be there: each makes a form of it."""
 
 _ONLY_NAMES = frozenset({"type", "title", "description", "$comment"})
-_UNSUPPORTED_PATTERN = re.compile(r"\(\?(?:=|!|<=|<!)|\\[bB]")
+_UNSUPPORTED_PATTERN = re.compile(r"\(\?(?:=|!|<=|<!|>|P=|\()|\\[bBkGZ1-9]|[*+?}]\+")
+_NARROWED = frozenset({
+    "properties", "oneOf", "format", "propertyNames", "minProperties", "dependencies", "dependentRequired",
+    "dependentSchemas", "unevaluatedProperties", "unevaluatedItems", "$ref",
+})  # fmt: skip
+"""Keywords in whose place fewer values may be allowed."""
 _IN_PLACE = (
     "allOf",
     "anyOf",
@@ -66,28 +72,30 @@ class _Preparation:
         self._exclusion = Exclusion(self._references)
         self._conjunctions = Conjunctions(self._references)
         self._effort = Effort()
+        self._closable = closable_objects(root, self._references)
 
     def whole(self) -> dict[str, Any]:
         found: dict[str, Any] = self._prepared(self._root, own=True)
         self._effort.check()
-        close_objects(found)
         return found
 
     def _prepared(self, schema: Schema, *, own: bool) -> Schema:
         """`own`: references in it are to this document."""
         if not isinstance(schema, Mapping):
             return schema
-        self._effort.count(schema)
-        self._conjunctions.check(schema)
-        own = own and (schema is self._root or not opens_a_document(schema))
+        given = schema
+        if self._lenient:
+            schema = _without_what_cannot_be_enforced(given)
+        self._count(schema)
+        own = own and (given is self._root or not opens_a_document(given))
         node = {key: self._value(key, value, own=own) for key, value in schema.items()}
+        if id(given) in self._closable:
+            node["additionalProperties"] = False
+        _close(node, "unevaluatedProperties", "additionalProperties")
+        _close(node, "unevaluatedItems", "additionalItems" if isinstance(node.get("items"), list) else "items")
         more = [*_looked_ahead(node), *_formatted(node), *_dependent(node), *_at_least_one(node)]
         if node.get("uniqueItems") is False or _at_most_one(node):
             node.pop("uniqueItems", None)
-        if self._lenient and _UNSUPPORTED_PATTERN.search(str(node.get("pattern", ""))):
-            del node["pattern"]
-        _close(node, "unevaluatedProperties", "additionalProperties")
-        _close(node, "unevaluatedItems", "additionalItems" if isinstance(node.get("items"), list) else "items")
         if "propertyNames" in node:  # says of all properties what they are, so the rest must be known
             self._name_properties(node, own=own)
         if own and (found := self._exclusive(schema, node)) is not None:
@@ -97,11 +105,26 @@ class _Preparation:
             else:
                 node["oneOf"] = found
                 node = {"anyOf" if key == "oneOf" else key: value for key, value in node.items()}
+        elif not self._lenient and _may_be_narrowed(schema.get("oneOf")):
+            # What is written for an option allows fewer values. Then more would be values of just one.
+            self._refuse(
+                schema, "oneOf is not supported where its schemas do not plainly exclude each other; use anyOf"
+            )
         for each in (node, *more):
             keep_to_the_standard(each)
         if more and isinstance(given := node.get("allOf", []), list):
             node["allOf"] = [*given, *more]
         return node
+
+    def _count(self, schema: Mapping[str, Any]) -> None:
+        self._effort.count(schema)
+        try:
+            self._conjunctions.check(schema)
+        except ValueError as error:
+            self._refuse(schema, str(error))
+
+    def _refuse(self, schema: Mapping[str, Any], reason: str) -> NoReturn:
+        raise ValueError(f"{reason} (at {pointer_to(self._root, schema)})")
 
     def _exclusive(self, schema: Mapping[str, Any], node: Mapping[str, Any]) -> list[Schema] | None:
         """The options of a `oneOf`, so that no two hold for the same value."""
@@ -150,6 +173,26 @@ class _Preparation:
             node["patternProperties"] = {pattern: others}
             node["additionalProperties"] = False
             del node["propertyNames"]
+
+
+def _may_be_narrowed(options: Any) -> bool:
+    return isinstance(options, list) and any(
+        not node.keys().isdisjoint(_NARROWED) for each in options for node in schemas_in(each)
+    )
+
+
+def _without_what_cannot_be_enforced(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same schema if all of it can be."""
+    pattern, step, named = (schema.get(key) for key in ("pattern", "multipleOf", "patternProperties"))
+    left = dict(schema)
+    if isinstance(pattern, str) and any(map(_UNSUPPORTED_PATTERN.search, without_lookahead(pattern) or [pattern])):
+        del left["pattern"]
+    if isinstance(step, (int, float)) and not isinstance(step, bool) and step > MOST_REMAINDERS:
+        del left["multipleOf"]
+    if isinstance(named, Mapping) and any(map(_UNSUPPORTED_PATTERN.search, named)):
+        left["patternProperties"] = {key: each for key, each in named.items() if not _UNSUPPORTED_PATTERN.search(key)}
+        left.pop("additionalProperties", None)  # of those, it is not known which they are
+    return schema if len(left) == len(schema) and left.get("patternProperties") is named else left
 
 
 def _formatted(node: dict[str, Any]) -> list[Schema]:

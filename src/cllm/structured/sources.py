@@ -10,6 +10,7 @@ from typing import Any
 from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from cllm.structured.closing import schemas_in
 from cllm.structured.effort import check_expressions
 from cllm.structured.places import place_of
 from cllm.structured.schemas import prepared
@@ -31,6 +32,9 @@ MOST_RULES = 2000
 
 _RULE = re.compile(r'\$[a-zA-Z]*ref\\*"|(?:^|\\n|\n)[^\S\n]*[?!]?\w+(?:\.-?\d+)?\s*[\[:]', re.IGNORECASE)
 _LARK = re.compile(r"^[^\S\n]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
+_LARK_EXPRESSION = re.compile(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"?|/((?:[^/\\\n]|\\.)*)/?')
+"""Or a comment or a string, which may look like one. What is not closed goes to the end of its line: each character is
+read once."""
 _SIZE = re.compile(r"too (?:large|many|complex|big)|limit|exceeded", re.IGNORECASE)
 _NOT_PLAIN = re.compile(r"[^0-9A-Za-z\x80-\U0010ffff]|[\x85\u2028\u2029]")
 _JSON_RULE = re.compile(r"%json\s*(?=\{)")
@@ -82,11 +86,19 @@ def _styled(schema: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("x-guidance must be an object")
     try:
         found = {**prepared(schema), "x-guidance": {**JSON_STYLE, **given}}
-        if _CONTROL.search(json.dumps(schema)) and "json_allowed_escapes" not in given:
+        if "json_allowed_escapes" not in given and _CONTROL.search(json.dumps([*_fixed_texts(schema)])):
             del found["x-guidance"]["json_allowed_escapes"]
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     return found
+
+
+def _fixed_texts(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """What an answer has to repeat to the letter."""
+    for node in schemas_in(schema):
+        yield from (node[key] for key in ("const", "enum", "required") if key in node)
+        if isinstance(known := node.get("properties"), Mapping):
+            yield from known
 
 
 def _schema(source: str) -> Mapping[str, Any]:
@@ -118,6 +130,7 @@ def _literal(text: str) -> str:
 
 def _lark(source: str) -> str:
     _check_nesting(source)
+    check_expressions(found[1] for found in _LARK_EXPRESSION.finditer(source) if found[1])
     parts, done = [], 0
     for found in _JSON_RULE.finditer(source):
         if found.start() >= done:
@@ -187,17 +200,22 @@ def _tag(number: int, structure: Any, triggers: list[str], special: Mapping[str,
     trigger = max((each for each in triggers if begin.startswith(each)), key=len, default=None)
     if trigger is None:
         raise ValueError(f"has {where}.begin, which begins with none of the triggers")
-    head = f"TAG_TEXT {_mark(trigger, special)}"
-    if trigger not in special:
-        yield f"tag_{number}_head[lazy]: {head}"
+    if trigger in special:
+        head = f"TAG_TEXT {_mark(trigger, special)}"
+    else:
+        yield f"tag_{number}_head[lazy]: TAG_TEXT {json.dumps(trigger)}"
         head = f"tag_{number}_head"
     rest = begin.removeprefix(trigger)
     yield f"tag_{number}: {head} {_mark(rest, special)} {schema_rule(schema)} {_mark(end, special)}"
 
 
 def _mark(text: str, special: Mapping[str, int]) -> str:
-    """A text, or the special token that it names."""
-    return f"<[{special[text]}]>" if text in special else json.dumps(text)
+    """A text with the special tokens that are named in it."""
+    named = (
+        re.split(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})", text) if special else [text]
+    )
+    parts = [f"<[{special[each]}]>" if each in special else json.dumps(each) for each in named if each]
+    return " ".join(parts) or '""'
 
 
 def _parsed(source: str) -> Any:
