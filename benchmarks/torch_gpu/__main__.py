@@ -35,6 +35,7 @@ SECTIONS = {
     "8B": "speed.speed_8b",
     "1B": "speed.speed_1b",
     "fp8": "speed.speed_fp8",
+    "structured": "structured.structured",
     "http": "over_http.http",
     "invariance": "invariance.invariance",
     "host": "host.host",

@@ -85,6 +85,14 @@ FIGURES = (
         _at("8B many", "decode_tokens_per_s"), least=23_000,
     ),
     Figure(
+        "8B, 32 streams by a JSON schema, 128 / 128", "32 free streams", "said",
+        _ratio(_at("8B 32 streams by a schema"), _at("8B 32 streams free")), "{:.2f}x",
+    ),
+    Figure(
+        "8B, 32 streams of JSON with long fixed keys, 128 / 128", "32 free streams", "said",
+        _ratio(_at("8B 32 streams long keys"), _at("8B 32 streams free")), "{:.2f}x",
+    ),
+    Figure(
         "8B fp8, 1 stream", "bf16", ">= 1.4x", _ratio(_at("8B fp8 one stream"), _at("8B one stream")), "{:.2f}x",
         least=1.4,
     ),

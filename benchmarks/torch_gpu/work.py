@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from cllm import AsyncLLM, SamplingParams
 from cllm.config import load_config
 from cllm.engine.observer import RequestRecord
+from cllm.structured.matcher import Grammar
 
 Measures = dict[str, Any]
 Keep = Callable[[str, Measures], None]
@@ -129,11 +130,15 @@ class Bench:
         self.log = StepLog()
         llm.observers.append(self.log)
 
-    async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Answered:
+    async def ask(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], grammar: Grammar | None = None
+    ) -> Answered:
         """All at once."""
         self.log.steps.clear()
         started = time.perf_counter()
-        generations = [self.llm.submit(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        generations = [
+            self.llm.submit(prompt, each, grammar=grammar) for prompt, each in zip(prompts, params, strict=True)
+        ]
         answers = await asyncio.gather(*map(_read, generations))
         seconds = time.perf_counter() - started
         first_s = [generation.timings.ttft_s for generation in generations]

@@ -206,7 +206,7 @@ def calls_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def form(tools: Any, **rest: Any) -> AnswerForm:
         if next(first, False):
-            return AnswerForm(tools, required=True, **rest)
+            return AnswerForm(tools, **{**rest, "required": True})
         return AnswerForm([], **{**rest, "structure": Structure("regex", "[a-z]{3}")})
 
     monkeypatch.setattr("cllm.tasks.chat.AnswerForm", form)

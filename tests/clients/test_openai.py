@@ -217,7 +217,8 @@ def test_responses_input(client: openai.OpenAI) -> None:
     counted = client.responses.input_tokens.count(model=MODEL, input=QUESTION)
     answer = client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=4)
     assert answer.usage is not None and counted.input_tokens == answer.usage.input_tokens
-    (item,) = client.responses.input_items.list(answer.id)
+    hints: Any = ["message.output_text.logprobs", "reasoning.encrypted_content"]
+    (item,) = client.responses.input_items.list(answer.id, include=hints)
     assert item.type == "message" and item.content[0].type == "input_text" and item.content[0].text == QUESTION
 
 

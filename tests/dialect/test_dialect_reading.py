@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.dialect import call_runs
+from cllm.dialect.call_runs import CallRuns
 from cllm.dialect.deltas import ChatDelta, Delta, ReasoningDelta, ToolCallDelta, ToolCallStart
 from cllm.dialect.json_scan import JsonScanner, repaired
 from cllm.dialect.reader import AnswerReader, CallSyntax
@@ -22,12 +26,13 @@ HERMES = JsonSyntax("<tool_call>", close=("</tool_call>",))
 LLAMA3 = JsonSyntax("<|python_tag|>", bare=True)
 MISTRAL = MistralSyntax()
 PLAIN = JsonSyntax(bare=True)
+XML_SYNTAX = XmlSyntax()
 SYNTAXES: dict[str, CallSyntax] = {
     "hermes": HERMES,
     "llama3": LLAMA3,
     "mistral": MISTRAL,
     "json": PLAIN,
-    "xml": XmlSyntax(),
+    "xml": XML_SYNTAX,
 }
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 XML = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
@@ -37,8 +42,9 @@ Read = list[tuple[str, ...]]
 
 
 def reader(syntax: CallSyntax | None, *, thinks: str = "", **options: Any) -> AnswerReader:
-    call = Marks("<tool_call>", "</tool_call>")
-    reasoning = ReasoningReader(FORMATS["think"], opened=thinks == "opened", call=call) if thinks else None
+    marked = syntax in (HERMES, XML_SYNTAX)
+    calls = CallRuns(Marks("<tool_call>", "</tool_call>"), syntax, TOOLS) if syntax and marked else None
+    reasoning = ReasoningReader(FORMATS["think"], opened=thinks == "opened", calls=calls) if thinks else None
     ids = itertools.count()
     return AnswerReader(
         0, syntax=syntax, tools=TOOLS, reasoning=reasoning, new_id=lambda: f"call_{next(ids)}", **options
@@ -276,20 +282,37 @@ ATOMS = [
         ",",
         ":",
     ),
+    *(f"<tool_call>{CALL}</tool_call>", f"<tool_call>{XML}</tool_call>", '<tool_call>{"name": "..."}</tool_call>, or'),
     *(" ", "\n", "f", "x", "tru", "true", "1", "-", "\\", "\\u00e9", "é", "<", "`", ";"),
 ]
 TEXTS = st.lists(st.sampled_from(ATOMS), max_size=12).map("".join)
 
 
-@given(text=TEXTS, cuts=st.sets(st.integers(0, 120), max_size=20), thinks=st.sampled_from(["", "yes", "opened"]))
+@given(
+    text=TEXTS,
+    cuts=st.sets(st.integers(0, 120), max_size=20),
+    thinks=st.sampled_from(["", "yes", "opened"]),
+    most_held=st.sampled_from([30, 80, call_runs.MOST_HELD]),
+)
 @pytest.mark.parametrize("syntax", SYNTAXES)
-def test_how_the_text_is_cut_up_changes_nothing(syntax: str, text: str, cuts: set[int], thinks: str) -> None:
-    one = reader(SYNTAXES[syntax], thinks=thinks)
+def test_how_the_text_is_cut_up_changes_nothing(
+    syntax: str, text: str, cuts: set[int], thinks: str, most_held: int
+) -> None:
     pieces: list[ChatDelta] = []
-    for start, stop in itertools.pairwise([0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]):
-        pieces += one.push(text[start:stop])
-    pieces += one.finish()
-    assert joined(pieces) == read_whole(text, SYNTAXES[syntax], thinks=thinks)[0]
+    with mock.patch.object(call_runs, "MOST_HELD", most_held):
+        one = reader(SYNTAXES[syntax], thinks=thinks)
+        for start, stop in itertools.pairwise([0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]):
+            pieces += one.push(text[start:stop])
+        pieces += one.finish()
+        assert joined(pieces) == read_whole(text, SYNTAXES[syntax], thinks=thinks)[0]
+
+
+@given(text=TEXTS.filter(lambda text: "</think>" not in text))
+@pytest.mark.parametrize("syntax", ["hermes", "xml"])
+def test_reasoning_that_is_not_closed_is_never_text(syntax: str, text: str) -> None:
+    """But for what stands between a call and its mark, as a bracket too many."""
+    read, _ = read_whole(text, SYNTAXES[syntax], thinks="opened")
+    assert all(re.fullmatch(r"([\]},;\s]|</tool_call>)*", each[1]) for each in read if each[0] == "text")
 
 
 @given(text=TEXTS)

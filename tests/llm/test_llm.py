@@ -13,7 +13,6 @@ import pytest
 
 from cllm import LLM, AsyncLLM, SamplingParams
 from cllm.config import load_config
-from cllm.dialect.grammar import AnswerForm
 from cllm.engine.loop import Engine
 from cllm.engine.time_sharing import TimeSharing
 from cllm.errors import (
@@ -27,6 +26,8 @@ from cllm.errors import (
 from cllm.kv.ops import SlotOps
 from cllm.loading.open_model import ModelShare
 from cllm.loading.parts import ModelParts
+from cllm.structured.structure import Structure
+from cllm.tasks.chat import AnswerRules, prepare_chat
 from cllm.tasks.warm import restore_pins
 from thorough import slow
 
@@ -201,7 +202,7 @@ def test_chat_and_kv(llm: LLM) -> None:
 
 
 def test_chat_with_tools(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cllm.tasks.chat.AnswerForm", partial(AnswerForm, required=True, several=False))
+    monkeypatch.setattr("cllm.tasks.chat.AnswerRules", partial(AnswerRules, required=True, several=False))
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "look", "parameters": schema, "strict": True}}
     asked = [{"role": "user", "content": "hello"}]
@@ -211,6 +212,39 @@ def test_chat_with_tools(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (call.name, json.loads(call.arguments)) == ("look", {"a": 1})
     with pytest.raises(InvalidRequestError, match="two tools have the name look"):
         llm.chat(asked, tools=[tool, tool])
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"multipleOf": 99_999_989}, "multipleOf"),
+        ({"allOf": [{"pattern": f"a{number}"} for number in range(12)]}, "patterns"),
+        ({"type": "sting"}, r"sting \(at /properties/a\)$"),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_refused_by_its_tool(llm: LLM, schema: dict[str, Any], words: str) -> None:
+    described = {"parameters": {"type": "object", "properties": {"a": schema}}, "strict": True}
+    tools = [{"type": "function", "function": function} for function in ({"name": "f"}, {"name": "g", **described})]
+    with pytest.raises(InvalidRequestError, match=words) as refused:
+        llm.chat([{"role": "user", "content": "hello"}], tools=tools)
+    assert refused.value.param == "tools[1]" and str(refused.value).startswith("tools[1]: ")
+    assert "start:" not in str(refused.value), "nobody wrote that grammar"
+
+
+def test_beside_tools_a_structure_is_refused_by_its_own_name(llm: LLM) -> None:
+    params = SamplingParams(structured=Structure("json_schema", '{"type": "sting"}', "mine"))
+    tool = {"type": "function", "function": {"name": "f"}}
+    with pytest.raises(InvalidRequestError, match=r"^mine: .*sting") as refused:
+        llm.chat([{"role": "user", "content": "hello"}], params, tools=[tool])
+    assert refused.value.param == "mine" and "start:" not in str(refused.value)
+
+
+async def test_a_chat_without_tools_may_follow_any_grammar() -> None:
+    async with AsyncLLM(fake_config()) as llm:
+        params = SamplingParams(structured=Structure("gbnf", 'root ::= "yes"'), max_tokens=20)
+        turn = await prepare_chat(llm, [{"role": "user", "content": "hello"}], params)
+        (completion,) = await turn.submit().collect(turn.reader)
+        assert completion.text == "yes"
 
 
 def test_logprobs_are_one_per_token(llm: LLM) -> None:

@@ -13,7 +13,7 @@ from cllm.backends.torch import amx
 def test_amx_is_left_out_only_where_a_trial_dies(
     dies: bool, limit: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(amx, "_has_amx", lambda: True)
+    monkeypatch.setattr(amx, "cpu_features", lambda: frozenset({"avx2", "amx_bf16"}))
     monkeypatch.setattr(amx, "_TRIAL", "import os; os.abort()" if dies else "pass")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     amx.avoid_broken_amx.__wrapped__()
@@ -22,3 +22,11 @@ def test_amx_is_left_out_only_where_a_trial_dies(
     amx.avoid_broken_amx.__wrapped__()
     assert os.environ.pop("ONEDNN_MAX_CPU_ISA", None) == limit
     assert any("torch crashes with AMX" in line for line in caplog.messages) == dies
+
+
+def test_without_amx_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amx, "cpu_features", lambda: frozenset({"avx2", "amx_tile"}))
+    monkeypatch.setattr(amx, "_TRIAL", "import os; os.abort()")
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    amx.avoid_broken_amx.__wrapped__()
+    assert "ONEDNN_MAX_CPU_ISA" not in os.environ

@@ -323,6 +323,7 @@ BAD = [
     ({"container": "c"}, "container is not supported"),
     ({"compaction": {}}, "compaction is not supported"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
+    ({"system": 5}, "system must be a string or a list of content blocks, not 5."),
     ({"output_format": {"type": "grammar"}}, "output_format.type"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
     ({"temprature": 1}, "temprature is not a parameter"),
@@ -336,9 +337,13 @@ async def test_bad_input_is_refused_by_name(llm: ScriptedLLM, body: dict[str, An
 
 async def test_a_thread_is_refused_so_that_clients_send_all_messages(llm: ScriptedLLM) -> None:
     """The client's tool runner begins with a thread, and goes on without if the error has these details."""
-    error = (await post(llm, {"thread": {"type": "create"}})).json()["error"]
-    assert error["message"].startswith("thread is not supported by this server")
-    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    asked = {"messages": [USER], "thread": {"type": "create"}}
+    async with client_for(llm) as client:
+        counted = await client.post("/v1/messages/count_tokens", json=asked)
+    for answer in (await post(llm, asked), counted):
+        error = answer.json()["error"]
+        assert error["message"] == "thread is not supported by this server; leave it out."
+        assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 async def test_conversations_longer_than_the_context_are_counted(llm: ScriptedLLM) -> None:

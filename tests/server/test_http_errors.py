@@ -214,6 +214,41 @@ async def test_what_is_unsupported_says_so() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "advice"),
+    [("/v1/completions", "logprobs"), ("/v1/chat/completions", "logprobs = true and top_logprobs")],
+)
+async def test_what_has_another_name_here_is_told_it(path: str, advice: str) -> None:
+    response = await post(ScriptedLLM(), path, {**GENERATING[path], "n_probs": 3})
+    assert error_of(response)["message"] == f"n_probs is not supported by this server; send {advice} instead."
+
+
+PROMPTS = "a string, a list of strings, a list of token ids or a list of lists of token ids"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/completions", {"prompt": ["a", 1]}, f"prompt must be {PROMPTS}, not ['a', 1]."),
+        ("/v1/completions", {"prompt": "a", "stop": [1]}, "stop must be a string or a list of strings, not [1]."),
+        ("/v1/embeddings", {"input": 5}, f"input must be {PROMPTS}, not 5."),
+        (
+            "/v1/rerank",
+            {"query": "a", "documents": ["b", 5]},
+            "documents[1] must be a string or an object with a text, not 5.",
+        ),
+        ("/v1/responses", {"input": 5}, "input must be a string or a list of items, at least one, not 5."),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "json_schema": 5},
+            "json_schema must be a JSON schema: an object, or its text, not 5.",
+        ),
+    ],
+)
+async def test_what_a_parameter_may_be_is_named(path: str, body: dict[str, Any], said: str) -> None:
+    assert error_of(await post(ScriptedLLM(), path, body))["message"] == said
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b"",

@@ -121,10 +121,29 @@ async def test_errors_are_a_message(client: httpx.AsyncClient) -> None:
         ({"truncate": True}, 400, "truncate is not supported"),
         ({"options": {"mirostat": 2}}, 400, "options.mirostat is not supported"),
         ({"options": {"temperature": -1}}, 400, "options.temperature is -1.0"),
+        ({"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, 400, "options.repeat_last_n is 64, but repeat_pen"),
+        ({"options": {"stop": 5}}, 400, "options.stop must be a string or a list of strings, not 5."),
+        ({"think": "extreme"}, 400, "think must be true, false, 'low', 'medium', 'high' or 'max', not 'extreme'."),
+        ({"format": 5}, 400, "format must be 'json' or a JSON schema, which is an object, not 5."),
     ):
         refused = await client.post("/api/chat", json={**CHAT, **change})
         assert refused.status_code == status
         assert said in refused.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"repeat_last_n": -1, "repeat_penalty": 1.1}, {"repeat_last_n": 64}, {"repeat_last_n": 0, "repeat_penalty": 1.0}],
+)
+async def test_how_far_back_a_penalty_looks_may_be_said_where_it_changes_nothing(
+    client: httpx.AsyncClient, options: dict[str, Any]
+) -> None:
+    without = {name: value for name, value in options.items() if name != "repeat_last_n"}
+    said, unsaid = [
+        await client.post("/api/chat", json={**CHAT, "stream": False, "options": {**SHORT["options"], **each}})
+        for each in (options, without)
+    ]
+    assert said.status_code == 200 and said.json()["message"] == unsaid.json()["message"]
 
 
 @pytest.mark.parametrize(
@@ -210,9 +229,27 @@ async def test_results_find_their_calls() -> None:
         asked = [{"role": "assistant", "tool_calls": [call]}, only_of_the_result]
         assert (await post(llm, messages=asked, stream=False)).status_code == status
     again = await post(llm, messages=[*messages, {"role": "tool", "content": "one too many"}])
-    assert again.json()["error"].startswith("messages[6].role is 'tool', but no such call before it waits")
+    assert again.json()["error"] == "messages[6] is a tool result, but no earlier call is waiting for one."
     twice = await post(llm, messages=[{"role": "assistant", "tool_calls": [calls[3], calls[3]]}])
     assert "messages[0].tool_calls[1].id is 'mine', which another call already uses" in twice.json()["error"]
+
+
+async def test_the_assistant_s_last_message_is_continued(client: httpx.AsyncClient) -> None:
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The answer is"}]
+    body = {"messages": begun, "max_tokens": 5, "seed": 3, "continue_final_message": True}
+    openai = (await client.post("/v1/chat/completions", json=body)).json()
+    found = (await client.post("/api/chat", json={**CHAT, **SHORT, "messages": begun, "stream": False})).json()
+    assert found["prompt_eval_count"] == openai["usage"]["prompt_tokens"]
+    assert found["message"]["content"] == openai["choices"][0]["message"]["content"]
+
+
+async def test_a_message_with_calls_is_not_continued() -> None:
+    llm = ScriptedLLM(max_context=4096, template=TEMPLATE)
+    call = {"function": {"name": "time", "arguments": {}}}
+    for calls in ([], [call]):
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hm", "tool_calls": calls}]
+        assert (await post(llm, messages=messages, stream=False)).status_code == 200
+        assert llm.asked[-1][1].continues == (not calls)
 
 
 async def test_capabilities_tell_of_reasoning() -> None:
@@ -256,6 +293,11 @@ async def test_texts_to_embed_are_cut_unless_they_are_not_to_be(client: httpx.As
     )
     refused = await client.post("/api/embed", json={**body, "truncate": False})
     assert refused.status_code == 400 and "maximum context length is 4096 tokens" in refused.json()["error"]
+
+
+async def test_what_there_may_be_to_embed_is_named(client: httpx.AsyncClient) -> None:
+    refused = await client.post("/api/embed", json={"model": "fake", "input": 5})
+    assert refused.json() == {"error": "input must be a string or a list of strings, not 5."}
 
 
 async def test_nothing_to_embed_loads_the_model(client: httpx.AsyncClient) -> None:

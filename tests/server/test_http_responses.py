@@ -345,7 +345,8 @@ async def test_input_items_are_what_a_response_answers(client: AsyncOpenAI, monk
         "one", "Let me think.", "I'll look.",
     )  # fmt: skip
     assert (items[3].name, json.loads(items[3].arguments), items[5].output) == ("weather", {"city": "Paris"}, "18")
-    newest_first = [item async for item in client.responses.input_items.list(second.id)]
+    hints: Any = ["message.output_text.logprobs", "reasoning.encrypted_content"]
+    newest_first = [item async for item in client.responses.input_items.list(second.id, include=hints)]
     assert [item.id for item in newest_first] == [item.id for item in items[::-1]]
     for query, said in (
         ({"limit": 0}, "limit is '0'; it must be from 1 to 100"),
@@ -357,6 +358,18 @@ async def test_input_items_are_what_a_response_answers(client: AsyncOpenAI, monk
             await client.responses.input_items.list(second.id, extra_query=query)
     with pytest.raises(openai.NotFoundError, match="not found"):
         await client.responses.input_items.list("resp-none")
+
+
+async def test_input_items_have_the_roles_that_were_sent(client: AsyncOpenAI, llm: ScriptedLLM) -> None:
+    roles = ["developer", "system", "user", "developer", "user"]
+    sent: Any = [{"role": role, "content": str(number)} for number, role in enumerate(roles)]
+    made = await client.responses.create(model="tiny", input=sent)
+    items: Any = [item async for item in client.responses.input_items.list(made.id, order="asc")]
+    assert [(item.role, item.content[0].text) for item in items] == [(each["role"], each["content"]) for each in sent]
+    await client.responses.create(model="tiny", input="on", previous_response_id=made.id)
+    for messages, _ in llm.asked:
+        assert messages[0] == {"role": "system", "content": "0\n\n1"}, "templates know no developer"
+        assert [message["role"] for message in messages[1:4]] == ["user", "system", "user"]
 
 
 async def test_what_is_not_to_be_stored_is_not(client: AsyncOpenAI) -> None:

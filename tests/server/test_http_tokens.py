@@ -50,6 +50,11 @@ async def test_a_text_in_vllms_form(client: httpx.AsyncClient) -> None:
     assert (await post(client, "/tokenize", prompt=""))["tokens"] == []
 
 
+async def test_what_says_nothing_about_a_chat_goes_with_a_text(client: httpx.AsyncClient) -> None:
+    nothing = {"tools": [], "chat_template_kwargs": {}, "continue_final_message": False}
+    assert await post(client, "/tokenize", prompt="Hi", **nothing) == await post(client, "/tokenize", prompt="Hi")
+
+
 async def test_a_text_in_llama_servers_form(client: httpx.AsyncClient) -> None:
     assert (await post(client, "/tokenize", content="a<eos>"))["tokens"] == [97, 257]
     assert (await post(client, "/tokenize", content="<eos>", parse_special=False))["count"] == 5
@@ -95,6 +100,9 @@ async def test_tokens_become_text_again(client: httpx.AsyncClient) -> None:
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "content": "b"}, "content"),
+        ("/tokenize", {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ("/tokenize", {"content": "a", "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
         ("/tokenize", {"prompt": "x" * 2001}, "prompt"),
         ("/tokenize", {"content": "x" * 100_000}, "content"),
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),

@@ -343,7 +343,7 @@ async def test_what_is_too_long_is_named(path: str, told: int, said: int, param:
 @pytest.mark.parametrize("schema", [{"multipleOf": 99_999_989}, {"multipleOf": 10**400}])
 async def test_a_schema_that_cannot_be_enforced_is_refused_by_its_tool(schema: dict[str, Any]) -> None:
     hostile = {"type": "object", "properties": {"a": schema}}
-    tools = [TOOL, {"type": "function", "function": {"name": "g", "parameters": hostile}}]
+    tools = [TOOL, {"type": "function", "function": {"name": "g", "parameters": hostile, "strict": True}}]
     refused = await ask(fake(CALL), tools=tools, tool_choice="required")
     error = refused.json()["error"]
-    assert refused.status_code == 400 and error["param"] in ("tools", "tools[1]") and "multipleOf" in error["message"]
+    assert (refused.status_code, error["param"]) == (400, "tools[1]") and "multipleOf" in error["message"]

@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cllm.dialect import formats, history, reasoning
+from cllm.dialect.call_runs import CallRuns
+from cllm.dialect.calls import Tools
 from cllm.dialect.deltas import ToolCallDelta
 from cllm.dialect.formats import ToolFormat
 from cllm.dialect.grammar import AnswerForm, AnswerGrammar
@@ -124,6 +126,7 @@ class Dialect:
         calls_only: bool = False,
         include_reasoning: bool = True,
     ) -> AnswerReader:
+        parameters = {tool.name: tool.parameters for tool in tools}
         thoughts = None
         if self.marks is not None and thinking != "closed":
             thoughts = ReasoningReader(
@@ -131,18 +134,22 @@ class Dialect:
                 opened=thinking == "opened",
                 continues=continues and thinking == "opened",
                 separate=separate,
-                call=self.format.call_marks if tools else None,
+                calls=self._calls_in_reasoning(parameters),
             )
         return AnswerReader(
             index,
             reasoning=thoughts,
             syntax=self.format.syntax,
-            tools={tool.name: tool.parameters for tool in tools},
+            tools=parameters,
             most_calls=most_calls,
             calls_only=calls_only,
             include_reasoning=include_reasoning,
             new_id=self.new_id,
         )
+
+    def _calls_in_reasoning(self, tools: Tools) -> CallRuns | None:
+        marks = self.format.call_marks
+        return CallRuns(marks, self.format.syntax, tools) if marks is not None and tools else None
 
     def grammar(self, form: AnswerForm) -> str:
         """The grammar that a mask enforces, so that answers are read as this form."""

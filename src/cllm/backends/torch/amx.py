@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
+
+from cllm.machine import cpu_features
 
 log = logging.getLogger("cllm")
 
@@ -25,17 +26,10 @@ torch.nn.functional.linear(inputs, weights)
 def avoid_broken_amx() -> None:
     """Before the first product in bf16: try one in a process of its own, and do without AMX if that dies. Takes two
     seconds, and only where there is AMX and the environment says nothing about it."""
-    if _LIMIT in os.environ or not _has_amx() or _trial_survives():
+    if _LIMIT in os.environ or "amx_bf16" not in cpu_features() or _trial_survives():
         return
     os.environ[_LIMIT] = _WITHOUT_AMX
     log.warning("torch crashes with AMX on this machine: bf16 is computed without it (%s=%s)", _LIMIT, _WITHOUT_AMX)
-
-
-def _has_amx() -> bool:
-    try:
-        return " amx_bf16 " in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
 
 
 def _trial_survives() -> bool:

@@ -30,6 +30,7 @@ from cllm.server.schema.validation import (
     Hint,
     Int32,
     ModelName,
+    MustBe,
     RequestModel,
     Text,
     Unsupported,
@@ -41,6 +42,7 @@ from cllm.server.schema.validation import (
 from cllm.structured.structure import Structure
 
 _MARK = "Keep everything up to here in the KV cache for a while."
+_TEXT_OR_BLOCKS = MustBe("a string or a list of content blocks")
 _NO_TEXT = "; this server supports no images, documents or other kinds of content"
 _NO_SERVER_TOOL = "; this server has no tools of its own: send a tool with a name, a description and an input_schema"
 
@@ -54,6 +56,7 @@ class TextBlock(RequestModel):
 
 TextOnly = Annotated[TextBlock, known_kinds(("text",), _NO_TEXT)]
 TextBlocks = Annotated[list[TextOnly], Field(fail_fast=True)]
+TextOrBlocks = Annotated[Text | TextBlocks, _TEXT_OR_BLOCKS]
 
 
 class ToolUseBlock(RequestModel):
@@ -69,7 +72,7 @@ class ToolUseBlock(RequestModel):
 class ToolResultBlock(RequestModel):
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: Text | TextBlocks | None = None
+    content: TextOrBlocks | None = None
     is_error: bool | None = Field(None, description="Tells the model that this is an error.")
     cache_control: CacheControl | None = Field(None, description=_MARK)
     toolset_name: Hint = None
@@ -103,7 +106,7 @@ Block = Annotated[
 
 class Message(RequestModel):
     role: Literal["user", "assistant", "system"]
-    content: Text | Annotated[list[Block], Field(fail_fast=True)] = Field(
+    content: Annotated[Text | Annotated[list[Block], Field(fail_fast=True)], _TEXT_OR_BLOCKS] = Field(
         description="Text, or blocks of type `text`, `tool_use`, `tool_result`, `thinking` or `redacted_thinking`."
     )
 
@@ -202,7 +205,7 @@ class MessagesInput(SamplingFields):
 
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")]
-    system: Text | TextBlocks | None = None
+    system: TextOrBlocks | None = None
     tools: (
         Annotated[
             list[Annotated[CustomTool, known_kinds(("custom",), _NO_SERVER_TOOL, "custom")]],
@@ -259,7 +262,7 @@ class MessagesInput(SamplingFields):
 class CountRequest(MessagesInput):
     model_config = ConfigDict(json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello"}]}})
     hints: ClassVar[frozenset[str]] = frozenset({"compaction"})
-    unsupported: ClassVar[Unsupported] = {"mcp_servers": ([],)}
+    unsupported: ClassVar[Unsupported] = {"container": (), "mcp_servers": ([],), "thread": ()}
 
 
 class MessagesRequest(MessagesInput):

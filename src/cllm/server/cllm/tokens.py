@@ -39,9 +39,19 @@ _ERRORS = error_responses(ErrorReply, 400, 401, 404, 413, 500, 503)
 _SOURCES = ("prompt", "content", "messages")
 
 
+_OF_CHATS: dict[str, dict[str, Any]] = {
+    "tools": {"maxItems": 0},
+    "chat_template_kwargs": {"maxProperties": 0},
+    "continue_final_message": {"enum": [None, False]},
+}
+"""Parameters that only `messages` can have, and their values without effect, as a schema."""
+
+
 def _alone(name: str) -> dict[str, Any]:
     """For the API's description: this one is given, and no other."""
     others: dict[str, Any] = {other: {"type": "null"} for other in _SOURCES if other != name}
+    if name != "messages":
+        others |= _OF_CHATS
     return {"required": [name], "properties": {**others, name: {"not": {"type": "null"}}}}
 
 
@@ -82,6 +92,9 @@ class TokenizeRequest(RequestModel):
             yield refusal("prompt", "is missing: send one of prompt, content and messages")
         if len(given) > 1:
             yield refusal(given[1], f"is not allowed together with {given[0]}")
+        for name in _OF_CHATS:
+            if getattr(self, name) and self.messages is None:
+                yield refusal(name, "is only allowed together with messages")
         if self.continue_final_message and self.add_generation_prompt:
             yield refusal("add_generation_prompt", "must be false where continue_final_message is true")
 

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cllm.dialect.grammar import AnswerForm
 from cllm.dialect.tools import Tool
-from cllm.errors import InvalidRequestError
-from cllm.server.http.response import as_json
 from cllm.server.inference.limits import check_count, check_logprobs, check_params
 from cllm.server.inference.pins import pins_of_chat
 from cllm.server.inference.streams import ChatStream, CompletionStream, Head
 from cllm.server.schema.messages import CacheControl, Mark
 from cllm.server.schema.tools import NamedTool, ToolChoice
 from cllm.server.state import session_of, tenant_of, time_left
-from cllm.structured.sources import RULES
 from cllm.structured.structure import Structure
+from cllm.tasks.chat import AnswerRules, enforce
 from cllm.text.chat_template import PromptOptions
 from cllm.text.token_limit import TokenLimit
 
 if TYPE_CHECKING:
     from fastapi import Request
 
-    from cllm.dialect.reasoning import Thinking
     from cllm.engine.params import SamplingParams
-    from cllm.server.state import ModelState, ServerState
-    from cllm.structured.matcher import Grammar
-
-
-_LISTING = re.compile(r" \d+ \| .*$", re.DOTALL)
-"""The grammar listing at the end of an error; the client did not write that grammar."""
+    from cllm.server.state import ServerState
 
 
 @dataclass(slots=True)
@@ -83,21 +70,21 @@ async def open_chat(state: ServerState, request: Request, chat: ChatInput, prefi
     pins = await pins_of_chat(model, chat.marks, chat.cache_control, prompt, chat.params, options)
     dialect = model.llm.dialect
     thinking = dialect.thinking_after(prompt, chat.messages[-1]["content"] if chat.continue_last else None)
-    structure = await _structure(model, chat, tools, thinking)
+    enforced = await enforce(model.llm, _rules(chat, tools), thinking, model.encoder.run_sized)
     separate = dialect.separates if chat.separate_reasoning is None else chat.separate_reasoning
     reads = bool(tools) or thinking == "opened" or (separate and dialect.marks is not None and thinking == "none")
     head = Head(f"{prefix}-{request.state.unique_id}", int(time.time()), model.served_name)
     completions = CompletionStream(
         model.llm,
         [prompt],
-        chat.params if structure is None else replace(chat.params, structured=structure),
+        chat.params if enforced is None else replace(chat.params, structured=enforced.structure),
         request_id=head.id,
         priority=chat.priority,
         timeout_s=time_left(request, model, chat.timeout),
         session=session_of(request),
         tenant=tenant_of(request),
         pins=[pins],
-        grammar=None if structure is None else await _compiled(model, structure, chat, tools),
+        grammar=None if enforced is None else enforced.grammar,
         shown=dialect.shown(tools=bool(tools), reasoning=True) if reads else None,
     )
     readers = [
@@ -130,55 +117,13 @@ def _prompt_options(chat: ChatInput, tools: Sequence[Tool]) -> PromptOptions:
     return PromptOptions(described, chat.template_arguments, chat.asks, chat.continue_last)
 
 
-async def _structure(model: ModelState, chat: ChatInput, tools: Sequence[Tool], thinking: Thinking) -> Structure | None:
-    """The grammar of the answers: the given structure, guaranteed tool calls, and reasoning before either."""
-    given = chat.structure or chat.params.structured
+def _rules(chat: ChatInput, tools: Sequence[Tool]) -> AnswerRules:
     choice = chat.tool_choice
     named = choice.name if isinstance(choice, NamedTool) else None
-    marks = model.llm.dialect.marks
-    masked = bool(tools) and (choice != "auto" or given is not None or any(tool.strict for tool in tools))
-    if not masked and (given is None or marks is None or thinking == "closed" or given.kind not in RULES):
-        return given
-    form = AnswerForm(
-        tools=[(tool.name, tool.enforced) for tool in tools if named in (None, tool.name)],
+    return AnswerRules(
+        chat.structure or chat.params.structured,
+        tools,
         required=choice not in ("auto", "none"),
+        named=named,
         several=chat.parallel_tool_calls and named is None,
-        structure=given,
-        marks=marks,
-        thinking=thinking,
     )
-    sources = [[tool.parameters for tool in tools], given.source if given is not None else ""]
-    param = given.param if given is not None and not tools else "tools"
-    try:
-        grammar = await model.encoder.run_sized(sources, lambda: model.llm.dialect.grammar(form))
-    except ValueError as error:  # a schema that cannot be enforced
-        await _blame(model, given, tools)
-        raise InvalidRequestError(f"{param}: {error}", param) from None
-    return Structure("lark", grammar, param)
-
-
-async def _compiled(model: ModelState, structure: Structure, chat: ChatInput, tools: Sequence[Tool]) -> Grammar:
-    given = chat.structure or chat.params.structured
-    try:
-        return await model.llm.compile(structure)
-    except InvalidRequestError as error:
-        if structure is given:
-            raise
-        await _blame(model, given, tools)
-        raise InvalidRequestError(_LISTING.sub("", str(error)), error.param) from None
-
-
-async def _blame(model: ModelState, given: Structure | None, tools: Sequence[Tool]) -> None:
-    """Raise for the part of a grammar that is invalid by itself, by its name."""
-    with suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(_compile_each(model, given, tools), model.config.structured.compile_timeout_s)
-
-
-async def _compile_each(model: ModelState, given: Structure | None, tools: Sequence[Tool]) -> None:
-    parts = [] if given is None else [given]
-    for number, tool in enumerate(tools):
-        if tool.enforced is not None:
-            source = await model.encoder.run_sized(tool.parameters, partial(as_json, tool.enforced))
-            parts.append(Structure("json_schema", source, f"tools[{number}]"))
-    for part in parts:
-        await model.llm.compile(part)

@@ -6,6 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import PydanticCustomError
+
 from cllm.server.schema.validation import refusal, shorten
 
 if TYPE_CHECKING:
@@ -62,10 +64,7 @@ class _OpenCalls:
             call_id = first if not named or first in self._without_id else None
         found = None if call_id is None else self._tools.get(call_id)
         if found is None or tool not in (None, "", found):
-            param, given = ("tool_call_id", named) if named else ("tool_name", tool) if tool else ("role", "tool")
-            raise refusal(
-                f"{where}.{param}", f"is {shorten(repr(given))}, but no such call before it waits for a result"
-            )
+            raise _not_waited_for(message, where)
         assert call_id is not None
         del self._tools[call_id]
         return {"tool_call_id": call_id, "name": found}
@@ -74,3 +73,10 @@ class _OpenCalls:
         while ids and ids[0] not in self._tools:
             ids.popleft()
         return ids[0] if ids else None
+
+
+def _not_waited_for(result: OllamaMessage, where: str) -> PydanticCustomError:
+    for name in ("tool_call_id", "tool_name"):
+        if given := getattr(result, name):
+            return refusal(f"{where}.{name}", f"is {shorten(repr(given))}, but no such call is waiting for a result")
+    return refusal(where, "is a tool result, but no earlier call is waiting for one")

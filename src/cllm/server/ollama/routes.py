@@ -34,7 +34,7 @@ _ANSWER: dict[int | str, dict[str, Any]] = {
 async def chat(
     body: Annotated[OllamaChatRequest, Depends(ollama_body(OllamaChatRequest))], request: Request, state: State
 ) -> Response:
-    """Answer the last message of a conversation."""
+    """Answer the last message of a conversation, or continue it if it is the assistant's."""
     if not body.conversation:
         return await _load(body, request, state, {"message": {"role": "assistant", "content": ""}})
     opened = await _open(body, body.conversation, request, state)
@@ -70,6 +70,7 @@ async def _open(
         messages,
         body.sampling(),
         tools=body.chat_tools if isinstance(body, OllamaChatRequest) else (),
+        continue_last=isinstance(body, OllamaChatRequest) and body.continues,
         template_arguments=body.template_arguments,
         separate_reasoning=True if body.think else None,
         model=body.name,

@@ -12,15 +12,17 @@ from cllm.dialect.tools import Tool
 from cllm.engine.params import MAX_LOGPROBS, SamplingParams
 from cllm.server.http.response import as_json
 from cllm.server.ollama.messages import conversation_of
-from cllm.server.schema.sampling import StopString, StopStrings, in_range
+from cllm.server.schema.sampling import Stop, in_range
 from cllm.server.schema.tools import JsonObject, Tools, allowed_of, check_tools
 from cllm.server.schema.validation import (
+    A_STRING_OR_STRINGS,
     WHOLE,
     AtMost,
     Hint,
     Int32,
     Int64,
     ModelName,
+    MustBe,
     RequestModel,
     Text,
     Texts,
@@ -31,13 +33,22 @@ from cllm.structured.structure import Structure
 
 _TO_PARAMS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 _LATEST = ":latest"
+_FORMAT = MustBe("'json' or a JSON schema, which is an object")
+_THINK = MustBe("true, false, 'low', 'medium', 'high' or 'max'")
 
 
 class Options(RequestModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"repeat_last_n": {"enum": [None, -1]}}},
+                {"properties": {"repeat_penalty": {"enum": [None, 1]}}},
+            ]
+        }
+    )
     hints: ClassVar[frozenset[str]] = frozenset({
         "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau", "num_batch",
-        "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "repeat_last_n", "use_mlock", "use_mmap",
-        "vocab_only",
+        "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "use_mlock", "use_mmap", "vocab_only",
     })  # fmt: skip
     unsupported: ClassVar[Unsupported] = {
         "mirostat": (0,),
@@ -57,8 +68,18 @@ class Options(RequestModel):
     presence_penalty: Annotated[float, in_range("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, in_range("frequency_penalty")] | None = None
     repeat_penalty: Annotated[float, in_range("repetition_penalty")] | None = None
+    repeat_last_n: Int32 | None = Field(
+        None,
+        description="How far back repeat_penalty looks. Only -1, the whole context, which is the default; without "
+        "repeat_penalty any value.",
+    )
     seed: Int64 | None = None
-    stop: StopString | StopStrings | None = Field(None, description="Stop before any of these strings.")
+    stop: Stop | None = Field(None, description="Stop before any of these strings.")
+
+    def contradictions(self) -> Iterator[PydanticCustomError]:
+        if self.repeat_last_n not in (None, -1) and self.repeat_penalty not in (None, 1):
+            reason = "repeat_penalty looks at the whole context; leave it out or send -1"
+            yield refusal("repeat_last_n", f"is {self.repeat_last_n}, but {reason}")
 
 
 class NamesModel(RequestModel):
@@ -77,10 +98,10 @@ class OllamaRequest(NamesModel):
 
     stream: bool | None = Field(None, description="Stream the answer as lines of JSON. Default true.")
     options: Options | None = None
-    format: Literal["", "json"] | JsonObject | None = Field(
+    format: Annotated[Literal["", "json"] | JsonObject, _FORMAT] | None = Field(
         None, description='`"json"`: the answer is a JSON object; or the schema that it follows.'
     )
-    think: bool | Literal["low", "medium", "high", "max"] | None = Field(
+    think: Annotated[bool | Literal["low", "medium", "high", "max"], _THINK] | None = Field(
         None, description="Whether the model reasons, if it can, and how much. Its reasoning is returned as `thinking`."
     )
     logprobs: bool | None = Field(None, description="Return the log probability of every token.")
@@ -175,7 +196,9 @@ class OllamaChatRequest(OllamaRequest):
     )
 
     messages: Annotated[list[OllamaMessage], Field(fail_fast=True), AtMost("max_messages", "messages")] | None = Field(
-        None, description="Empty: only load the model."
+        None,
+        description="Empty: only load the model. If the last one is the assistant's, without tool calls, the answer "
+        "continues it.",
     )
     tools: Tools | None = Field(None, description="Tools that the model may call.")
 
@@ -197,6 +220,12 @@ class OllamaChatRequest(OllamaRequest):
     @property
     def conversation(self) -> list[dict[str, Any]]:
         return self._conversation
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer continues the last message."""
+        last = self._conversation[-1]
+        return last["role"] == "assistant" and "tool_calls" not in last
 
 
 class OllamaGenerateRequest(OllamaRequest):
@@ -230,7 +259,7 @@ class OllamaEmbedRequest(NamesModel):
     model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "input": ["the cat", "the dog"]}})
     hints: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options"})
 
-    input: Text | Annotated[Texts, AtMost("max_inputs", "texts")] | None = Field(
+    input: Annotated[Text | Annotated[Texts, AtMost("max_inputs", "texts")], A_STRING_OR_STRINGS] | None = Field(
         None, description="A text or several. Empty: only load the model."
     )
     truncate: bool | None = Field(

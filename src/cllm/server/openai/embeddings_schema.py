@@ -7,10 +7,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cllm.server.schema.validation import (
+    PROMPTS,
     WHOLE,
     AtMost,
     Int32,
     ModelName,
+    MustBe,
     RequestModel,
     Text,
     Texts,
@@ -48,12 +50,13 @@ class EmbeddingRequest(_Asked):
         "use_activation": (True,),
     }
 
-    input: (
+    input: Annotated[
         Words
         | Annotated[Texts, Field(min_length=1), AtMost("max_inputs", "texts", str)]
         | Tokens
-        | Annotated[list[Tokens], Field(fail_fast=True, min_length=1), AtMost("max_inputs", "texts", list)]
-    ) = Field(description=_INPUT)
+        | Annotated[list[Tokens], Field(fail_fast=True, min_length=1), AtMost("max_inputs", "texts", list)],
+        PROMPTS,
+    ] = Field(description=_INPUT)
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64: of little-endian float32. Default float."
     )
@@ -92,7 +95,9 @@ class RerankRequest(_Asked):
 
     query: Text
     documents: Annotated[
-        list[Text | Document], Field(fail_fast=True, min_length=1), AtMost("max_inputs", "documents")
+        list[Annotated[Text | Document, MustBe("a string or an object with a text")]],
+        Field(fail_fast=True, min_length=1),
+        AtMost("max_inputs", "documents"),
     ] = Field(description="Texts, or objects with a `text`.")
     top_n: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = Field(
         None, description="Return only this many of the best. Default: all."

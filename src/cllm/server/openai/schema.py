@@ -13,6 +13,7 @@ from cllm.server.schema.messages import MOST_MARKS, ChatMessage, check_calls, co
 from cllm.server.schema.sampling import RETURN_PROGRESS, SamplingFields, in_range
 from cllm.server.schema.tools import Choice, Tools, check_tools
 from cllm.server.schema.validation import (
+    PROMPTS,
     WHOLE,
     AtMost,
     Int32,
@@ -151,7 +152,7 @@ class CompletionRequest(OpenAIRequest):
     unsupported: ClassVar[Unsupported] = {**OTHERS, "add_special_tokens": (True,), "prompt_embeds": ()}
     instead: ClassVar[Mapping[str, str]] = OTHER_NAMES
 
-    prompt: (
+    prompt: Annotated[
         Words
         | Annotated[Texts, Field(json_schema_extra={"minItems": 1}), AtMost("max_prompts", "prompts", str)]
         | Tokens
@@ -159,8 +160,9 @@ class CompletionRequest(OpenAIRequest):
             list[Tokens],
             Field(fail_fast=True, json_schema_extra={"minItems": 1}),
             AtMost("max_prompts", "prompts", list),
-        ]
-    ) = Field(description=_PROMPT)
+        ],
+        PROMPTS,
+    ] = Field(description=_PROMPT)
     max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
         None, description="Maximum number of tokens to generate. Default 16. With 0, only the prompt is computed."
     )
@@ -219,7 +221,12 @@ class ChatRequest(OpenAIRequest):
         "return_prompt_text": (False,),
         "return_assistant_tokens_mask": (False,),
     }
-    instead: ClassVar[Mapping[str, str]] = {**OTHER_NAMES, "functions": "tools", "function_call": "tool_choice"}
+    instead: ClassVar[Mapping[str, str]] = {
+        **OTHER_NAMES,
+        "n_probs": "logprobs = true and top_logprobs",
+        "functions": "tools",
+        "function_call": "tool_choice",
+    }
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")] = (
         Field(examples=[[{"role": "user", "content": "What is the capital of France?"}]])

@@ -11,8 +11,8 @@ from cllm.server.schema.validation import shorten
 
 _MOST = 100
 _DEFAULT = 20
-_PARAMETERS = frozenset({"after", "include", "limit", "order"})
-"""`include` is a hint: it asks for parts of items that are not stored here."""
+_PARAMETERS = frozenset({"after", "include", "include[]", "limit", "order"})
+"""`include`, which clients also call `include[]`, is a hint: it asks for parts of items that are not stored here."""
 
 Item = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Turns the items of OpenAI's Responses into the messages that chat templates take."""
+"""Turns the items of OpenAI's Responses into messages, and those into what chat templates take."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ConversationBuilder:
             self._assistant("content")["content"] = item.plain_text
             return
         self._open = None
-        self.messages.append({"role": "system" if item.role == "developer" else item.role, "content": item.plain_text})
+        self.messages.append({"role": item.role, "content": item.plain_text})
 
     def _add_reasoning(self, item: ReasoningItem) -> None:
         if (text := item.plain_text) is not None:
@@ -125,10 +125,12 @@ def _read(arguments: str, where: str | None) -> dict[str, Any] | str:
 
 
 def with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the system messages at the beginning: many templates allow only one."""
+    """As chat templates take them, which call the developer `system`. The system messages at the beginning are merged:
+    many templates allow only one."""
+    plain = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
     systems = [] if instructions is None else [instructions]
     rest = 0
-    while rest < len(messages) and messages[rest]["role"] == "system":
-        systems.append(messages[rest]["content"])
+    while rest < len(plain) and plain[rest]["role"] == "system":
+        systems.append(plain[rest]["content"])
         rest += 1
-    return [*([{"role": "system", "content": "\n\n".join(systems)}] if systems else []), *messages[rest:]]
+    return [*([{"role": "system", "content": "\n\n".join(systems)}] if systems else []), *plain[rest:]]

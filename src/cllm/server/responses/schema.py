@@ -30,6 +30,7 @@ from cllm.server.schema.validation import (
     AtMost,
     Hint,
     ModelName,
+    MustBe,
     RequestModel,
     Text,
     Unsupported,
@@ -75,6 +76,7 @@ Part = Annotated[
     known_kinds(("input_text", "output_text", "text", "refusal"), _NO_CONTENT),
 ]
 Parts = Annotated[list[Part], Field(fail_fast=True)]
+TextOrParts = Annotated[Text | Parts, MustBe("a string or a list of content parts")]
 
 
 class MessageItem(RequestModel):
@@ -82,7 +84,7 @@ class MessageItem(RequestModel):
     role: Literal["user", "assistant", "system", "developer"] = Field(
         description="`developer` is another word for `system`."
     )
-    content: Text | Parts
+    content: TextOrParts
     id: Hint = None
     status: Hint = None
     phase: Hint = None
@@ -109,7 +111,7 @@ class FunctionCall(RequestModel):
 class FunctionOutput(RequestModel):
     type: Literal["function_call_output"]
     call_id: CallId
-    output: Text | Parts
+    output: TextOrParts
     id: Hint = None
     name: Hint = None
     namespace: Hint = None
@@ -150,6 +152,9 @@ Item = Annotated[
     by_kind("message"),
     known_kinds(("message", "function_call", "function_call_output", "reasoning"), _NO_ITEM, "message"),
 ]
+
+
+Items = Annotated[list[Item], Field(fail_fast=True, min_length=1), AtMost("max_messages", "items")]
 
 
 def _joined(content: str | list[ItemText | ItemRefusal]) -> str:
@@ -287,7 +292,7 @@ class ResponsesRequest(SamplingFields):
     instead: ClassVar[Mapping[str, str]] = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")
 
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
-    input: Words | Annotated[list[Item], Field(fail_fast=True, min_length=1), AtMost("max_messages", "items")] = Field(
+    input: Annotated[Words | Items, MustBe("a string or a list of items, at least one")] = Field(
         description="A text, or items: messages, function calls and their outputs, reasoning."
     )
     instructions: Text | None = Field(None, description="The system message; not kept with the response.")

@@ -9,14 +9,6 @@ from typing import Any
 from cllm.server.schema.validation import MOST_PROBLEMS, OWN_KINDS, shorten, show
 
 _SHOULD = re.compile("^(Input|String) should")
-_TEXTS = "a string, a list of strings, a list of token ids or a list of lists of token ids"
-_ITEMS = "a string or a list of items, at least one"
-_MUST_BE = {
-    "prompt": _TEXTS,
-    "input": _TEXTS,
-    "stop": "a string or a list of strings",
-    "content": "a string or a list of text parts",
-}
 
 
 def describe_invalid(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
@@ -24,7 +16,7 @@ def describe_invalid(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, s
     sentences: dict[str | None, str] = {}
     for group in _by_parameter(errors):
         for error in [each for each in group if each["type"] in OWN_KINDS] or [max(group, key=_clarity)]:
-            param, sentence = _describe(error, group)
+            param, sentence = _describe(error)
             sentences.setdefault(param, sentence)
     shown = list(sentences.values())[:MOST_PROBLEMS]
     if len(sentences) > len(shown):
@@ -44,22 +36,19 @@ def _by_parameter(errors: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str,
     return list(groups.values())
 
 
-def _describe(error: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
+def _describe(error: Mapping[str, Any]) -> tuple[str | None, str]:
     path = _path_of(error)
     if not path and error["type"] == "string_unicode":
         return None, f"The body has the key {show(error['input'])}, which is not valid text."
     if not path:
         return None, "The body must be a JSON object, sent with content-type: application/json."
     param = shorten("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:])
-    return param, f"{param} {_reason(error, path[-1], group)}."
+    return param, f"{param} {_reason(error)}."
 
 
 def _clarity(error: Mapping[str, Any]) -> tuple[bool, int]:
-    """Of the errors of a union's branches, our own are the clearest, then the one that got furthest into the value; but
-    of alternatives that look alike, only the whole can be named."""
-    loc = error["loc"]
-    alike = bool(loc) and loc[0] in ("prompt", "input", "stop") and not any(map(_is_field_name, loc[1:]))
-    return error["type"] in OWN_KINDS, -len(loc) if alike else len(loc)
+    """Of the errors of a union's branches, our own are the clearest, then the one that got furthest into the value."""
+    return error["type"] in OWN_KINDS, len(error["loc"])
 
 
 def _path_of(error: Mapping[str, Any]) -> list[str | int]:
@@ -74,7 +63,7 @@ def _is_field_name(part: str | int) -> bool:
     return isinstance(part, str) and part.isidentifier() and part not in ("str", "int", "float", "bool")
 
 
-def _reason(error: Mapping[str, Any], name: str | int, errors: Sequence[Mapping[str, Any]]) -> str:
+def _reason(error: Mapping[str, Any]) -> str:
     kind = error["type"]
     if kind in OWN_KINDS:
         return str(error["msg"])
@@ -88,8 +77,4 @@ def _reason(error: Mapping[str, Any], name: str | int, errors: Sequence[Mapping[
         return f"has more than {error['ctx']['max_length']} {unit}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return f"must be an object, not {show(error.get('input'))}"
-    expected = _SHOULD.sub("must", str(error["msg"]))
-    if name in _MUST_BE and len(errors) > 1:
-        texts_or_items = name == "input" and len(errors) == 2  # a response's, which takes no tokens
-        expected = f"must be {_ITEMS if texts_or_items else _MUST_BE[str(name)]}"
-    return f"{expected}, not {show(error.get('input'))}"
+    return f"{_SHOULD.sub('must', str(error['msg']))}, not {show(error.get('input'))}"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from cllm.server.schema.tools import Calls, ToolCallIds
-from cllm.server.schema.validation import RequestModel, Text, Unsupported, refusal, shorten, wrong
+from cllm.server.schema.validation import MustBe, RequestModel, Text, Unsupported, refusal, shorten, wrong
 
 MOST_MARKS = 4
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -63,6 +63,9 @@ class TextPart(RequestModel):
         return data
 
 
+TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
+
+
 class ChatMessage(RequestModel):
     hints: ClassVar[frozenset[str]] = frozenset({"provider_specific_fields", "type"})  # litellm's, lm-eval's
     unsupported: ClassVar[Unsupported] = {
@@ -75,7 +78,7 @@ class ChatMessage(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="`developer` is another word for `system`."
     )
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
+    content: Annotated[Text | TextParts, MustBe("a string or a list of text parts")] | None = Field(
         None,
         description="Text, or parts of type `text`, joined by newlines. May be null in messages with tool_calls only.",
     )

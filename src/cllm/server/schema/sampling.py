@@ -14,7 +14,17 @@ from cllm.engine.params import MAX_BIAS, RANGES, ContextWindow, SamplingParams
 from cllm.kv.window import MIN_RECENT
 from cllm.server.schema.messages import CacheControl
 from cllm.server.schema.structure import StructureFields
-from cllm.server.schema.validation import TOKEN_IDS_AS_KEYS, AtMost, Int32, Int64, RequestModel, TokenIds, Words, wrong
+from cllm.server.schema.validation import (
+    A_STRING_OR_STRINGS,
+    TOKEN_IDS_AS_KEYS,
+    AtMost,
+    Int32,
+    Int64,
+    RequestModel,
+    TokenIds,
+    Words,
+    wrong,
+)
 from cllm.text.detokenizer import MAX_STOP_CHARACTERS
 
 _PASSED_ON = (
@@ -55,6 +65,7 @@ Biases = Annotated[
 StopString = Annotated[Words, Field(json_schema_extra={"maxLength": MAX_STOP_CHARACTERS})]
 
 StopStrings = Annotated[list[StopString], Field(fail_fast=True), AtMost("max_stop_strings", "strings")]
+Stop = Annotated[StopString | StopStrings, A_STRING_OR_STRINGS]
 StopTokens = Annotated[TokenIds, AtMost("max_stop_token_ids", "token ids")]
 
 
@@ -125,7 +136,7 @@ class SamplingFields(StructureFields):
     seed: Int64 | None = Field(
         None, description="Same seed, same output, whatever else is running (llama_cpp and torch: within rounding)."
     )
-    stop: StopString | StopStrings | None = Field(None, description="Stop before any of these strings.")
+    stop: Stop | None = Field(None, description="Stop before any of these strings.")
     stop_token_ids: StopTokens | None = Field(None, description="Stop at any of these tokens.")
     ignore_eos: bool | None = Field(None, description="Continue past the end-of-sequence token.")
     min_tokens: Annotated[Int32, in_range("min_tokens")] | None = Field(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field, PrivateAttr
 from pydantic_core import PydanticCustomError
 
-from cllm.server.schema.validation import RequestModel, Text, Unsupported, Words, raised_by, refusal
+from cllm.server.schema.validation import MustBe, RequestModel, Text, Unsupported, Words, raised_by, refusal
 from cllm.structured.schemas import lenient
 from cllm.structured.structure import Kind, Structure
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _FORMATS = "text, json_object, json_schema or structural_tag"
 JsonObject = dict[str, Any]
+JsonSchema = Annotated[JsonObject | Words, MustBe("a JSON schema: an object, or its text")]
 Choices = Annotated[list[Words], Field(fail_fast=True, min_length=1)]
 
 
@@ -29,12 +30,12 @@ class StructuredOutputs(RequestModel):
     hints: ClassVar[frozenset[str]] = frozenset({"disable_any_whitespace", "disable_fallback", "backend"})
     unsupported: ClassVar[Unsupported] = {"disable_additional_properties": (False,), "whitespace_pattern": ()}
 
-    json_: JsonObject | Words | None = Field(None, alias="json")  # pydantic has a method of that name
+    json_: JsonSchema | None = Field(None, alias="json")  # pydantic has a method of that name
     regex: Text | None = None
     choice: Choices | None = None
     grammar: Words | None = None
     json_object: bool | None = None
-    structural_tag: JsonObject | Words | None = None
+    structural_tag: Annotated[JsonObject | Words, MustBe("an object, or its text")] | None = None
 
 
 class StructureFields(RequestModel):
@@ -49,11 +50,11 @@ class StructureFields(RequestModel):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="vLLM's name: json (a schema), regex, choice, grammar, json_object or structural_tag."
     )
-    guided_json: JsonObject | Words | None = Field(None, description="vLLM's old name: a JSON schema.")
+    guided_json: JsonSchema | None = Field(None, description="vLLM's old name: a JSON schema.")
     guided_regex: Text | None = Field(None, description="vLLM's old name: a regular expression.")
     guided_choice: Choices | None = Field(None, description="vLLM's old name: the answer is one of these.")
     guided_grammar: Words | None = Field(None, description="vLLM's old name: a grammar in GBNF or Lark.")
-    json_schema: JsonObject | Words | None = Field(None, description="llama-server's and SGLang's name: a JSON schema.")
+    json_schema: JsonSchema | None = Field(None, description="llama-server's and SGLang's name: a JSON schema.")
     grammar: Words | None = Field(None, description="llama-server's name: a grammar in GBNF (or Lark).")
     regex: Text | None = Field(None, description="SGLang's name: a regular expression.")
     ebnf: Words | None = Field(None, description="SGLang's name: a grammar in GBNF (or Lark).")
@@ -92,11 +93,7 @@ class StructureFields(RequestModel):
                 Structure("json", "", param) if schema is None else _of_json("json_schema", schema, f"{param}.schema")
             )
         if kind == "json_schema":
-            described, param = (
-                (given, param) if "schema" in given else (given.get("json_schema"), f"{param}.json_schema")
-            )
-            if not isinstance(described, dict) or "schema" not in described:
-                raise refusal("response_format", "must have json_schema.schema")
+            described, param = _described_schema(given, param)
             return _of_json("json_schema", lenient_unless_strict(described), f"{param}.schema")
         if kind == "structural_tag":
             return _of_json("structural_tag", given, param)
@@ -140,6 +137,17 @@ class StructureFields(RequestModel):
 
 
 _Named = dict[str, tuple[Kind, Any]]
+
+
+def _described_schema(given: JsonObject, param: str) -> tuple[JsonObject, str]:
+    """The object that has the schema, and its name: `json_schema`, or the response format itself."""
+    outer, inner = given.get("schema"), given.get("json_schema")
+    if outer is not None and inner is not None:
+        raise refusal(f"{param}.json_schema", f"is not allowed together with {param}.schema; send one of them")
+    described, where = (given, param) if outer is not None else (inner, f"{param}.json_schema")
+    if not isinstance(described, dict) or "schema" not in described:
+        raise refusal(param, "must have json_schema.schema")
+    return described, where
 
 
 def lenient_unless_strict(described: Mapping[str, Any]) -> Any:

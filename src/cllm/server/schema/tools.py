@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 
 from cllm.dialect.tools import TOOL_NAME, Tool
 from cllm.errors import InvalidRequestError
-from cllm.server.schema.validation import RequestModel, Text, refusal, shorten, show, wrong
+from cllm.server.schema.validation import MustBe, RequestModel, Text, refusal, shorten, show, wrong
 
 MOST_TOOLS = 512
 CallId = Annotated[Text, Field(min_length=1, max_length=256)]
@@ -174,7 +174,9 @@ Choice = Literal["auto", "none", "required"] | ChoiceObject
 
 class CalledFunction(RequestModel):
     name: Annotated[Text, Field(max_length=256)]
-    arguments: Text | dict[str, Any] = Field("", description="The text of a JSON object.")
+    arguments: Annotated[Text | dict[str, Any], MustBe("the text of a JSON object")] = Field(
+        "", description="The text of a JSON object."
+    )
 
 
 class CalledTool(RequestModel):

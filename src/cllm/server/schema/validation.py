@@ -114,6 +114,33 @@ class AtMost:
         return value
 
 
+@dataclass(frozen=True)
+class MustBe:
+    """Marks a union with what a value may be, for the error if it is of no such kind. What is wrong within an object,
+    and what is said in our own words, stays as it is."""
+
+    expected: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._check, handler(source))
+
+    def _check(self, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            if all(map(_is_about_its_kind, error.errors(include_url=False, include_input=False))):
+                raise wrong(f"must be {self.expected}, not {show(value)}") from None
+            raise
+
+
+def _is_about_its_kind(error: ErrorDetails) -> bool:
+    """Whether it is about a branch of a union, which comes first in its place, or about an item of that."""
+    return error["type"] not in OWN_KINDS and all(isinstance(part, int) for part in error["loc"][1:])
+
+
+A_STRING_OR_STRINGS = MustBe("a string or a list of strings")
+PROMPTS = MustBe("a string, a list of strings, a list of token ids or a list of lists of token ids")
+
 AT_MOST = "x-at-most"
 """In a schema: the setting that limits this list, object or text. The API's description has its value instead."""
 TOKEN_ID = "x-token-id"
