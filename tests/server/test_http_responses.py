@@ -482,3 +482,14 @@ async def test_routes_that_are_not_here_say_so(llm: ScriptedLLM, path: str) -> N
         refused = await client.post(f"/v1/responses/{path}")
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported")
     assert path.split("/")[-1] in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("verbosity", ["\ud800", {"a": "\ud800"}, ["\ud800"]])
+async def test_half_a_surrogate_pair_in_a_hint_breaks_no_response(llm: ScriptedLLM, verbosity: Any) -> None:
+    body = {"input": "hello", "text": {"verbosity": verbosity}}
+    async with client_for(llm) as client:
+        for stream in (False, True):
+            sent = json.dumps({**body, "stream": stream}).encode()
+            answer = await client.post("/v1/responses", content=sent, headers={"content-type": "application/json"})
+            assert answer.status_code == 200, answer.text
+            assert "response.failed" not in answer.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,7 +40,7 @@ def models(
     if json_file:
         write_json(json_file, rows)
     if not is_stdout(json_file):
-        _print(rows)
+        _print(rows, asked=places or ())
     if any("problem" in row and row["name"] in (places or ()) for row in rows):  # only for models given by name
         raise typer.Exit(2)
 
@@ -85,7 +86,8 @@ def _size(path: Path) -> int | None:
     return sum(file.stat().st_size for file in files) if files else None
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
+def _print(rows: list[dict[str, Any]], asked: Collection[str]) -> None:
+    """Problems of models that were asked for by name are errors."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -118,7 +120,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if "problem" in row:
             name, problem = row["name"], row["problem"]
-            typer.echo(problem if "/" in name and name in problem else f"{name}: {problem}")
+            typer.echo(problem if "/" in name and name in problem else f"{name}: {problem}", err=name in asked)
 
 
 def _mib(size: int) -> str:

@@ -419,7 +419,7 @@ class Dispatcher:
 
 def _timed_out(request: Request) -> RequestTimeoutError:
     """As the engine says it, which has another id for the request and gets only what is left of its time."""
-    limit_s = request.deadline - request.arrival
+    limit_s = round(request.deadline - request.arrival, 3)
     return RequestTimeoutError(f"request {request.id} did not finish within {limit_s:g} s")
 
 

@@ -77,7 +77,7 @@ class RequestTracker(ABC):
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][1] not in self.requests):
             _, request_id = heapq.heappop(self._deadlines)
             if request := self.requests.get(request_id):
-                limit = request.deadline - request.arrival
+                limit = round(request.deadline - request.arrival, 3)
                 error = RequestTimeoutError(f"request {request_id} did not finish within {limit:g} s")
                 self.finish(request, None, FinishReason.TIMEOUT, error)
 

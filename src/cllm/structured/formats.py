@@ -43,4 +43,5 @@ PATTERNS = {
 }
 """Narrower than the standard where that keeps them short: no leap seconds, no year 0, no user in an address, no quoted
 names in e-mail addresses."""
+UUID = "^[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}$"
 SAME = {"iri": "uri", "idn-hostname": "hostname"}

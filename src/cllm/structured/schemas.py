@@ -15,9 +15,10 @@ from cllm.structured.closing import closable_objects, schemas_in
 from cllm.structured.conjunctions import Conjunctions
 from cllm.structured.effort import MOST_REMAINDERS, Effort
 from cllm.structured.exclusion import Exclusion
-from cllm.structured.formats import FOLLOWED, PATTERNS, SAME
+from cllm.structured.formats import FOLLOWED, PATTERNS, SAME, UUID
 from cllm.structured.keywords import LITERAL, NAMED
 from cllm.structured.lookahead import without_lookahead
+from cllm.structured.numbers import keep_numbers_exact
 from cllm.structured.patterns import keep_to_the_standard
 from cllm.structured.places import pointer_to
 from cllm.structured.references import References, opens_a_document
@@ -89,6 +90,10 @@ class _Preparation:
         self._count(schema)
         own = own and (given is self._root or not opens_a_document(given))
         node = {key: self._value(key, value, own=own) for key, value in schema.items()}
+        try:
+            keep_numbers_exact(node, lenient=self._lenient)
+        except ValueError as error:
+            self._refuse(given, str(error))
         if id(given) in self._closable:
             node["additionalProperties"] = False
         _close(node, "unevaluatedProperties", "additionalProperties")
@@ -230,10 +235,12 @@ def _may_be_text(schema: Mapping[str, Any]) -> bool:
 
 
 def _pattern_of(names: Mapping[str, Any]) -> str | None:
-    """Of names that are described by a pattern or a length."""
+    """Of names that are described by a pattern, a format or a length."""
     described = set(names) - _ONLY_NAMES
     if described == {"pattern"} and isinstance(names["pattern"], str):
         return names["pattern"]
+    if described == {"format"} and isinstance(names["format"], str):
+        return {"uuid": UUID, **PATTERNS}.get(names["format"])
     if described and described <= {"minLength", "maxLength"} and all(type(names[each]) is int for each in described):
         least, most = names.get("minLength", 0), names.get("maxLength", "")
         return f"^(?s:.){{{least},{most}}}$"

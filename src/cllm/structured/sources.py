@@ -12,6 +12,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from cllm.structured.closing import schemas_in
 from cllm.structured.effort import check_expressions
+from cllm.structured.gbnf import for_the_converter
 from cllm.structured.places import place_of
 from cllm.structured.schemas import prepared
 from cllm.structured.structure import Structure
@@ -31,7 +32,9 @@ MOST_RULES = 2000
 """and rules, or references: what reads a grammar goes as deep as they do."""
 
 _RULE = re.compile(r'\$[a-zA-Z]*ref\\*"|(?:^|\\n|\n)[^\S\n]*[?!]?\w+(?:\.-?\d+)?\s*[\[:]', re.IGNORECASE)
-_LARK = re.compile(r"^[^\S\n]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
+_LARK = re.compile(
+    r"^[^\S\n]*(?:%llguidance\b|[?!]?start(?:\.-?\d+)?[^\S\n]*(?:\[[^\]\n]*\][^\S\n]*)?:(?!:=))", re.MULTILINE
+)
 _LARK_EXPRESSION = re.compile(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"?|/((?:[^/\\\n]|\\.)*)/?')
 """Or a comment or a string, which may look like one. What is not closed goes to the end of its line: each character is
 read once."""
@@ -39,7 +42,6 @@ _SIZE = re.compile(r"too (?:large|many|complex|big)|limit|exceeded", re.IGNORECA
 _NOT_PLAIN = re.compile(r"[^0-9A-Za-z\x80-\U0010ffff]|[\x85\u2028\u2029]")
 _JSON_RULE = re.compile(r"%json\s*(?=\{)")
 _DECODER = json.JSONDecoder()
-_WIDE_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _CONTROL = re.compile(r"\\u00[01]")
 """Characters that have no other escape."""
 _ANY_OBJECT = {"type": "object"}
@@ -47,6 +49,8 @@ _ANY_OBJECT = {"type": "object"}
 
 def source_of(structure: Structure, special: Mapping[str, int]) -> str:
     """`special`: the vocabulary's special tokens."""
+    if structure.kind == "json_schema" and len(_RULE.findall(structure.source)) > MOST_RULES:
+        raise _too_many_rules()
     if structure.kind == "structural_tag":
         source = _structural_tag(structure.source, special)
     else:
@@ -112,6 +116,8 @@ def _schema(source: str) -> Mapping[str, Any]:
 
 def _regex(source: str) -> str:
     check_expressions([source])
+    if (len(source) - len(source.rstrip("\\"))) % 2:
+        raise ValueError("ends in a backslash that escapes nothing")
     return f"/{regex_to_lark(source, use_ascii='dw')}/"  # as in JSON schemas
 
 
@@ -151,24 +157,11 @@ def _gbnf(source: str) -> str:
     if source.count("::=") > MOST_RULES:  # the converter compares each rule with all others
         raise _too_many_rules()
     try:
-        return LLMatcher.grammar_from_lark(gbnf_to_lark(_WIDE_ESCAPE.sub(_as_itself, source)))
+        return LLMatcher.grammar_from_lark(gbnf_to_lark(for_the_converter(source)))
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except Exception as error:
         raise ValueError(" ".join(str(error).split())) from error
-
-
-def _as_itself(escape: re.Match[str]) -> str:
-    """The converter writes escapes of four digits with fewer."""
-    digits = escape[1] or escape[2]
-    if digits is None:
-        return escape[0]
-    code = int(digits, 16)
-    if code < 0x80:
-        return f"\\x{code:02x}"
-    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-        raise ValueError(f"has the escape {escape[0]}, which is no character")
-    return chr(code)
 
 
 def _structural_tag(source: str, special: Mapping[str, int]) -> str:

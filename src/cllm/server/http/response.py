@@ -57,6 +57,11 @@ async def _disconnect(receive: Receive) -> None:
 # -- JSON ------------------------------------------------------------------------------------------------------------
 
 
+def as_bytes(text: str) -> bytes:
+    """Half a surrogate pair, which a client may have sent where nothing looks at it, becomes a question mark."""
+    return text.encode(errors="replace")
+
+
 def as_json(value: Any) -> str:
     return _ENCODER.encode(value)
 
@@ -107,7 +112,7 @@ class SlicedJsonResponse(Response):
     def __init__(self, pieces: Iterable[str]) -> None:
         super().__init__()
         del self.headers["content-length"]
-        self._slices = map(str.encode, slices(pieces))
+        self._slices = map(as_bytes, slices(pieces))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = next(self._slices)
@@ -192,10 +197,11 @@ class ResponseWriter:
 
     async def write(self, text: str, *, more: bool) -> None:
         self.busy = True
+        body = as_bytes(text)
         if not self.started:
             self.started = True
             await self._send({"type": _START, "status": 200, "headers": self._headers})
-        await (self._direct if more else self._send)({"type": _BODY, "body": text.encode(), "more_body": more})
+        await (self._direct if more else self._send)({"type": _BODY, "body": body, "more_body": more})
         self.last = time.monotonic()
         self.busy = False
 

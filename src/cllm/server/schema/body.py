@@ -30,8 +30,8 @@ M = TypeVar("M", bound=BaseModel)
 INLINE_BYTES = 16_384
 """Bodies up to this size are parsed on the event loop, in about 3 ms at most."""
 _SHORT_BYTES = 262_144
-MAX_DEPTH = 32
-"""Nested brackets; no request needs more than five."""
+MAX_DEPTH = 128
+"""Nested brackets. A schema has two or three for each level of the values that it describes."""
 MAX_PARAMETERS = 256
 """Top-level keys; no request has half as many."""
 _SLICE = 1 << 18

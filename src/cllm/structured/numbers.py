@@ -1,0 +1,83 @@
+"""Numbers of a JSON schema that llguidance would not take as they are.
+
+It computes with doubles, reads long fractions inexactly, and overflows at the ends of 64-bit integers. So bounds are
+moved inwards to numbers that it takes exactly, and values that are not among those are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from typing import Any, TypeGuard
+
+LARGEST = 2**53
+"""Whole numbers up to this one are exact."""
+DIGITS = 15
+"""Of a fraction that is read exactly."""
+_LARGEST_EXPONENT = 22
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+
+
+def keep_numbers_exact(node: dict[str, Any], *, lenient: bool) -> None:
+    """Change a schema, or raise `ValueError`. If lenient, what cannot be said is left out."""
+    step = node.get("multipleOf")
+    if _is_number(step) and step <= 0:
+        raise ValueError(f"has multipleOf: {step}, which must be above 0")
+    for key in (*_LOWER, *_UPPER):
+        if not _is_number(node.get(key)):
+            continue
+        bound = _inwards(node[key], lower=key in _LOWER)
+        if bound is not None:
+            node[key] = bound
+        elif lenient:
+            del node[key]
+        else:
+            raise ValueError(f"has {key}: {node[key]}, and nothing beyond 2^53 can be enforced")
+    for key in ("const", "enum"):
+        inexact = next((each for each in _numbers_in(node.get(key)) if not _is_exact(each)), None)
+        if inexact is not None and lenient:
+            del node[key]
+        elif inexact is not None:
+            raise ValueError(f"has {inexact} in {key}, which has too many digits to be enforced exactly")
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _inwards(bound: float, *, lower: bool) -> float | None:
+    """The next number inwards that is exact; None: there is none."""
+    if not math.isfinite(bound):
+        return None
+    if lower and bound < -LARGEST:
+        return -LARGEST
+    if not lower and bound > LARGEST:
+        return LARGEST
+    if abs(bound) > LARGEST:
+        return None
+    if _is_exact(bound):
+        return bound
+    rounded = Context(prec=DIGITS, rounding=ROUND_CEILING if lower else ROUND_FLOOR).create_decimal(repr(bound))
+    return float(rounded)
+
+
+def _is_exact(value: float) -> bool:
+    if isinstance(value, int):
+        return abs(value) <= LARGEST
+    if not math.isfinite(value) or abs(value) > LARGEST:
+        return False
+    digits = Decimal(repr(value)).normalize().as_tuple()
+    return len(digits.digits) <= DIGITS and isinstance(digits.exponent, int) and digits.exponent >= -_LARGEST_EXPONENT
+
+
+def _numbers_in(value: Any) -> Iterator[float]:
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if _is_number(each):
+            yield each
+        elif isinstance(each, list):
+            waiting += each
+        elif isinstance(each, Mapping):
+            waiting += each.values()
