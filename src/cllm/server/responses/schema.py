@@ -233,7 +233,7 @@ Format = Annotated[
 
 class TextFields(RequestModel):
     format: Format | None = None
-    verbosity: Annotated[Any, Field(description="A hint: accepted, without effect.")] = None
+    verbosity: Annotated[Text | None, Field(description="A hint: accepted, without effect.")] = None
 
     def structure(self) -> Structure | None:
         if isinstance(self.format, dict):
