@@ -117,7 +117,7 @@ def test_a_model_that_was_asked_for_by_name_and_is_none_is_an_error(tmp_path: Pa
     good, bad = write_model(tmp_path / "good.gguf"), str(tmp_path / "bad.gguf")
     for arguments in ([bad], [str(good), bad]):
         shown = CliRunner().invoke(cllm_app, ["models", *arguments, "--backend", "native"])
-        assert shown.exit_code == 2 and f"no such file: {bad}" in shown.stdout
+        assert shown.exit_code == 2 and f"no such file: {bad}" in shown.stderr
     assert "good.gguf" in shown.stdout
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cllm.errors import InvalidRequestError, ModelError
@@ -254,6 +254,8 @@ def test_harmless_chats_are_tokenised_as_by_llama_cpp(
     real: tuple[Tokenizer, ChatTemplate, LlamaVocabulary], messages: list[dict[str, str]]
 ) -> None:
     tokenizer, chat, llama = real
+    # Texts that name special tokens are not harmless, and hypothesis tries strings that it finds in the code.
+    assume(not any(token in each["content"] for token in tokenizer.special_tokens for each in messages))
     assert chat.encode(tokenizer, messages) == llama.encode(chat.render(messages), special=True)
 
 
