@@ -29,13 +29,20 @@ def run_benchmark(path: Path, only: str, *more: str) -> tuple[int, str, dict[str
 
 
 def test_every_section_measures(tmp_path: Path) -> None:
-    code, said, report = run_benchmark(tmp_path / "all.json", "kernels,attention,8B,http,invariance,host")
+    code, said, report = run_benchmark(tmp_path / "all.json", "kernels,attention,8B,structured,http,invariance,host")
     assert report["errors"] == {}, said
     assert code == 0
     found = report["measures"]
     assert found["kernels"]["wrong"] == []
     assert found["8B shared prompt"]["times_computed"] == 1.0
-    for name in ("8B one stream", "8B many", "8B prefill", "8B over HTTP", "invariant many"):
+    for name in (
+        "8B one stream",
+        "8B many",
+        "8B prefill",
+        "8B over HTTP",
+        "8B 32 streams by a schema",
+        "invariant many",
+    ):
         assert found[name]["tokens_per_s"] > 0
     assert found["invariant alone"]["different"] == found["invariant in a small pool"]["different"] == 0
     assert found["invariant in a small pool"]["preemptions"] > 0
