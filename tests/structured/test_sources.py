@@ -290,7 +290,7 @@ def test_calls_of_a_tool_are_lenient_unless_it_is_strict() -> None:
 
 
 async def test_whoever_waits_for_others_only_may_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = Compiler(Vocabulary(TOKENIZER, VOCAB), StructuredConfig(compile_timeout_s=0.01))
+    compiler = Compiler(Vocabulary(TOKENIZER, VOCAB), StructuredConfig(compile_timeout_s=1.0))
     monkeypatch.setattr(threads, "MOST_GIVEN_UP", 0)
     going_on = threading.Event()
     monkeypatch.setattr(compiler, "_compile", lambda structure: going_on.wait(30))
@@ -302,7 +302,7 @@ async def test_whoever_waits_for_others_only_may_ask_again(monkeypatch: pytest.M
 
 
 async def test_what_takes_too_long_does_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = Compiler(Vocabulary(TOKENIZER, VOCAB), StructuredConfig(compile_timeout_s=0.2))
+    compiler = Compiler(Vocabulary(TOKENIZER, VOCAB), StructuredConfig(compile_timeout_s=2.0))
     going_on = threading.Event()
     compile_ = compiler._compile
 
