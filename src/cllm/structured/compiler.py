@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLParserLimits
 from cllm.config.server import StructuredConfig
 from cllm.errors import InvalidRequestError, OverloadedError, ShuttingDownError, StructureError
 from cllm.structured.matcher import Grammar, MaskFiller
+from cllm.structured.schemas import NOT_APART
 from cllm.structured.sources import located, source_of
 from cllm.structured.structure import Kind, Structure
 from cllm.structured.threads import DaemonThreads, Job
@@ -166,7 +167,7 @@ def _readable(error: str, kind: Kind) -> str:
     if lines.startswith("recursion limit exceeded"):
         return "is nested too deeply"
     if lines.startswith("oneOf constraints are not supported"):
-        return "oneOf is not supported where its schemas do not plainly exclude each other; use anyOf"
+        return NOT_APART
     if "Unable to determine if regex is empty" in lines:
         return "has patterns that are too much together for the same text"
     if found := _UNKNOWN_KEYS.search(lines):

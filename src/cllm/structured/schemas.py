@@ -26,6 +26,7 @@ from cllm.structured.references import References, opens_a_document
 Schema = Any
 """An object, `true` or `false`; what clients send may be anything."""
 
+NOT_APART = "oneOf is not supported where its schemas do not plainly exclude each other; use anyOf"
 MOST_DEPENDENT = 4
 """Each doubles the forms of an object."""
 MOST_REPEATED = 1 << 17
@@ -87,7 +88,7 @@ class _Preparation:
         given = schema
         if self._lenient:
             schema = _without_what_cannot_be_enforced(given)
-        self._count(schema)
+        self._count(schema, given)
         own = own and (given is self._root or not opens_a_document(given))
         node = {key: self._value(key, value, own=own) for key, value in schema.items()}
         try:
@@ -112,21 +113,20 @@ class _Preparation:
                 node = {"anyOf" if key == "oneOf" else key: value for key, value in node.items()}
         elif not self._lenient and _may_be_narrowed(schema.get("oneOf")):
             # What is written for an option allows fewer values. Then more would be values of just one.
-            self._refuse(
-                schema, "oneOf is not supported where its schemas do not plainly exclude each other; use anyOf"
-            )
+            self._refuse(given, NOT_APART)
         for each in (node, *more):
             keep_to_the_standard(each)
         if more and isinstance(given := node.get("allOf", []), list):
             node["allOf"] = [*given, *more]
         return node
 
-    def _count(self, schema: Mapping[str, Any]) -> None:
+    def _count(self, schema: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """`given`: what the client sent for it."""
         self._effort.count(schema)
         try:
             self._conjunctions.check(schema)
         except ValueError as error:
-            self._refuse(schema, str(error))
+            self._refuse(given, str(error))
 
     def _refuse(self, schema: Mapping[str, Any], reason: str) -> NoReturn:
         raise ValueError(f"{reason} (at {pointer_to(self._root, schema)})")
