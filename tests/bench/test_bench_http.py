@@ -88,6 +88,15 @@ def test_what_is_no_http_is_named(raw: bytes) -> None:
         ResponseReader().feed(raw)
 
 
+def test_ctrl_c_while_an_answer_is_parsed_is_not_an_error_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(reader: ResponseReader, body: bytes) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ResponseReader, "on_body", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ResponseReader().feed(CHUNKED + b"2\r\nab\r\n")
+
+
 @pytest.mark.parametrize("url", ["localhost", "localhost:8000", "ftp://x", "http://", ""])
 def test_an_address_must_be_one(url: str) -> None:
     with pytest.raises(BenchError, match="not the address of a server"):

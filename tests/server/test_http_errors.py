@@ -368,6 +368,19 @@ async def test_failure_in_a_stream_is_an_event_and_the_end(path: str) -> None:
     assert last.get("success") is (False if path == "/generate_stream" else None)
 
 
+async def test_a_failure_does_not_overtake_tokens_that_came_before_anybody_looked() -> None:
+    llm = ScriptedLLM(failure=BackendError("it broke"), fail_after=2)
+    async with llm.running():
+        generation = llm.submit("hi")
+        while not generation.done:
+            await asyncio.sleep(0.001)
+        await llm.confirm([generation])
+        assert (await anext(generation)).text == "H"
+        assert (await anext(generation)).text == "e"
+        with pytest.raises(BackendError, match="it broke"):
+            await anext(generation)
+
+
 @pytest.mark.parametrize("fail_at", [None, 0, 2])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_unexpected_failure_shows_its_request_id_and_nothing_else(

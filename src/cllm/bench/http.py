@@ -41,6 +41,9 @@ class ResponseReader:
         """The bytes of the body in `data`."""
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            # Not the server's fault: Ctrl-C came during one of the methods below.
+            raise error.__context__ or error
         except httptools.HttpParserError as error:
             raise HttpError(f"the server does not speak HTTP/1.1: {data[:80]!r} ({error})") from None
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)

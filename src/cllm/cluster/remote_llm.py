@@ -139,7 +139,8 @@ class RemoteLLM(AsyncLLM):
         for generation in generations:
             if self._dispatcher is not None:
                 await self._dispatcher.accepted(generation.request_id)
-            if generation.error is not None:
+            # After the first token the reader gets it, behind the tokens.
+            if generation.error is not None and not generation.completion_tokens:
                 raise generation.error
 
     def cancel(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
