@@ -43,7 +43,7 @@ class ResponseReader:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
             # Not the server's fault: Ctrl-C came during one of the methods below.
-            raise error.__context__ or error
+            raise (error.__context__ or error) from None
         except httptools.HttpParserError as error:
             raise HttpError(f"the server does not speak HTTP/1.1: {data[:80]!r} ({error})") from None
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
