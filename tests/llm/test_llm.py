@@ -212,6 +212,11 @@ def test_chat_with_tools(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (call.name, json.loads(call.arguments)) == ("look", {"a": 1})
     with pytest.raises(InvalidRequestError, match="two tools have the name look"):
         llm.chat(asked, tools=[tool, tool])
+    deep: dict[str, Any] = {}
+    for _ in range(5_000):
+        deep = {"type": "object", "properties": {"a": deep}}
+    with pytest.raises(InvalidRequestError, match="more than 128 levels deep"):
+        llm.chat(asked, tools=[{"type": "function", "function": {"name": "look", "parameters": deep}}])
 
 
 @pytest.mark.parametrize(

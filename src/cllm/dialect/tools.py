@@ -12,6 +12,8 @@ from cllm.structured.schemas import lenient
 
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 _FIELDS = ("name", "description", "parameters", "strict")
+_MOST_LEVELS = 128
+"""As deep as the server reads a body."""
 _NOTHING = {"type": "object", "properties": {}}
 
 
@@ -65,6 +67,21 @@ def _read_tool(found: object, where: str) -> Tool:
         raise InvalidRequestError(f"{where}.function.description must be text", where)
     if parameters is not None and (not isinstance(parameters, dict) or parameters.get("type", "object") != "object"):
         raise InvalidRequestError(f"{where}.function.parameters must be the JSON schema of an object", where)
+    if _is_deeper(parameters, _MOST_LEVELS):
+        raise InvalidRequestError(f"{where}.function.parameters is nested more than {_MOST_LEVELS} levels deep", where)
     if strict not in (None, False, True):
         raise InvalidRequestError(f"{where}.function.strict must be true or false", where)
     return Tool(name, description, parameters or None, bool(strict))
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    inner = [value]
+    for _ in range(levels):
+        inner = [each for outer in inner for each in _within(outer)]
+    return any(_within(each) for each in inner)
+
+
+def _within(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else []

@@ -147,6 +147,8 @@ def _described_schema(given: JsonObject, param: str) -> tuple[JsonObject, str]:
     described, where = (given, param) if outer is not None else (inner, f"{param}.json_schema")
     if not isinstance(described, dict) or "schema" not in described:
         raise refusal(param, "must have json_schema.schema")
+    if not isinstance(described.get("strict"), bool | None):
+        raise refusal(f"{where}.strict", "must be true or false")
     return described, where
 
 
