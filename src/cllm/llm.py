@@ -41,6 +41,7 @@ from cllm.structured.matcher import Grammar
 from cllm.structured.structure import Structure
 from cllm.text.chat_template import PLAIN, PromptOptions
 from cllm.text.token_limit import TokenLimit, validate_ids
+from cllm.text.tokenizer import encode_prompt
 from cllm.text.volatile import VolatilePatterns
 
 log = logging.getLogger("cllm")
@@ -432,8 +433,8 @@ class AsyncLLM(LoadedModel):
         return self._loaded.row_sampler
 
     def _encode(self, prompt: str, limit: TokenLimit) -> list[int]:
-        limit.check_text(self.tokenizer, prompt, "prompt")
-        return self.tokenizer.encode(prompt)
+        limit.check_text(self.tokenizer, prompt, "prompt", special=True)
+        return encode_prompt(self.tokenizer, prompt)
 
     def _end(self, request_id: str, error: Exception) -> bool:
         sink = self._live.get(request_id)

@@ -29,6 +29,8 @@ async def test_a_sub_path_is_taken_off_whether_the_proxy_does_it_or_not(prefix: 
         for path in ("/health", f"{prefix}/health", f"{prefix}/docs", f"{prefix}/v1/models"):
             assert (await client.get(path)).status_code == 200, path
         assert (await client.get(f"{prefix}x/health")).status_code == 404
+        page = await client.get(prefix)
+        assert (page.status_code, page.headers["location"]) == (307, f"{prefix}/")
         assert (await client.get("/openapi.json")).json()["servers"] == [{"url": prefix}]
         answer = await client.post(f"{prefix}/v1/completions", json={"prompt": "hi"})
         assert answer.status_code == 200

@@ -180,8 +180,22 @@ async def test_tokens_are_counted_and_nothing_is_generated(client: AsyncAnthropi
 async def test_models_in_the_form_of_who_asks(client: AsyncAnthropic, llm: ScriptedLLM) -> None:
     page = await client.models.list()
     assert [(model.id, model.type, model.max_input_tokens) for model in page.data] == [("tiny", "model", 4096)]
+    assert await client.models.retrieve("tiny") == page.data[0]
+    with pytest.raises(anthropic.NotFoundError, match="'huge' does not exist"):
+        await client.models.retrieve("huge")
     async with client_for(llm) as other:
         assert (await other.get("/v1/models")).json()["object"] == "list"
+        assert (await other.get("/v1/models/tiny")).json()["object"] == "model"
+
+
+async def test_a_prompt_can_be_cached_without_an_answer(client: AsyncAnthropic) -> None:
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hi " * 40}]}
+    first = await client.messages.create(max_tokens=0, **asked)
+    assert (first.content, first.stop_reason, first.usage.output_tokens) == ([], "max_tokens", 0)
+    async with client.messages.stream(max_tokens=0, **asked) as stream:
+        streamed = await stream.get_final_message()
+    assert (streamed.content, streamed.stop_reason) == ([], "max_tokens")
+    assert streamed.usage.cache_read_input_tokens
 
 
 # -- what a request says -------------------------------------------------------------------------------------------
@@ -318,7 +332,7 @@ BAD = [
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
     ({"tool_choice": {"type": "any"}}, "tool_choice is only allowed together with tools"),
     ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"stop_sequences": ["a"], "stop": "b"}, "stop is another name of stop_sequences"),
     ({"container": "c"}, "container is not supported"),
     ({"compaction": {}}, "compaction is not supported"),
@@ -373,7 +387,7 @@ async def test_marks_are_refused_before_they_take_memory(llm: ScriptedLLM) -> No
 
 async def test_a_client_sees_errors_of_its_own_kinds(client: AsyncAnthropic, llm: ScriptedLLM) -> None:
     with pytest.raises(anthropic.BadRequestError, match="max_tokens") as bad:
-        await client.messages.create(model="tiny", max_tokens=0, messages=[USER])
+        await client.messages.create(model="tiny", max_tokens=-1, messages=[USER])
     assert bad.value.type == "invalid_request_error" and bad.value.request_id
     with pytest.raises(anthropic.NotFoundError, match="'huge' does not exist") as unknown:
         await client.messages.create(model="huge", max_tokens=1, messages=[USER])

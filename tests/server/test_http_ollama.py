@@ -81,6 +81,8 @@ async def test_a_prompt_is_answered_as_a_chat_or_raw(client: httpx.AsyncClient) 
     assert raw["prompt_eval_count"] == 2 < plain["prompt_eval_count"] < with_system["prompt_eval_count"]
     openai = await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 5, "seed": 3})
     assert raw["response"] == openai.json()["choices"][0]["text"]
+    templated = (await client.post("/api/generate", json={**body, "prompt": "<bos>hi<eos>", "raw": True})).json()
+    assert templated["prompt_eval_count"] == 4
     loads = (await client.post("/api/generate", json={"model": "fake"})).json()
     assert (loads["done"], loads["done_reason"], loads["response"]) == (True, "load", "")
 

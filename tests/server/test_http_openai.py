@@ -554,7 +554,7 @@ async def test_a_long_prompt_is_tokenised_off_the_event_loop(monkeypatch: pytest
     llm = ScriptedLLM(Config.model_validate({"resources": {"kv_cache_max_memory_mb": 8}}), max_context=60_000)
     threads: dict[int, bool] = {}
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str, **_: bool) -> list[int]:
         threads[len(text)] = threading.current_thread() is threading.main_thread()
         return [1]
 

@@ -70,6 +70,12 @@ async def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer
     assert plain["usage"] | {"prompt_tokens_details": None} == reply["usage"] | {"prompt_tokens_details": None}
 
 
+async def test_offsets_count_characters_however_many_tokens_they_have(client: httpx.AsyncClient) -> None:
+    body = {"prompt": "aé日b", "echo": True, "logprobs": 0, "max_tokens": 0}
+    (choice,) = (await post(client, "/v1/completions", body))["choices"]
+    assert choice["text"] == "aé日b" and choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 2, 3]
+
+
 @pytest.mark.parametrize("n", [1, 3])
 async def test_with_no_tokens_to_generate_there_is_the_prompt_alone(client: httpx.AsyncClient, n: int) -> None:
     body = {"prompt": [PROMPT, "x"], "echo": True, "logprobs": 0, "max_tokens": 0, "n": n}

@@ -46,7 +46,8 @@ async def test_a_text_in_vllms_form(client: httpx.AsyncClient) -> None:
         "token_strs": None,
     }
     assert (await post(client, "/tokenize", prompt="Hi", return_token_strs=True))["token_strs"] == ["H", "i"]
-    assert (await post(client, "/tokenize", prompt="<eos>"))["count"] == 5
+    assert (await post(client, "/tokenize", prompt="<eos>"))["tokens"] == [257]
+    assert (await post(client, "/tokenize", content="<eos>", parse_special=False))["count"] == 5
     assert (await post(client, "/tokenize", prompt=""))["tokens"] == []
 
 

@@ -15,7 +15,7 @@ from cllm.errors import InvalidRequestError, ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from cllm.text.token_limit import SLACK
-from cllm.text.tokenizer import ByteTokenizer, TableTokenizer, Tokenizer, load_tokenizer
+from cllm.text.tokenizer import ByteTokenizer, TableTokenizer, Tokenizer, encode_prompt, load_tokenizer
 from gguf_kit import LLAMA_KEYS, write_gguf
 from thorough import sampled, slow
 from tokenizer_kit import CORPUS, LlamaVocabulary, sentencepiece_keys
@@ -281,6 +281,14 @@ def test_byte_tokenizer(text: str) -> None:
     assert tokenizer.vocab_size == 300
     assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_prompt_begins_with_a_single_bos() -> None:
+    tokenizer = ByteTokenizer()
+    assert encode_prompt(tokenizer, "A<eos>") == [65, 257]
+    tokenizer.add_bos = True
+    assert encode_prompt(tokenizer, "A<eos>") == encode_prompt(tokenizer, "<bos>A<eos>") == [256, 65, 257]
+    assert encode_prompt(tokenizer, "") == [256]
 
 
 def test_byte_tokenizer_special_tokens() -> None:

@@ -7,6 +7,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.server.auth.tenants import Caller, Tenants
@@ -104,13 +105,17 @@ class Traces:
 
 
 class SubPath:
-    """Strips the path prefix under which a proxy serves this server, unless the proxy already has."""
+    """Strips the path prefix under which a proxy serves this server, unless the proxy already has. The prefix itself
+    leads to the page, whose links are relative to the path with a slash."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self.app = app
         self._prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == self._prefix and scope["method"] in ("GET", "HEAD"):
+            await RedirectResponse(f"{self._prefix}/")(scope, receive, send)
+            return
         if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
             scope["raw_path"] = scope.get("raw_path", b"").removeprefix(self._prefix.encode())

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from cllm.engine.tenant import Tenant
 from cllm.errors import CLLMError, InvalidRequestError, OverloadedError, ShuttingDownError
 from cllm.kv.pins import LostPin
+from cllm.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
     from cllm.config.kv import WarmPrefix
@@ -90,8 +91,8 @@ def _encode(llm: AsyncLLM, prefix: WarmPrefix, text: str | None) -> list[int]:
     if messages is not None:
         return llm.encode_beginning(messages)
     assert text is not None
-    llm.prompt_limit().check_text(llm.tokenizer, text, "prompt")
-    return llm.tokenizer.encode(text)
+    llm.prompt_limit().check_text(llm.tokenizer, text, "prompt", special=True)
+    return encode_prompt(llm.tokenizer, text)
 
 
 def _messages(prefix: WarmPrefix, text: str | None) -> Sequence[Mapping[str, Any]] | None:

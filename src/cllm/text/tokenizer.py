@@ -177,6 +177,14 @@ def load_tokenizer(model: GGUFModel) -> Tokenizer:
     )
 
 
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A whole prompt, which may have been made by a chat template: special tokens by name, and a single BOS."""
+    ids = tokenizer.encode(text, special=True, add_bos=False)
+    if not tokenizer.add_bos or tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id]:
+        return ids
+    return [tokenizer.bos_id, *ids]
+
+
 def join_encoded(fragments: Sequence[str | int], encode: Encoder) -> list[int]:
     encoded = iter(encode([each for each in fragments if isinstance(each, str)]))
     ids: list[int] = []

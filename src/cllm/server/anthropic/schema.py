@@ -276,8 +276,8 @@ class MessagesRequest(MessagesInput):
     )
     unsupported: ClassVar[Unsupported] = {"compaction": (), "container": (), "mcp_servers": ([],), "thread": ()}
 
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] = Field(
-        description="Maximum number of tokens to generate."
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] = Field(
+        description="Maximum number of tokens to generate. 0: only cache the prompt."
     )
     stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
     stop_sequences: StopStrings | None = Field(None, description="Stop before any of these strings.")

@@ -125,7 +125,7 @@ async def encode(
     model = await state.model(body.model, request)
     most = state.config.server.max_encode_tokens
     limit = TokenLimit(most, f"at most {most} are counted (server.max_encode_tokens)", "the text")
-    return SlicedJsonResponse(_encode_pieces(await model.encoder.encode(body.text, limit, "text")))
+    return SlicedJsonResponse(_encode_pieces(await model.encoder.encode_prompt(body.text, limit=limit, param="text")))
 
 
 @router.post("/benchmark", response_model=BenchmarkReply, responses={**_ERRORS, **error_responses(FailureReply, 403)})

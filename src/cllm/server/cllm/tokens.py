@@ -63,8 +63,8 @@ class TokenizeRequest(RequestModel):
     unsupported: ClassVar[Unsupported] = {"chat_template": (), "media_io_kwargs": (), "mm_processor_kwargs": ()}
 
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
-    prompt: Text | None = Field(None, description="A text as POST /v1/completions takes it.")
-    content: Text | None = Field(None, description="The same in llama-server's words: no BOS, special tokens by name.")
+    prompt: Text | None = Field(None, description="A text as POST /v1/completions takes it: special tokens by name.")
+    content: Text | None = Field(None, description="The same in llama-server's words, without BOS.")
     messages: (
         Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")] | None
     ) = Field(None, description="A chat as POST /v1/chat/completions takes it.")
@@ -230,7 +230,9 @@ async def _tokens_of(body: TokenizeRequest, request: Request, state: ServerState
             body.content, limit, "content", special=special, add_bos=body.add_special is True
         )
     assert body.prompt is not None
-    return await model.encoder.encode(body.prompt, limit, "prompt", add_bos=body.add_special_tokens is not False)
+    if body.add_special_tokens is False:
+        return await model.encoder.encode(body.prompt, limit, "prompt", special=True, add_bos=False)
+    return await model.encoder.encode_prompt(body.prompt, limit=limit)
 
 
 def _tokenize_pieces(

@@ -13,6 +13,7 @@ from cllm.loading.embedder import EMBEDDING
 from cllm.server.executor import SizedExecutor
 from cllm.text.chat_template import PLAIN, PromptOptions
 from cllm.text.token_limit import CONTEXT_LENGTH_EXCEEDED, PIECE, TokenLimit
+from cllm.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
@@ -42,12 +43,20 @@ class PromptEncoder:
         to_tokens = partial(self._llm.tokenizer.encode, special=special, add_bos=add_bos)
         return (await self._encode([text], limit, param, to_tokens, _size(text), special=special))[0]
 
-    async def encode_prompt(self, text: str, params: SamplingParams | None = None) -> Sequence[int]:
-        return await self.encode(text, self._llm.prompt_limit(params), "prompt")
+    async def encode_prompt(
+        self, text: str, params: SamplingParams | None = None, *, limit: TokenLimit | None = None, param: str = "prompt"
+    ) -> Sequence[int]:
+        """As completions take it. `limit`: another one than the context."""
+        limit = limit or self._llm.prompt_limit(params)
+        return (await self._encode([text], limit, param, self._to_prompt, _size(text), special=True))[0]
 
     async def encode_prompts(self, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[Sequence[int]]:
         """Strings become tokens, tokens an array."""
-        return await self._encode_all(prompts, self._llm.prompt_limit(params), "prompt", self._llm.tokenizer.encode)
+        limit = self._llm.prompt_limit(params)
+        return await self._encode_all(prompts, limit, "prompt", self._to_prompt, special=True)
+
+    def _to_prompt(self, text: str) -> list[int]:
+        return encode_prompt(self._llm.tokenizer, text)
 
     async def encode_inputs(
         self, inputs: Sequence[str | list[int]], param: str, *, truncate: bool = False
@@ -93,6 +102,8 @@ class PromptEncoder:
         param: str,
         encode: Callable[[str], list[int]],
         each: int = 0,
+        *,
+        special: bool = False,
     ) -> list[Sequence[int]]:
         """In jobs of about `PIECE` characters, so that others get their turn. `each`: further characters per text."""
         encoded: list[Sequence[int]] = []
@@ -100,7 +111,7 @@ class PromptEncoder:
         for stop, prompt in enumerate(prompts, 1):
             size += _size(prompt) + each
             if size >= PIECE or stop == len(prompts):
-                encoded += await self._encode(prompts[start:stop], limit, param, encode, size)
+                encoded += await self._encode(prompts[start:stop], limit, param, encode, size, special=special)
                 start, size = stop, 0
         return encoded
 

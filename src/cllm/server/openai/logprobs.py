@@ -6,6 +6,7 @@ written a few tokens at a time.
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, overload
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from cllm.generation import Generation
     from cllm.text.tokenizer import Tokenizer
 
+_Utf8 = codecs.getincrementaldecoder("utf-8")
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot write."""
 _KEPT = 8192
@@ -65,10 +67,12 @@ class CompletionLogprobs:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._text = tokenizer.token_text
+        self._bytes = tokenizer.token_bytes
 
     def length(self, entries: Iterable[TokenLogprob]) -> int:
         """Length of the tokens' text."""
-        return sum(len(self._text(entry.token_id)) for entry in entries)
+        raw = b"".join(self._raw(entry.token_id) for entry in entries)
+        return len(raw.decode("utf-8", "replace"))
 
     def pieces(self, entries: Sequence[TokenLogprob], offset: int = 0) -> Iterator[str]:
         """`offset` is where in the answer's text the first token begins."""
@@ -90,9 +94,15 @@ class CompletionLogprobs:
         return as_json(likeliest | {self._text(entry.token_id): _finite(entry.logprob)})
 
     def _offsets(self, entries: Sequence[TokenLogprob], offset: int) -> Iterator[int]:
+        """Tokens of one character all have its place."""
+        decoder = _Utf8(errors="replace")
         for entry in entries:
             yield offset
-            offset += len(self._text(entry.token_id))
+            offset += len(decoder.decode(self._raw(entry.token_id)))
+
+    def _raw(self, token_id: int) -> bytes:
+        """Special tokens by name."""
+        return self._bytes(token_id) or self._text(token_id).encode()
 
 
 def _number(logprob: float) -> str:

@@ -134,8 +134,10 @@ async def models(request: Request, state: State) -> ServedList | ModelList | Ant
 
 
 @router.get("/models/{model_id:path}", responses=error_responses(ErrorReply, 401, 404))
-async def model(model_id: str, request: Request, state: State) -> ServedCard | ModelCard:
-    """One model, by any of its names."""
+async def model(model_id: str, request: Request, state: State) -> ServedCard | ModelCard | AnthropicModel:
+    """One model, by any of its names; in Anthropic's format if the header anthropic-version is sent."""
+    if "anthropic-version" in request.headers:
+        return _one_for_anthropic(model_id, state)
     if state.several is not None:
         return served_card(state.find(model_id), state.created, sees_all=is_operator(request))
     assert state.one is not None
@@ -164,20 +166,30 @@ def served_card(served: ServedModel, created: int, *, sees_all: bool) -> ServedC
 
 
 def _for_anthropic(state: ServerState) -> AnthropicModels:
-    created_at = datetime.fromtimestamp(state.created, timezone.utc).isoformat()
     if state.several is None:
-        assert state.one is not None
-        sizes = {state.one.served_name: state.one.llm.max_context}
+        cards = [_anthropic_card(_card(state))]
     else:
-        sizes = {
-            served.name: served_card(served, state.created, sees_all=False).max_model_len
-            for served in state.several.models
-        }
-    cards = [
-        AnthropicModel(id=name, display_name=name, created_at=created_at, max_input_tokens=size, max_tokens=size)
-        for name, size in sizes.items()
-    ]
+        served = [served_card(each, state.created, sees_all=False) for each in state.several.models]
+        cards = [_anthropic_card(each) for each in served]
     return AnthropicModels(data=cards, first_id=cards[0].id, last_id=cards[-1].id)
+
+
+def _one_for_anthropic(model_id: str, state: ServerState) -> AnthropicModel:
+    if state.several is not None:
+        return _anthropic_card(served_card(state.find(model_id), state.created, sees_all=False))
+    assert state.one is not None
+    state.one.check_name(model_id)
+    return _anthropic_card(_card(state))
+
+
+def _anthropic_card(card: ServedCard | ModelCard) -> AnthropicModel:
+    return AnthropicModel(
+        id=card.id,
+        display_name=card.id,
+        created_at=datetime.fromtimestamp(card.created, timezone.utc).isoformat(),
+        max_input_tokens=card.max_model_len,
+        max_tokens=card.max_model_len,
+    )
 
 
 def _card(state: ServerState) -> ModelCard:
