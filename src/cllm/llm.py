@@ -36,13 +36,14 @@ from cllm.loading.embedder import EMBEDDING
 from cllm.loading.loaded_model import LoadedModel
 from cllm.loading.open_model import ModelShare
 from cllm.loading.parts import ModelParts, load_model
+from cllm.loading.text_work import PRELOADED
 from cllm.observe.metrics import EngineCollector, MetricsObserver
 from cllm.structured.matcher import Grammar
 from cllm.structured.structure import Structure
 from cllm.text.chat_template import PLAIN, PromptOptions
 from cllm.text.token_limit import TokenLimit, validate_ids
 from cllm.text.tokenizer import encode_prompt
-from cllm.text.volatile import VolatilePatterns
+from cllm.work.pool import Workers
 
 log = logging.getLogger("cllm")
 
@@ -78,7 +79,7 @@ class AsyncLLM(LoadedModel):
         self._live: dict[str, Sink] = {}
         self._muted = False
         """Whether the engine's outputs are dropped: the program is ending."""
-        self._volatile = VolatilePatterns(config.prompt.volatile_patterns)
+        self._workers = share.workers if share is not None else None
         self.restore_pins: Callable[[AsyncLLM], Coroutine[Any, Any, None]] | None = None
         """Called when pinned prefixes were lost with their memory, to compute them again."""
         self._pinning: asyncio.Task[None] | None = None
@@ -90,7 +91,12 @@ class AsyncLLM(LoadedModel):
     async def start(self) -> None:
         sys.setswitchinterval(GIL_SWITCH_S)
         self._loop = asyncio.get_running_loop()
-        parts = await asyncio.to_thread(load_model, self.config, self._share, self._before_mapping)
+        workers = self._open_workers()
+        try:
+            parts = await asyncio.to_thread(load_model, self.config, workers, self._share, self._before_mapping)
+        except BaseException:
+            self._close_workers()
+            raise
         sharing = None if self._share is None else self._share.time_sharing
         # A backend that computes ahead has a device of its own.
         time_share = sharing.join() if sharing is not None and parts.backend.depth == 1 else None
@@ -104,6 +110,18 @@ class AsyncLLM(LoadedModel):
             raise
         self._text, self._parts, self._engine = parts.text, parts, engine
         _OPEN.add(self)
+
+    def _open_workers(self) -> Workers:
+        """Those that the models of this process share, or its own."""
+        if self._share is not None and self._share.workers is not None:
+            return self._share.workers
+        self._workers = Workers(self.config.work, PRELOADED)
+        self._workers.open()
+        return self._workers
+
+    def _close_workers(self) -> None:
+        if self._workers is not None and (self._share is None or self._share.workers is None):
+            self._workers.close()
 
     def _build_engine(self, parts: ModelParts, time_share: TimeShare | None) -> Engine:
         engine = Engine(
@@ -138,6 +156,7 @@ class AsyncLLM(LoadedModel):
         self._live.clear()
         if parts is not None:
             await asyncio.to_thread(parts.close)
+        self._close_workers()
         self._text = self._parts = None
         _OPEN.discard(self)
 
@@ -150,6 +169,7 @@ class AsyncLLM(LoadedModel):
         if engine is not None and parts is not None:
             engine.stop(0)
             parts.close()
+        self._close_workers()
         self._text = self._parts = None
         _OPEN.discard(self)
 
@@ -162,7 +182,7 @@ class AsyncLLM(LoadedModel):
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    def encode_chat(
+    async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
@@ -170,17 +190,16 @@ class AsyncLLM(LoadedModel):
         limit: TokenLimit | None = None,
     ) -> list[int]:
         """The prompt for the next message. `limit`: how long it may be, by default what `params` allow."""
-        prepared, options = self.dialect.prepare(self._volatile.strip(messages), options)
-        return self.chat_template.encode(self.tokenizer, prepared, limit or self.prompt_limit(params), options)
+        return await self.text_work.encode_chat(messages, options, limit or self.prompt_limit(params))
 
-    def encode_beginning(
+    async def encode_beginning(
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         options: PromptOptions = PLAIN,
     ) -> list[int]:
         """What every prompt begins with whose first messages are these."""
-        return self.encode_chat(messages, params, replace(options, asks=False, continues=False))
+        return await self.encode_chat(messages, params, replace(options, asks=False, continues=False))
 
     async def compile(self, structure: Structure) -> Grammar:
         """The `grammar` that `submit` takes. Raises `InvalidRequestError` if the structure cannot be compiled."""

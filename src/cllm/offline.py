@@ -86,7 +86,8 @@ class LLM:
         _check_one_answer(params, "chat")
         if tools:
             return self._wait(self._chat(messages, params or SamplingParams.with_model_defaults(), read_tools(tools)))
-        return self.generate([self._llm.encode_chat(messages, params)], params, progress=False)[0]
+        prompt = self._wait(self._llm.encode_chat(messages, params))
+        return self.generate([prompt], params, progress=False)[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Yields text as it is generated. Leaving the loop early cancels the rest."""

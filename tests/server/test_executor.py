@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from cllm.server.executor import SizedExecutor
+from cllm.work.executor import SizedExecutor
 
 
 def executor() -> SizedExecutor:

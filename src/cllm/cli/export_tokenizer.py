@@ -23,9 +23,9 @@ def export_tokenizer(
     from cllm.errors import CLLMError
     from cllm.loading.backend_choice import open_model_file
     from cllm.models.hf_directory import HFModel
-    from cllm.text.chat_template import load_chat_template
     from cllm.text.export import export_tokenizer as export
     from cllm.text.hf_tokenizer import load_hf_chat_template
+    from cllm.text.template_source import load_chat_template
 
     if len(names) > 2:
         raise CLLMError(f"export-tokenizer takes a model and a directory, not {len(names)} arguments")

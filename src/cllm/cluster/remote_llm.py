@@ -87,7 +87,7 @@ class RemoteLLM(AsyncLLM):
         self._routing = view
         share_view(self._deployment, view)
         facts = await self._ask_facts()
-        self._text = await asyncio.to_thread(load_text_parts, self.config, facts)
+        self._text = await asyncio.to_thread(load_text_parts, self.config, facts, self._open_workers())
         self._dispatcher = Dispatcher(
             ingress,
             self._replicas,
@@ -120,6 +120,7 @@ class RemoteLLM(AsyncLLM):
         self._dispatcher = None
         if self._text is not None:
             self._text.close()
+        self._close_workers()
 
     def release(self) -> None:
         """There is nothing to free in this process."""

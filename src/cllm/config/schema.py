@@ -18,6 +18,7 @@ from cllm.config.linear_regex import pattern_error
 from cllm.config.model_entry import ModelEntry
 from cllm.config.section import Section
 from cllm.config.server import ResponsesConfig, ServerConfig, StructuredConfig
+from cllm.config.work import WorkConfig
 
 _HTTP_URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 
@@ -248,6 +249,7 @@ class Config(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     drafts: DraftsConfig = DraftsConfig()
     structured: StructuredConfig = StructuredConfig()
+    work: WorkConfig = WorkConfig()
     server: ServerConfig = ServerConfig()
     prompt: PromptConfig = PromptConfig()
     chat: ChatConfig = ChatConfig()

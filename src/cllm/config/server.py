@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field, field_validator
-from pydantic_core import PydanticKnownError
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from cllm.config.section import Section
 
@@ -122,14 +123,28 @@ class StructuredConfig(Section):
         default=256, ge=1, le=1 << 14, description="maximum size of a schema, regular expression or grammar, in KiB"
     )
     compile_timeout_s: float = Field(
-        default=5.0, gt=0, le=600, description="time that compiling a schema or grammar may take"
+        default=2.0, gt=0, le=600, description="CPU time that compiling a schema or grammar may take"
+    )
+    max_compile_mb: int = Field(
+        default=256, ge=16, le=1 << 16, description="memory that compiling a schema or grammar may take, in MiB"
     )
     max_compiling: int = Field(
         default=64,
         ge=1,
         le=4096,
-        description="maximum number of schemas and grammars waiting to be compiled; more are refused with 429",
+        description="maximum number of schemas and grammars of one API key waiting to be compiled; more are refused "
+        "with 429",
     )
-    max_cached: int = Field(
-        default=128, ge=0, le=1 << 16, description="number of compiled schemas and grammars to cache"
+    max_cached_mb: int = Field(
+        default=256,
+        ge=1,
+        le=1 << 16,
+        description="memory of all compiled schemas and grammars, cached or in use, in MiB",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "max_cached" in given:
+            raise PydanticCustomError("renamed", "max_cached is now structured.max_cached_mb, in MiB")
+        return given

@@ -17,8 +17,9 @@ from cllm.dialect.grammar import AnswerForm, AnswerGrammar
 from cllm.dialect.reader import AnswerReader
 from cllm.dialect.reasoning import Marks, ReasoningReader, Thinking
 from cllm.dialect.tools import Tool
-from cllm.text.chat_template import ChatTemplate, PromptOptions
+from cllm.text.chat_template import PromptOptions
 from cllm.text.messages import Message, read_messages
+from cllm.text.template_facts import EXAMPLE_ARGUMENTS, EXAMPLE_TOOL, TemplateFacts
 from cllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -27,19 +28,13 @@ if TYPE_CHECKING:
 _TAIL = 16
 """Tokens at the end of a prompt that may open the reasoning."""
 
-_ARGUMENTS = {"key": "value"}
-_EXAMPLE = Tool(
-    "get_example",
-    "An example",
-    {"type": "object", "properties": {"key": {"type": "string", "description": "A key"}}, "required": ["key"]},
-)
-"""A tool, and arguments of a call, that show what a template writes."""
+_EXAMPLE: str = EXAMPLE_TOOL["function"]["name"]
 
 
 class Dialect:
     def __init__(
         self,
-        template: ChatTemplate,
+        template: TemplateFacts,
         tokenizer: Tokenizer,
         *,
         tool_format: str = "auto",
@@ -47,8 +42,8 @@ class Dialect:
         reasoning_mode: str = "auto",
     ) -> None:
         spoken = formats.detect_format(template.source)
-        written = template.write_call(_EXAMPLE.for_template(), _ARGUMENTS) if spoken is not None else None
-        self._writes_calls = written is None or _EXAMPLE.name in written
+        written = template.example_call if spoken is not None else None
+        self._writes_calls = written is None or _EXAMPLE in written
         """Whether the template writes earlier calls."""
         if spoken is not None and written is not None and self._writes_calls and not _reads(spoken, written):
             spoken = None  # it has the same markers, but another format
@@ -164,7 +159,7 @@ class Dialect:
         return f"call_{secrets.token_hex(12)}"
 
 
-def dialect_of(template: ChatTemplate, tokenizer: Tokenizer, settings: ChatConfig) -> Dialect:
+def dialect_of(template: TemplateFacts, tokenizer: Tokenizer, settings: ChatConfig) -> Dialect:
     return Dialect(
         template,
         tokenizer,
@@ -175,10 +170,10 @@ def dialect_of(template: ChatTemplate, tokenizer: Tokenizer, settings: ChatConfi
 
 
 def _reads(form: ToolFormat, written: str) -> bool:
-    reader = AnswerReader(0, syntax=form.syntax, tools={_EXAMPLE.name: _EXAMPLE.parameters})
+    reader = AnswerReader(0, syntax=form.syntax, tools={_EXAMPLE: EXAMPLE_TOOL["function"]["parameters"]})
     pieces = reader.push(written)
     arguments = "".join(piece.text for piece in pieces if isinstance(piece, ToolCallDelta))
     try:
-        return bool(json.loads(arguments) == _ARGUMENTS)
+        return bool(json.loads(arguments) == EXAMPLE_ARGUMENTS)
     except ValueError:  # none, several, or cut off
         return False

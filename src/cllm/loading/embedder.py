@@ -42,12 +42,8 @@ class Embedder:
             return None
         return f"{self.name} cannot rank documents (its pooling_type is not rank); serve a reranker"
 
-    def encode_text(self, text: str, most: int | None = None) -> list[int]:
-        """`most`: cut it to this many tokens."""
-        if not text:
-            return []
-        ids = self.tokenizer.encode(text)
-        return [*(ids if most is None else ids[: max(most - len(self.text_end), 0)]), *self.text_end]
+    def encode_text(self, text: str) -> list[int]:
+        return [*self.tokenizer.encode(text), *self.text_end] if text else []
 
     def encode_pair(self, query: str, document: str) -> list[int]:
         if self.pairs is None:

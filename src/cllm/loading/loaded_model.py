@@ -18,8 +18,9 @@ from cllm.loading.facts import ModelFacts
 from cllm.loading.parts import ModelParts
 from cllm.loading.sampling_defaults import SamplingDefaults
 from cllm.loading.text_parts import TextParts
+from cllm.loading.text_work import TextWork
 from cllm.models.shape import ModelShape
-from cllm.text.chat_template import ChatTemplate
+from cllm.text.template_source import TemplateSource
 from cllm.text.token_limit import TokenLimit
 from cllm.text.tokenizer import Tokenizer
 
@@ -46,12 +47,16 @@ class LoadedModel:
         return self._prepared.tokenizer
 
     @property
-    def chat_template(self) -> ChatTemplate:
+    def chat_template(self) -> TemplateSource:
         return self._prepared.chat_template
 
     @property
     def dialect(self) -> Dialect:
         return self._prepared.dialect
+
+    @property
+    def text_work(self) -> TextWork:
+        return self._prepared.work
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:

@@ -21,10 +21,11 @@ from cllm.machine import has_huge_pages, read_cpus, read_memory_limits
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from cllm.structured.vocabulary import Vocabulary
-from cllm.text.chat_template import CHATML, ChatTemplate, load_chat_template
 from cllm.text.hf_tokenizer import load_hf_chat_template, load_hf_tokenizer
 from cllm.text.rerank import PairEncoder, load_pair_encoder
+from cllm.text.template_source import CHATML, TemplateSource, load_chat_template
 from cllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from cllm.work.pool import Workers
 
 log = logging.getLogger("cllm")
 
@@ -35,7 +36,7 @@ PAGED_MAX_RUNNING = 256
 class TokenizerCache:
     """What stays in memory while a model is unloaded: small, but slow to read."""
 
-    opened: tuple[GGUFModel, Tokenizer, ChatTemplate] | None = None
+    opened: tuple[GGUFModel, Tokenizer, TemplateSource] | None = None
     vocabulary: Vocabulary | None = None
 
 
@@ -52,6 +53,8 @@ class ModelShare:
     """The K/V stores on disk that the models share."""
     time_sharing: TimeSharing | None = None
     """Turns on the CPU."""
+    workers: Workers | None = None
+    """The worker processes that the models share; None: the model gets its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class OpenedText:
 
     name: str
     tokenizer: Tokenizer
-    chat_template: ChatTemplate
+    chat_template: TemplateSource
     sampling: SamplingDefaults
     text_end: tuple[int, ...] = ()
     """Tokens that the model expects after a text to embed."""
@@ -125,7 +128,7 @@ def _open_fake(config: Config) -> Backend:
     )
 
 
-def _read_model(config: Config, cache: TokenizerCache) -> tuple[Model, Tokenizer, ChatTemplate]:
+def _read_model(config: Config, cache: TokenizerCache) -> tuple[Model, Tokenizer, TemplateSource]:
     """Everything but the weights, from the cache if the file has not changed."""
     if cache.opened is not None:
         try:
@@ -203,7 +206,7 @@ def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
     )
 
 
-def _chat_template(config: Config, model: Model | None) -> ChatTemplate:
+def _chat_template(config: Config, model: Model | None) -> TemplateSource:
     if config.model.chat_template is not None:
         try:
             source = config.model.chat_template.read_text(encoding="utf-8")
@@ -212,5 +215,5 @@ def _chat_template(config: Config, model: Model | None) -> ChatTemplate:
     else:
         source = None
     if model is None:
-        return ChatTemplate(source or CHATML, bos="", eos="")
+        return TemplateSource(source or CHATML)
     return load_hf_chat_template(model, source) if isinstance(model, HFModel) else load_chat_template(model, source)

@@ -28,6 +28,7 @@ from cllm.loading.open_model import PAGED_MAX_RUNNING, ModelShare, OpenedModel, 
 from cllm.loading.resources import kv_bytes_per_token
 from cllm.loading.text_parts import TextParts, build_text_parts
 from cllm.loading.weights_id import weights_id
+from cllm.work.pool import Workers
 
 log = logging.getLogger("cllm")
 
@@ -61,9 +62,9 @@ class _Memory:
 
 
 def load_model(
-    config: Config, share: ModelShare | None = None, before_mapping: Callable[[], None] | None = None
+    config: Config, workers: Workers, share: ModelShare | None = None, before_mapping: Callable[[], None] | None = None
 ) -> ModelParts:
-    """Raises `ModelError` or `ConfigError`, and then leaves nothing open.
+    """On another thread than the event loop's. Raises `ModelError` or `ConfigError`, and then leaves nothing open.
 
     `share` is for one of several models. `before_mapping` is called before the model file is mapped, if it is.
     """
@@ -71,13 +72,15 @@ def load_model(
     row_sampler = fastest_sampler(config.backend.native.instruction_set)
     opened = open_model(config, share, before_mapping)
     try:
-        return _build(config, opened, share, row_sampler)
+        return _build(config, opened, share, row_sampler, workers)
     except BaseException:
         opened.backend.close()
         raise
 
 
-def _build(config: Config, opened: OpenedModel, share: ModelShare, row_sampler: RowSampler) -> ModelParts:
+def _build(
+    config: Config, opened: OpenedModel, share: ModelShare, row_sampler: RowSampler, workers: Workers
+) -> ModelParts:
     backend = opened.backend
     shape = backend.shape
     token_bytes = kv_bytes_per_token(config.resources, shape)
@@ -97,7 +100,7 @@ def _build(config: Config, opened: OpenedModel, share: ModelShare, row_sampler: 
         bytes_per_token=token_bytes,
         unit_tokens=memory.kv.unit_tokens,
     )
-    text = build_text_parts(config, opened.text, facts, share.tokenizers)
+    text = build_text_parts(config, opened.text, facts, share.tokenizers, workers)
     scheduler = Scheduler(
         memory.kv,
         _step_budget(config, backend),

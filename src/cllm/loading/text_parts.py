@@ -11,19 +11,22 @@ from cllm.loading.embedder import Embedder
 from cllm.loading.facts import ModelFacts
 from cllm.loading.open_model import OpenedText, TokenizerCache, open_text
 from cllm.loading.sampling_defaults import SamplingDefaults
+from cllm.loading.text_work import TextWork, examine_template
 from cllm.loading.windows import Windows
 from cllm.structured.compiler import Compiler
 from cllm.structured.vocabulary import Vocabulary
-from cllm.text.chat_template import ChatTemplate
+from cllm.text.template_source import TemplateSource
 from cllm.text.tokenizer import Tokenizer
+from cllm.work.pool import Workers
 
 
 @dataclass(slots=True)
 class TextParts:
     facts: ModelFacts
     tokenizer: Tokenizer
-    chat_template: ChatTemplate
+    chat_template: TemplateSource
     dialect: Dialect
+    work: TextWork
     embedder: Embedder
     compiler: Compiler
     sampling: SamplingDefaults
@@ -32,27 +35,34 @@ class TextParts:
     def close(self) -> None:
         """Calling it again does nothing."""
         self.compiler.close()
+        self.work.close()
 
 
-def build_text_parts(config: Config, opened: OpenedText, facts: ModelFacts, cache: TokenizerCache) -> TextParts:
-    """Raises `ConfigError`."""
+def build_text_parts(
+    config: Config, opened: OpenedText, facts: ModelFacts, cache: TokenizerCache, workers: Workers
+) -> TextParts:
+    """On another thread than the event loop's. Raises `ModelError` or `ConfigError`."""
     public_name = config.model.alias or facts.name
+    dialect = dialect_of(examine_template(opened.chat_template, workers), opened.tokenizer, config.chat)
+    n_vocab = facts.shape.n_vocab
+    work = TextWork(config, workers, opened.tokenizer, opened.chat_template, dialect, n_vocab)
     return TextParts(
         facts=facts,
         tokenizer=opened.tokenizer,
         chat_template=opened.chat_template,
-        dialect=dialect_of(opened.chat_template, opened.tokenizer, config.chat),
+        dialect=dialect,
+        work=work,
         embedder=Embedder(public_name, facts, opened.tokenizer, opened.text_end, opened.pairs),
-        compiler=Compiler(_vocabulary(opened.tokenizer, facts.shape.n_vocab, cache), config.structured),
+        compiler=Compiler(_vocabulary(opened.tokenizer, n_vocab, cache), config.structured, work.try_structure),
         sampling=opened.sampling,
         windows=Windows(config.kv.window, facts),
     )
 
 
-def load_text_parts(config: Config, facts: ModelFacts) -> TextParts:
+def load_text_parts(config: Config, facts: ModelFacts, workers: Workers) -> TextParts:
     """For a model that runs elsewhere, and has told its facts. Raises `ModelError` or `ConfigError`."""
     cache = TokenizerCache()
-    return build_text_parts(config, open_text(config, cache), facts, cache)
+    return build_text_parts(config, open_text(config, cache), facts, cache, workers)
 
 
 def _vocabulary(tokenizer: Tokenizer, size: int, cache: TokenizerCache) -> Vocabulary:

@@ -31,9 +31,11 @@ from cllm.llm import AsyncLLM
 from cllm.loading.disk_cache import DiskStores
 from cllm.loading.estimate import estimate
 from cllm.loading.open_model import ModelShare
+from cllm.loading.text_work import PRELOADED
 from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollector
 from cllm.served.entries import ServedModel, State, by_name, check_disk_limits, load_failed, read_entries, unavailable
 from cllm.served.memory import DeviceMemory, choose_memories
+from cllm.work.pool import Workers
 
 log = logging.getLogger("cllm")
 
@@ -64,6 +66,7 @@ class ServedModels:
         """Called after a model is unloaded."""
         self._time_sharing = TimeSharing()
         self._stores = DiskStores()
+        self._workers = Workers(config.work, PRELOADED)
         self._one_at_a_time = asyncio.Lock()
         self._stopping = False
         self._started = False
@@ -100,6 +103,7 @@ class ServedModels:
 
     async def start(self) -> None:
         """Load the models that are configured to be loaded at the start."""
+        self._workers.open()
         try:
             for served in self.models:
                 if served.at_start:
@@ -125,6 +129,7 @@ class ServedModels:
             if served.llm is not None and served.llm not in loaded:  # was still loading
                 await served.llm.shutdown(0)
             served.state = "unloaded"
+        self._workers.close()
         await asyncio.to_thread(self._stores.close)
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -274,6 +279,7 @@ class ServedModels:
             tokenizers=served.tokenizers,
             stores=self._stores,
             time_sharing=self._time_sharing,
+            workers=self._workers,
         )
         llm = AsyncLLM(served.config, share=share, before_mapping=self._before_mapping)
         llm.observers = served.observers

@@ -18,7 +18,7 @@ from cllm.server.anthropic import routes as anthropic
 from cllm.server.auth.tenants import Tenants
 from cllm.server.cllm import generate, models, ops, requests, tokens, warm
 from cllm.server.errors import install_handlers
-from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, Leases, RequestContext, SubPath, Traces
+from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, Leases, Owners, RequestContext, SubPath, Traces
 from cllm.server.ollama import embeddings as ollama_embeddings
 from cllm.server.ollama import models as ollama_models
 from cllm.server.ollama import routes as ollama
@@ -122,6 +122,7 @@ async def _lifespan(serves: AsyncLLM | ServedModels, state: ServerState) -> Asyn
 
 def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None, state: ServerState) -> None:
     """Innermost first. CORS is outside the API key: a browser's preflight request has none."""
+    app.add_middleware(Owners)
     if state.several is not None:
         app.add_middleware(Leases)
     app.add_middleware(BodyLimit, max_bytes=config.server.max_body_bytes)

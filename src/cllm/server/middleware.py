@@ -10,8 +10,11 @@ from starlette.datastructures import Headers
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cllm.engine.tenant import ANONYMOUS, Tenant
 from cllm.server.auth.tenants import Caller, Tenants
 from cllm.server.errors import ApiError, is_anthropics, note_refusal, problem_of, problem_of_http
+from cllm.server.http.cycle import CLIENT_GONE
+from cllm.work.owner import OWNER, Owner
 
 if TYPE_CHECKING:
     from cllm.observe.tracing import Tracing
@@ -173,6 +176,21 @@ class ApiKey:
 def _needs_operator(path: str) -> bool:
     own = path == OWN_PATHS[0] or path.startswith(OWN_PATHS[1])
     return path in OPERATOR_PATHS or (path.startswith("/kv/") and not own)
+
+
+class Owners:
+    """Says for whom work is done while a request is handled: it is in its key's account, and ends with the request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant: Tenant = scope.get("state", {}).get("tenant", ANONYMOUS)
+        token = OWNER.set(Owner(tenant.name, tenant.space, scope.get("extensions", {}).get(CLIENT_GONE)))
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            OWNER.reset(token)
 
 
 class Leases:

@@ -14,12 +14,12 @@ from prometheus_client import CollectorRegistry
 from cllm.engine.tenant import ANONYMOUS, Tenant
 from cllm.served import ServedModel, ServedModels
 from cllm.server.errors import ApiError
-from cllm.server.executor import SizedExecutor
 from cllm.server.inference.tokenization import PromptEncoder
 from cllm.server.page.hub import Hub
 from cllm.server.responses.store import ResponseStore
 from cllm.server.schema.body import body_executor
 from cllm.tasks.warm import restore_pins, warm_up
+from cllm.work.executor import SizedExecutor
 
 if TYPE_CHECKING:
     from cllm.config import Config
@@ -144,9 +144,7 @@ class ServerState:
 
     def forget(self, served: ServedModel) -> None:
         """Called when a model is unloaded."""
-        state = self._loaded.pop(served, None)
-        if state is not None:
-            state.encoder.close()
+        self._loaded.pop(served, None)
 
 
 def not_served(name: str, known: list[str] | dict[str, None]) -> ApiError:

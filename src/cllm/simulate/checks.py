@@ -12,6 +12,7 @@ from rich.table import Table
 
 from cllm.config import load_config
 from cllm.loading.parts import load_model
+from cllm.loading.text_work import PRELOADED
 from cllm.observe.json_option import write_json
 from cllm.report.extras import check_extra, check_writable
 from cllm.report.plots import save_plots
@@ -22,6 +23,7 @@ from cllm.simulate.report import print_table, short
 from cllm.simulate.scale import ScalePoint, measure_scale, plot_scale, points_to_json
 from cllm.simulate.settings import parse_value
 from cllm.simulate.validate import TOLERANCE, WORKLOADS, Comparison, RandomTokens, Validation, calibrations, settings_of
+from cllm.work.pool import blocking_workers
 
 
 def run_scale(blocks: str, requests: int, cost_name: str, json_file: Path | None, plot: Path | None) -> None:
@@ -76,7 +78,8 @@ def run_validation(
             "kv.disk.enabled": False,
         },
     ).config
-    parts = load_model(config)
+    with blocking_workers(config.work, PRELOADED) as workers:
+        parts = load_model(config, workers)
     with parts.backend:
         validation = Validation(parts.backend, parts.scheduler.kv, settings_of(parts, config))
         words = RandomTokens(parts.backend.shape.n_vocab, seed)

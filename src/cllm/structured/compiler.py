@@ -1,184 +1,178 @@
-"""Compiles a `Structure` to a `Grammar`: in threads of its own, within limits, and cached.
+"""Compiles a `Structure` to a `Grammar`, within limits, and keeps it for the next who asks.
 
-llguidance releases the GIL while it compiles. What it spends is bounded by the size of the source, by what is counted
-beforehand (`effort.py`, `conjunctions.py`) and by its own limits on grammars. It cannot be interrupted: what takes
-longer than `compile_timeout_s` is refused while its thread goes on, and another thread works for the others.
+What is small is compiled at once, in a thread. Anything else is tried out in a worker process, which can be killed and
+measures what it takes; only what has passed there is compiled here. Jobs of different keys take turns, a job ends when
+nobody waits for it any more, and nobody gets what another space has had compiled: how fast it comes would tell.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
+import threading
 import time
-from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
-
-from llguidance import LLMatcher, LLParserLimits
+from typing import Any, TypeVar
 
 from cllm.config.server import StructuredConfig
 from cllm.errors import InvalidRequestError, OverloadedError, ShuttingDownError, StructureError
-from cllm.structured.matcher import Grammar, MaskFiller
-from cllm.structured.schemas import NOT_APART
-from cllm.structured.sources import located, source_of
+from cllm.structured.building import Builder, Built
+from cllm.structured.effort import NotSmallError
+from cllm.structured.grammar_cache import GrammarCache, trim_memory
+from cllm.structured.matcher import Grammar
 from cllm.structured.structure import Kind, Structure
-from cllm.structured.threads import DaemonThreads, Job
 from cllm.structured.vocabulary import Vocabulary
+from cllm.work.owner import OWNER, Owner, while_wanted
+from cllm.work.turns import Turns
+from cllm.work.worker import ExceededError, Limits, RefusedError
 
-THREADS = 2
-TRIALS = 2
-"""Answers of one grammar share what its lexer has found out, up to a limit: the second may be one too many."""
-MOST_FIXED = 32_768
-"""Bytes that every answer begins with: to make tokens of them takes longer than others should wait."""
 STACK_BYTES = 64 << 20
-LIMITS = LLParserLimits(
-    max_items_in_row=4100,
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=100_000,
-    step_max_items=50_000,
-    max_lexer_states=50_000,
-    max_grammar_size=20_000,
-    verbose_errors=False,
-)
-"""The largest that are compiled in half a second, and whose masks take 10 ms; 1,000 properties, for example."""
+"""Grammars may be nested deeply."""
+MOST_KEPT_REASONS = 256
+TryOut = Callable[[Structure, Limits], Awaitable[Mapping[str, Any]]]
+"""`Builder.try_out` in a worker process."""
 
-_UNKNOWN_KEYS = re.compile(r"(?:^|: )Unimplemented keys: \[(.*?)\]")
-_ELSEWHERE = re.compile(r"^(?:Resource|Pointer) '(?:json-schema:///)?(.*?)' (?:is not present|does not exist)")
-_WRITTEN_HERE = ("regex", "choice", "structural_tag")
-_LISTING = re.compile(r"^at \d+\(\d+\): |\n *\d+ \| .*$", re.DOTALL)
-"""Where in a grammar; the client did not write these."""
-_WHILE = re.compile(r"\n  while processing .*")
-"""Which definition it is in; `located` says it better."""
-_Key = tuple[Kind, str]
-_Outcome = Grammar | str
-"""A grammar, or the reason why there is none. Not an exception: that would keep its callers' frames alive."""
+T = TypeVar("T")
+_Key = tuple[bytes, Kind, str]
+
+
+@dataclass(slots=True)
+class _Shared:
+    """One compilation, for all requests that wait for it."""
+
+    task: asyncio.Task[Built]
+    waiting: int = 0
 
 
 class Compiler:
-    """Of one model. `compile` is called on one event loop; the rest happens in threads."""
+    """Compiles for one model, on one event loop."""
 
-    def __init__(self, vocabulary: Vocabulary, config: StructuredConfig) -> None:
+    def __init__(self, vocabulary: Vocabulary, config: StructuredConfig, try_out: TryOut) -> None:
         self._vocabulary = vocabulary
         self._config = config
-        self._masks = MaskFiller(vocabulary) if vocabulary.tokens is not None else None
-        self._kept: OrderedDict[_Key, Job[_Outcome]] = OrderedDict()
-        self._threads: DaemonThreads[_Outcome] = DaemonThreads(THREADS, "cllm-grammar", STACK_BYTES)
+        self._try_out = try_out
+        self._builder = Builder(vocabulary) if vocabulary.tokens is not None else None
+        self._limits = Limits(config.compile_timeout_s, config.max_compile_mb << 20)
+        self._cache = GrammarCache(config.max_cached_mb << 20)
+        self._reasons: dict[_Key, str] = {}
+        """Why recent ones were refused."""
+        self._shared: dict[_Key, _Shared] = {}
+        self._turns = Turns(1)
+        self._thread = ThreadPoolExecutor(1, "cllm-grammar")
+        self._closed = False
 
     async def compile(self, structure: Structure) -> Grammar:
         """Raises `InvalidRequestError` if the structure is invalid."""
-        job = self._job(structure)
-        future = job.result
-        if not future.done():
-            await self._wait(structure, job)
-        if future.cancelled():
-            raise _closed()
-        if future.exception() is not None:  # not the structure's fault: do not cache it
-            self._kept.pop((structure.kind, structure.source), None)
-        outcome = future.result()
-        if isinstance(outcome, str):
-            raise _refusal(structure, outcome)
-        return outcome
-
-    async def _wait(self, structure: Structure, job: Job[_Outcome]) -> None:
-        """Until it is done. It may wait for others as long as it may take."""
-        seconds = self._config.compile_timeout_s
-        done = asyncio.wrap_future(job.result)
-        await asyncio.wait([done], timeout=seconds)
-        if not job.result.done() and job.started is not None:
-            await asyncio.wait([done], timeout=max(0.0, job.started + seconds - time.monotonic()))
-            if not job.result.done():
-                self._threads.give_up(job)
-                raise _refusal(structure, f"takes longer than {seconds:g} s to compile (structured.compile_timeout_s)")
-        elif not job.result.done():
-            raise OverloadedError(f"{structure.param} waited {seconds:g} s for others to be compiled")
+        owner = OWNER.get()
+        key = (owner.space, structure.kind, structure.source)
+        grammar = self._cache.get(key)
+        if grammar is not None:
+            return grammar
+        if (reason := self._reasons.get(key)) is not None:
+            raise _refusal(structure, reason)
+        shared = self._shared.get(key) or self._start(key, structure, owner)
+        shared.waiting += 1
+        try:
+            return (await while_wanted(owner, asyncio.shield(shared.task))).grammar
+        except (RefusedError, StructureError) as error:
+            raise _refusal(structure, str(error)) from None
+        finally:
+            shared.waiting -= 1
+            if not shared.waiting:
+                shared.task.cancel()
 
     def close(self) -> None:
-        self._threads.close()
+        self._closed = True
+        for shared in self._shared.values():
+            shared.task.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._cache.clear()
 
-    def _job(self, structure: Structure) -> Job[_Outcome]:
-        key = structure.kind, structure.source
-        job = self._kept.get(key)
-        if job is None:
-            self._check(structure)
-            job = self._submit(structure)
-            self._kept[key] = job
-            self._forget_oldest()
-        else:
-            self._kept.move_to_end(key)
-        return job
+    @property
+    def bytes_cached(self) -> int:
+        return self._cache.size
 
-    def _submit(self, structure: Structure) -> Job[_Outcome]:
-        try:
-            return self._threads.submit(partial(self._outcome, structure))
-        except RuntimeError as error:
-            raise _closed() from error
+    def _start(self, key: _Key, structure: Structure, owner: Owner) -> _Shared:
+        self._check(structure)
+        task = asyncio.create_task(self._make(structure, replace(owner, ended=None)))
+        shared = self._shared[key] = _Shared(task)
+        task.add_done_callback(partial(self._finish, key))
+        return shared
+
+    def _finish(self, key: _Key, task: asyncio.Task[Built]) -> None:
+        self._shared.pop(key, None)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self._cache.put(key, task.result())
+        elif isinstance(error, RefusedError):
+            self._reasons[key] = str(error)
+            if len(self._reasons) > MOST_KEPT_REASONS:
+                del self._reasons[next(iter(self._reasons))]
+        if self._cache.trim_is_due and not self._closed:
+            self._thread.submit(trim_memory)
 
     def _check(self, structure: Structure) -> None:
-        if self._vocabulary.tokens is None:
+        if self._closed:
+            raise ShuttingDownError("the model was closed before the structure was compiled")
+        if self._builder is None:
             raise _refusal(structure, "is not supported by this model: it has no token that ends an answer")
         size, most = len(structure.source.encode(errors="replace")), self._config.max_source_kb << 10
         if size > most:
             raise _refusal(structure, f"has {size} bytes; at most {most} are allowed (structured.max_source_kb)")
-        if (unfinished := self._threads.unfinished) >= self._config.max_compiling:
+        key = OWNER.get().key
+        if self._turns.waiting_of(key) >= self._config.max_compiling:
             raise OverloadedError(
-                f"{unfinished} structures are being compiled, and no more wait (structured.max_compiling)"
+                f"{self._config.max_compiling} structures wait to be compiled already (structured.max_compiling)"
             )
 
-    def _forget_oldest(self) -> None:
-        """Grammars that are still being compiled stay; there are few."""
-        for key in list(self._kept)[: max(len(self._kept) - self._config.max_cached, 0)]:
-            if self._kept[key].result.done():
-                del self._kept[key]
-
-    def _outcome(self, structure: Structure) -> _Outcome:
+    async def _make(self, structure: Structure, owner: Owner) -> Built:
+        """Raises `RefusedError` if it cannot be."""
+        OWNER.set(owner)
+        assert self._builder is not None
         try:
-            return self._compile(structure)
-        except (ValueError, StructureError) as error:
-            return str(error)
+            return await self._in_thread(owner, partial(self._builder.build_small, structure))
+        except NotSmallError:
+            pass
+        try:
+            tried = await self._try_out(structure, self._limits)
+        except ExceededError as error:
+            settings = "structured.compile_timeout_s, structured.max_compile_mb"
+            raise RefusedError(f"is too complex: compiling it {error} ({settings})") from None
+        if not self._cache.make_room(tried["memory"]):
+            raise OverloadedError(
+                f"the structures in use take {self._cache.size >> 20} MiB, and this one takes {tried['memory'] >> 20} "
+                "MiB more than structured.max_cached_mb leaves"
+            )
+        return await self._in_thread(owner, partial(self._builder.build, tried["source"], tried["memory"]))
 
-    def _compile(self, structure: Structure) -> Grammar:
-        assert self._vocabulary.tokens is not None and self._masks is not None
-        source = source_of(structure, self._vocabulary.tokenizer.special_tokens)
-        beginning = LLMatcher(self._vocabulary.tokens, source, log_level=0, limits=LIMITS)
-        if beginning.is_error():
-            raise ValueError(located(structure, _readable(beginning.get_error(), structure.kind), self._error_of))
-        # Some show only now that nothing can ever follow them, or that it takes too much to tell. Masks come first:
-        # while one is made the GIL is released, and what was found out for it need not be found out for fixed text.
-        for _ in range(TRIALS):
-            trial = beginning.deep_copy()
-            trial.compute_bitmask()
-            if trial.is_error():
-                raise ValueError(_readable(trial.get_error(), structure.kind))
-        if len(beginning.deep_copy().compute_ff_bytes()) > MOST_FIXED:
-            raise ValueError(f"begins with more than {MOST_FIXED} bytes of fixed text, or never ends")
-        grammar = Grammar(beginning, self._masks)
-        matcher = grammar.start()
-        if matcher.forced:
-            matcher.accept(matcher.forced[0])
-        return grammar
+    async def _in_thread(self, owner: Owner, work: Callable[[], T]) -> T:
+        """It cannot be interrupted, so its turn lasts until it is done, whoever waits."""
+        await self._turns.begin(owner.key, time.monotonic())
+        began = time.monotonic()
+        try:
+            future = self._submit(work)
+        except RuntimeError as error:
+            self._turns.end(owner.key, 0.0, began)
+            raise ShuttingDownError("the model was closed before the structure was compiled") from error
+        done = asyncio.wrap_future(future)
+        done.add_done_callback(lambda _: self._turns.end(owner.key, time.monotonic() - began, time.monotonic()))
+        try:
+            return await asyncio.shield(done)
+        except (NotSmallError, RefusedError):
+            raise
+        except ValueError as error:
+            raise RefusedError(str(error)) from None
 
-    def _error_of(self, source: str) -> str:
-        return _readable(LLMatcher.validate_grammar(source, self._vocabulary.tokens, limits=LIMITS), "json_schema")
-
-
-def _readable(error: str, kind: Kind) -> str:
-    if kind in _WRITTEN_HERE:
-        error = _LISTING.sub("", error)
-    lines = " ".join(_WHILE.sub("", error).replace("<non-verbose/>", "").split())
-    if lines.startswith("recursion limit exceeded"):
-        return "is nested too deeply"
-    if lines.startswith("oneOf constraints are not supported"):
-        return NOT_APART
-    if "Unable to determine if regex is empty" in lines:
-        return "has patterns that are too much together for the same text"
-    if found := _UNKNOWN_KEYS.search(lines):
-        return f"has keywords that are not supported: {found[1]}"
-    if found := _ELSEWHERE.search(lines):
-        return f"refers to {found[1]}, which is not in the schema"
-    return re.sub(r"^NoExtensionBias$|^NoExtension$", "allows no answer at all", lines)[:500]
-
-
-def _closed() -> ShuttingDownError:
-    return ShuttingDownError("the model was closed before the structure was compiled")
+    def _submit(self, work: Callable[[], T]) -> Any:
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            return self._thread.submit(work)
+        finally:
+            threading.stack_size(usual)
 
 
 def _refusal(structure: Structure, reason: str) -> InvalidRequestError:

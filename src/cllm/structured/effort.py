@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from decimal import Decimal
 from typing import Any
 
@@ -11,6 +13,9 @@ MOST_REMAINDERS = 100_000
 """Of `multipleOf`: a state each."""
 MOST_PATTERN_PAIRS = 10_000
 """`patternProperties` of one object are compared with each other."""
+SMALL_REMAINDERS = 2_000
+SMALL_PATTERN_PAIRS = 100
+SMALL_EXPRESSION = 512
 MOST_EXPRESSION = 4096
 """Characters of a regular expression, and of several so many that their squares are no more than those of three: time
 grows faster than that."""
@@ -19,6 +24,28 @@ _JOINED = frozenset(
     {"anyOf", "oneOf", "$ref", "multipleOf", "properties", "additionalProperties", "items", "prefixItems"}
 )
 """Two of these at the same place hold for the same numbers."""
+
+
+_only_small: ContextVar[bool] = ContextVar("_only_small", default=False)
+
+
+class NotSmallError(Exception):
+    """This may take longer than what others wait for should."""
+
+
+@contextmanager
+def only_small() -> Iterator[None]:
+    """Checks raise `NotSmallError` for what takes more than a few milliseconds."""
+    token = _only_small.set(True)
+    try:
+        yield
+    finally:
+        _only_small.reset(token)
+
+
+def _check_small(count: int, most: int) -> None:
+    if count > most and _only_small.get():
+        raise NotSmallError
 
 
 def check_expressions(expressions: Iterable[str]) -> None:
@@ -30,6 +57,7 @@ def check_expressions(expressions: Iterable[str]) -> None:
         squares += len(each) ** 2
     if squares > 3 * MOST_EXPRESSION**2:
         raise ValueError("has regular expressions that are too long together")
+    _check_small(squares, 3 * SMALL_EXPRESSION**2)
 
 
 class Effort:
@@ -63,6 +91,8 @@ class Effort:
             raise ValueError("has values of multipleOf that are too large, or have too many digits, to be enforced")
         if self._pairs > MOST_PATTERN_PAIRS:
             raise ValueError(f"has more than {math.isqrt(MOST_PATTERN_PAIRS)} patternProperties")
+        _check_small(self._states(), SMALL_REMAINDERS)
+        _check_small(self._pairs, SMALL_PATTERN_PAIRS)
 
     def _states(self) -> int:
         """Or a number beyond the limit."""

@@ -24,24 +24,30 @@ class Grammar:
 
     def __init__(self, beginning: LLMatcher, masks: MaskFiller) -> None:
         self._beginning = beginning
-        self._masks = masks
+        self.masks = masks
+        self.tokens = 0
+        """How many have been accepted, in all answers."""
 
     def start(self) -> Matcher:
         """For one answer."""
-        return Matcher(self._beginning.deep_copy(), self._masks)
+        return Matcher(self._beginning.deep_copy(), self)
 
 
 class Matcher:
     """Forced tokens are those that the tokenizer would make of the text that must come, as far as what comes after
     cannot change them."""
 
-    __slots__ = ("_forced", "inner", "masks")
+    __slots__ = ("_forced", "_grammar", "inner")
 
-    def __init__(self, inner: LLMatcher, masks: MaskFiller) -> None:
+    def __init__(self, inner: LLMatcher, grammar: Grammar) -> None:
         self.inner = inner
-        self.masks = masks
+        self._grammar = grammar
         self._forced: list[int] = []
         self._look_ahead()
+
+    @property
+    def masks(self) -> MaskFiller:
+        return self._grammar.masks
 
     @property
     def forced(self) -> Sequence[int]:
@@ -50,6 +56,7 @@ class Matcher:
     def accept(self, token: int) -> None:
         if not self.inner.consume_token(token):
             raise too_complex(self.inner)
+        self._grammar.tokens += 1
         expected, self._forced = self._forced, self._forced[1:]
         if not self._forced or token != expected[0]:
             self._look_ahead()
@@ -58,7 +65,7 @@ class Matcher:
         return self.inner.validate_tokens(list(tokens))
 
     def twin(self) -> Matcher:
-        return Matcher(self.inner.deep_copy(), self.masks)
+        return Matcher(self.inner.deep_copy(), self._grammar)
 
     def _look_ahead(self) -> None:
         if not self.inner.is_stopped():
@@ -66,7 +73,7 @@ class Matcher:
         elif self.inner.is_error():
             raise too_complex(self.inner)
         else:
-            self._forced = [self.masks.end_id]
+            self._forced = [self._grammar.masks.end_id]
 
 
 class MaskFiller:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cllm.dialect.grammar import AnswerForm
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
 _OF_THE_GRAMMAR = re.compile(r"at \d+\(\d+\): | \d+ \| .*$", re.DOTALL)
 """Place and listing in an error about a grammar that the client did not write."""
 
-Run = Callable[[Any, Callable[[], str]], Awaitable[str]]
-"""Runs work whose time grows with the data given first."""
-
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
@@ -51,7 +47,7 @@ async def prepare_chat(
 ) -> ChatTurn:
     """Raises `InvalidRequestError` if the messages or tools cannot be used."""
     dialect = llm.dialect
-    prompt = llm.encode_chat(messages, params, PromptOptions([tool.for_template() for tool in tools]))
+    prompt = await llm.encode_chat(messages, params, PromptOptions([tool.for_template() for tool in tools]))
     thinking = dialect.thinking_after(prompt, None)
     enforced = await enforce(llm, AnswerRules(params.structured, tools), thinking)
     grammar = None
@@ -84,14 +80,10 @@ class Enforced(NamedTuple):
     """The structure, compiled."""
 
 
-async def _at_once(_: Any, work: Callable[[], str]) -> str:
-    return work()
-
-
-async def enforce(llm: AsyncLLM, rules: AnswerRules, thinking: Thinking, run: Run = _at_once) -> Enforced | None:
+async def enforce(llm: AsyncLLM, rules: AnswerRules, thinking: Thinking) -> Enforced | None:
     """The given structure, guaranteed tool calls, and reasoning before either, in one grammar; None: nothing is
     demanded. Raises `InvalidRequestError`, which names the structure or tool that cannot be enforced."""
-    structure = await _whole_structure(llm, rules, thinking, run)
+    structure = await _whole_structure(llm, rules, thinking)
     if structure is None:
         return None
     try:
@@ -99,11 +91,11 @@ async def enforce(llm: AsyncLLM, rules: AnswerRules, thinking: Thinking, run: Ru
     except InvalidRequestError as error:
         if structure is rules.structure:
             raise
-        await _blame(llm, rules, run)
+        await _blame(llm, rules)
         raise InvalidRequestError(_OF_THE_GRAMMAR.sub("", str(error)), error.param) from None
 
 
-async def _whole_structure(llm: AsyncLLM, rules: AnswerRules, thinking: Thinking, run: Run) -> Structure | None:
+async def _whole_structure(llm: AsyncLLM, rules: AnswerRules, thinking: Thinking) -> Structure | None:
     given, tools, marks = rules.structure, rules.tools, llm.dialect.marks
     masked = bool(tools) and (rules.required or given is not None or any(tool.strict for tool in tools))
     if not masked and (given is None or marks is None or thinking == "closed" or given.kind not in RULES):
@@ -119,24 +111,24 @@ async def _whole_structure(llm: AsyncLLM, rules: AnswerRules, thinking: Thinking
     sources = [[tool.parameters for tool in tools], given.source if given is not None else ""]
     param = given.param if given is not None and not tools else "tools"
     try:
-        grammar = await run(sources, lambda: llm.dialect.grammar(form))
+        grammar = await llm.text_work.write_grammar(form, sources)
     except ValueError as error:  # a schema that cannot be enforced
-        await _blame(llm, rules, run)
+        await _blame(llm, rules)
         raise InvalidRequestError(f"{param}: {error}", param) from None
     return Structure("lark", grammar, param)
 
 
-async def _blame(llm: AsyncLLM, rules: AnswerRules, run: Run) -> None:
+async def _blame(llm: AsyncLLM, rules: AnswerRules) -> None:
     """Raise for the part of a grammar that is invalid by itself, by its name."""
     with suppress(asyncio.TimeoutError, RecursionError):
-        await asyncio.wait_for(_compile_each(llm, rules, run), llm.config.structured.compile_timeout_s)
+        await asyncio.wait_for(_compile_each(llm, rules), llm.config.structured.compile_timeout_s)
 
 
-async def _compile_each(llm: AsyncLLM, rules: AnswerRules, run: Run) -> None:
+async def _compile_each(llm: AsyncLLM, rules: AnswerRules) -> None:
     parts = [] if rules.structure is None else [rules.structure]
     for number, tool in enumerate(rules.tools):
         if tool.enforced is not None:
-            source = await run(tool.parameters, partial(json.dumps, tool.enforced, ensure_ascii=False))
+            source = json.dumps(tool.enforced, ensure_ascii=False)
             parts.append(Structure("json_schema", source, f"tools[{number}]"))
     for part in parts:
         await llm.compile(part)

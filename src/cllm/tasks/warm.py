@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from cllm.engine.tenant import Tenant
 from cllm.errors import CLLMError, InvalidRequestError, OverloadedError, ShuttingDownError
 from cllm.kv.pins import LostPin
-from cllm.text.tokenizer import encode_prompt
+from cllm.loading.text_tools import WHOLE_PROMPT
 
 if TYPE_CHECKING:
     from cllm.config.kv import WarmPrefix
@@ -45,7 +45,7 @@ async def warm_up(llm: AsyncLLM, prefixes: Sequence[WarmPrefix], tenant_of: Call
             continue
         try:
             text = prefix.prompt if prefix.file is None else await _read_in_thread(prefix.file)
-            prompt = await asyncio.to_thread(_encode, llm, prefix, text)
+            prompt = await _encode(llm, prefix, text)
             name = f"warm-{number}"
             done = await llm.warm(prompt, pin=prefix.pin, ttl_s=prefix.ttl_s, tenant=tenant, request_id=name)
         except (CLLMError, OSError, ValueError) as error:
@@ -86,13 +86,12 @@ async def _restore_pin(llm: AsyncLLM, pin: LostPin) -> None:
         await llm.unpin(pin.id)
 
 
-def _encode(llm: AsyncLLM, prefix: WarmPrefix, text: str | None) -> list[int]:
+async def _encode(llm: AsyncLLM, prefix: WarmPrefix, text: str | None) -> list[int]:
     messages = _messages(prefix, text)
     if messages is not None:
-        return llm.encode_beginning(messages)
+        return await llm.encode_beginning(messages)
     assert text is not None
-    llm.prompt_limit().check_text(llm.tokenizer, text, "prompt", special=True)
-    return encode_prompt(llm.tokenizer, text)
+    return await llm.text_work.encode(text, WHOLE_PROMPT, llm.prompt_limit(), "prompt")
 
 
 def _messages(prefix: WarmPrefix, text: str | None) -> Sequence[Mapping[str, Any]] | None:

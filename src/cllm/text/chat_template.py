@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError, meta
 
 from cllm.errors import InvalidRequestError, ModelError
-from cllm.models.gguf import GGUFModel
 from cllm.text.adapting import alternating, as_object, as_text, with_descriptions
 from cllm.text.messages import Message, read_messages
 from cllm.text.sandbox import environment
@@ -31,17 +30,11 @@ from cllm.text.special_token_guard import (
     replace_strings,
     unused_character,
 )
-from cllm.text.token_limit import TokenLimit
-from cllm.text.tokenizer import Tokenizer
-from cllm.text.vocab import special_name
+from cllm.text.template_facts import EXAMPLE_ARGUMENTS, EXAMPLE_TOOL, TemplateFacts
 
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""For models without a template."""
+if TYPE_CHECKING:
+    from cllm.text.token_limit import TokenLimit
+    from cllm.text.tokenizer import Tokenizer
 
 _OURS = frozenset({
     "messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "continue_final_message",
@@ -85,6 +78,16 @@ class ChatTemplate:
         self.source = source
         self.bos = bos
         self.eos = eos
+
+    @cached_property
+    def facts(self) -> TemplateFacts:
+        return TemplateFacts(
+            source=self.source,
+            variables=self.variables,
+            takes_system=self.takes_system,
+            takes_calls=self.takes_calls,
+            example_call=self.write_call(EXAMPLE_TOOL, dict(EXAMPLE_ARGUMENTS)),
+        )
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -147,14 +150,26 @@ class ChatTemplate:
         options: PromptOptions = PLAIN,
     ) -> list[int]:
         """The prompt as tokens; one that is longer than `limit` is refused."""
-        text, literal = self._compose_somehow(tokenizer, self._with_arguments(read_messages(messages)), options)
-        has_bos = bool(self.bos) and text.startswith(self.bos) and literal[:1] != [0]
-        if limit is not None:
-            limit.check_text(tokenizer, text, "messages", special=True)
-        ids = tokenizer.encode(text, special=True, add_bos=not has_bos, literal=literal)
-        if limit is not None:
-            limit.check(ids, "messages")
-        return ids
+        text, literal = self.compose(frozenset(tokenizer.special_tokens), messages, options)
+        return encode_composed(tokenizer, self.bos, text, literal, limit)
+
+    def compose(
+        self, special: frozenset[str], messages: Sequence[Mapping[str, Any]], options: PromptOptions = PLAIN
+    ) -> tuple[str, list[int]]:
+        """The prompt, and the positions in it that must not become special tokens, whose names are `special`.
+
+        What the template rejects is adapted: roles, and tools without descriptions."""
+        read = self._with_arguments(read_messages(messages))
+        try:
+            return self._compose(special, read, options)
+        except TemplateRejectionError as error:
+            described = replace(options, tools=[*map(with_descriptions, options.tools)])
+            adapted = alternating(read, system=self.takes_system)
+            with suppress(TemplateRejectionError):
+                return self._compose(special, read, described)
+            with suppress(TemplateRejectionError):
+                return self._compose(special, adapted, described)
+            raise error
 
     def _with_arguments(self, messages: list[Message]) -> list[Message]:
         """The arguments of calls in the form that the template expects."""
@@ -173,25 +188,11 @@ class ChatTemplate:
             for message in messages
         ]
 
-    def _compose_somehow(
-        self, tokenizer: Tokenizer, messages: list[Message], options: PromptOptions
+    def _compose(
+        self, special: frozenset[str], messages: list[Message], options: PromptOptions
     ) -> tuple[str, list[int]]:
-        """Adapt what the template rejects: roles, and tools without descriptions."""
-        try:
-            return self._compose(tokenizer, messages, options)
-        except TemplateRejectionError as error:
-            described = replace(options, tools=[*map(with_descriptions, options.tools)])
-            adapted = alternating(messages, system=self.takes_system)
-            with suppress(TemplateRejectionError):
-                return self._compose(tokenizer, messages, described)
-            with suppress(TemplateRejectionError):
-                return self._compose(tokenizer, adapted, described)
-            raise error
-
-    def _compose(self, tokenizer: Tokenizer, messages: list[Message], options: PromptOptions) -> tuple[str, list[int]]:
-        """The prompt, and the positions in it that must not become special tokens."""
         _check_options(messages, options)
-        guard = guard_for(frozenset(tokenizer.special_tokens))
+        guard = guard_for(special)
         written = set(_user_texts(messages, options))
         risky = {text: spots for text in written if (spots := guard.find(text))}
         if options.continues:
@@ -245,10 +246,17 @@ class ChatTemplate:
             raise TemplateRejectionError(f"the model's chat template rejected the messages: {error}") from error
 
 
-def load_chat_template(model: GGUFModel, source: str | None = None) -> ChatTemplate:
-    """The template `source`, the file's own, or ChatML."""
-    template = source or model.get("tokenizer.chat_template", "") or CHATML
-    return ChatTemplate(template, bos=special_name(model, "bos"), eos=special_name(model, "eos"))
+def encode_composed(
+    tokenizer: Tokenizer, bos: str, text: str, literal: Sequence[int], limit: TokenLimit | None = None
+) -> list[int]:
+    """The tokens of what `ChatTemplate.compose` made."""
+    has_bos = bool(bos) and text.startswith(bos) and literal[:1] != [0]
+    if limit is not None:
+        limit.check_text(tokenizer, text, "messages", special=True)
+    ids = tokenizer.encode(text, special=True, add_bos=not has_bos, literal=literal)
+    if limit is not None:
+        limit.check(ids, "messages")
+    return ids
 
 
 class TemplateRejectionError(InvalidRequestError):

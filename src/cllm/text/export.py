@@ -14,7 +14,7 @@ from cllm.errors import ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from cllm.text import bpe, spm
-from cllm.text.chat_template import ChatTemplate
+from cllm.text.template_source import TemplateSource
 from cllm.text.tokenizer import load_tokenizer
 from cllm.text.vocab import TokenKind, Vocabulary, read_vocabulary
 
@@ -23,7 +23,7 @@ _SETTINGS = "tokenizer_config.json"
 _COPIED = (_TOKENIZER, _SETTINGS, "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
 
 
-def export_tokenizer(model: GGUFModel | HFModel, template: ChatTemplate, directory: Path) -> list[Path]:
+def export_tokenizer(model: GGUFModel | HFModel, template: TemplateSource, directory: Path) -> list[Path]:
     """Write the files and return their paths. Existing files are not overwritten."""
     try:
         if (directory / _TOKENIZER).exists() or (directory / _SETTINGS).exists():
@@ -81,7 +81,7 @@ def _sentencepiece(model: GGUFModel, vocab: Vocabulary) -> Tokenizer:
     return library
 
 
-def _settings(model: GGUFModel, template: ChatTemplate) -> dict[str, Any]:
+def _settings(model: GGUFModel, template: TemplateSource) -> dict[str, Any]:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.shape.context_length,

@@ -21,7 +21,7 @@ from cllm.models.hf_directory import HFModel
 from cllm.models.json_file import FETCH_AGAIN, parse_json, read_json, read_text
 from cllm.text import bpe, spm
 from cllm.text.bpe import Encoder
-from cllm.text.chat_template import CHATML, ChatTemplate
+from cllm.text.template_source import CHATML, TemplateSource
 from cllm.text.tokenizer import ROOM_BYTES, ROOM_PER_TOKEN, TableTokenizer, Tokenizer, join_encoded
 from cllm.text.vocab import MAX_TOKEN_LENGTH, TokenKind
 
@@ -88,11 +88,11 @@ def load_hf_tokenizer(model: HFModel) -> Tokenizer:
     )
 
 
-def load_hf_chat_template(model: HFModel, source: str | None = None) -> ChatTemplate:
+def load_hf_chat_template(model: HFModel, source: str | None = None) -> TemplateSource:
     """The template `source`, the directory's own, or ChatML."""
     settings = _read_settings(model)
     template = source or _own_template(model, settings) or CHATML
-    return ChatTemplate(template, bos=_token_name(settings, "bos_token"), eos=_token_name(settings, "eos_token"))
+    return TemplateSource(template, _token_name(settings, "bos_token"), _token_name(settings, "eos_token"))
 
 
 # -- other files -------------------------------------------------------------------------------------------------

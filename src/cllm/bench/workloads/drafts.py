@@ -158,7 +158,7 @@ class _Side:
     async def answer(self, key: str, task: Task, params: SamplingParams, place: str) -> list[int]:
         """An answer's tokens, with the time that they took from the first one on."""
         prompt = [{"role": "user", "content": task.text}]
-        ids = self.llm.encode_chat(prompt, params) if task.is_chat else self.llm.tokenizer.encode(task.text)
+        ids = await self.llm.encode_chat(prompt, params) if task.is_chat else self.llm.tokenizer.encode(task.text)
         before = self.llm.snapshot()
         tokens: list[int] = []
         first_at, first = 0.0, 0

@@ -83,7 +83,7 @@ class Structured(LocalWorkload):
         await self._in_turn(sides, number, "streams", texts, _records(), GREEDY)
         questions = tasks(CHAT)
         question = questions[(repeat * self.rounds + number) % len(questions)].text
-        await self._in_turn(sides, number, "keys", [_as_chat(sides[0].llm, question)], _long_keys(), SAMPLED)
+        await self._in_turn(sides, number, "keys", [await _as_chat(sides[0].llm, question)], _long_keys(), SAMPLED)
 
     async def _in_turn(
         self, sides: Sequence[_Side], number: int, key: str, prompts: Sequence[Prompt], schema: str, how: SamplingParams
@@ -150,8 +150,8 @@ def _settings(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _as_chat(llm: AsyncLLM, question: str) -> Sequence[int]:
-    return llm.encode_chat([{"role": "user", "content": question}], SAMPLED)
+async def _as_chat(llm: AsyncLLM, question: str) -> Sequence[int]:
+    return await llm.encode_chat([{"role": "user", "content": question}], SAMPLED)
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:

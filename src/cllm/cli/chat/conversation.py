@@ -125,7 +125,7 @@ class Conversation:
         if self.system or self.tools:
             beginning = self._start or [{"role": "user", "content": ""}]
             options = PromptOptions([tool.for_template() for tool in self.tools])
-            keep = len(self._llm.encode_beginning(beginning, options=options))
+            keep = len(self._loop.run_until_complete(self._llm.encode_beginning(beginning, options=options)))
         recent = max(self.max_context // 2 - keep, MIN_RECENT)
         changed = {**self.settings, "context_window": ContextWindow(recent, keep)}
         self._llm.prompt_limit(sampling.validate(changed))

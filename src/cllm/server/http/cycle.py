@@ -16,6 +16,8 @@ from cllm.server.errors import Problem
 
 DIRECT_SEND = "cllm.send"
 """The ASGI extension with which pieces of a long response bypass the middleware, which does not look at them."""
+CLIENT_GONE = "cllm.gone"
+"""The ASGI extension with a future that is done when the client has disconnected."""
 log = logging.getLogger("cllm.server")
 
 _NO_BODY = frozenset({204, 304})
@@ -73,6 +75,7 @@ class RequestCycle:
         self._end_sent = False
         self._news = asyncio.Event()
         self._wants_continue = False
+        self._client_gone: asyncio.Future[None] | None = None
         self._head: bytes | None = None
         self._left: int | None = None
         """Bytes of the response still to come, if it has a content-length."""
@@ -109,6 +112,8 @@ class RequestCycle:
     def disconnect(self) -> None:
         """The client has disconnected."""
         self.gone = True
+        if self._client_gone is not None and not self._client_gone.done():
+            self._client_gone.set_result(None)
         self._body.clear()
         self._news.set()
 
@@ -116,6 +121,9 @@ class RequestCycle:
         """Let the application answer the request."""
         extensions = self.scope.setdefault("extensions", {})
         extensions[DIRECT_SEND] = self.send
+        extensions[CLIENT_GONE] = self._client_gone = asyncio.get_running_loop().create_future()
+        if self.gone:
+            self._client_gone.set_result(None)
         try:
             await app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:

@@ -70,7 +70,7 @@ async def open_chat(state: ServerState, request: Request, chat: ChatInput, prefi
     pins = await pins_of_chat(model, chat.marks, chat.cache_control, prompt, chat.params, options)
     dialect = model.llm.dialect
     thinking = dialect.thinking_after(prompt, chat.messages[-1]["content"] if chat.continue_last else None)
-    enforced = await enforce(model.llm, _rules(chat, tools), thinking, model.encoder.run_sized)
+    enforced = await enforce(model.llm, _rules(chat, tools), thinking)
     separate = dialect.separates if chat.separate_reasoning is None else chat.separate_reasoning
     reads = bool(tools) or thinking == "opened" or (separate and dialect.marks is not None and thinking == "none")
     head = Head(f"{prefix}-{request.state.unique_id}", int(time.time()), model.served_name)

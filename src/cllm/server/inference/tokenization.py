@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from cllm.errors import InvalidRequestError
 from cllm.loading.embedder import EMBEDDING
-from cllm.server.executor import SizedExecutor
+from cllm.loading.text_tools import WHOLE_PROMPT, Encoding
+from cllm.loading.text_work import IN_THREAD
 from cllm.text.chat_template import PLAIN, PromptOptions
 from cllm.text.token_limit import CONTEXT_LENGTH_EXCEEDED, PIECE, TokenLimit
-from cllm.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
     from cllm.llm import AsyncLLM
 
-T = TypeVar("T")
+P = TypeVar("P")
 
-INLINE = 2_000
-"""Characters that are tokenised on the event loop, in about 3 ms at most (digits are the slowest: each is a word)."""
 _EACH = 16
-"""What a text or message costs by itself, in characters."""
+"""What a text costs by itself, in characters."""
 _IDS = 16
 """Token ids that cost as much as a character."""
 
@@ -32,40 +30,30 @@ _IDS = 16
 class PromptEncoder:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self._executor = SizedExecutor("text", inline=INLINE, short=PIECE)
-
-    def close(self) -> None:
-        self._executor.close()
 
     async def encode(
         self, text: str, limit: TokenLimit, param: str, *, special: bool = False, add_bos: bool = True
     ) -> Sequence[int]:
-        to_tokens = partial(self._llm.tokenizer.encode, special=special, add_bos=add_bos)
-        return (await self._encode([text], limit, param, to_tokens, _size(text), special=special))[0]
+        return await self._llm.text_work.encode(text, Encoding(special, add_bos), limit, param)
 
     async def encode_prompt(
         self, text: str, params: SamplingParams | None = None, *, limit: TokenLimit | None = None, param: str = "prompt"
     ) -> Sequence[int]:
         """As completions take it. `limit`: another one than the context."""
-        limit = limit or self._llm.prompt_limit(params)
-        return (await self._encode([text], limit, param, self._to_prompt, _size(text), special=True))[0]
+        return await self._llm.text_work.encode(text, WHOLE_PROMPT, limit or self._llm.prompt_limit(params), param)
 
     async def encode_prompts(self, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[Sequence[int]]:
         """Strings become tokens, tokens an array."""
-        limit = self._llm.prompt_limit(params)
-        return await self._encode_all(prompts, limit, "prompt", self._to_prompt, special=True)
-
-    def _to_prompt(self, text: str) -> list[int]:
-        return encode_prompt(self._llm.tokenizer, text)
+        return await self._encode_all(prompts, self._llm.prompt_limit(params), "prompt", WHOLE_PROMPT)
 
     async def encode_inputs(
         self, inputs: Sequence[str | list[int]], param: str, *, truncate: bool = False
     ) -> list[Sequence[int]]:
         """Texts to embed. Empty ones and unknown tokens are refused. `truncate`: texts are cut to the context."""
         limit = self._llm.prompt_limit(EMBEDDING)._replace(what="a text")
-        encode = self._llm.embedder.encode_text
+        encode = Encoding(embeds=True, end=tuple(self._llm.embedder.text_end))
         if truncate:
-            encode = partial(encode, most=limit.most)
+            encode = replace(encode, most=limit.most)
             most = max(self._llm.config.server.max_encode_tokens, limit.most)
             limit = TokenLimit(most, f"at most {most} are read (server.max_encode_tokens)", "a text")
         encoded = await self._encode_all(inputs, limit, param, encode)
@@ -80,38 +68,51 @@ class PromptEncoder:
                         f"{param}[{number}] contains token {max(ids)}; ids go from 0 to {vocabulary - 1}", param
                     )
 
-        await self._executor.run(sum(map(len, encoded)), check)
+        await self._llm.text_work.run(sum(map(len, encoded)), check)
         return encoded
 
     async def encode_pairs(self, query: str, documents: Sequence[str]) -> list[Sequence[int]]:
         """A query with each document, as a reranking model reads them."""
         limit = self._llm.prompt_limit(EMBEDDING)._replace(what="a document with the query")
-        limit.check_text(self._llm.tokenizer, query, "query")
-        return await self._encode_all(
-            documents,
-            limit,
-            "documents",
-            lambda document: self._llm.embedder.encode_pair(query, document),
-            each=len(query),
-        )
+        tokenizer, embedder = self._llm.tokenizer, self._llm.embedder
+        limit.check_text(tokenizer, query, "query")
+
+        def encode(document: str) -> list[int]:
+            limit.check_text(tokenizer, document, "documents")
+            ids = embedder.encode_pair(query, document)
+            limit.check(ids, "documents")
+            return ids
+
+        return await self._in_pieces(documents, lambda document: _size(document) + len(query), encode)
 
     async def _encode_all(
-        self,
-        prompts: Sequence[str | list[int]],
-        limit: TokenLimit,
-        param: str,
-        encode: Callable[[str], list[int]],
-        each: int = 0,
-        *,
-        special: bool = False,
+        self, prompts: Sequence[str | list[int]], limit: TokenLimit, param: str, how: Encoding
     ) -> list[Sequence[int]]:
-        """In jobs of about `PIECE` characters, so that others get their turn. `each`: further characters per text."""
+        tokenizer, encoded = self._llm.tokenizer, dict[int, Sequence[int]]()
+        for number, prompt in enumerate(prompts):
+            if isinstance(prompt, str) and len(prompt) > IN_THREAD:
+                encoded[number] = await self._llm.text_work.encode(prompt, how, limit, param)
+
+        def encode(prompt: str | list[int]) -> Sequence[int]:
+            if isinstance(prompt, str):
+                return how.checked(tokenizer, prompt, limit, param)
+            limit.check(prompt, param)
+            return array("i", prompt)
+
+        others = [prompt for number, prompt in enumerate(prompts) if number not in encoded]
+        rest = iter(await self._in_pieces(others, _size, encode))
+        return [encoded[number] if number in encoded else next(rest) for number in range(len(prompts))]
+
+    async def _in_pieces(
+        self, items: Sequence[P], size_of: Callable[[P], int], encode: Callable[[P], Sequence[int]]
+    ) -> list[Sequence[int]]:
+        """In jobs of about `PIECE` characters, so that others get their turn."""
         encoded: list[Sequence[int]] = []
         start = size = 0
-        for stop, prompt in enumerate(prompts, 1):
-            size += _size(prompt) + each
-            if size >= PIECE or stop == len(prompts):
-                encoded += await self._encode(prompts[start:stop], limit, param, encode, size, special=special)
+        for stop, item in enumerate(items, 1):
+            size += size_of(item)
+            if size >= PIECE or stop == len(items):
+                encoded += await self._llm.text_work.run(size, partial(_each, encode, items[start:stop]))
                 start, size = stop, 0
         return encoded
 
@@ -127,28 +128,23 @@ class PromptEncoder:
                 "leave it out",
                 "suffix",
             )
-        limit.check_text(tokenizer, suffix, "suffix")
         begin = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+        after = await self.encode(suffix, limit, "suffix", add_bos=False)
+        before = await self._encode_all(prompts, limit, "prompt", Encoding(add_bos=False))
 
-        def encode() -> list[Sequence[int]]:
-            after = tokenizer.encode(suffix, add_bos=False)
-            made: list[Sequence[int]] = []
-            for prompt in prompts:
-                if isinstance(prompt, str):
-                    limit.check_text(tokenizer, prompt, "prompt")
-                    prompt = tokenizer.encode(prompt, add_bos=False)
-                ids = array("i", [*begin, *infill.prompt(prompt, after)])
-                limit.check(ids, "prompt")
-                made.append(ids)
-            return made
+        def join(prompt: Sequence[int]) -> Sequence[int]:
+            ids = array("i", [*begin, *infill.prompt(prompt, after)])
+            limit.check(ids, "prompt")
+            return ids
 
-        return await self._executor.run(sum(map(_size, [suffix, *prompts])), encode)
+        return await self._in_pieces(before, len, join)
 
     async def encode_chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams, options: PromptOptions = PLAIN
     ) -> list[int]:
         try:
-            return await self._encode_messages(messages, params, options, self._llm.encode_chat)
+            self._check_size(messages, self._llm.prompt_limit(params))
+            return await self._llm.encode_chat(messages, params, options)
         except InvalidRequestError as error:
             if error.code != CONTEXT_LENGTH_EXCEEDED or not options.tools:
                 raise
@@ -171,13 +167,8 @@ class PromptEncoder:
         self, messages: Sequence[dict[str, Any]], options: PromptOptions, limit: TokenLimit
     ) -> list[int]:
         """A prompt that may be longer than the context."""
-
-        def encode(
-            messages: Sequence[dict[str, Any]], params: SamplingParams | None, options: PromptOptions
-        ) -> list[int]:
-            return self._llm.encode_chat(messages, params, options, limit)
-
-        return await self._encode_messages(messages, None, options, encode, limit)
+        self._check_size(messages, limit)
+        return await self._llm.encode_chat(messages, options=options, limit=limit)
 
     async def encode_beginning(
         self,
@@ -186,57 +177,20 @@ class PromptEncoder:
         options: PromptOptions = PLAIN,
     ) -> list[int]:
         """The prefix of all prompts whose first messages are these."""
-        return await self._encode_messages(messages, params, options, self._llm.encode_beginning)
+        self._check_size(messages, self._llm.prompt_limit(params))
+        return await self._llm.encode_beginning(messages, params, options)
 
-    async def run_sized(self, data: Any, work: Callable[[], T]) -> T:
-        """Run `work`, whose time grows with `data`, such as tools, without blocking others."""
-        return await self._executor.run(estimated_cost(data), work)
-
-    async def _encode_messages(
-        self,
-        messages: Sequence[dict[str, Any]],
-        params: SamplingParams | None,
-        options: PromptOptions,
-        encode: Callable[[Sequence[dict[str, Any]], SamplingParams | None, PromptOptions], list[int]],
-        limit: TokenLimit | None = None,
-    ) -> list[int]:
-        limit = limit or self._llm.prompt_limit(params)
+    def _check_size(self, messages: Sequence[dict[str, Any]], limit: TokenLimit) -> None:
         # Templates trim the blanks around a message.
         size = sum(len(message["content"].strip()) for message in messages)
         if size > limit.most * self._llm.tokenizer.longest_token:
             has = f"messages of {size} characters, which are more than {limit.most} tokens"
             raise limit.error(has, "messages")
-        size += _EACH * len(messages) + estimated_cost((options.tools, options.arguments))
-        size += sum(estimated_cost(message["tool_calls"]) for message in messages if "tool_calls" in message)
-        return await self._executor.run(size, lambda: encode(messages, params, options))
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of a prompt, special tokens by name."""
         decode = self._llm.tokenizer.decode
-        return await self._executor.run(len(ids), lambda: decode(ids, skip_special=False))
-
-    async def _encode(
-        self,
-        texts: Sequence[str | list[int]],
-        limit: TokenLimit,
-        param: str,
-        to_tokens: Callable[[str], list[int]],
-        size: int,
-        *,
-        special: bool = False,
-    ) -> list[Sequence[int]]:
-        tokenizer = self._llm.tokenizer
-
-        def encode(text: str | list[int]) -> Sequence[int]:
-            if not isinstance(text, str):
-                limit.check(text, param)
-                return array("i", text)
-            limit.check_text(tokenizer, text, param, special=special)
-            ids = to_tokens(text)
-            limit.check(ids, param)
-            return ids
-
-        return await self._executor.run(size, lambda: [encode(text) for text in texts])
+        return await self._llm.text_work.run(len(ids), lambda: decode(ids, skip_special=False))
 
 
 def each_prompt(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -247,20 +201,8 @@ def each_prompt(given: str | list[str] | list[int] | list[list[int]]) -> list[st
     return [*given]
 
 
-def estimated_cost(value: Any, most: int = PIECE + 1) -> int:
-    """About what nested data costs, in characters; counting stops at `most`."""
-    total, waiting = 0, [value]
-    while waiting and total < most:
-        each = waiting.pop()
-        if isinstance(each, str):
-            total += len(each)
-        elif isinstance(each, dict):
-            waiting += each.keys()
-            waiting += each.values()
-        elif isinstance(each, list | tuple):
-            waiting += each
-        total += _EACH
-    return total
+def _each(encode: Callable[[P], Sequence[int]], items: Sequence[P]) -> list[Sequence[int]]:
+    return [encode(item) for item in items]
 
 
 def _size(prompt: str | list[int]) -> int:

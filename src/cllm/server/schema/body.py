@@ -18,9 +18,9 @@ from starlette.requests import ClientDisconnect
 
 from cllm.errors import InvalidRequestError
 from cllm.server.errors import ClientGoneError
-from cllm.server.executor import SizedExecutor
 from cllm.server.schema.invalid import describe_invalid
 from cllm.server.schema.validation import shorten
+from cllm.work.executor import SizedExecutor
 
 if TYPE_CHECKING:
     from cllm.config import ServerConfig

@@ -1,0 +1,27 @@
+"""What worker processes do with chat templates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from cllm.text.chat_template import ChatTemplate, PromptOptions
+
+Source = tuple[str, str, str]
+"""Of a `TemplateSource`."""
+
+
+@lru_cache(maxsize=4)
+def _template(source: str, bos: str, eos: str) -> ChatTemplate:
+    return ChatTemplate(source, bos=bos, eos=eos)
+
+
+def examine(source: Source) -> dict[str, Any]:
+    return _template(*source).facts.as_json()
+
+
+def compose(
+    source: Source, special: frozenset[str], messages: Sequence[Mapping[str, Any]], options: PromptOptions
+) -> tuple[str, list[int]]:
+    return _template(*source).compose(special, messages, options)

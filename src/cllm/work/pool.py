@@ -1,0 +1,219 @@
+"""Runs jobs in worker processes: in turn, within limits, and only as long as somebody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from cllm.config.work import WorkConfig
+from cllm.errors import InvalidRequestError, ModelUnavailableError, OverloadedError, ShuttingDownError
+from cllm.work.owner import OWNER, Owner, while_wanted
+from cllm.work.parents import FIRST, Parent, Recipe
+from cllm.work.turns import Turns
+from cllm.work.worker import ExceededError, Limits, RefusedError, Worker
+
+KEPT = 2
+"""Idle workers of each kind that wait for their next job."""
+IDLE_S = 60.0
+"""Workers that have had no job for so long end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    kind: str
+    """What metrics call it."""
+    function: str
+    """`module:name`. It returns what JSON can hold, or bytes."""
+    arguments: tuple[Any, ...]
+    recipe: Recipe | None = None
+    """What must be loaded where it runs."""
+    limits: Limits | None = None
+    """If not those of the settings."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Workers for which the same has been loaded."""
+
+    parent: Parent
+    idle: list[Worker] = field(default_factory=list)
+    used: float = field(default_factory=time.monotonic)
+
+
+class Workers:
+    """Used on one event loop; `run_blocking` from other threads. Processes start when they are first needed."""
+
+    def __init__(self, config: WorkConfig, modules: Sequence[str] = ()) -> None:
+        """`modules`: what nearly every job needs."""
+        self._modules = modules
+        self._limits = Limits(config.max_cpu_s, config.max_memory_mb << 20)
+        self._most_waiting = config.max_waiting
+        self._turns = Turns(config.processes)
+        self._kinds: dict[Recipe | None, _Kind] = {}
+        self._busy: set[Worker] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tidying: asyncio.TimerHandle | None = None
+        self._closed = False
+        self.seconds: dict[str, float] = defaultdict(float)
+        """CPU time of each kind of job,"""
+        self.jobs: Counter[tuple[str, str]] = Counter()
+        """and how many of each kind ended in which way."""
+        self.key_seconds: dict[str, float] = defaultdict(float)
+        """CPU time for each key."""
+
+    def open(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Take the event loop, the running one by default, for `run_blocking`."""
+        self._loop = loop or asyncio.get_running_loop()
+
+    async def run(self, job: Job) -> Any:
+        """What the job's function returns, for the request that the running code serves. Raises `RefusedError` or
+        `InvalidRequestError` if the function does, `ExceededError` if it takes too much, and `OverloadedError` if too
+        many jobs of the key wait."""
+        owner = OWNER.get()
+        if self._turns.waiting_of(owner.key) >= self._most_waiting:
+            raise OverloadedError(f"{self._most_waiting} jobs of this key wait already (work.max_waiting)")
+        return await while_wanted(owner, self._run(job, owner))
+
+    def run_blocking(self, job: Job) -> Any:
+        """From another thread than the event loop's, and for nobody in particular."""
+        assert self._loop is not None
+
+        async def run() -> Any:
+            OWNER.set(Owner())
+            return await self.run(job)
+
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        return future.result()
+
+    @property
+    def waiting(self) -> int:
+        return self._turns.waiting
+
+    @property
+    def running(self) -> int:
+        return self._turns.running
+
+    def forget(self, recipe: Recipe | None) -> None:
+        """End the processes that have this loaded."""
+        if (kind := self._kinds.pop(recipe, None)) is not None:
+            self._end(kind)
+
+    def close(self) -> None:
+        """End all processes, whatever they do."""
+        self._closed = True
+        if self._tidying is not None:
+            self._tidying.cancel()
+        for worker in self._busy:
+            worker.kill()
+        for kind in self._kinds.values():
+            self._end(kind)
+        self._kinds.clear()
+
+    async def _run(self, job: Job, owner: Owner) -> Any:
+        await self._turns.begin(owner.key, time.monotonic())
+        cost, outcome = 0.0, "failed"
+        try:
+            worker = self._take(job.recipe)
+            self._busy.add(worker)
+            try:
+                result = await worker.do(job.function, job.arguments, job.limits or self._limits)
+                outcome = "done"
+                return result
+            except ExceededError as error:
+                if self._closed:
+                    raise ShuttingDownError("the server is shutting down") from error
+                outcome = "exceeded"
+                raise
+            except (RefusedError, InvalidRequestError):
+                outcome = "refused"
+                raise
+            except asyncio.CancelledError:
+                outcome = "cancelled"
+                raise
+            finally:
+                cost = worker.cpu_s
+                self._busy.discard(worker)
+                self._give_back(job.recipe, worker)
+        finally:
+            self.seconds[job.kind] += cost
+            self.key_seconds[owner.key] += cost
+            self.jobs[job.kind, outcome] += 1
+            self._turns.end(owner.key, cost, time.monotonic())
+
+    def _take(self, recipe: Recipe | None) -> Worker:
+        if self._closed:
+            raise ShuttingDownError("the server is shutting down")
+        try:
+            kind = self._kind(recipe)
+            if kind.idle:
+                return kind.idle.pop()
+            return Worker(kind.parent.fork_worker())
+        except OSError:  # a parent has ended: somebody killed it
+            self._start_again()
+        try:
+            return Worker(self._kind(recipe).parent.fork_worker())
+        except OSError as error:
+            raise ModelUnavailableError(f"a worker process cannot be started: {error}", 1.0) from error
+
+    def _kind(self, recipe: Recipe | None) -> _Kind:
+        """Raises `OSError`."""
+        if (kind := self._kinds.get(recipe)) is not None:
+            kind.used = time.monotonic()
+            return kind
+        first = FIRST.get(self._modules)
+        kind = self._kinds[recipe] = _Kind(first if recipe is None else first.fork_parent(recipe))
+        if self._tidying is None:
+            self._tidying = asyncio.get_running_loop().call_later(IDLE_S, self._tidy)
+        return kind
+
+    def _start_again(self) -> None:
+        for recipe in list(self._kinds):
+            self._end(self._kinds.pop(recipe))
+        FIRST.close()
+
+    def _give_back(self, recipe: Recipe | None, worker: Worker) -> None:
+        kind = self._kinds.get(recipe)
+        if worker.dead:
+            return
+        if kind is None or self._closed or len(kind.idle) >= KEPT:
+            worker.kill()
+        else:
+            kind.idle.append(worker)
+
+    def _tidy(self) -> None:
+        """End what has not been used for a while."""
+        self._tidying = asyncio.get_running_loop().call_later(IDLE_S, self._tidy)
+        for recipe, kind in list(self._kinds.items()):
+            if time.monotonic() - kind.used > IDLE_S and not self._turns.running:
+                self._end(self._kinds.pop(recipe))
+
+    @staticmethod
+    def _end(kind: _Kind) -> None:
+        for worker in kind.idle:
+            worker.kill()
+        kind.idle.clear()
+        if not kind.parent.is_first:
+            kind.parent.close()
+
+
+@contextmanager
+def blocking_workers(config: WorkConfig, modules: Sequence[str] = ()) -> Iterator[Workers]:
+    """For a program without an event loop."""
+    loop, workers = asyncio.new_event_loop(), Workers(config, modules)
+    workers.open(loop)
+    thread = threading.Thread(target=loop.run_forever, name="cllm-workers", daemon=True)
+    thread.start()
+    try:
+        yield workers
+    finally:
+        loop.call_soon_threadsafe(workers.close)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -1,0 +1,143 @@
+"""One worker, from the server's side."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from cllm.errors import BackendError, CLLMError, InvalidRequestError
+from cllm.work.process import HEADER
+
+STEP_BACK_S = 0.1
+"""A worker that has worked on a job for this long leaves the cores to others when they want them."""
+_NICE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    cpu_s: float
+    memory_bytes: int
+
+    @property
+    def longest_s(self) -> float:
+        """Until a worker that gets no time on any core is given up."""
+        return 20 * self.cpu_s + 10
+
+
+class ExceededError(CLLMError):
+    """A job took more time or memory than it may."""
+
+
+class RefusedError(ValueError):
+    """What the job was given makes no sense, as its message says."""
+
+
+class Worker:
+    """Does one job at a time. After any exception but the job's own it is dead."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._process: _Process | None = None
+        self.dead = False
+        self.cpu_s = 0.0
+        """What the latest job took."""
+
+    async def do(self, function: str, arguments: tuple[Any, ...], limits: Limits) -> Any:
+        """What the function returns. Raises `InvalidRequestError` or `RefusedError` as it does, and `ExceededError` if
+        it takes more than it may."""
+        loop, began = asyncio.get_running_loop(), time.monotonic()
+        try:
+            if self._process is None:
+                self._process = _Process(json.loads(await self._receive()))
+            message = pickle.dumps((function, arguments, limits.cpu_s, limits.memory_bytes))
+            later = loop.call_later(STEP_BACK_S, self._process.step_back)
+            try:
+                await loop.sock_sendall(self._connection, HEADER.pack(len(message)) + message)
+                reply = json.loads(await asyncio.wait_for(self._receive(), limits.longest_s))
+                result = await self._receive()
+            finally:
+                later.cancel()
+        except BaseException as error:
+            self.cpu_s = min(time.monotonic() - began, limits.cpu_s)
+            self.kill()
+            if isinstance(error, EOFError | OSError | asyncio.TimeoutError):
+                raise ExceededError(_beyond(limits)) from error
+            raise
+        self.cpu_s = reply["cpu_s"]
+        if reply["retire"] or self._process.stepped_back:
+            self.kill()
+        return _result(reply, result, limits)
+
+    def kill(self) -> None:
+        if self.dead:
+            return
+        self.dead = True
+        self._connection.close()
+        if self._process is not None:
+            self._process.kill()
+
+    async def _receive(self) -> bytes:
+        size = HEADER.unpack(await self._read(HEADER.size))[0]
+        return await self._read(size)
+
+    async def _read(self, size: int) -> bytes:
+        loop, data = asyncio.get_running_loop(), bytearray()
+        while len(data) < size:
+            piece = await loop.sock_recv(self._connection, min(size - len(data), 1 << 18))
+            if not piece:
+                raise EOFError
+            data += piece
+        return bytes(data)
+
+
+class _Process:
+    """Its parent forgets it when it ends, so that its number may become another's: a file descriptor cannot."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._handle: int | None = None
+        self.stepped_back = False
+        if sys.platform == "linux":
+            with suppress(OSError):
+                self._handle = os.pidfd_open(pid)
+
+    def step_back(self) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self._pid, _NICE)
+            self.stepped_back = True
+
+    def kill(self) -> None:
+        if self._handle is None:
+            with suppress(OSError):
+                os.kill(self._pid, signal.SIGKILL)
+            return
+        with suppress(OSError):
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        os.close(self._handle)
+
+
+def _result(reply: dict[str, Any], result: bytes, limits: Limits) -> Any:
+    kind = reply["kind"]
+    if kind in ("json", "bytes"):
+        return result if kind == "bytes" else json.loads(result)
+    if kind == "invalid":
+        raise InvalidRequestError(reply["message"], reply["param"], reply["code"])
+    if kind == "refused":
+        raise RefusedError(reply["message"])
+    if kind == "too much memory":
+        raise ExceededError(_beyond(limits))
+    raise BackendError(f"internal error: {reply['message']}")
+
+
+def _beyond(limits: Limits) -> str:
+    return f"takes more than {limits.cpu_s:g} s of CPU time, or more than {limits.memory_bytes >> 20} MiB of memory"
