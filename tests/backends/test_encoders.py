@@ -18,10 +18,10 @@ from cllm.backends.llama_cpp.tokenizer import LlamaTokenizer
 from cllm.config import load_config
 from cllm.errors import BackendError, InvalidRequestError
 from cllm.llm import AsyncLLM
-from cllm.loading.parts import load_model
 from cllm.models.gguf import GGUFModel
 from cllm.server.app import create_app
 from encoder_kit import CLS, SEP, TOKENS, write_bert
+from loading_kit import load_parts
 from native_kit import build_model
 
 SETTINGS: dict[str, Any] = {"kv.disk.enabled": False, "backend.threads": 1}
@@ -141,7 +141,7 @@ async def test_documents_are_ranked(ranker: Path) -> None:
 
 
 def test_a_pair_is_what_a_cross_encoder_reads(ranker: Path) -> None:
-    parts = load_model(load_config(overrides={"model.name": str(ranker), **SETTINGS}).config)
+    parts = load_parts(load_config(overrides={"model.name": str(ranker), **SETTINGS}).config)
     try:
         assert parts.text.embedder.pairs is not None
         cat, dog = TOKENS.index("\u2581cat"), TOKENS.index("\u2581dog")

@@ -19,9 +19,10 @@ from cllm.backends.base import Chunk
 from cllm.backends.llama_cpp import library
 from cllm.config import load_config
 from cllm.errors import BackendError, CLLMError, ConfigError, ModelError, RequestCancelledError
-from cllm.loading.parts import ModelParts, load_model
+from cllm.loading.parts import ModelParts
 from engine_kit import assert_nothing_left
 from llm_kit import LONG, PROMPTS, assert_idle, bits, empty_cache, engine_of
+from loading_kit import load_parts
 from native_kit import write_model
 
 pytestmark = pytest.mark.model
@@ -244,7 +245,7 @@ async def test_twenty_clients_that_come_and_go() -> None:
 
 def parts_of(backend: str, model: str = "smollm2", **settings: Any) -> ModelParts:
     keys = {key.replace("__", "."): value for key, value in settings.items()}
-    return load_model(load_config(None, {"backend.type": backend, "model.name": model, **SETTINGS, **keys}).config)
+    return load_parts(load_config(None, {"backend.type": backend, "model.name": model, **SETTINGS, **keys}).config)
 
 
 def assembled(backend: str, model: str = "smollm2", **settings: Any) -> str:

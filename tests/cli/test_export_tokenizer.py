@@ -16,9 +16,9 @@ from cllm.errors import ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from cllm.models.registry import resolve
-from cllm.text.chat_template import load_chat_template
 from cllm.text.export import export_tokenizer
 from cllm.text.hf_tokenizer import load_hf_chat_template
+from cllm.text.template_source import load_chat_template
 from cllm.text.tokenizer import load_tokenizer
 from gguf_kit import LLAMA_KEYS, write_gguf
 from hf_kit import write_directory

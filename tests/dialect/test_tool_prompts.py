@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from cllm.dialect.dialect import Dialect
 from cllm.dialect.grammar import AnswerForm
 from cllm.errors import InvalidRequestError
-from cllm.text.chat_template import CHATML, ChatTemplate, PromptOptions
+from cllm.text.chat_template import ChatTemplate, PromptOptions
+from cllm.text.template_source import CHATML
 from cllm.text.tokenizer import ByteTokenizer
 
 HERMES = (
@@ -46,7 +47,7 @@ def prompt(
 ) -> str:
     tokenizer = tokenizer or ByteTokenizer()
     template = ChatTemplate(source, bos="", eos="<eos>")
-    dialect = Dialect(template, tokenizer, tool_format=tool_format)
+    dialect = Dialect(template.facts, tokenizer, tool_format=tool_format)
     ids = template.encode(tokenizer, *_with_limit(dialect.prepare(messages, PromptOptions(**options))))
     return tokenizer.decode(ids, skip_special=False)
 
@@ -248,8 +249,8 @@ def test_several_calls_one_by_one_where_the_template_takes_no_more() -> None:
     template = ChatTemplate(SINGLE, bos="", eos="<eos>")
     form = AnswerForm([("f", None)], required=True)
     several = '("\\n" "<tool_call>" call)*'
-    assert several not in Dialect(template, ByteTokenizer()).grammar(form)
-    assert several in Dialect(ChatTemplate(HERMES, bos="", eos="<eos>"), ByteTokenizer()).grammar(form)
+    assert several not in Dialect(template.facts, ByteTokenizer()).grammar(form)
+    assert several in Dialect(ChatTemplate(HERMES, bos="", eos="<eos>").facts, ByteTokenizer()).grammar(form)
 
 
 def test_calls_without_ids_are_answered_in_their_order() -> None:

@@ -14,12 +14,15 @@ import psutil
 
 from cllm._native import Engine
 from cllm.backends.native.loader import load_engine
-from cllm.config import load_config
+from cllm.config import Config, load_config
 from cllm.errors import CLLMError, ModelError
-from cllm.loading.parts import load_model
+from cllm.loading.parts import ModelParts, load_model
+from cllm.loading.text_work import PRELOADED
 from cllm.models.gguf import GGUFModel
-from cllm.text.chat_template import load_chat_template
+from cllm.text.chat_template import ChatTemplate
+from cllm.text.template_source import load_chat_template
 from cllm.text.tokenizer import load_tokenizer
+from cllm.work.pool import blocking_workers
 
 HANG_S = 60
 ROOM_BYTES = 1 << 30
@@ -52,7 +55,7 @@ def load_and_use(path: Path, *, with_text: bool) -> str:
 def use_text(model: GGUFModel) -> None:
     tokenizer = load_tokenizer(model)
     tokenizer.decode(tokenizer.encode(TEXT, special=True))
-    template = load_chat_template(model)
+    template = ChatTemplate.of(load_chat_template(model))
     with suppress(CLLMError):  # the model's own template may refuse a message
         template.encode(tokenizer, [{"role": "user", "content": TEXT}])
 
@@ -100,4 +103,10 @@ class LoadingProcess:
 
 def parts_of(file: Path, **settings: Any) -> Any:
     keys = {key.replace("__", "."): value for key, value in settings.items()}
-    return load_model(load_config(None, {"model.name": str(file), "backend.type": "native", **keys}).config)
+    return load_parts(load_config(None, {"model.name": str(file), "backend.type": "native", **keys}).config)
+
+
+def load_parts(config: Config) -> ModelParts:
+    """Without an event loop."""
+    with blocking_workers(config.work, PRELOADED) as workers:
+        return load_model(config, workers)

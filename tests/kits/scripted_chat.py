@@ -11,7 +11,7 @@ import pytest
 from cllm.dialect.deltas import ChatDelta, Delta, ReasoningDelta, ToolCallDelta, ToolCallStart
 from cllm.server.inference.chat import ChatInput
 from cllm.server.inference.streams import Head
-from cllm.text.chat_template import CHATML
+from cllm.text.template_source import CHATML
 
 CALLS: list[ChatDelta] = [
     ReasoningDelta(0, "Let me "),

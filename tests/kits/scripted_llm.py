@@ -236,7 +236,7 @@ class Scripted(AsyncLLM):
         self.compiled.append(structure)
         return await super().compile(structure)
 
-    def encode_chat(
+    async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
@@ -244,7 +244,7 @@ class Scripted(AsyncLLM):
         limit: TokenLimit | None = None,
     ) -> list[int]:
         self.asked.append(([dict(message) for message in messages], options))
-        return super().encode_chat(messages, params, options, limit)
+        return await super().encode_chat(messages, params, options, limit)
 
     def _on_starved(self) -> None:
         """On the engine's thread."""

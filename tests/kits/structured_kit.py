@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from array import array
+from collections.abc import Mapping
 from typing import Any
 
 import jsonschema_rs
@@ -18,11 +19,14 @@ from cllm.engine.params import SamplingParams
 from cllm.engine.request import Request
 from cllm.engine.sampling import TokenChooser, choose
 from cllm.kv.ops import SlotGeometry
+from cllm.structured.building import Builder
 from cllm.structured.compiler import Compiler
+from cllm.structured.effort import NotSmallError
 from cllm.structured.matcher import Grammar
 from cllm.structured.structure import Structure
 from cllm.structured.vocabulary import Vocabulary
-from cllm.text.tokenizer import ByteTokenizer
+from cllm.text.tokenizer import ByteTokenizer, Tokenizer
+from cllm.work.worker import Limits, RefusedError
 from engine_kit import make_request
 
 VOCAB = 320
@@ -31,13 +35,32 @@ CONTEXT = 1024
 
 
 @functools.cache
-def compiler() -> Compiler:
-    return Compiler(Vocabulary(TOKENIZER, VOCAB), StructuredConfig())
+def builder() -> Builder:
+    return Builder(Vocabulary(TOKENIZER, VOCAB))
 
 
-@functools.cache
-def grammar(structure: Structure) -> Grammar:
-    return compiler()._compile(structure)
+def build(structure: Structure) -> Grammar:
+    """As the compiler does, but all of it in this process. Raises `ValueError` if the structure is invalid."""
+    try:
+        return builder().build_small(structure).grammar
+    except NotSmallError:
+        return builder().build(**builder().try_out(structure)).grammar
+
+
+grammar = functools.cache(build)
+
+
+def make_compiler(tokenizer: Tokenizer = TOKENIZER, **settings: Any) -> Compiler:
+    """It tries structures out in this process."""
+    vocabulary = Vocabulary(tokenizer, VOCAB)
+
+    async def try_out(structure: Structure, limits: Limits) -> Mapping[str, Any]:
+        try:
+            return Builder(vocabulary).try_out(structure)
+        except ValueError as error:
+            raise RefusedError(str(error)) from None
+
+    return Compiler(vocabulary, StructuredConfig(**settings), try_out)
 
 
 def by_schema(schema: Any) -> Structure:

@@ -18,13 +18,13 @@ from cllm.config import load_config
 from cllm.errors import ConfigError, ModelError
 from cllm.kv.tiers.disk_tier import DiskTier
 from cllm.loading.backend_choice import choose_backend
-from cllm.loading.parts import load_model
 from cllm.loading.resources import Weights
 from cllm.loading.torch_model import _gpu_kv_bytes, check_gpu_room
 from cllm.machine import MemoryLimit
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from engine_kit import assert_nothing_left
+from loading_kit import load_parts
 from native_kit import write_model
 from torch_kit import build, random_tokens, save_whole
 
@@ -253,7 +253,7 @@ def test_what_was_used_again_outlives_the_server(
 def opened(model: Path, backend: str = "auto", **changes: Any) -> Any:
     keys = {key.replace("__", "."): value for key, value in changes.items()}
     settings = SETTINGS | {"backend.type": backend, "model.name": str(model)} | keys
-    return load_model(load_config(None, settings).config)
+    return load_parts(load_config(None, settings).config)
 
 
 def test_auto_takes_torch_for_a_directory(directory: Path, caplog: pytest.LogCaptureFixture) -> None:

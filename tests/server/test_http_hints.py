@@ -60,9 +60,9 @@ async def test_the_name_of_a_speaker_reaches_the_template() -> None:
     seen: list[Any] = []
 
     class Listening(ScriptedLLM):
-        def encode_chat(self, messages: Any, *others: Any) -> list[int]:
+        async def encode_chat(self, messages: Any, *others: Any) -> list[int]:
             seen.extend(messages)
-            return super().encode_chat(messages, *others)
+            return await super().encode_chat(messages, *others)
 
     body = {"messages": [{"role": "user", "content": "hi", "name": "Ann"}]}
     assert (await post(Listening(), "/v1/chat/completions", body)).status_code == 200

@@ -315,9 +315,11 @@ async def test_reasoning_in_the_content_has_the_mark_that_the_prompt_had() -> No
 class ToldOfTools(ScriptedLLM):
     """Its prompts hold the tools' descriptions, and are no longer than the context."""
 
-    def encode_chat(self, messages: Any, params: Any = None, options: Any = PLAIN, limit: Any = None) -> list[int]:
+    async def encode_chat(
+        self, messages: Any, params: Any = None, options: Any = PLAIN, limit: Any = None
+    ) -> list[int]:
         ids = [0] * sum(len(tool["function"]["description"]) for tool in options.tools)
-        ids += super().encode_chat(messages, params, options)
+        ids += await super().encode_chat(messages, params, options)
         (limit or self.prompt_limit(params)).check(ids, "messages")
         return ids
 

@@ -11,7 +11,7 @@ import pytest
 
 from cllm.structured.matcher import Grammar
 from cllm.text.tokenizer import ByteTokenizer
-from structured_kit import by_schema, compiler
+from structured_kit import build, by_schema
 from thorough import some
 
 TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
@@ -66,7 +66,7 @@ def lets_through(grammar: Grammar, value: Any) -> bool:
 
 def invalid_answers(schema: Any) -> list[Any]:
     try:
-        grammar = compiler()._compile(by_schema(schema))
+        grammar = build(by_schema(schema))
     except ValueError:
         return []
     validator = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)

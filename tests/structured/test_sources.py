@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import subprocess
-import sys
-import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import structured_kit
-from cllm.config.server import StructuredConfig
 from cllm.dialect.tools import Tool
-from cllm.errors import OverloadedError
-from cllm.structured import threads
-from cllm.structured.compiler import THREADS, Compiler
-from cllm.structured.matcher import Grammar
 from cllm.structured.schemas import lenient
 from cllm.structured.structure import Kind, Structure
-from cllm.structured.threads import DaemonThreads
-from cllm.structured.vocabulary import Vocabulary
 from cllm.text.tokenizer import ByteTokenizer
-from structured_kit import TOKENIZER, VOCAB, by_schema, grammar
+from structured_kit import by_schema, grammar
 
 MANY = [f"choice {number}" for number in range(5000)]
 CALL = {"structures": [{"begin": "<f>", "schema": {"enum": [1, 2]}, "end": "</f>"}], "triggers": ["<f>"]}
@@ -287,85 +273,3 @@ def test_a_lenient_schema_is_enforced_as_far_as_can_be() -> None:
 def test_calls_of_a_tool_are_lenient_unless_it_is_strict() -> None:
     assert Tool("f", parameters=UNSURE).enforced == lenient(UNSURE)
     assert Tool("f", parameters=UNSURE, strict=True).enforced == UNSURE and Tool("f").enforced is None
-
-
-async def test_whoever_waits_for_others_only_may_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = Compiler(Vocabulary(TOKENIZER, VOCAB), StructuredConfig(compile_timeout_s=1.0))
-    monkeypatch.setattr(threads, "MOST_GIVEN_UP", 0)
-    going_on = threading.Event()
-    monkeypatch.setattr(compiler, "_compile", lambda structure: going_on.wait(30))
-    waiting = [compiler.compile(Structure("regex", f"x{number}")) for number in range(THREADS + 1)]
-    *slow, queued = await asyncio.gather(*waiting, return_exceptions=True)
-    going_on.set()
-    compiler.close()
-    assert isinstance(queued, OverloadedError) and all("takes longer" in str(each) for each in slow)
-
-
-async def test_what_takes_too_long_does_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = Compiler(Vocabulary(TOKENIZER, VOCAB), StructuredConfig(compile_timeout_s=2.0))
-    going_on = threading.Event()
-    compile_ = compiler._compile
-
-    def compiled(structure: Structure) -> Grammar:
-        if structure.source == "never":
-            going_on.wait(30)
-        return compile_(structure)
-
-    monkeypatch.setattr(compiler, "_compile", compiled)
-    waiting = [compiler.compile(Structure("regex", source)) for source in ("never", "soon")]
-    never, soon = await asyncio.gather(*waiting, return_exceptions=True)
-    assert "takes longer" in str(never) and isinstance(soon, Grammar)
-    monkeypatch.setattr(compiler._threads, "_count", 1)
-    for number in range(3):  # the places of those that were given up are taken by others
-        assert isinstance(await compiler.compile(Structure("regex", f"x{number}")), Grammar)
-    assert compiler._threads.busy and compiler._threads.unfinished == 0
-    going_on.set()
-    compiler.close()
-
-
-def test_a_thread_that_does_not_end_keeps_nobody_waiting() -> None:
-    pool: DaemonThreads[object] = DaemonThreads(1, "test", 1 << 20)
-    begun, go_on = threading.Event(), threading.Event()
-    busy = pool.submit(lambda: begun.set() or go_on.wait() or 1)
-    waiting = pool.submit(lambda: 2)
-    assert begun.wait(60)
-    pool.close()
-    assert waiting.result.cancelled() and not busy.result.done()
-    with pytest.raises(RuntimeError, match="closed"):
-        pool.submit(lambda: 3)
-    assert all(each.daemon for each in threading.enumerate() if each.name == "test-0")
-    go_on.set()
-    assert busy.result.result(60) is True
-
-
-_ENDS_WHILE_COMPILING = """
-import sys
-from cllm.structured import threads
-from cllm.structured.compiler import Compiler
-from cllm.config.server import StructuredConfig
-from cllm.structured.structure import Structure
-from structured_kit import TOKENIZER, VOCAB
-from cllm.structured.vocabulary import Vocabulary
-from cllm.structured import sources, conjunctions
-conjunctions.MOST_PATTERNS = 99
-threads.LAST_WAIT_S = {wait_s}
-patterns = ", ".join('{{"pattern": ".*%d"}}' % number for number in range({patterns}))
-job = Compiler(Vocabulary(TOKENIZER, VOCAB), StructuredConfig())._job(
-    Structure("json_schema", '{{"type": "string", "allOf": [' + patterns + "]}}")
-)
-while job.started is None:
-    pass
-{end}
-"""
-
-
-@pytest.mark.parametrize(
-    ("wait_s", "patterns", "end", "code"), [(0.2, 22, "", 0), (0.2, 22, "1 / 0", 1), (30, 11, "sys.exit(3)", 3)]
-)
-def test_the_process_ends_well_while_something_is_compiled(wait_s: float, patterns: int, end: str, code: int) -> None:
-    script = _ENDS_WHILE_COMPILING.format(wait_s=wait_s, patterns=patterns, end=end)
-    kits = str(Path(structured_kit.__file__).parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([kits, os.environ.get("PYTHONPATH", "")])}
-    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == code, ended.stderr
-    assert ("ZeroDivisionError" in ended.stderr) == (code == 1)

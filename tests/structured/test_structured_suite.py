@@ -17,7 +17,7 @@ from cllm.structured.matcher import Grammar, Matcher
 from cllm.structured.references import References
 from cllm.text.tokenizer import ByteTokenizer
 from repository import DATA
-from structured_kit import by_schema, compiler
+from structured_kit import by_schema, make_compiler
 
 SUITE = DATA / "json_schema_test_suite/draft2020-12.jsonl"
 CASES = [json.loads(line) for line in SUITE.read_text().splitlines()]
@@ -133,11 +133,11 @@ def opened(schema: Any) -> Any:
 
 
 async def followed(keyword: str) -> list[tuple[dict[str, Any], Grammar]]:
-    pairs = []
+    pairs, compiler = [], make_compiler()
     for case in CASES:
         if case["keyword"] == keyword:
             try:
-                pairs.append((case, await compiler().compile(by_schema(opened(case["schema"])))))
+                pairs.append((case, await compiler.compile(by_schema(opened(case["schema"])))))
             except InvalidRequestError as refusal:
                 assert any(reason in str(refusal) for reason in REASONS), (case["description"], str(refusal))
                 assert refusal.param == "structured" and keyword not in WHOLE, (case["description"], str(refusal))

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from cllm.errors import InvalidRequestError, ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
-from cllm.text.chat_template import CHATML, ChatTemplate, load_chat_template
+from cllm.text.chat_template import ChatTemplate
 from cllm.text.messages import ROLES
+from cllm.text.template_source import CHATML, load_chat_template
 from cllm.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gguf_kit import LLAMA_KEYS, write_gguf
 from tokenizer_kit import LlamaVocabulary
@@ -234,7 +235,7 @@ def test_only_the_templates_own_tokens_are_special(source: str, contents: list[s
 def real() -> Iterator[tuple[Tokenizer, ChatTemplate, LlamaVocabulary]]:
     path = resolve("smollm2")
     model, llama = GGUFModel.open(path), LlamaVocabulary(path)
-    yield load_tokenizer(model), load_chat_template(model), llama
+    yield load_tokenizer(model), ChatTemplate.of(load_chat_template(model)), llama
     llama.close()
 
 
@@ -275,10 +276,10 @@ def test_the_files_template_or_the_given_one_or_chatml(tmp_path: Path) -> None:
     keys = LLAMA_KEYS | {"tokenizer.ggml.tokens": ["<b>", "<e>"], "tokenizer.ggml.bos_token_id": 0}
     keys |= {"tokenizer.ggml.eos_token_id": 1}
     plain = GGUFModel.open(write_gguf(tmp_path / "plain.gguf", keys))
-    assert load_chat_template(plain).render(user("x")) == template(CHATML).render(user("x"))
+    assert ChatTemplate.of(load_chat_template(plain)).render(user("x")) == template(CHATML).render(user("x"))
     own = GGUFModel.open(write_gguf(tmp_path / "own.gguf", keys | {"tokenizer.chat_template": "{{ bos_token }}own"}))
-    assert load_chat_template(own).render(user("x")) == "<b>own"
-    assert load_chat_template(own, "given{{ eos_token }}").render(user("x")) == "given<e>"
+    assert ChatTemplate.of(load_chat_template(own)).render(user("x")) == "<b>own"
+    assert ChatTemplate.of(load_chat_template(own, "given{{ eos_token }}")).render(user("x")) == "given<e>"
 
 
 @pytest.mark.parametrize("source", ["{{ 'x' * 10 ** 10 }}", "{{ [1] * 4000000000 }}", "{{ 9 ** 999999999 }}"])

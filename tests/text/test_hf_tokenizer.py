@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Library
 
 from cllm.errors import ModelError
 from cllm.models.hf_directory import HFModel
+from cllm.text.chat_template import ChatTemplate
 from cllm.text.hf_tokenizer import load_hf_chat_template, load_hf_tokenizer
 from cllm.text.tokenizer import Tokenizer
 from hf_kit import byte_tokenizer, spm_tokenizer, write_directory
@@ -106,7 +107,9 @@ def test_ends_that_are_no_tokens(wrong: Any, tmp_path: Path) -> None:
 
 def test_where_chat_templates_stand(tmp_path: Path) -> None:
     def render(**options: Any) -> str:
-        return load_hf_chat_template(opened(tmp_path, **options)[0]).render([{"role": "user", "content": "hi"}])
+        return ChatTemplate.of(load_hf_chat_template(opened(tmp_path, **options)[0])).render(
+            [{"role": "user", "content": "hi"}]
+        )
 
     assert render() == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert render(tokenizer_config={"chat_template": "{{ bos_token }}A", "bos_token": "<s>"}) == "<s>A"
@@ -121,7 +124,7 @@ def test_templates_that_are_none(tmp_path: Path) -> None:
     model, _ = opened(tmp_path, tokenizer_config={"chat_template": 5})
     with pytest.raises(ModelError, match=r"chat_template is 5, not a string; set model\.chat_template"):
         load_hf_chat_template(model)
-    assert load_hf_chat_template(model, "own").render([{"role": "user", "content": "hi"}]) == "own"
+    assert ChatTemplate.of(load_hf_chat_template(model, "own")).render([{"role": "user", "content": "hi"}]) == "own"
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------------

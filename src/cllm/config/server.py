@@ -132,8 +132,8 @@ class StructuredConfig(Section):
         default=64,
         ge=1,
         le=4096,
-        description="maximum number of schemas and grammars of one API key waiting to be compiled; more are refused "
-        "with 429",
+        description="maximum number of schemas and grammars of one API key being compiled, or waiting for it; more "
+        "get 429",
     )
     max_cached_mb: int = Field(
         default=256,

@@ -69,8 +69,7 @@ def load(config: bytes, n_vocab: int) -> TextTools:
     """`config`: pickled."""
     settings: Config = pickle.loads(config)
     opened = open_text(settings, TokenizerCache())
-    source, bos, eos = opened.chat_template
-    template = ChatTemplate(source, bos=bos, eos=eos)
+    template = ChatTemplate.of(opened.chat_template)
     vocabulary = Vocabulary(opened.tokenizer, n_vocab)
     return TextTools(
         opened.tokenizer,

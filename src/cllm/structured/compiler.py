@@ -42,6 +42,7 @@ _Key = tuple[bytes, Kind, str]
 class _Shared:
     """One compilation, for all requests that wait for it."""
 
+    key: str
     task: asyncio.Task[Built]
     waiting: int = 0
 
@@ -78,6 +79,10 @@ class Compiler:
             return (await while_wanted(owner, asyncio.shield(shared.task))).grammar
         except (RefusedError, StructureError) as error:
             raise _refusal(structure, str(error)) from None
+        except asyncio.CancelledError:
+            if self._closed and shared.task.cancelled():
+                raise _closed() from None
+            raise
         finally:
             shared.waiting -= 1
             if not shared.waiting:
@@ -95,9 +100,9 @@ class Compiler:
         return self._cache.size
 
     def _start(self, key: _Key, structure: Structure, owner: Owner) -> _Shared:
-        self._check(structure)
+        self._check(structure, owner.key)
         task = asyncio.create_task(self._make(structure, replace(owner, ended=None)))
-        shared = self._shared[key] = _Shared(task)
+        shared = self._shared[key] = _Shared(owner.key, task)
         task.add_done_callback(partial(self._finish, key))
         return shared
 
@@ -115,19 +120,17 @@ class Compiler:
         if self._cache.trim_is_due and not self._closed:
             self._thread.submit(trim_memory)
 
-    def _check(self, structure: Structure) -> None:
+    def _check(self, structure: Structure, key: str) -> None:
         if self._closed:
-            raise ShuttingDownError("the model was closed before the structure was compiled")
+            raise _closed()
         if self._builder is None:
             raise _refusal(structure, "is not supported by this model: it has no token that ends an answer")
         size, most = len(structure.source.encode(errors="replace")), self._config.max_source_kb << 10
         if size > most:
             raise _refusal(structure, f"has {size} bytes; at most {most} are allowed (structured.max_source_kb)")
-        key = OWNER.get().key
-        if self._turns.waiting_of(key) >= self._config.max_compiling:
-            raise OverloadedError(
-                f"{self._config.max_compiling} structures wait to be compiled already (structured.max_compiling)"
-            )
+        most = self._config.max_compiling
+        if sum(shared.key == key for shared in self._shared.values()) >= most:
+            raise OverloadedError(f"{most} structures of this key are being compiled (structured.max_compiling)")
 
     async def _make(self, structure: Structure, owner: Owner) -> Built:
         """Raises `RefusedError` if it cannot be."""
@@ -157,7 +160,7 @@ class Compiler:
             future = self._submit(work)
         except RuntimeError as error:
             self._turns.end(owner.key, 0.0, began)
-            raise ShuttingDownError("the model was closed before the structure was compiled") from error
+            raise _closed() from error
         done = asyncio.wrap_future(future)
         done.add_done_callback(lambda _: self._turns.end(owner.key, time.monotonic() - began, time.monotonic()))
         try:
@@ -173,6 +176,10 @@ class Compiler:
             return self._thread.submit(work)
         finally:
             threading.stack_size(usual)
+
+
+def _closed() -> ShuttingDownError:
+    return ShuttingDownError("the model was closed before the structure was compiled")
 
 
 def _refusal(structure: Structure, reason: str) -> InvalidRequestError:

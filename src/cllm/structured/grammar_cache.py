@@ -47,6 +47,7 @@ class GrammarCache:
             _, built = self._cached.popitem(last=False)
             self._freed += _size(built)
             self._in_use[built.grammar] = _size(built)
+            del built  # now it is gone, unless an answer follows it
         return self.size + size <= self._most
 
     def clear(self) -> None:

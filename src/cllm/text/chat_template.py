@@ -79,6 +79,12 @@ class ChatTemplate:
         self.bos = bos
         self.eos = eos
 
+    @classmethod
+    def of(cls, template: tuple[str, str, str]) -> ChatTemplate:
+        """From a `TemplateSource`."""
+        source, bos, eos = template
+        return cls(source, bos=bos, eos=eos)
+
     @cached_property
     def facts(self) -> TemplateFacts:
         return TemplateFacts(

@@ -13,15 +13,15 @@ Source = tuple[str, str, str]
 
 
 @lru_cache(maxsize=4)
-def _template(source: str, bos: str, eos: str) -> ChatTemplate:
-    return ChatTemplate(source, bos=bos, eos=eos)
+def _template(source: Source) -> ChatTemplate:
+    return ChatTemplate.of(source)
 
 
 def examine(source: Source) -> dict[str, Any]:
-    return _template(*source).facts.as_json()
+    return _template(source).facts.as_json()
 
 
 def compose(
     source: Source, special: frozenset[str], messages: Sequence[Mapping[str, Any]], options: PromptOptions
 ) -> tuple[str, list[int]]:
-    return _template(*source).compose(special, messages, options)
+    return _template(source).compose(special, messages, options)
