@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from pydantic import Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic import Field, field_validator
+from pydantic_core import PydanticKnownError
 
 from cllm.config.section import Section
 
@@ -141,10 +140,3 @@ class StructuredConfig(Section):
         le=1 << 16,
         description="memory of all compiled schemas and grammars, cached or in use, in MiB",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _renamed(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "max_cached" in given:
-            raise PydanticCustomError("renamed", "max_cached is now structured.max_cached_mb, in MiB")
-        return given

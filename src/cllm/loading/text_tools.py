@@ -17,6 +17,7 @@ from cllm.structured.building import Builder
 from cllm.structured.structure import Structure
 from cllm.structured.vocabulary import Vocabulary
 from cllm.text.chat_template import ChatTemplate, PromptOptions, encode_composed
+from cllm.text.template_source import TemplateSource
 from cllm.text.token_limit import TokenLimit
 from cllm.text.tokenizer import Tokenizer, encode_prompt
 from cllm.text.volatile import VolatilePatterns
@@ -65,11 +66,11 @@ class Encoding:
 WHOLE_PROMPT = Encoding(whole_prompt=True)
 
 
-def load(config: bytes, n_vocab: int) -> TextTools:
-    """`config`: pickled."""
+def load(config: bytes, source: TemplateSource, n_vocab: int) -> TextTools:
+    """`config`: pickled. `source`: the file that it came from may have changed."""
     settings: Config = pickle.loads(config)
     opened = open_text(settings, TokenizerCache())
-    template = ChatTemplate.of(opened.chat_template)
+    template = ChatTemplate.of(source)
     vocabulary = Vocabulary(opened.tokenizer, n_vocab)
     return TextTools(
         opened.tokenizer,

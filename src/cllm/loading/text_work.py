@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cllm.config import Config
+from cllm.config import Config, ServerConfig
 from cllm.dialect.dialect import Dialect
 from cllm.dialect.grammar import AnswerForm
 from cllm.errors import InvalidRequestError, ModelError
@@ -67,7 +67,10 @@ class TextWork:
         self._dialect = dialect
         self._special = frozenset(tokenizer.special_tokens)
         self._volatile = VolatilePatterns(config.prompt.volatile_patterns)
-        self._recipe = (f"{_TOOLS}:load", (pickle.dumps(config), n_vocab))
+        own = config.model_copy(
+            update={"model": config.model.model_copy(update={"chat_template": None}), "server": ServerConfig()}
+        )  # without keys: a template may find a way out of its sandbox
+        self._recipe = (f"{_TOOLS}:load", (pickle.dumps(own), template, n_vocab))
         self._executor = SizedExecutor("text", inline=INLINE, short=PIECE)
 
     async def encode_chat(

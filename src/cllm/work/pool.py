@@ -111,7 +111,7 @@ class Workers:
         if self._tidying is not None:
             self._tidying.cancel()
         for worker in self._busy:
-            worker.kill()
+            worker.stop()
         for kind in self._kinds.values():
             self._end(kind)
         self._kinds.clear()
@@ -137,6 +137,9 @@ class Workers:
             except asyncio.CancelledError:
                 outcome = "cancelled"
                 raise
+            except ModelUnavailableError:  # another parent may have more luck
+                self.forget(job.recipe)
+                raise
             finally:
                 cost = worker.cpu_s
                 self._busy.discard(worker)
@@ -152,8 +155,11 @@ class Workers:
             raise ShuttingDownError("the server is shutting down")
         try:
             kind = self._kind(recipe)
-            if kind.idle:
-                return kind.idle.pop()
+            while kind.idle:
+                worker = kind.idle.pop()
+                if not worker.has_ended:
+                    return worker
+                worker.kill()
             return Worker(kind.parent.fork_worker())
         except OSError:  # a parent has ended: somebody killed it
             self._start_again()

@@ -31,7 +31,9 @@ MOST_GROWTH = 64 << 20
 _PR_SET_PDEATHSIG = 1
 
 loaded: Any = None
-"""What this process's parent loaded for its workers."""
+"""What this process's parent loaded for its workers,"""
+failure: str | None = None
+"""or why it could not."""
 
 
 def main(fd: int, modules: list[str]) -> None:
@@ -57,18 +59,21 @@ def _be_parent(control: socket.socket) -> NoReturn:
 
 
 def _be_child(own: socket.socket, recipe: tuple[str, tuple[Any, ...]] | None) -> NoReturn:
-    global loaded
+    global loaded, failure
     _die_with_parent()
     if recipe is None:
         _be_worker(own)
     function, arguments = recipe
-    loaded = find(function)(*arguments)
+    try:
+        loaded = find(function)(*arguments)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {_plain(error)}"
     _be_parent(own)
 
 
 def _be_worker(connection: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    send(connection, os.getpid())
+    send(connection, {"pid": os.getpid(), "failure": failure})
     size = _resident()
     while True:
         try:

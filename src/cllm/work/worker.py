@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from cllm.errors import BackendError, CLLMError, InvalidRequestError
+from cllm.errors import BackendError, CLLMError, InvalidRequestError, ModelUnavailableError
 from cllm.work.process import HEADER
 
 STEP_BACK_S = 0.1
@@ -57,28 +57,57 @@ class Worker:
         it takes more than it may."""
         loop, began = asyncio.get_running_loop(), time.monotonic()
         try:
-            if self._process is None:
-                self._process = _Process(json.loads(await self._receive()))
+            process = self._process or await self._begin()
             message = pickle.dumps((function, arguments, limits.cpu_s, limits.memory_bytes))
-            later = loop.call_later(STEP_BACK_S, self._process.step_back)
+            timers = (
+                loop.call_later(STEP_BACK_S, process.step_back),
+                loop.call_later(limits.longest_s, self.stop),
+            )
             try:
                 await loop.sock_sendall(self._connection, HEADER.pack(len(message)) + message)
-                reply = json.loads(await asyncio.wait_for(self._receive(), limits.longest_s))
+                reply = json.loads(await self._receive())
                 result = await self._receive()
             finally:
-                later.cancel()
+                for timer in timers:
+                    timer.cancel()
         except BaseException as error:
             self.cpu_s = min(time.monotonic() - began, limits.cpu_s)
             self.kill()
-            if isinstance(error, EOFError | OSError | asyncio.TimeoutError):
+            if isinstance(error, EOFError | OSError):
                 raise ExceededError(_beyond(limits)) from error
             raise
         self.cpu_s = reply["cpu_s"]
-        if reply["retire"] or self._process.stepped_back:
+        if reply["retire"] or process.stepped_back:
             self.kill()
         return _result(reply, result, limits)
 
+    async def _begin(self) -> _Process:
+        try:
+            hello = json.loads(await self._receive())
+        except (EOFError, OSError) as error:
+            raise ModelUnavailableError("a worker process ended before its first job", 1.0) from error
+        self._process = _Process(hello["pid"])
+        if hello["failure"] is not None:
+            raise ModelUnavailableError(f"a worker process could not load what it needs: {hello['failure']}", 1.0)
+        return self._process
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process ended while it had no job."""
+        try:
+            return self._process is not None and not self._connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def stop(self) -> None:
+        """End its job, if it has one: `do` then raises `ExceededError`. From any thread."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def kill(self) -> None:
+        """While it has no job, or within `do`: the event loop must not look at its connection any more."""
         if self.dead:
             return
         self.dead = True
