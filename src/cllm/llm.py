@@ -79,7 +79,8 @@ class AsyncLLM(LoadedModel):
         self._live: dict[str, Sink] = {}
         self._muted = False
         """Whether the engine's outputs are dropped: the program is ending."""
-        self._workers = share.workers if share is not None else None
+        self.workers = share.workers if share is not None else None
+        """Processes for what cannot be bounded beforehand; None before the start, unless they are shared."""
         self.restore_pins: Callable[[AsyncLLM], Coroutine[Any, Any, None]] | None = None
         """Called when pinned prefixes were lost with their memory, to compute them again."""
         self._pinning: asyncio.Task[None] | None = None
@@ -115,13 +116,13 @@ class AsyncLLM(LoadedModel):
         """Those that the models of this process share, or its own."""
         if self._share is not None and self._share.workers is not None:
             return self._share.workers
-        self._workers = Workers(self.config.work, PRELOADED)
-        self._workers.open()
-        return self._workers
+        self.workers = Workers(self.config.work, PRELOADED)
+        self.workers.open()
+        return self.workers
 
     def _close_workers(self) -> None:
-        if self._workers is not None and (self._share is None or self._share.workers is None):
-            self._workers.close()
+        if self.workers is not None and (self._share is None or self._share.workers is None):
+            self.workers.close()
 
     def _build_engine(self, parts: ModelParts, time_share: TimeShare | None) -> Engine:
         engine = Engine(

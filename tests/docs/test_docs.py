@@ -269,6 +269,7 @@ LAYERS = [
     {"errors", "machine", "_native"},
     {"kv", "report"},
     {"models", "config", "routing"},
+    {"work"},
     {"backends", "text"},
     {"structured"},
     {"engine"},

@@ -66,7 +66,7 @@ class ServedModels:
         """Called after a model is unloaded."""
         self._time_sharing = TimeSharing()
         self._stores = DiskStores()
-        self._workers = Workers(config.work, PRELOADED)
+        self.workers = Workers(config.work, PRELOADED)
         self._one_at_a_time = asyncio.Lock()
         self._stopping = False
         self._started = False
@@ -103,7 +103,7 @@ class ServedModels:
 
     async def start(self) -> None:
         """Load the models that are configured to be loaded at the start."""
-        self._workers.open()
+        self.workers.open()
         try:
             for served in self.models:
                 if served.at_start:
@@ -129,7 +129,7 @@ class ServedModels:
             if served.llm is not None and served.llm not in loaded:  # was still loading
                 await served.llm.shutdown(0)
             served.state = "unloaded"
-        self._workers.close()
+        self.workers.close()
         await asyncio.to_thread(self._stores.close)
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class ServedModels:
             tokenizers=served.tokenizers,
             stores=self._stores,
             time_sharing=self._time_sharing,
-            workers=self._workers,
+            workers=self.workers,
         )
         llm = AsyncLLM(served.config, share=share, before_mapping=self._before_mapping)
         llm.observers = served.observers

@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from cllm import __version__
 from cllm.observe.metrics import create_registry
 from cllm.observe.otlp import open_tracing
+from cllm.observe.work_metrics import WorkCollector
 from cllm.served import ServedModels
 from cllm.server.anthropic import routes as anthropic
 from cllm.server.auth.tenants import Tenants
@@ -55,6 +56,7 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config, *, servers: int 
     )
     tenants = Tenants(config.server, servers=servers) if config.server.needs_key else None
     registry = create_registry(serves.metrics(config.server.metrics_prefix))
+    registry.register(WorkCollector(config.server.metrics_prefix, lambda: serves.workers))
     app.state.cllm = state = ServerState(serves, config, registry, open_tracing(config.observe))
     if tenants is not None:
         registry.register(tenants)
