@@ -17,6 +17,7 @@ from cllm.dialect.grammar import AnswerForm, AnswerGrammar
 from cllm.dialect.reader import AnswerReader
 from cllm.dialect.reasoning import Marks, ReasoningReader, Thinking
 from cllm.dialect.tools import Tool
+from cllm.dialect.whole_calls import WholeCalls
 from cllm.text.chat_template import ChatTemplate, PromptOptions
 from cllm.text.messages import Message, read_messages
 from cllm.text.tokenizer import Tokenizer
@@ -124,8 +125,10 @@ class Dialect:
         continues: bool = False,
         most_calls: int | None = None,
         calls_only: bool = False,
+        masked: bool = False,
         include_reasoning: bool = True,
     ) -> AnswerReader:
+        """`masked`: a grammar says where calls may be, and what they look like."""
         parameters = {tool.name: tool.parameters for tool in tools}
         thoughts = None
         if self.marks is not None and thinking != "closed":
@@ -143,9 +146,15 @@ class Dialect:
             tools=parameters,
             most_calls=most_calls,
             calls_only=calls_only,
+            whole=None if masked or continues else self._whole_calls(index, parameters),
             include_reasoning=include_reasoning,
             new_id=self.new_id,
         )
+
+    def _whole_calls(self, index: int, tools: Tools) -> WholeCalls | None:
+        if not tools or self.format.syntax.bare:
+            return None
+        return WholeCalls(AnswerReader(index, syntax=formats.JSON.syntax, tools=tools, new_id=self.new_id))
 
     def _calls_in_reasoning(self, tools: Tools) -> CallRuns | None:
         marks = self.format.call_marks
@@ -156,7 +165,8 @@ class Dialect:
         if form.several and self._native and not self._template.takes_calls:
             form = replace(form, several=False)
         marks = [mark for mark in ("[CALL_ID]", "[ARGS]") if mark in self._template.source]
-        return AnswerGrammar(self.format.name, self._tokenizer.special_tokens, marks).write(form)
+        named = {**self._tokenizer.whole_tokens, **self._tokenizer.special_tokens}
+        return AnswerGrammar(self.format.name, named, marks).write(form)
 
     def new_id(self) -> str:
         if self.format is formats.MISTRAL:
