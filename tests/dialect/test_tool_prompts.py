@@ -62,6 +62,15 @@ def test_a_template_that_knows_tools_gets_them() -> None:
     assert text.endswith("<eos>tool:42[f/call_1]<eos>assistant:")
 
 
+def test_a_template_that_shows_functions_gets_them() -> None:
+    source = HERMES.replace("{% if tools %}", "{% if functions %}{{ functions }}", 1).replace(
+        "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}", ""
+    )
+    text = prompt(source, [USER], tools=[TOOL])
+    assert text.startswith(f"{json.dumps([TOOL], indent=2)}<tools></tools>")
+    assert "You can call" not in text
+
+
 def test_arguments_as_text_where_the_template_can_only_write_that() -> None:
     source = HERMES.replace("{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}")
     assert '<tool_call>{"name": "f", "arguments": {"a": "é"}}' in prompt(source, HISTORY, tools=[TOOL])

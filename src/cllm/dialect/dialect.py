@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _TAIL = 16
 """Tokens at the end of a prompt that may open the reasoning."""
 
+_TOOLS = ("tools", "functions")
+"""Variables from which templates show tools."""
 _ARGUMENTS = {"key": "value"}
 _EXAMPLE = Tool(
     "get_example",
@@ -56,7 +58,7 @@ class Dialect:
         self.format = formats.FORMATS[tool_format] if tool_format != "auto" else spoken or formats.JSON
         self._template = template
         self._tokenizer = tokenizer
-        self._native = spoken is self.format and "tools" in template.variables
+        self._native = spoken is self.format and not template.variables.read.isdisjoint(_TOOLS)
         """Whether the template itself shows tools to the model, in this format."""
         found = reasoning.detect_format(template.source) if reasoning_format == "auto" else reasoning_format
         self.marks: Marks | None = reasoning.FORMATS[found] if found else None
