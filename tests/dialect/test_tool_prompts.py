@@ -91,6 +91,25 @@ def test_mistral_gets_ids_of_nine_characters() -> None:
     assert "abcDEF123" in prompt(MISTRAL, kept)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "required": ["c", "b"]},
+            {"b": "...", "c": "..."},
+        ),
+        ({"type": "object", "properties": {"a": {}, "b": {}}}, {"a": "..."}),
+        ({"type": "object", "properties": {"a": {}}, "required": 5}, {"a": "..."}),
+        ({"type": "object", "properties": {}}, {}),
+        ({"type": "object"}, {}),
+    ],
+)
+def test_the_form_of_a_call_is_shown_with_a_tool_of_the_request(parameters: Any, arguments: Any) -> None:
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": parameters}}
+    text = prompt(CHATML, [USER], tools=[tool, TOOL])
+    assert f"nothing but:\n{json.dumps({'name': 'look_up', 'arguments': arguments})}<|im_end|>" in text
+
+
 @pytest.mark.parametrize("tool_format", ["auto", "hermes"])
 def test_a_template_that_knows_none_is_told_in_the_system_message(tool_format: str) -> None:
     text = prompt(CHATML, HISTORY, tools=[TOOL], tool_format=tool_format)
@@ -229,7 +248,7 @@ def test_tagged_calls_are_told_by_the_template_or_in_their_own_form() -> None:
     assert text.startswith("<tools>1</tools>")
     assert "<tool_call><function=f><parameter=a>é</parameter></function></tool_call>" in text
     told = prompt(CHATML, HISTORY, tools=[TOOL], tool_format="qwen3_coder")
-    assert "<function=the tool's name>\n<parameter=an argument's name>\nits value\n</parameter>\n</function>" in told
+    assert "answer with nothing but:\n<tool_call>\n<function=f>\n</function>" in told
     assert "<function=f>\n<parameter=a>\né\n</parameter>\n</function>\n</tool_call>" in told
 
 

@@ -89,7 +89,7 @@ class Dialect:
     def _describe(self, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Put the tools into the system message, for templates without tools."""
         listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        form = self.format.write([{"name": "the tool's name", "arguments": {"an argument's name": "its value"}}])
+        form = self.format.write([_example_call(tools[0]["function"])])
         description = f"You can call these tools:\n{listed}\n\nTo call a tool, answer with nothing but:\n{form}"
         first = messages[0]
         if first["role"] in ("system", "developer"):
@@ -184,6 +184,15 @@ def dialect_of(template: ChatTemplate, tokenizer: Tokenizer, settings: ChatConfi
         reasoning_format=settings.reasoning_format,
         reasoning_mode=settings.reasoning,
     )
+
+
+def _example_call(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of a real tool: small models repeat what they see."""
+    properties = tool["parameters"].get("properties")
+    names = list(properties) if isinstance(properties, Mapping) else []
+    required = tool["parameters"].get("required")
+    needed = [name for name in names if isinstance(required, Sequence) and name in required] or names[:1]
+    return {"name": tool["name"], "arguments": dict.fromkeys(needed, "...")}
 
 
 def _reads(form: ToolFormat, written: str) -> bool:
