@@ -3,10 +3,13 @@ their template well."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from cllm.dialect.call_runs import MOST_HELD
-from cllm.dialect.deltas import ChatDelta, Delta
+from cllm.dialect.deltas import ChatDelta, Delta, ToolCallDelta, ToolCallStart
 
 if TYPE_CHECKING:
     from cllm.dialect.reader import AnswerReader
@@ -29,16 +32,27 @@ class WholeCalls:
         """All that was held, if the answer is something else. Otherwise nothing."""
         self._held.append(text)
         self._size += len(text)
-        self._deltas += self._reader.push(text)
-        fits = not self._reader.ended and not any(map(_is_text, self._deltas)) and self._size <= MOST_HELD
+        new = self._reader.push(text)
+        self._deltas += new
+        fits = not self._reader.ended and not any(map(_is_text, new)) and self._size <= MOST_HELD
         return "" if fits else "".join(self._held)
 
     def flush(self) -> tuple[list[ChatDelta], str]:
         """At the answer's end: (deltas of calls, text), one of them empty."""
-        deltas = [*self._deltas, *self._reader.finish()]
-        if self._reader.finish_reason("stop") != "tool_calls" or any(map(_is_text, deltas)):
+        rest = self._reader.finish()
+        if self._reader.finish_reason("stop") != "tool_calls" or any(map(_is_text, rest)):
             return [], "".join(self._held)
-        return [delta for delta in deltas if not isinstance(delta, Delta)], ""
+        return [*_joined([*self._deltas, *rest])], ""
+
+
+def _joined(deltas: list[ChatDelta]) -> Iterator[ChatDelta]:
+    """The calls, each with its arguments in one piece."""
+    for kind, same in groupby(deltas, type):
+        if kind is not ToolCallDelta:
+            yield from (each for each in same if isinstance(each, ToolCallStart))
+            continue
+        pieces = [each for each in same if isinstance(each, ToolCallDelta)]
+        yield replace(pieces[0], text="".join(piece.text for piece in pieces))
 
 
 def _is_text(delta: ChatDelta) -> bool:
