@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from cllm.dialect.deltas import Delta, ToolCallDelta, ToolCallStart
 from cllm.dialect.formats import FORMATS
@@ -21,6 +22,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 TOOLS = [("f", SCHEMA), ("g", {"type": "object"})]
 CALLS = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"x": ["y"]}}]
 THINK = REASONING["think"]
+MARKERS = re.compile("|".join(map(re.escape, [*THINK, *(mark for each in FORMATS.values() for mark in each.markers)])))
 ALL = sorted(FORMATS)
 
 
@@ -78,6 +80,64 @@ def test_required_calls(tokenizer: LLTokenizer, tool_format: str, named: bool) -
     one = AnswerForm(TOOLS, required=True, several=False)
     assert allows(tokenizer, one, written(tool_format, CALLS[:1], named=named), tool_format, named=named)
     assert not allows(tokenizer, one, written(tool_format, CALLS, named=named), tool_format, named=named)
+
+
+@pytest.mark.parametrize(("tool_format", "named"), [*((each, False) for each in ALL), ("mistral", True)])
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("required", [True, False])
+def test_blanks_behind_a_call_demand_no_other(
+    tokenizer: LLTokenizer, tool_format: str, named: bool, several: bool, required: bool
+) -> None:
+    """A token may hold the end of a call and a line break, which would be all of what separates two calls."""
+    form = AnswerForm(TOOLS, required=required, several=several)
+    for calls in (CALLS[:1], CALLS[1:], *([CALLS] if several else [])):
+        text = written(tool_format, calls, named=named)
+        for blanks in ("\n", "\n\n", " "):
+            assert allows(tokenizer, form, text + blanks, tool_format, named=named)
+            assert read(tool_format, text + blanks) == read(tool_format, text)
+        assert not required or not allows(tokenizer, form, text + "\n" * 9, tool_format, named=named)
+
+
+class Marked:
+    """A vocabulary of bytes and of markers, which are text."""
+
+    def __init__(self, markers: list[str]) -> None:
+        self.tokens = [*(bytes([byte]) for byte in range(256)), *(marker.encode() for marker in markers), b"<end>"]
+        self.named = {marker: 256 + number for number, marker in enumerate(markers)}
+        self.eos_token_id = len(self.tokens) - 1
+        self.bos_token_id = None
+        self.special_token_ids = [self.eos_token_id]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return [*(text.encode() if isinstance(text, str) else text)]
+
+
+def with_tokens(text: str, named: dict[str, int]) -> list[int]:
+    marks = "|".join(map(re.escape, named))
+    return [
+        token
+        for part in re.split(f"({marks})", text)
+        for token in ([named[part]] if part in named else list(part.encode()))
+    ]
+
+
+@pytest.mark.parametrize("tool_format", [each for each in ALL if FORMATS[each].markers])
+@pytest.mark.parametrize("required", [True, False])
+def test_a_marker_that_is_a_token_is_written_as_that_token(tool_format: str, required: bool) -> None:
+    spelling = Marked([*FORMATS[tool_format].markers, *THINK])
+    vocabulary = LLTokenizer(TokenizerWrapper(spelling), n_vocab=len(spelling.tokens), eos_token=spelling.eos_token_id)
+    form = AnswerForm(TOOLS, required=required, marks=THINK)
+    grammar = LLMatcher.grammar_from_lark(AnswerGrammar(tool_format, spelling.named).write(form))
+
+    def fits(tokens: list[int]) -> bool:
+        matcher = LLMatcher(vocabulary, grammar)
+        return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens)
+
+    text = "<think>Hm</think>\n" + written(tool_format, CALLS)
+    assert MARKERS.search(text) and fits(with_tokens(text, spelling.named))
+    for marker in set(spelling.named) & set(MARKERS.findall(text)) - (set() if required else {*THINK}):
+        others = {name: token for name, token in spelling.named.items() if name != marker}
+        assert not fits(with_tokens(text, others)), marker
 
 
 @pytest.mark.parametrize(("tool_format", "named"), [*((each, False) for each in ALL), ("mistral", True)])

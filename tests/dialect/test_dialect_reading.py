@@ -19,6 +19,7 @@ from cllm.dialect.json_scan import JsonScanner, repaired
 from cllm.dialect.reader import AnswerReader, CallSyntax
 from cllm.dialect.reasoning import FORMATS, Marks, ReasoningReader
 from cllm.dialect.syntax import JsonSyntax, MistralSyntax
+from cllm.dialect.whole_calls import WholeCalls
 from cllm.dialect.xml_calls import XmlSyntax
 
 TOOLS: Any = {"f": {"properties": {"a": {"type": "integer"}, "c": {}}}, "get_weather": None}
@@ -37,6 +38,11 @@ SYNTAXES: dict[str, CallSyntax] = {
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 XML = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
 F = ("call", "f", '{"a": 1}')
+FENCED = f"```json\n{CALL}\n```"
+PRETTY = json.dumps(json.loads(CALL), indent=2)
+PRETTY_F = ("call", "f", '{\n    "a": 1\n  }')
+MARKED = ["hermes", "mistral", "xml"]
+"""Formats whose calls stand behind markers."""
 
 Read = list[tuple[str, ...]]
 
@@ -46,8 +52,12 @@ def reader(syntax: CallSyntax | None, *, thinks: str = "", **options: Any) -> An
     calls = CallRuns(Marks("<tool_call>", "</tool_call>"), syntax, TOOLS) if syntax and marked else None
     reasoning = ReasoningReader(FORMATS["think"], opened=thinks == "opened", calls=calls) if thinks else None
     ids = itertools.count()
+    whole = None
+    if isinstance(syntax, JsonSyntax) and not syntax.bare:
+        bare_ids = itertools.count()
+        whole = WholeCalls(AnswerReader(0, syntax=PLAIN, tools=TOOLS, new_id=lambda: f"call_{next(bare_ids)}"))
     return AnswerReader(
-        0, syntax=syntax, tools=TOOLS, reasoning=reasoning, new_id=lambda: f"call_{next(ids)}", **options
+        0, syntax=syntax, tools=TOOLS, reasoning=reasoning, whole=whole, new_id=lambda: f"call_{next(ids)}", **options
     )
 
 
@@ -135,7 +145,8 @@ def read_whole(text: str, syntax: CallSyntax | None, **options: Any) -> tuple[Re
         ),
         ("hermes", '<tool_call>{"name": "f", "arg', [("text", '<tool_call>{"name": "f", "arg')]),
         ("hermes", '<tool_call>{"name": "f", "arguments": 5}', [("text", '<tool_call>{"name": "f", "arguments": 5}')]),
-        ("hermes", CALL, [("text", CALL)]),
+        ("hermes", f"<tool_call>{{{CALL}}}</tool_call>", [F]),
+        ("hermes", f"<tool_call>{{{CALL} \n}}</tool_call>\n<tool_call>{{{CALL}</tool_call>", [F, F]),
         ("hermes", "a < b <tool_", [("text", "a < b <tool_")]),
         ("hermes", " plain \n", [("text", " plain \n")]),
         ("llama3", '{"name": "f", "parameters": {"a": 1}}', [F]),
@@ -162,6 +173,72 @@ def test_formats(syntax: str, text: str, expected: Read) -> None:
     read, end = read_whole(text, SYNTAXES[syntax])
     assert read == expected
     assert end == ("tool_calls" if any(each[0] == "call" for each in expected) else "stop")
+
+
+@pytest.mark.parametrize("syntax", MARKED)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (CALL, [F]),
+        (f"\n {CALL}\n\n", [F]),
+        (FENCED, [F]),
+        (f"```json\n{PRETTY}\n```", [PRETTY_F]),
+        (f"```\n{CALL}```\n", [F]),
+        (f"[{CALL}, {CALL}]", [F, F]),
+        (f"```json\n[\n{CALL},\n{CALL}\n]\n```", [F, F]),
+        (f"{CALL}\n{CALL}", [F, F]),
+        (f"{FENCED}\n\n{FENCED}", [F, F]),
+        (f"```json\n{CALL}", [F]),
+        (f"{{{CALL}}}", [F]),
+        ('{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}', [F]),
+    ],
+)
+def test_nothing_but_calls_without_markers(syntax: str, text: str, expected: Read) -> None:
+    assert read_whole(text, SYNTAXES[syntax]) == (expected, "tool_calls")
+    thoughtful = f"<think>Hm</think>\n{text}"
+    assert read_whole(thoughtful, SYNTAXES[syntax], thinks="yes")[0] == [("reasoning", "Hm"), *expected]
+
+
+@pytest.mark.parametrize("syntax", MARKED)
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"So: {CALL}",
+        f"{CALL} So.",
+        f"{FENCED}\n\nThis calls f.",
+        f"Call it:\n{FENCED}",
+        f"{FENCED}\n```python\nprint()\n```",
+        f'{CALL}\n{{"name": "g", "arguments": {{}}}}',
+        '{"name": "g", "arguments": {}}',
+        '{"name": "f"}',
+        '{"name": "f", "arguments": 5}',
+        '{"name": "f", "arguments": {"a": 1}, "more": 2}x',
+        '{"answer": 42}',
+        '```json\n{"name": "f", "arguments": {"a": 1,}}\n```',
+        '{"name": "f", "arguments": {"a": "b',
+        '{{"name": "f", "arguments"',
+        " ```json\n[1, 2]\n```\n",
+        "```js",
+        "",
+    ],
+)
+def test_what_only_begins_like_a_call_is_text_as_it_stands(syntax: str, text: str) -> None:
+    assert read_whole(text, SYNTAXES[syntax]) == ([("text", text)] if text else [], "stop")
+
+
+def test_no_more_is_held_back_than_may_be_a_call() -> None:
+    for text in ("Hello", "```python", '{"answer"', '{"name": "g"', f"{CALL}\nso"):
+        one = reader(HERMES)
+        assert joined(one.push(text)) == [("text", text)], text
+    one = reader(HERMES)
+    assert one.push(f"{CALL}\n") == []
+    assert joined(one.finish()) == [F]
+
+
+def test_one_call_of_several_without_markers_where_only_one_is_wanted() -> None:
+    one = reader(HERMES, most_calls=1)
+    assert joined([*one.push(f"[{CALL}, {CALL}]"), *one.finish()]) == [F]
+    assert one.finish_reason("stop") == "tool_calls"
 
 
 @pytest.mark.parametrize(
@@ -313,6 +390,38 @@ def test_reasoning_that_is_not_closed_is_never_text(syntax: str, text: str) -> N
     """But for what stands between a call and its mark, as a bracket too many."""
     read, _ = read_whole(text, SYNTAXES[syntax], thinks="opened")
     assert all(re.fullmatch(r"([\]},;\s]|</tool_call>)*", each[1]) for each in read if each[0] == "text")
+
+
+BLANKS = st.text(st.sampled_from(" \n"), max_size=3)
+WRAPPINGS = ["{}", "```json\n{}\n```", "```\n{}```", "[{}]", "```json\n[\n{}\n]\n```"]
+
+
+@given(
+    calls=st.lists(st.sampled_from([CALL, PRETTY, f"{{{CALL}}}"]), min_size=1, max_size=3),
+    between=st.sampled_from([", ", ",\n", "\n"]),
+    wrapping=st.sampled_from(WRAPPINGS),
+    around=st.tuples(BLANKS, BLANKS),
+    more=st.sampled_from([("", ""), ("", ""), ("So: ", ""), ("", "x"), ("", " Done."), ("Hm.\n", "\nDone.")]),
+    cuts=st.sets(st.integers(0, 160), max_size=20),
+)
+@pytest.mark.parametrize("syntax", MARKED)
+def test_calls_without_markers_are_calls_if_nothing_else_is_there(
+    syntax: str,
+    calls: list[str],
+    between: str,
+    wrapping: str,
+    around: tuple[str, str],
+    more: tuple[str, str],
+    cuts: set[int],
+) -> None:
+    text = more[0] + around[0] + wrapping.format(between.join(calls)) + around[1] + more[1]
+    one = reader(SYNTAXES[syntax])
+    pieces: list[ChatDelta] = []
+    for start, stop in itertools.pairwise([0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]):
+        pieces += one.push(text[start:stop])
+    read = joined([*pieces, *one.finish()])
+    expected = [("text", text)] if any(more) else [PRETTY_F if call == PRETTY else F for call in calls]
+    assert read == expected
 
 
 @given(text=TEXTS)

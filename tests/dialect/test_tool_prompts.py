@@ -63,6 +63,15 @@ def test_a_template_that_knows_tools_gets_them() -> None:
     assert text.endswith("<eos>tool:42[f/call_1]<eos>assistant:")
 
 
+def test_a_template_that_shows_functions_gets_them() -> None:
+    source = HERMES.replace("{% if tools %}", "{% if functions %}{{ functions }}", 1).replace(
+        "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}", ""
+    )
+    text = prompt(source, [USER], tools=[TOOL])
+    assert text.startswith(f"{json.dumps([TOOL], indent=2)}<tools></tools>")
+    assert "You can call" not in text
+
+
 def test_arguments_as_text_where_the_template_can_only_write_that() -> None:
     source = HERMES.replace("{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}")
     assert '<tool_call>{"name": "f", "arguments": {"a": "é"}}' in prompt(source, HISTORY, tools=[TOOL])
@@ -81,6 +90,25 @@ def test_mistral_gets_ids_of_nine_characters() -> None:
     assert text.endswith(f"42{made}1")
     kept = [USER, {"role": "assistant", "tool_calls": [{**CALL, "id": "abcDEF123"}]}]
     assert "abcDEF123" in prompt(MISTRAL, kept)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "required": ["c", "b"]},
+            {"b": "...", "c": "..."},
+        ),
+        ({"type": "object", "properties": {"a": {}, "b": {}}}, {"a": "..."}),
+        ({"type": "object", "properties": {"a": {}}, "required": 5}, {"a": "..."}),
+        ({"type": "object", "properties": {}}, {}),
+        ({"type": "object"}, {}),
+    ],
+)
+def test_the_form_of_a_call_is_shown_with_a_tool_of_the_request(parameters: Any, arguments: Any) -> None:
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": parameters}}
+    text = prompt(CHATML, [USER], tools=[tool, TOOL])
+    assert f"nothing but:\n{json.dumps({'name': 'look_up', 'arguments': arguments})}<|im_end|>" in text
 
 
 @pytest.mark.parametrize("tool_format", ["auto", "hermes"])
@@ -221,7 +249,7 @@ def test_tagged_calls_are_told_by_the_template_or_in_their_own_form() -> None:
     assert text.startswith("<tools>1</tools>")
     assert "<tool_call><function=f><parameter=a>é</parameter></function></tool_call>" in text
     told = prompt(CHATML, HISTORY, tools=[TOOL], tool_format="qwen3_coder")
-    assert "<function=the tool's name>\n<parameter=an argument's name>\nits value\n</parameter>\n</function>" in told
+    assert "answer with nothing but:\n<tool_call>\n<function=f>\n</function>" in told
     assert "<function=f>\n<parameter=a>\né\n</parameter>\n</function>\n</tool_call>" in told
 
 
@@ -248,7 +276,7 @@ def test_several_calls_one_by_one_where_the_template_takes_no_more() -> None:
     assert [text.index(part) for part in order] == sorted(text.index(part) for part in order)
     template = ChatTemplate(SINGLE, bos="", eos="<eos>")
     form = AnswerForm([("f", None)], required=True)
-    several = '("\\n" "<tool_call>" call)*'
+    several = '(BLANK? "<tool_call>" call)*'
     assert several not in Dialect(template.facts, ByteTokenizer()).grammar(form)
     assert several in Dialect(ChatTemplate(HERMES, bos="", eos="<eos>").facts, ByteTokenizer()).grammar(form)
 

@@ -101,7 +101,7 @@ def test_unusable_messages_are_refused_by_name(messages: Any, said: str) -> None
     [
         ("{{ raise_exception('system first, please') }}", "system first, please"),
         ("{{ messages[0].content + 1 }}", "can only concatenate"),
-        ("{{ missing.field }}", "'missing' is undefined"),
+        ("{{ missing.field }}", "reads missing, which nobody gives it"),
         ("{{ messages.append(1) }}", "'append' of 'list' object is unsafe"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),

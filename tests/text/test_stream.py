@@ -22,7 +22,7 @@ def tokens_of(pieces: Sequence[bytes]) -> TableTokenizer:
         [*pieces, b"", b""],
         encoder=lambda texts: [[] for _ in texts],
         special_tokens={"<é>": len(pieces), "<b>": len(pieces) + 1},
-        always_whole={},
+        whole_tokens={},
         bos_id=None,
         eos_ids=frozenset(),
         add_bos=False,

@@ -250,7 +250,7 @@ def table(pieces: dict[str, int], special: dict[str, int]) -> TableTokenizer:
         [b""] * 10,
         encoder=lambda texts: [[9] * len(text) for text in texts],
         special_tokens=special,
-        always_whole=pieces,
+        whole_tokens=pieces,
         bos_id=0,
         eos_ids=frozenset(),
         add_bos=True,

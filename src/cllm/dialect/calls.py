@@ -58,6 +58,11 @@ class CallReader:
         """Whether the arguments of an announced call are whole."""
         return self._whole
 
+    @property
+    def ended(self) -> bool:
+        """Whether the last bracket has been read."""
+        return self._scanner.done
+
     def feed(self, char: str) -> State:
         scanner = self._scanner
         depth, was_string = len(scanner.stack), scanner.in_string

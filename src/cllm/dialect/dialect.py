@@ -17,6 +17,7 @@ from cllm.dialect.grammar import AnswerForm, AnswerGrammar
 from cllm.dialect.reader import AnswerReader
 from cllm.dialect.reasoning import Marks, ReasoningReader, Thinking
 from cllm.dialect.tools import Tool
+from cllm.dialect.whole_calls import WholeCalls
 from cllm.text.chat_template import PromptOptions
 from cllm.text.messages import Message, read_messages
 from cllm.text.template_facts import EXAMPLE_ARGUMENTS, EXAMPLE_TOOL, TemplateFacts
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _TAIL = 16
 """Tokens at the end of a prompt that may open the reasoning."""
 
+_TOOLS = ("tools", "functions")
+"""Variables from which templates show tools."""
 _EXAMPLE: str = EXAMPLE_TOOL["function"]["name"]
 
 
@@ -50,7 +53,7 @@ class Dialect:
         self.format = formats.FORMATS[tool_format] if tool_format != "auto" else spoken or formats.JSON
         self._template = template
         self._tokenizer = tokenizer
-        self._native = spoken is self.format and "tools" in template.variables
+        self._native = spoken is self.format and not template.variables.isdisjoint(_TOOLS)
         """Whether the template itself shows tools to the model, in this format."""
         found = reasoning.detect_format(template.source) if reasoning_format == "auto" else reasoning_format
         self.marks: Marks | None = reasoning.FORMATS[found] if found else None
@@ -81,7 +84,7 @@ class Dialect:
     def _describe(self, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Put the tools into the system message, for templates without tools."""
         listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        form = self.format.write([{"name": "the tool's name", "arguments": {"an argument's name": "its value"}}])
+        form = self.format.write([_example_call(tools[0]["function"])])
         description = f"You can call these tools:\n{listed}\n\nTo call a tool, answer with nothing but:\n{form}"
         first = messages[0]
         if first["role"] in ("system", "developer"):
@@ -119,8 +122,10 @@ class Dialect:
         continues: bool = False,
         most_calls: int | None = None,
         calls_only: bool = False,
+        masked: bool = False,
         include_reasoning: bool = True,
     ) -> AnswerReader:
+        """`masked`: a grammar says where calls may be, and what they look like."""
         parameters = {tool.name: tool.parameters for tool in tools}
         thoughts = None
         if self.marks is not None and thinking != "closed":
@@ -138,9 +143,15 @@ class Dialect:
             tools=parameters,
             most_calls=most_calls,
             calls_only=calls_only,
+            whole=None if masked or continues else self._whole_calls(index, parameters),
             include_reasoning=include_reasoning,
             new_id=self.new_id,
         )
+
+    def _whole_calls(self, index: int, tools: Tools) -> WholeCalls | None:
+        if not tools or self.format.syntax.bare:
+            return None
+        return WholeCalls(AnswerReader(index, syntax=formats.JSON.syntax, tools=tools, new_id=self.new_id))
 
     def _calls_in_reasoning(self, tools: Tools) -> CallRuns | None:
         marks = self.format.call_marks
@@ -151,7 +162,8 @@ class Dialect:
         if form.several and self._native and not self._template.takes_calls:
             form = replace(form, several=False)
         marks = [mark for mark in ("[CALL_ID]", "[ARGS]") if mark in self._template.source]
-        return AnswerGrammar(self.format.name, self._tokenizer.special_tokens, marks).write(form)
+        named = {**self._tokenizer.whole_tokens, **self._tokenizer.special_tokens}
+        return AnswerGrammar(self.format.name, named, marks).write(form)
 
     def new_id(self) -> str:
         if self.format is formats.MISTRAL:
@@ -167,6 +179,15 @@ def dialect_of(template: TemplateFacts, tokenizer: Tokenizer, settings: ChatConf
         reasoning_format=settings.reasoning_format,
         reasoning_mode=settings.reasoning,
     )
+
+
+def _example_call(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of a real tool: small models repeat what they see."""
+    properties = tool["parameters"].get("properties")
+    names = list(properties) if isinstance(properties, Mapping) else []
+    required = tool["parameters"].get("required")
+    needed = [name for name in names if isinstance(required, Sequence) and name in required] or names[:1]
+    return {"name": tool["name"], "arguments": dict.fromkeys(needed, "...")}
 
 
 def _reads(form: ToolFormat, written: str) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cllm.dialect.reader import CallSyntax
 from cllm.dialect.reasoning import Marks
 from cllm.dialect.syntax import JsonSyntax, MistralSyntax
 from cllm.dialect.xml_calls import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, XmlSyntax
@@ -20,7 +19,7 @@ class ToolFormat:
     name: str
     markers: tuple[str, ...]
     """Texts that are special tokens in some vocabularies and must stay visible in answers."""
-    syntax: CallSyntax
+    syntax: JsonSyntax
     write: Callable[[Sequence[Mapping[str, Any]]], str]
     """Calls, each with name and arguments, as the model would write them."""
 

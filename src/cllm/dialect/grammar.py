@@ -18,10 +18,13 @@ from cllm.dialect.xml_calls import (
     types_of,
 )
 from cllm.errors import InvalidRequestError
-from cllm.structured.sources import RULES, rule_of, schema_rule
+from cllm.structured.sources import RULES, pattern_of, rule_of, schema_rule
 from cllm.structured.structure import Structure
 
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANYTHING = r"/(.|\n)*/"
+_BLANK = r"BLANK: /[ \n]{1,4}/"
+"""Not more: where blanks are free, small models write them until the answer is full."""
 _TAGGED = ("hermes", "qwen3_coder")
 """Formats with calls between <tool_call> and </tool_call>."""
 
@@ -43,11 +46,12 @@ class AnswerForm:
 
 
 class AnswerGrammar:
-    def __init__(self, tool_format: str, special: Mapping[str, int], mistral_marks: Sequence[str] = ()) -> None:
-        """`special` are the vocabulary's special tokens. `mistral_marks`: those of Mistral's newer formats that the
-        template writes within a call, [CALL_ID] and [ARGS]."""
+    def __init__(self, tool_format: str, named: Mapping[str, int], mistral_marks: Sequence[str] = ()) -> None:
+        """`named`: tokens that stand for a text as a whole; a mark among them is written in no other way.
+        `mistral_marks`: those of Mistral's newer formats that the template writes within a call, [CALL_ID] and
+        [ARGS]."""
         self._format = tool_format
-        self._special = special
+        self._named = named
         self._calls_by_id = "[CALL_ID]" in mistral_marks
         self._named_arguments = "[ARGS]" in mistral_marks
 
@@ -74,6 +78,7 @@ class AnswerGrammar:
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(form.tools))))
         calls = self._calls(several=form.several)
         rules.append(f"calls: {calls}")
+        rules.append(_BLANK)
         if form.required:
             return "calls"
         if answer is not None:
@@ -112,17 +117,18 @@ class AnswerGrammar:
         yield f"call_{number}: {head} {' '.join(parts)} {tail} {self._mark('</tool_call>')}"
 
     def _calls(self, *, several: bool) -> str:
-        """With all markers."""
+        """With all markers. Blanks may follow the last call: models write them, in one token with the call's end or
+        with what separates two calls, and must be able to stop after them."""
         if self._format in _TAGGED:
             opened = f"{self._mark('<tool_call>')} call"
-            return f'{opened} ("\\n" {opened})*' if several else opened
+            return f"{opened} (BLANK? {opened})* BLANK?" if several else f"{opened} BLANK?"
         if self._format == "mistral":
             mark = self._mark("[TOOL_CALLS]")
             if self._named_arguments:
-                return f"({mark} call)+" if several else f"{mark} call"
-            return f'{mark} "[" call (", " call)* "]"' if several else f'{mark} "[" call "]"'
-        separator = '"; "' if self._format == "llama3" else '"\\n"'
-        return f"call ({separator} call)*" if several else "call"
+                return f"({mark} call)+ BLANK?" if several else f"{mark} call BLANK?"
+            return f'{mark} "[" call (", " call)* "]" BLANK?' if several else f'{mark} "[" call "]" BLANK?'
+        separator = '"; "' if self._format == "llama3" else "BLANK"
+        return f"call ({separator} call)* BLANK?" if several else "call BLANK?"
 
     def _free(self, form: AnswerForm, rules: list[str]) -> str:
         """Text, in which a call may begin."""
@@ -130,19 +136,21 @@ class AnswerGrammar:
             self._format, ""
         )
         if self._format in ("llama3", "json"):
-            rules.append(r"TEXT: /([^{\[`\s<](.|\n)*)?/")
-            tagged = f" | {self._mark(opener)} calls" if opener in self._special else ""
+            without = _without(opener) if opener else ""
+            rules.append(rf"TEXT: /([^{{\[`\s<](.|\n)*)?/{without}")
+            tagged = f" | {self._mark(opener)} calls" if opener in self._named else ""
             return f"(TEXT | calls{tagged})"
         # Models sometimes leave out the opener, and are read as if it were there.
-        bare = f" & ~/(.|\\n)*{FUNCTION}(.|\\n)*/" if self._format == "qwen3_coder" else ""
-        rules.append(rf"TEXT: /(.|\n)*/{bare}")
+        bare = _without(FUNCTION) if self._format == "qwen3_coder" else ""
         after = self._after_opener(form)
-        if opener in self._special:
+        if opener in self._named:
+            rules.append(f"TEXT: {_ANYTHING}{_without(opener)}{bare}")
             rules.append(f"called: TEXT {self._mark(opener)} {after}")
         else:
+            rules.append(f"TEXT: {_ANYTHING}{bare}")
             rules.append(f"head[lazy]: TEXT {json.dumps(opener)}")
             rules.append(f"called: head {after}")
-        return "(called* TEXT)" if form.several else "(called | TEXT)"
+        return "(called* TEXT)" if form.several else "(called BLANK? | TEXT)"
 
     def _after_opener(self, form: AnswerForm) -> str:
         if self._format in _TAGGED or self._named_arguments:
@@ -153,16 +161,22 @@ class AnswerGrammar:
         if form.marks is None or form.thinking == "closed":
             return ""
         begin, end = form.marks
-        if end in self._special:
-            rules.append(f"thought: /(.|\\n)*/ {self._mark(end)} /\\s*/")
+        if end in self._named:
+            rules.append(f"THOUGHT: {_ANYTHING}{_without(end)}")
+            rules.append(f"thought: THOUGHT {self._mark(end)} /\\s*/")
         else:
-            rules.append(f"thinks[lazy]: /(.|\\n)*/ {json.dumps(end)}")
+            rules.append(f"thinks[lazy]: {_ANYTHING} {json.dumps(end)}")
             rules.append("thought: thinks /\\s*/")
         return "thought " if form.thinking == "opened" else f"({self._mark(begin)} thought)? "
 
     def _mark(self, text: str) -> str:
-        token = self._special.get(text)
+        token = self._named.get(text)
         return json.dumps(text) if token is None else f"<[{token}]>"
+
+
+def _without(text: str) -> str:
+    """What is behind a regular expression whose matches do not contain the text."""
+    return f" & ~/(.|\\n)*{pattern_of(text)}(.|\\n)*/"
 
 
 def _text_rule(structure: Structure) -> str:

@@ -3,7 +3,8 @@
 What comes out does not depend on how the text was cut up. Text before a call loses the blanks at its end, and text
 after one those at its beginning; where there is no call, all text is passed on as it is. A call that turns out not to
 be one before its name was certain is plain text, with its markers; one that is cut off there is left out after another
-call, and where nothing but calls may come. One whose arguments turn out not to be JSON, or are
+call, and where nothing but calls may come. An answer that is nothing but calls without markers is held back until its
+end. One whose arguments turn out not to be JSON, or are
 cut off, ends where it ends: the answer's end is then `length` or `stop`, never `tool_calls`.
 """
 
@@ -18,6 +19,7 @@ from cllm.dialect.deltas import ChatDelta, Delta, ReasoningDelta, ToolCallDelta,
 from cllm.dialect.reasoning import ReasoningReader
 
 if TYPE_CHECKING:
+    from cllm.dialect.whole_calls import WholeCalls
     from cllm.engine.sampling import TokenLogprob
 
 
@@ -60,10 +62,12 @@ class AnswerReader:
         tools: Tools = MappingProxyType({}),
         most_calls: int | None = None,
         calls_only: bool = False,
+        whole: WholeCalls | None = None,
         include_reasoning: bool = True,
         new_id: Callable[[], str] = str,
     ) -> None:
-        """`calls_only`: a mask allows nothing else, beside reasoning."""
+        """`calls_only`: a mask allows nothing else, beside reasoning. `whole`: takes answers that are nothing but calls
+        without markers."""
         self.ended = False
         """Whether the rest of the model's text is ignored."""
         self.tokens = 0
@@ -84,6 +88,7 @@ class AnswerReader:
         self._tools = tools
         self._most_calls = most_calls
         self._calls_only = calls_only
+        self._whole = whole
         self._new_id = new_id
         self._deltas: list[ChatDelta] = []
         self._calls = 0
@@ -152,6 +157,7 @@ class AnswerReader:
             if self._reasoning is not None:
                 for is_reasoning, text in self._reasoning.flush():
                     self._sort(is_reasoning, text)
+            self._end_whole()
             self._end_attempt()
             if not self._closing and not self._cut_off:
                 self._say(self._text)
@@ -199,6 +205,11 @@ class AnswerReader:
             self._deltas.append(kind(self._index, text))
 
     def _read(self, text: str) -> None:
+        if self._whole is not None:
+            text = self._whole.push(text)
+            if not text:
+                return
+            self._whole = None
         if self._syntax is None:
             self._emit(text)
             return
@@ -286,6 +297,18 @@ class AnswerReader:
         self._unfinished = broken
         if broken or self._calls == self._most_calls:
             self.ended = True
+
+    def _end_whole(self) -> None:
+        if self._whole is None:
+            return
+        (calls, text), self._whole = self._whole.flush(), None
+        for delta in calls:
+            if isinstance(delta, ToolCallStart):
+                if self._calls == self._most_calls:
+                    break
+                self._calls += 1
+            self._deltas.append(delta)
+        self._read(text)
 
     def _give_up(self, last: str) -> None:
         """It is not a call: all of it is plain text."""

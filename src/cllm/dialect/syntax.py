@@ -21,11 +21,11 @@ class JsonSyntax:
 
     def __init__(self, *markers: str, close: Sequence[str] = (), bare: bool = False) -> None:
         self.markers = markers
+        self.bare = bare
         self._close = (*close, "]", ",", ";", "```")
-        self._bare = bare
 
     def begins(self, text: str, *, at_start: bool, after_call: bool) -> tuple[int, int, int]:
-        if after_call or (at_start and self._bare):
+        if after_call or (at_start and self.bare):
             if found := _BARE.match(text):
                 return len(text) - len(text.lstrip()), found.end(), 0
             if _MAYBE_BARE.fullmatch(text):
@@ -57,11 +57,16 @@ class MistralSyntax(JsonSyntax):
 
 
 class JsonAttempt:
+    """A call, perhaps within two pairs of brackets, as the template of Qwen 2.5 shows it."""
+
     def __init__(self, tools: Tools, *, bare: bool) -> None:
         self.took_last = True
         self._reader = CallReader(tools, needs_arguments=bare)
         self._leads = "" if bare else "["
         self._began = False
+        self._at_second = False
+        """Whether only the first bracket has come."""
+        self._doubled = False
 
     @property
     def name(self) -> str | None:
@@ -82,10 +87,21 @@ class JsonAttempt:
                 return State.OPEN
             self.took_last = char.isspace()
             return State.OPEN if self.took_last else State.FAILED
+        if self._doubled and self._reader.ended:
+            return self._feed_behind(char)
+        if self._at_second and char == "{":
+            self._doubled, self._at_second = True, False
+            return State.OPEN
+        self._at_second = not self._began
         self._began = True
         state = self._reader.feed(char)
         self.took_last = self._reader.took_last
-        return state
+        return State.OPEN if state is State.DONE and self._doubled and self.took_last else state
+
+    def _feed_behind(self, char: str) -> State:
+        """Up to the outer bracket."""
+        self.took_last = char.isspace() or char == "}"
+        return State.OPEN if char.isspace() else State.DONE
 
 
 class OrJsonAttempt:

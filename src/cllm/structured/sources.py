@@ -126,10 +126,10 @@ def _choice(source: str) -> str:
     choices = _parsed(source)
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
         raise ValueError("must be a list of strings, none of them empty, at least one")
-    return f"/{'|'.join(map(_literal, choices))}/"
+    return f"/{'|'.join(map(pattern_of, choices))}/"
 
 
-def _literal(text: str) -> str:
+def pattern_of(text: str) -> str:
     """In a regular expression of Lark's."""
     return _NOT_PLAIN.sub(lambda found: f"\\x{{{ord(found[0]):x}}}", text)
 

@@ -53,7 +53,7 @@ async def prepare_chat(
     grammar = None
     if enforced is not None:
         params, grammar = replace(params, structured=enforced.structure), enforced.grammar
-    reader = dialect.reader(0, tools=tools, thinking=thinking, separate=dialect.separates)
+    reader = dialect.reader(0, tools=tools, thinking=thinking, separate=dialect.separates, masked=grammar is not None)
     return ChatTurn(llm, prompt, params, reader, grammar, dialect.shown(tools=bool(tools), reasoning=True))
 
 

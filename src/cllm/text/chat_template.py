@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateSyntaxError, meta
+from jinja2 import TemplateSyntaxError
 
 from cllm.errors import InvalidRequestError, ModelError
 from cllm.text.adapting import alternating, as_object, as_text, with_descriptions
@@ -31,6 +31,7 @@ from cllm.text.special_token_guard import (
     unused_character,
 )
 from cllm.text.template_facts import EXAMPLE_ARGUMENTS, EXAMPLE_TOOL, TemplateFacts
+from cllm.text.template_variables import TemplateVariables
 
 if TYPE_CHECKING:
     from cllm.text.token_limit import TokenLimit
@@ -89,16 +90,15 @@ class ChatTemplate:
     def facts(self) -> TemplateFacts:
         return TemplateFacts(
             source=self.source,
-            variables=self.variables,
+            variables=self.variables.read,
             takes_system=self.takes_system,
             takes_calls=self.takes_calls,
             example_call=self.write_call(EXAMPLE_TOOL, dict(EXAMPLE_ARGUMENTS)),
         )
 
     @cached_property
-    def variables(self) -> frozenset[str]:
-        """The variables that the template uses."""
-        return frozenset(meta.find_undeclared_variables(environment().parse(self.source)))
+    def variables(self) -> TemplateVariables:
+        return TemplateVariables(self.source)
 
     @cached_property
     def takes_system(self) -> bool:
@@ -242,13 +242,18 @@ class ChatTemplate:
     def _fill(self, messages: list[Message], options: PromptOptions, tools: Sequence[Any] | None) -> str:
         try:
             return self._template.render(
-                {"documents": None, **options.arguments, "tools": tools},
+                {**self.variables.values(tools), **options.arguments, "tools": tools},
                 messages=messages,
                 add_generation_prompt=options.asks and not options.continues,
                 bos_token=self.bos,
                 eos_token=self.eos,
             )
         except Exception as error:  # a template is a program: it can raise anything
+            if name := self.variables.missing(error):
+                raise TemplateRejectionError(
+                    f"the model's chat template reads {name}, which nobody gives it; send it in chat_template_kwargs, "
+                    "or set another template with model.chat_template"
+                ) from error
             raise TemplateRejectionError(f"the model's chat template rejected the messages: {error}") from error
 
 

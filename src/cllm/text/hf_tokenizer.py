@@ -81,7 +81,7 @@ def load_hf_tokenizer(model: HFModel) -> Tokenizer:
         inner=_inner_encoder(description, path) or encoder,
         swallows={t["id"]: (t["lstrip"], t["rstrip"]) for t in added if t["lstrip"] or t["rstrip"]},
         special_tokens=special,
-        always_whole={token["content"]: token["id"] for token in added if not token["special"]},
+        whole_tokens={token["content"]: token["id"] for token in added if not token["special"]},
         bos_id=bos_id,
         eos_ids=_end_ids(model, special | _vocabulary(description, path), settings),
         add_bos=adds_bos,

@@ -45,6 +45,10 @@ class Tokenizer(Protocol):
         """The tokens that `special=True` recognises by name."""
 
     @property
+    def whole_tokens(self) -> Mapping[str, int]:
+        """Tokens of ordinary text that is always written with them."""
+
+    @property
     def infill(self) -> InfillTokens | None:
         """The fill-in-the-middle tokens, if the model has them."""
 
@@ -79,20 +83,21 @@ class TableTokenizer:
         *,
         encoder: Encoder,
         special_tokens: Mapping[str, int],
-        always_whole: Mapping[str, int],
+        whole_tokens: Mapping[str, int],
         bos_id: int | None,
         eos_ids: frozenset[int],
         add_bos: bool,
         infill: InfillTokens | None = None,
     ) -> None:
-        """`always_whole`: tokens that are recognised in all text but are ordinary text. `infill`: for models whose
+        """`whole_tokens`: tokens that are recognised in all text but are ordinary text. `infill`: for models whose
         fill-in-the-middle tokens have unusual names."""
         self._pieces = pieces
         self._encode = encoder
         self._names = {token_id: name for name, token_id in special_tokens.items()}
-        self._whole = _longest_first(always_whole.items())
-        self._whole_or_special = _longest_first([*always_whole.items(), *special_tokens.items()])
+        self._whole = _longest_first(whole_tokens.items())
+        self._whole_or_special = _longest_first([*whole_tokens.items(), *special_tokens.items()])
         self.special_tokens = special_tokens
+        self.whole_tokens = whole_tokens
         self.longest_token = max(1, *map(len, pieces), *(len(name.encode()) for name in special_tokens))
         self.vocab_size = len(pieces)
         self.bos_id = bos_id
@@ -142,7 +147,7 @@ class ByteTokenizer(TableTokenizer):
             [*(bytes([byte]) for byte in range(256)), *[b""] * (vocab_size - 256)],
             encoder=lambda texts: [list(text.encode()) for text in texts],
             special_tokens={"<bos>": self.BOS_ID, "<eos>": self.EOS_ID},
-            always_whole={},
+            whole_tokens={},
             bos_id=self.BOS_ID,
             eos_ids=frozenset({self.EOS_ID}),
             add_bos=False,
@@ -169,7 +174,7 @@ def load_tokenizer(model: GGUFModel) -> Tokenizer:
         [b"" if vocab.is_special(i) else token_bytes(*token) for i, token in enumerate(tokens)],
         encoder=encoder,
         special_tokens={text: i for i, (text, _) in enumerate(tokens) if vocab.is_special(i)},
-        always_whole={text: i for i, (text, kind) in enumerate(tokens) if kind == TokenKind.USER_DEFINED},
+        whole_tokens={text: i for i, (text, kind) in enumerate(tokens) if kind == TokenKind.USER_DEFINED},
         bos_id=vocab.bos_id,
         eos_ids=vocab.eos_ids,
         add_bos=model.get("tokenizer.ggml.add_bos_token", add_bos),

@@ -32,6 +32,7 @@ class LlamaTokenizer:
         self.add_bos = True
         self.eos_ids: frozenset[int] = frozenset()
         self.special_tokens: Mapping[str, int] = {}
+        self.whole_tokens: Mapping[str, int] = {}
         self.infill = None
 
     def __del__(self) -> None:

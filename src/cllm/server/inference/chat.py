@@ -96,6 +96,7 @@ async def open_chat(state: ServerState, request: Request, chat: ChatInput, prefi
             continues=chat.continue_last,
             most_calls=None if chat.parallel_tool_calls else 1,
             calls_only=chat.tool_choice not in ("auto", "none"),
+            masked=enforced is not None,
             include_reasoning=chat.include_reasoning,
         )
         for index in range(chat.params.n if reads else 0)
