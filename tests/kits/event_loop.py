@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from starlette.types import Message
 
+from cllm.server.http.cycle import CLIENT_GONE
+
 
 class Reply(NamedTuple):
     status: int
@@ -19,15 +21,16 @@ class Reply(NamedTuple):
     writes: int
 
 
-async def post(app: FastAPI, path: str, body: bytes) -> Reply:
-    """What the app answers to a body that comes as a network would bring it."""
+async def post(app: FastAPI, path: str, body: bytes, gone: asyncio.Future[None] | None = None) -> Reply:
+    """What the app answers to a body that comes as a network would bring it. `gone`: done when the client leaves."""
     waiting = [body[start : start + 65_536] for start in range(0, len(body), 65_536)] or [b""]
     waiting.reverse()
     status, pieces = 0, []
 
     async def receive() -> Message:
         if not waiting:
-            await asyncio.Event().wait()
+            await (asyncio.Event().wait() if gone is None else asyncio.shield(gone))
+            return {"type": "http.disconnect"}
         piece = waiting.pop()
         return {"type": "http.request", "body": piece, "more_body": bool(waiting)}
 
@@ -49,6 +52,7 @@ async def post(app: FastAPI, path: str, body: bytes) -> Reply:
         "query_string": b"",
         "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
         "state": {},
+        "extensions": {} if gone is None else {CLIENT_GONE: gone},
     }
     await app(scope, receive, send)
     return Reply(status, b"".join(pieces), len(pieces))

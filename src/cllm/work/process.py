@@ -73,18 +73,16 @@ def _be_child(own: socket.socket, recipe: tuple[str, tuple[Any, ...]] | None) ->
 
 def _be_worker(connection: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    send(connection, {"pid": os.getpid(), "failure": failure})
-    size = _resident()
-    while True:
-        try:
-            work = pickle.loads(receive(connection))
-        except (OSError, EOFError):
-            os._exit(0)
-        reply, result = _done(*work)
-        reply["retire"] = reply.get("retire") or _resident() - size > MOST_GROWTH
-        connection.sendall(b"".join([_framed(json.dumps(reply).encode()), _framed(result)]))
-        if reply["retire"]:
-            os._exit(0)
+    size, stays = _resident(), True
+    try:
+        send(connection, {"pid": os.getpid(), "failure": failure})
+        while stays:
+            reply, result = _done(*pickle.loads(receive(connection)))
+            stays = not reply.get("retire") and _resident() - size <= MOST_GROWTH
+            connection.sendall(_framed(json.dumps({**reply, "retire": not stays}).encode()) + _framed(result))
+    except (OSError, EOFError):  # nobody listens any more
+        pass
+    os._exit(0)
 
 
 def _done(function: str, arguments: tuple[Any, ...], cpu_s: float, memory: int) -> tuple[dict[str, Any], bytes]:
