@@ -94,14 +94,16 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """
     stdio.open_closed()
     signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGINT, _interrupt)
     _use_utf8()
-    sys.exit(_finish(_run(args)))
+    code = _finish(_run(args))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to be done, so nothing to interrupt
+    sys.exit(code)
 
 
 def _run(args: Sequence[str] | None) -> int:
     """Turn every exception into an exit code and one line on stderr."""
     try:
+        signal.signal(signal.SIGINT, _interrupt)
         app(args=args, prog_name="cllm")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -112,6 +114,8 @@ def _run(args: Sequence[str] | None) -> int:
     except BrokenPipeError:
         return 1
     except Exception as error:
+        if _is_interrupt(error):
+            return _SIGNALLED + signal.SIGINT
         if is_out_of_memory(error):
             return _report(NO_MEMORY, error, 2)
         if isinstance(error, OSError) and error.errno in _DISK_FULL:
@@ -159,6 +163,15 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     """The same as Python's own handler, which asyncio would replace; it would then wait for a print that is stuck."""
     raise KeyboardInterrupt
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind it: pydantic, interrupted while it builds a model, makes an error of its own of that."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        if KeyboardInterrupt.__name__ in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _debugging() -> bool:
