@@ -444,7 +444,7 @@ def test_a_context_is_rebuilt_on_the_real_model(real: LLM) -> None:
     original = engine.backend.step
 
     def lose_context(chunks: Any) -> Any:
-        if next(steps) == 6:
+        if next(steps) == 2:  # few are needed where drafts fit
             raise BackendError("the context is gone", fatal=True)
         return original(chunks)
 

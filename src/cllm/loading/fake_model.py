@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from cllm.backends.fake import CONTEXT, FakeBackend
+from cllm.backends import fake
 from cllm.config import Config
 
 
-def open_fake(config: Config) -> FakeBackend:
+def open_fake(config: Config) -> fake.FakeBackend:
     """It has no model whose context could be too short: any that is asked for will do."""
-    fake = config.backend.fake
-    return FakeBackend(
-        vocab_size=fake.vocab_size,
-        latency_s=fake.latency_ms / 1000,
-        context_length=max(config.resources.max_context_length or 0, CONTEXT),
-        layout="slots" if fake.layout == "slots" else "blocks",
+    settings = config.backend.fake
+    return fake.FakeBackend(
+        vocab_size=settings.vocab_size,
+        latency_s=settings.latency_ms / 1000,
+        context_length=max(config.resources.max_context_length or 0, fake.CONTEXT),
+        layout="slots" if settings.layout == "slots" else "blocks",
     )
