@@ -70,12 +70,13 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 @pytest.fixture(autouse=True)
-def _level_of_the_log() -> Iterator[None]:
-    """Commands set it for their process, which here is that of all tests."""
+def _what_commands_set() -> Iterator[None]:
+    """Commands set the level of the log and what SIGINT does for their process, which here is that of all tests."""
     logger = logging.getLogger("cllm")
-    level = logger.level
+    level, on_interrupt = logger.level, signal.getsignal(signal.SIGINT)
     yield
     logger.setLevel(level)
+    signal.signal(signal.SIGINT, on_interrupt)
 
 
 @pytest.fixture

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # the module typing takes as long to import as Python takes to start
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from cllm.engine.params import ContextWindow, SamplingParams
     from cllm.llm import AsyncLLM
     from cllm.offline import LLM

@@ -202,6 +202,13 @@ class AsyncLLM(LoadedModel):
         """What every prompt begins with whose first messages are these."""
         return await self.encode_chat(messages, params, replace(options, asks=False, continues=False))
 
+    def encode(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Sequence[int]:
+        """The tokens of a prompt as `submit` computes them. Raises `InvalidRequestError` if there are too many or none,
+        or an unknown one."""
+        limit = self.prompt_limit(params)
+        tokens = self._encode(prompt, limit) if isinstance(prompt, str) else prompt
+        return validate_ids(tokens, limit, self.shape.n_vocab)
+
     async def compile(self, structure: Structure) -> Grammar:
         """The `grammar` that `submit` takes. Raises `InvalidRequestError` if the structure cannot be compiled."""
         return await self._prepared.compiler.compile(structure)
@@ -361,9 +368,7 @@ class AsyncLLM(LoadedModel):
         generated: Generated | None = None,
         session: str | None = None,
     ) -> S:
-        limit = self.prompt_limit(params)
-        tokens = self._encode(prompt, limit) if isinstance(prompt, str) else prompt
-        ids = validate_ids(tokens, limit, self.shape.n_vocab)
+        ids = self.encode(prompt, params)
         if grammar is None and params.structured is not None:
             raise InvalidRequestError("pass grammar=await compile(params.structured)", params.structured.param)
         longest_s = self.config.scheduler.request_timeout_s

@@ -6,10 +6,10 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,22 @@ from cllm.engine.params import SamplingParams
 from cllm.errors import CLLMError, InvalidRequestError, ShuttingDownError
 from cllm.generation import Completion
 from cllm.llm import AsyncLLM
+from cllm.loading.embedder import EMBEDDING
 from cllm.structured.matcher import Grammar
+from cllm.tasks.arguments import (
+    Messages,
+    Prompt,
+    about,
+    are_conversations,
+    check_params,
+    check_prompt,
+    read_prompts,
+)
 from cllm.tasks.chat import prepare_chat
 from cllm.tasks.embedding import EmbeddingJob, shortened
 
 T = TypeVar("T")
-Prompt = str | Sequence[int]
+S = TypeVar("S")
 
 
 class LLM:
@@ -63,35 +73,60 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Answers in the order of the prompts; with `params.n` > 1, all answers to a prompt in a row.
+        """Continue a text, given as such or as token ids, or a list of them. Returns answers in the order of the
+        prompts; with `params.n` > 1, all answers to a prompt in a row.
 
-        Without `params`, the model's own sampling defaults are used; `SamplingParams()` overrides them.
+        Without `params`, the model's own sampling defaults are used; `SamplingParams()` overrides them. Raises
+        `InvalidRequestError` before anything is computed if a prompt cannot be used, too long ones included; of several
+        it says which. `progress`: show a progress bar for several prompts.
         """
-        many = _as_list(prompts)
+        check_params(params)
+        many = read_prompts(prompts, "prompts")
         params = params or SamplingParams.with_model_defaults()
+        encoded = self._wait(self._encode_all(many, params))
         with _progress_bar(shown=progress and len(many) > 1) as bar:
             task = bar.add_task("generating", total=len(many))
-            groups = self._wait(self._generate_all(many, params, lambda: bar.advance(task)))
+            work = self._each(encoded, lambda prompt: self._complete(prompt, params), lambda: bar.advance(task))
+            groups = self._wait(work)
         return [completion for group in groups for completion in group]
 
+    @overload
+    def chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Completion: ...
+
+    @overload
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Messages],
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
-    ) -> Completion:
-        """The assistant's next message. `tools` are in OpenAI's format. If the answer's finish_reason is `tool_calls`,
-        continue with one message of role `tool` per call."""
+    ) -> list[Completion]: ...
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Completion | list[Completion]:
+        """The assistant's next message in a conversation, which is a list of messages; for a list of conversations, a
+        list of answers, which are computed together.
+
+        `tools` are in OpenAI's format. If the answer's finish_reason is `tool_calls`, continue with one message of role
+        `tool` per call. Raises `InvalidRequestError` if something cannot be used.
+        """
         _check_one_answer(params, "chat")
-        if tools:
-            return self._wait(self._chat(messages, params or SamplingParams.with_model_defaults(), read_tools(tools)))
-        prompt = self._wait(self._llm.encode_chat(messages, params))
-        return self.generate([prompt], params, progress=False)[0]
+        if not are_conversations(messages):
+            return self._chat_all([messages], params, tools)[0]  # type: ignore[list-item]
+        return self._chat_all(messages, params, tools)  # type: ignore[arg-type]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Yields text as it is generated. Leaving the loop early cancels the rest."""
+        """Continue one text, and yield the answer's text as it is generated. Leaving the loop early cancels the rest.
+        Raises `InvalidRequestError`, at the first step of the loop, if the prompt cannot be used."""
         _check_one_answer(params, "stream")
+        check_prompt(prompt)
         pieces: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
         task = self._begin(self._pump(prompt, params, pieces))
         try:
@@ -103,8 +138,9 @@ class LLM:
             task.cancel()
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> NDArray[np.float32]:
-        """One normalised row per text, cut to the first `dimensions` if given."""
-        return self._wait(self._embed_all(_as_list(texts), dimensions))
+        """One normalised row per text, cut to the first `dimensions` if given. Raises `InvalidRequestError` before
+        anything is computed if a text cannot be used; of several it says which."""
+        return self._wait(self._embed_all(read_prompts(texts, "texts"), dimensions))
 
     def kv(self) -> dict[str, Any]:
         """The state of the KV cache, as in `GET /kv`."""
@@ -150,28 +186,51 @@ class LLM:
             raise refusal
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _generate_all(
-        self, prompts: Sequence[Prompt], params: SamplingParams, done: Any
-    ) -> list[list[Completion]]:
-        # As many at once as the queue holds; the rest are submitted as others finish.
+    def _chat_all(
+        self, conversations: Sequence[Messages], params: SamplingParams | None, tools: Sequence[Mapping[str, Any]]
+    ) -> list[Completion]:
+        if tools:
+            chosen, known = params or SamplingParams.with_model_defaults(), read_tools(tools)
+
+            async def answer(number: int) -> Completion:
+                with about(_place("messages", number, conversations)):
+                    return await self._chat(conversations[number], chosen, known)
+
+            return self._wait(self._each(range(len(conversations)), answer))
+        prompts = []
+        for number, messages in enumerate(conversations):
+            with about(_place("messages", number, conversations)):
+                prompts.append(self._wait(self._llm.encode_chat(messages, params)))
+        return self.generate(prompts, params, progress=False)
+
+    async def _encode_all(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Sequence[int]]:
+        encoded = []
+        for number, prompt in enumerate(prompts):
+            with about(_place("prompts", number, prompts)):
+                encoded.append(self._llm.encode(prompt, params))
+            await asyncio.sleep(0)  # other threads' work on this loop goes on
+        return encoded
+
+    async def _each(
+        self, items: Sequence[S], work: Callable[[S], Awaitable[T]], done: Callable[[], object] = lambda: None
+    ) -> list[T]:
+        """As many at once as the queue holds; the rest are submitted as others finish."""
         limit = asyncio.Semaphore(self._llm.config.scheduler.max_queue)
 
-        async def one(prompt: Prompt) -> list[Completion]:
+        async def one(item: S) -> T:
             async with limit:
-                completions = await self._complete(prompt, params)
+                result = await work(item)
             done()
-            return completions
+            return result
 
-        tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+        tasks = [asyncio.ensure_future(one(item)) for item in items]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, tools: Sequence[Tool]
-    ) -> Completion:
+    async def _chat(self, messages: Messages, params: SamplingParams, tools: Sequence[Tool]) -> Completion:
         turn = await prepare_chat(self._llm, messages, params, tools)
         (completion,) = await turn.submit().collect(turn.reader)
         return completion
@@ -188,10 +247,12 @@ class LLM:
         if (reason := self._llm.embedder.no_embeddings) is not None:
             raise InvalidRequestError(reason, "model")
         size = self._llm.shape.n_embd
-        if dimensions is not None and not 1 <= dimensions <= size:
-            raise InvalidRequestError(f"dimensions is {dimensions}; it must be 1 to {size}", "dimensions")
-        encode = self._llm.embedder.encode_text
-        ids = [encode(text) if isinstance(text, str) else text for text in texts]
+        if dimensions is not None and not (isinstance(dimensions, int) and 1 <= dimensions <= size):
+            raise InvalidRequestError(f"dimensions is {dimensions!r}; it must be 1 to {size}", "dimensions")
+        encode, ids = self._llm.embedder.encode_text, []
+        for number, text in enumerate(texts):
+            with about(_place("texts", number, texts)):
+                ids.append(self._llm.encode(encode(text) if isinstance(text, str) else text, EMBEDDING))
         vectors = await EmbeddingJob(self._llm, ids).compute()
         if not vectors:
             return np.empty((0, dimensions or size), np.float32)
@@ -212,16 +273,13 @@ class LLM:
 
 
 def _check_one_answer(params: SamplingParams | None, method: str) -> None:
+    check_params(params)
     if params is not None and params.n > 1:
         raise InvalidRequestError(f"n is {params.n}; {method} gives one answer, only generate gives several", "n")
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]  # one prompt, given as token ids
-    return list(prompts)  # type: ignore[arg-type]
+def _place(name: str, number: int, items: Sequence[object]) -> str | None:
+    return f"{name}[{number}]" if len(items) > 1 else None
 
 
 def _progress_bar(*, shown: bool) -> Progress:

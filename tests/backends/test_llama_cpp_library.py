@@ -144,12 +144,12 @@ def test_the_next_one_is_taken_and_the_log_says_why(
 def test_none_at_all_says_how_to_install_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "installed", lambda: iter(()))
     line = refused()
-    assert 'pip install "xllamacpp>=2026.8.10566,<2026.11"' in line and 'pip install "cllm[llama-cpp]"' in line
+    assert "pip install 'xllamacpp>=2026.8.10566,<2026.11'" in line and "scripts/install.py llama-cpp" in line
 
 
 def test_the_line_names_the_versions_that_are_installed_with_cllm() -> None:
     declared = (ROOT / "pyproject.toml").read_text()
-    assert f'"{discovery.INSTALL.split(chr(34))[1]};' in declared
+    assert f'"{discovery.WHEEL};' in declared
 
 
 # -- models that native does not run -------------------------------------------------------------------------------

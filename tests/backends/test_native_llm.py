@@ -282,7 +282,7 @@ def test_what_auto_falls_back_to_has_relations_too(foreign: str) -> None:
 def test_with_neither_backend_both_reasons_are_given(foreign: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load_library", library.load_library.__wrapped__)
     monkeypatch.setattr(library, "installed", lambda: iter(()))
-    with pytest.raises(ModelError, match=r'native cannot run foreign\.gguf: .*pip install "xllamacpp') as caught:
+    with pytest.raises(ModelError, match=r"native cannot run foreign\.gguf: .*pip install 'xllamacpp") as caught:
         assembled("auto", foreign)
     assert "\n" not in str(caught.value)
 

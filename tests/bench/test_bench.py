@@ -549,7 +549,7 @@ async def test_ctrl_c_writes_what_was_measured_and_exits_with_130(tmp_path: Path
 @pytest.mark.parametrize(
     ("peer", "how"),
     [
-        ("llama-server", 'pip install "xllamacpp>='),
+        ("llama-server", "pip install 'xllamacpp>="),
         ("openvino", "pip install openvino-genai"),
         ("llama-cpp-python", "pip install 'llama-cpp-python[server]'"),
     ],
@@ -572,7 +572,7 @@ def test_what_a_default_install_lacks_is_said_before_the_work(
     assert bench(*command) == 2
     captured = capsys.readouterr()
     (line,) = captured.err.strip().splitlines()
-    assert "cllm bench needs scipy: pip install 'cllm[bench]'" in line and "scripts/install.py bench" in line
+    assert "cllm bench needs scipy: " in line and line.endswith("scripts/install.py bench")
     assert not captured.out
 
 

@@ -291,7 +291,7 @@ def test_ports_in_use_are_refused_before_anything_starts() -> None:
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_node, "importing_fails", lambda: True)
     for command in ("up", "status", "down"):
-        assert refusal(command) == "clusters need Ray: pip install 'cllm[cluster]'"
+        assert refusal(command).endswith("scripts/install.py cluster")
 
 
 def test_a_ray_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -350,7 +350,7 @@ def test_a_hugging_face_directory_is_a_model(tmp_path: Path) -> None:
 def test_hub_names_without_the_client_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert 'pip install "cllm[hf]"' in refusal("hf:org/repo/file.gguf")
+    assert "scripts/install.py hf" in refusal("hf:org/repo/file.gguf")
 
 
 @pytest.mark.parametrize(

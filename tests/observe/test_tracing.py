@@ -393,7 +393,7 @@ def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_packages")
 def test_without_the_packages_the_setting_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"^observe.otlp_endpoint is set, .* pip install 'cllm\[otel\]'$"):
+    with pytest.raises(ConfigError, match=r"^observe.otlp_endpoint is set, .*scripts/install\.py otel$"):
         open_tracing(ObserveConfig(otlp_endpoint="http://127.0.0.1:4318"), {})
 
 
@@ -401,7 +401,7 @@ def test_without_the_packages_the_setting_is_refused_in_one_line() -> None:
 def test_without_the_packages_the_variable_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert open_tracing(ObserveConfig(), {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}) is None
     (line,) = caplog.messages
-    assert "pip install 'cllm[otel]'" in line
+    assert "scripts/install.py otel" in line
 
 
 # -- a real server and a real collector ------------------------------------------------------------------------------

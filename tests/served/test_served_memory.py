@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from cllm.backends.fake import FakeBackend
 from cllm.config import Config, load_config
 from cllm.engine.params import SamplingParams
 from cllm.errors import ConfigError, ModelUnavailableError
 from cllm.llm import AsyncLLM
+from cllm.loading import fake_model
 from cllm.served import ServedModels
 from native_kit import write_model
 from served_models import complete, config, serving, states
@@ -49,7 +51,8 @@ def test_what_can_never_fit_is_refused_at_the_start() -> None:
         ServedModels(config("a", "b", resources__max_memory_mb=48 / 1024))
 
 
-def test_a_context_that_a_model_cannot_have_is_refused_at_the_start() -> None:
+def test_a_context_that_a_model_cannot_have_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_model, "open_fake", lambda config: FakeBackend())
     lazy = {"name": "b", "load": "first_use", "resources": {"max_context_length": 8192}}
     with pytest.raises(ConfigError, match=r"max_context_length is 8192, but the model was trained for 4096 tokens"):
         ServedModels(config("a", lazy))

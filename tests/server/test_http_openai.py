@@ -388,11 +388,14 @@ async def test_values_that_ask_for_what_happens_anyway_are_taken(llm: ScriptedLL
 
 
 async def test_user_goes_to_the_log_next_to_the_request_id(llm: ScriptedLLM, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "cllm.server"):
+    """At level debug: coding agents send ids of accounts and devices there."""
+    with caplog.at_level(logging.DEBUG, "cllm.server"):
         await post(llm, "/v1/completions", {"prompt": "hi", "user": "ann\n"})
         await post(llm, "/v1/chat/completions", {"messages": [USER], "safety_identifier": "bob"})
     first, second = (generation.request_id for generation in llm.generations)
-    assert [record.getMessage() for record in caplog.records] == [f"{first} user='ann\\n'", f"{second} user='bob'"]
+    said = [record for record in caplog.records if "user=" in record.getMessage()]
+    assert [record.getMessage() for record in said] == [f"{first} user='ann\\n'", f"{second} user='bob'"]
+    assert {record.levelno for record in said} == {logging.DEBUG}
 
 
 # -- models --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ shifted position changes the output. Latency and faults come on demand.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, BlockOps, Geometry, Move, SavedKV, SlotGeometry, SlotOps
 from cllm.models.shape import ModelShape
 
-MAX_POSITIONS = 1 << 16
+CONTEXT = 4096
+"""Without a longer one being asked for."""
+_POSITIONS = 1 << 16
 END_TOKEN = 257
 _PRINTABLE = [*range(97, 123), 32]
 
@@ -44,7 +47,7 @@ class FakeBackend(Backend):
         *,
         vocab_size: int = 320,
         latency_s: float = 0.0,
-        context_length: int = 4096,
+        context_length: int = CONTEXT,
         layout: Layout = "blocks",
     ) -> None:
         """It imitates either layout: the memory that it is given decides, `layout` says which to give it."""
@@ -53,7 +56,7 @@ class FakeBackend(Backend):
         self.faults = Faults()
         self.latency_s = latency_s
         self.computed_tokens = 0
-        self._weights, self._vocab_hash = _hashes(vocab_size)
+        self._weights, self._vocab_hash = _hashes(vocab_size, context_length)
         self._boost = np.zeros(vocab_size, dtype=np.float32)
         self._boost[_PRINTABLE] = 4.0
         self._boost[END_TOKEN] = 4.0
@@ -149,11 +152,13 @@ class FakeBackend(Backend):
 
 
 @cache
-def _hashes(vocab_size: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+def _hashes(vocab_size: int, context: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """A random number for every position, and for every token of the vocabulary; always the same ones."""
     random = np.random.default_rng(7)
-    positions = random.integers(1, 1 << 62, MAX_POSITIONS, dtype=np.uint64)
-    return positions, random.integers(1, 1 << 62, vocab_size, dtype=np.uint64)
+    positions = random.integers(1, 1 << 62, _POSITIONS, dtype=np.uint64)
+    vocabulary = random.integers(1, 1 << 62, vocab_size, dtype=np.uint64)
+    more = random.integers(1, 1 << 62, max(context - _POSITIONS, 0), dtype=np.uint64)
+    return np.concatenate((positions, more)), vocabulary
 
 
 class _FakeBlocks:
@@ -276,7 +281,7 @@ class _FakeSlots:
         return max(self._cells[slot], default=-1) + 1
 
     def remove(self, slot: int, start: int, end: int | None = None) -> None:
-        stop = MAX_POSITIONS if end is None else end
+        stop = sys.maxsize if end is None else end
         self._cells[slot] = {p: t for p, t in self._cells[slot].items() if not start <= p < stop}
 
     def copy(self, source: int, target: int) -> None:
@@ -293,7 +298,7 @@ class _FakeSlots:
         self._cells[slot] = dict(zip(positions, tokens, strict=True))
 
     def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
-        stop = MAX_POSITIONS if end is None else end
+        stop = sys.maxsize if end is None else end
         moved = {(p + delta if start <= p < stop else p): t for p, t in self._cells[slot].items()}
         if len(moved) != len(self._cells[slot]) or any(position < 0 for position in moved):
             raise BackendError(f"shifting slot {slot} by {delta} would put two tokens at one position")

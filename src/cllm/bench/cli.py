@@ -22,10 +22,24 @@ from cllm.bench.workloads.base import Setup, Workload
 from cllm.config import load_config, parse_assignment
 from cllm.machine import default_threads, read_cpus
 from cllm.observe.json_option import JsonOption, only_json
+from cllm.report.command_list import CommandList
 from cllm.report.extras import check_extra
 
+
+class WorkloadList(CommandList):
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        super().format_commands(ctx, formatter)
+        options = self.commands["all"].get_params(ctx)
+        with formatter.section(f"Options of all but {', '.join(_WITH_OPTIONS_OF_THEIR_OWN)}"):
+            formatter.write_dl([record for option in options if (record := option.get_help_record(ctx))])
+
+
+_WITH_OPTIONS_OF_THEIR_OWN = ("kernels", "kv-types", "truth")
+
 app = typer.Typer(
+    cls=WorkloadList,
     help="Measure cLLM and its peers on the same work, in the same run.",
+    epilog="`cllm bench WORKLOAD --help` also lists the sizes of a workload, for --size.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -38,26 +52,36 @@ app.command()(truth)
 
 _PEERS_HELP = "A peer: llama-server, openvino, llama-cpp-python, the address of a server, or none. May be repeated."
 
-Url = Annotated[str | None, typer.Option(help="Benchmark the server at this address instead of starting cLLM.")]
-ApiKey = Annotated[str | None, typer.Option(help="API key for --url.")]
+Url = Annotated[
+    str | None, typer.Option(metavar="URL", help="Benchmark the server at this address instead of starting cLLM.")
+]
+ApiKey = Annotated[str | None, typer.Option(metavar="KEY", help="API key for --url.")]
 Against = Annotated[
-    list[str] | None, typer.Option(help=f"{_PEERS_HELP} [default: llama-server; soak and --quick: none]")
+    list[str] | None,
+    typer.Option(metavar="PEER", help=f"{_PEERS_HELP} [default: llama-server; soak and --quick: none]"),
 ]
 Repeats = Annotated[
     int | None,
-    typer.Option(min=1, help=f"Passes per side, in turn. [default: 3; --quick, all, {', '.join(ONCE)}: 1]"),
+    typer.Option(
+        metavar="N", min=1, help=f"Passes per side, in turn. [default: 3; --quick, all, {', '.join(ONCE)}: 1]"
+    ),
 ]
-Backend = Annotated[str, typer.Option(help="cLLM's backend.")]
+Backend = Annotated[str, typer.Option(metavar="NAME", help="cLLM's backend: auto, native, llama_cpp, torch or fake.")]
 Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of cLLM; may be repeated.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting of cLLM, as in `cllm serve`; may be repeated."),
 ]
 Size = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME=VALUE,…", help="A size of the workload; several values make a sweep. May be repeated."),
 ]
-Duration = Annotated[str | None, typer.Option(help="How long requests arrive, in mixed and soak: 90s, 30m, 2h.")]
-TtftTarget = Annotated[float, typer.Option(min=0, help="Goodput: maximum time to first token, in ms.")]
-InterTokenTarget = Annotated[float, typer.Option(min=0, help="Goodput: maximum mean time between tokens, in ms.")]
+Duration = Annotated[
+    str | None, typer.Option(metavar="TIME", help="How long requests arrive, in mixed and soak: 90s, 30m, 2h.")
+]
+TtftTarget = Annotated[float, typer.Option(metavar="MS", min=0, help="Goodput: maximum time to first token, in ms.")]
+InterTokenTarget = Annotated[
+    float, typer.Option(metavar="MS", min=0, help="Goodput: maximum mean time between tokens, in ms.")
+]
 Tune = Annotated[bool, typer.Option("--tune", help="Only look for the peers' best settings for this workload.")]
 
 

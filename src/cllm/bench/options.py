@@ -11,11 +11,21 @@ import typer
 from cllm.bench.errors import BenchError
 from cllm.report.extras import check_report
 
-Model = Annotated[str, typer.Option(help="A known name, a .gguf file or hf:org/repo/file.gguf.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads per side. [default: as many as `cllm serve` uses]")]
-InstructionSet = Annotated[str, typer.Option(help="Of cLLM: auto, amx, avx512, avxvnni, avx2 or generic.")]
+Model = Annotated[str, typer.Option(metavar="MODEL", help="A known name, a .gguf file or hf:org/repo/file.gguf.")]
+Threads = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Threads per side. [default: as many as `cllm serve` uses]")
+]
+InstructionSet = Annotated[
+    str, typer.Option(metavar="NAME", help="Of cLLM: auto, amx, avx512, avxvnni, avx2 or generic.")
+]
 ReportDir = Annotated[
-    Path | None, typer.Option("--report", callback=check_report, help="Write a page with plots into this directory.")
+    Path | None,
+    typer.Option(
+        "--report",
+        metavar="DIR",
+        callback=check_report,
+        help="Write a page with plots into this directory.",
+    ),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, one pass: a smoke test, not for figures.")]
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -28,18 +28,31 @@ from cllm.cli.models import models
 from cllm.cli.pull import pull
 from cllm.cli.serve import serve
 from cllm.errors import CLLMError
+from cllm.report.command_list import CommandList
 from cllm.simulate.cli import app as simulate_commands
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SIGNALLED = 128
 """Exit codes above this one mean: ended by a signal."""
 
+
+class Commands(CommandList):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The many commands of `bench` are imported where they are used or completed, not for a list of commands."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name == "bench":
+            from cllm.bench.cli import app as bench_commands
+
+            command = typer.main.get_command(bench_commands)
+        return name, command, rest
+
+
 app = typer.Typer(
     name="cllm",
+    cls=Commands,
     help="An LLM inference server built around its KV cache.",
     epilog="Exit codes: 0: success; 2: fix your input; 1: an unexpected error, or a benchmark that failed.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help is shorter, and twice as fast
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -58,15 +71,9 @@ app.add_typer(cache_commands, name="cache")
 app.add_typer(simulate_commands, name="simulate")
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
-)
-def bench(context: typer.Context) -> None:
+@app.command()
+def bench() -> None:
     """Benchmark cLLM against other servers on this machine."""
-    from cllm.bench.cli import app as bench_app
-
-    bench_app(args=context.args, prog_name="cllm bench")
 
 
 def _print_version(wanted: bool) -> None:
@@ -94,14 +101,16 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """
     stdio.open_closed()
     signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGINT, _interrupt)
     _use_utf8()
-    sys.exit(_finish(_run(args)))
+    code = _finish(_run(args))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to be done, so nothing to interrupt
+    sys.exit(code)
 
 
 def _run(args: Sequence[str] | None) -> int:
     """Turn every exception into an exit code and one line on stderr."""
     try:
+        signal.signal(signal.SIGINT, _interrupt)
         app(args=args, prog_name="cllm")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -112,6 +121,8 @@ def _run(args: Sequence[str] | None) -> int:
     except BrokenPipeError:
         return 1
     except Exception as error:
+        if _is_interrupt(error):
+            return _SIGNALLED + signal.SIGINT
         if is_out_of_memory(error):
             return _report(NO_MEMORY, error, 2)
         if isinstance(error, OSError) and error.errno in _DISK_FULL:
@@ -159,6 +170,15 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     """The same as Python's own handler, which asyncio would replace; it would then wait for a print that is stuck."""
     raise KeyboardInterrupt
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind it: pydantic, interrupted while it builds a model, makes an error of its own of that."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        if KeyboardInterrupt.__name__ in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _debugging() -> bool:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cllm.cli.options import (
-    MODEL_HELP,
     BackendOption,
+    ModelOption,
     SetOption,
     load_settings,
     open_console,
@@ -21,6 +21,7 @@ from cllm.cli.options import (
 )
 from cllm.errors import ConfigError
 from cllm.observe.json_option import JsonOption, is_stdout, write_json
+from cllm.report.command_list import CommandList
 
 if TYPE_CHECKING:
     from cllm.cluster.models import ClusterModel
@@ -36,7 +37,10 @@ ONE_SIGNAL_S = 0.3
 """Signals closer together than this count as one: Ctrl-C may arrive from the terminal and from the parent process."""
 
 app = typer.Typer(
-    help="Serve on many machines, with Ray (needs the extra `cluster`).", no_args_is_help=True, rich_markup_mode=None
+    cls=CommandList,
+    help="Serve on many machines, with Ray (needs the extra `cluster`).",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 AddressOption = Annotated[
@@ -54,7 +58,7 @@ def up(
     config_file: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="YAML configuration file.", show_default=False)
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP)] = None,
+    model: ModelOption = None,
     backend: BackendOption = None,
     replicas: Annotated[int | None, typer.Option("--replicas", "-n", help="Number of replicas. [default: 1]")] = None,
     host: Annotated[

@@ -9,6 +9,7 @@ import typer
 
 from cllm.cli.options import ConfigOption, SetOption, load_settings, open_console
 from cllm.observe.json_option import JsonOption, is_stdout, write_json
+from cllm.report.command_list import CommandList
 
 if TYPE_CHECKING:
     from cllm.config import LoadedConfig
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 MEANING_WIDTH = 120
 """Narrower terminals do not show the descriptions."""
 
-app = typer.Typer(help="Show or check the configuration.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(cls=CommandList, help="Show or check the configuration.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command()

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cllm.cli import completion
 from cllm.cli.options import MODEL_HELP
 
 
@@ -14,7 +15,10 @@ def export_tokenizer(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="[MODEL] DIR", help=f"{MODEL_HELP} DIR is the directory to write to.", show_default=False
+            metavar="[MODEL] DIR",
+            help=f"{MODEL_HELP} DIR is the directory to write to.",
+            show_default=False,
+            autocompletion=completion.models,
         ),
     ],
 ) -> None:

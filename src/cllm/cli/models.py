@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cllm.cli import completion
 from cllm.cli.options import BackendOption, ConfigOption, SetOption, load_settings, open_console
 from cllm.errors import CLLMError
 from cllm.observe.json_option import JsonOption, is_stdout, write_json
@@ -22,7 +23,11 @@ MIB = 1 << 20
 def models(
     places: Annotated[
         list[str] | None,
-        typer.Argument(metavar="MODEL", help="Models or directories to list, instead of the caches."),
+        typer.Argument(
+            metavar="MODEL",
+            help="Models or directories to list, instead of the caches.",
+            autocompletion=completion.models,
+        ),
     ] = None,
     backend: BackendOption = None,
     config_file: ConfigOption = None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cllm.cli import completion
 from cllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,21 +29,44 @@ MODEL_HELP = (
     "[default: smollm2]"
 )
 
-ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP)]
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=completion.models),
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP, autocompletion=completion.models)
+]
 BackendOption = Annotated[
     str | None,
-    typer.Option("--backend", "-b", metavar="NAME", help="auto, native, llama_cpp, torch or fake. [default: auto]"),
+    typer.Option(
+        "--backend",
+        "-b",
+        metavar="NAME",
+        help="auto, native, llama_cpp, torch or fake. [default: auto]",
+        autocompletion=completion.backends,
+    ),
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:1; a GPU needs torch. [default: auto]"),
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="auto, cpu, cuda or cuda:1; a GPU needs torch. [default: auto]",
+        autocompletion=completion.devices,
+    ),
 ]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML configuration file.", show_default=False)
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Set any key that `cllm config show` lists; repeatable."),
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="Set any key that `cllm config show` lists; repeatable.",
+        autocompletion=completion.settings,
+    ),
 ]
 TemperatureOption = Annotated[
     float | None,

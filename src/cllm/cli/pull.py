@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from cllm.cli.options import MODEL_HELP, print_status
+from cllm.cli.options import ModelArgument, print_status
 
 if TYPE_CHECKING:
     from cllm.models.gguf_choice import Choice
 
 
 def pull(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)] = None,
+    model: ModelArgument = None,
 ) -> None:
     """Download or update a model, and print its path. If a repository has several .gguf files, all are listed and the
     best one that fits into memory is chosen, Q4_K_M if possible."""

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cllm.cli import completion
 from cllm.cli.memory import check_memory
 from cllm.cli.options import (
     MODEL_HELP,
@@ -21,7 +22,11 @@ from cllm.cli.options import (
 def serve(
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Several models, or a directory of them, share the memory."),
+        typer.Argument(
+            metavar="MODEL",
+            help=f"{MODEL_HELP} Several models, or a directory of them, share the memory.",
+            autocompletion=completion.models,
+        ),
     ] = None,
     backend: BackendOption = None,
     device: DeviceOption = None,

@@ -24,6 +24,7 @@ import psutil
 
 from cllm.config.cluster import ClusterConfig
 from cllm.errors import CLLMError
+from cllm.machine import install_extra
 from cllm.models.registry import cache_dir
 
 START_S = 120.0
@@ -240,7 +241,7 @@ def prepare_environment() -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if importing_fails():
-        raise ClusterError("clusters need Ray: pip install 'cllm[cluster]'")
+        raise ClusterError(f"clusters need Ray: {install_extra('cluster')}")
 
 
 def importing_fails() -> bool:

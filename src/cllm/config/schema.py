@@ -223,7 +223,7 @@ class ObserveConfig(Section):
     otlp_endpoint: str | None = Field(
         default=None,
         description="URL of an OpenTelemetry collector, such as http://127.0.0.1:4318, that gets a trace of each "
-        "request over OTLP/HTTP; needs cllm[otel] (null: the variable OTEL_EXPORTER_OTLP_ENDPOINT, or no traces)",
+        "request over OTLP/HTTP; needs the extra otel (null: the variable OTEL_EXPORTER_OTLP_ENDPOINT, or no traces)",
     )
 
     @field_validator("otlp_endpoint")

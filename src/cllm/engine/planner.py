@@ -26,6 +26,7 @@ from cllm.engine.budget import MANY_ROWS, StepBudget
 from cllm.engine.constraint import Mask, masks_for
 from cllm.engine.drafting import Drafting
 from cllm.engine.faults import MAX_RECOVERIES, Faults
+from cllm.engine.long_prompts import log_long_prompt
 from cllm.engine.plan import Plan, row_of
 from cllm.engine.request import FinishReason, Sequence
 from cllm.errors import BackendError, describe
@@ -313,6 +314,7 @@ class Planner(Faults):
                 passed.pop()
                 self._start(sequence, cached)
                 if sequence.uncomputed > 1:
+                    log_long_prompt(sequence, cached, self.budget.costs)
                     in_progress.append(sequence)
         finally:
             for sequence in passed:

@@ -61,10 +61,10 @@ def estimate(config: Config) -> Estimate:
     files, weight_type = None, None
     sampling = sampling_defaults(config, None)
     if config.backend.type == "fake":
-        from cllm.backends.fake import FakeBackend
+        from cllm.loading.fake_model import open_fake
 
         kind: Kind = "fake"
-        name, shape, weights = "fake", FakeBackend(vocab_size=config.backend.fake.vocab_size).shape, 0
+        name, shape, weights = "fake", open_fake(config).shape, 0
     else:
         model = open_model_file(config)
         files = files_of(model)

@@ -96,7 +96,9 @@ def open_model(config: Config, share: ModelShare, before_mapping: Callable[[], N
     text = open_text(config, share.tokenizers)
     model, name = text.model, text.name
     if model is None:
-        return OpenedModel(text, _open_fake(config), share.kv_bytes)
+        from cllm.loading.fake_model import open_fake
+
+        return OpenedModel(text, open_fake(config), share.kv_bytes)
     files = files_of(model)
     kind = choose_backend(config, model)
     if problems := check_backend_consistency(config, kind):  # those that `backend.type: auto` left open
@@ -115,17 +117,6 @@ def open_model(config: Config, share: ModelShare, before_mapping: Callable[[], N
             before_mapping()
         backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
     return OpenedModel(text, backend, kv_bytes, files)
-
-
-def _open_fake(config: Config) -> Backend:
-    from cllm.backends.fake import FakeBackend
-
-    fake = config.backend.fake
-    return FakeBackend(
-        vocab_size=fake.vocab_size,
-        latency_s=fake.latency_ms / 1000,
-        layout="slots" if fake.layout == "slots" else "blocks",
-    )
 
 
 def _read_model(config: Config, cache: TokenizerCache) -> tuple[Model, Tokenizer, TemplateSource]:

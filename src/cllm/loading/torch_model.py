@@ -15,7 +15,7 @@ from cllm.config import Config
 from cllm.config.consistency import check_backend_consistency
 from cllm.errors import BackendError, CLLMError, ConfigError, ModelError
 from cllm.loading.resources import Weights, choose_kv_bytes, kv_bytes_per_token
-from cllm.machine import MemoryLimit, mib, read_memory_limits
+from cllm.machine import MemoryLimit, install_extra, mib, read_memory_limits
 from cllm.models.fetch import show_progress
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
@@ -52,7 +52,7 @@ def torch_refusal(model: Model) -> str | None:
     try:
         from cllm.backends.torch.sources import unsupported
     except ImportError as error:
-        return f'torch does not load ({error}); install it with: pip install "cllm[torch]"'
+        return f"torch does not load ({error}); install it with: {install_extra('torch')}"
     return unsupported(model)
 
 

@@ -4,6 +4,7 @@ cpus.py         CPUs: affinity and cpusets, cgroup quota, physical cores, featur
 memory.py       memory: what is free, and what cgroups, ulimits and the system's commit limit leave
 open_files.py   open files: the limit, raised as far as needed
 huge_pages.py   whether the system offers huge pages
+packages.py     the Python environment: how to install what is missing
 cgroups.py      the cgroups of this process, versions 1 and 2
 
 On Linux only the standard library is needed. Functions take the root of the file system, which tests replace.
@@ -14,6 +15,7 @@ from __future__ import annotations
 from cllm.machine.cpus import Cpus, Threads, cpu_features, cpu_info, default_threads, read_cpus
 from cllm.machine.huge_pages import has_huge_pages
 from cllm.machine.memory import MemoryLimit, can_reserve, mib, read_memory_limits, tightest, total_memory
+from cllm.machine.packages import install_extra, install_packages
 
 __all__ = [
     "Cpus",
@@ -24,6 +26,8 @@ __all__ = [
     "cpu_info",
     "default_threads",
     "has_huge_pages",
+    "install_extra",
+    "install_packages",
     "mib",
     "read_cpus",
     "read_memory_limits",

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 
+from cllm.machine import install_packages
+
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
@@ -157,7 +159,7 @@ class HeaderReader:
         if kind not in GGML_QUANT_SIZES:
             raise DamagedError(
                 f"has a tensor, {short(name)}, of the unknown type {kind}: it is damaged, or too new for the installed "
-                "package gguf (pip install -U gguf)"
+                f"package gguf ({install_packages('--upgrade', 'gguf')})"
             )
         per_block, block_bytes = GGML_QUANT_SIZES[kind]
         row = shape[0] if shape else 1

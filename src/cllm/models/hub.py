@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from cllm.errors import ModelError
-from cllm.machine import read_memory_limits, total_memory
+from cllm.machine import install_extra, read_memory_limits, total_memory
 from cllm.models.fetch import Progress, directory_bytes, show_progress, storage_errno, storage_failure, watch
 from cllm.models.gguf_choice import Choice, choose, gguf_files
 from cllm.models.hf_directory import CONFIG
@@ -140,7 +140,7 @@ def _list_files(model: HubModel) -> tuple[str, Sizes]:
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
-        raise ModelError(f'{model.name} needs the Hugging Face client; run: pip install "cllm[hf]"') from error
+        raise ModelError(f"{model.name} needs the Hugging Face client; run: {install_extra('hf')}") from error
     try:
         info = HfApi().model_info(model.repository, files_metadata=True)
     except Exception as error:  # the client's error classes change between versions

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cllm.errors import ConfigError
+from cllm.machine import install_extra
 
 if TYPE_CHECKING:
     from cllm.config import ObserveConfig
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cllm.tracing")
 
-INSTALL = "pip install 'cllm[otel]'"
 _PROTOCOL = "http/protobuf"
 _PATH = "/v1/traces"
 
@@ -32,9 +32,10 @@ def open_tracing(config: ObserveConfig, environ: Mapping[str, str] = os.environ)
         from cllm.observe.tracing import OneWarning, Tracing
     except ImportError as error:
         if config.otlp_endpoint is not None:
-            raise ConfigError(f"observe.otlp_endpoint is set, but OpenTelemetry is not installed: {INSTALL}") from error
+            how = install_extra("otel")
+            raise ConfigError(f"observe.otlp_endpoint is set, but OpenTelemetry is not installed: {how}") from error
         # The variable may be meant for other programs.
-        log.warning("no traces are sent to %s: OpenTelemetry is not installed (%s)", endpoint, INSTALL)
+        log.warning("no traces are sent to %s: OpenTelemetry is not installed (%s)", endpoint, install_extra("otel"))
         return None
     log.info("traces are sent to %s", endpoint)
     return Tracing(OneWarning(OTLPSpanExporter(endpoint=endpoint), endpoint))

@@ -6,14 +6,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from cllm.errors import CLLMError
+from cllm.machine import install_extra
 
 PLOT_FORMATS = (".svg", ".png", ".pdf")
 
 
 def check_extra(module: str, what: str, extra: str = "bench") -> None:
     if find_spec(module) is None:
-        in_checkout = f".venv/bin/python scripts/install.py {extra}"
-        raise CLLMError(f"{what} needs {module}: pip install 'cllm[{extra}]', or in a checkout {in_checkout}")
+        raise CLLMError(f"{what} needs {module}: {install_extra(extra)}")
 
 
 def check_writable(option: str, file: Path | None) -> None:

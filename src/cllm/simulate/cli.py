@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from cllm.observe.json_option import JsonOption, only_json
+from cllm.report.command_list import CommandList
 from cllm.report.extras import check_plot, check_report
 
 app = typer.Typer(
+    cls=CommandList,
     help="Simulate the scheduler and the KV cache on a trace: policies side by side, sweeps, several servers.",
     add_completion=False,
     rich_markup_mode=None,

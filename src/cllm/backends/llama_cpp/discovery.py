@@ -12,9 +12,8 @@ from pathlib import Path
 from cllm.machine import cpu_features
 
 KNOWN = "xllamacpp 2026.8.10566 to 2026.10.11549 and llama-cpp-python 0.3.36"
-INSTALL = 'pip install "xllamacpp>=2026.8.10566,<2026.11"'
+WHEEL = "xllamacpp>=2026.8.10566,<2026.11"
 """The same range as in pyproject.toml."""
-COMPILE = 'compile llama.cpp for this processor: pip install "cllm[llama-cpp]"'
 _WHEELS_FEATURES = {"avx2", "bmi2", "f16c", "fma"}
 """What xllamacpp's wheels for x86 are compiled for, as `llama_print_system_info` says: without one of these, the
 process would end at its first use."""

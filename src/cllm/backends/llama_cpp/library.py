@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from cllm.backends.llama_cpp import declarations
-from cllm.backends.llama_cpp.discovery import COMPILE, INSTALL, KNOWN, Found, installed, missing_features
+from cllm.backends.llama_cpp.discovery import KNOWN, WHEEL, Found, installed, missing_features
 from cllm.backends.llama_cpp.layouts import CONTEXT_LAYOUTS, MODEL_LAYOUTS, fitting
 from cllm.errors import ModelError
+from cllm.machine import install_extra, install_packages
 
 logger = logging.getLogger("cllm.llama_cpp")
 
@@ -190,16 +191,20 @@ def load_library() -> Library:
         refusals.append(library)
     if refusals:
         raise ModelError("; ".join(refusals))
-    raise ModelError(f"the llama_cpp backend needs llama.cpp: {INSTALL}, or {COMPILE}")
+    raise ModelError(f"the llama_cpp backend needs llama.cpp: {install_packages(WHEEL)}, or {_compile()}")
 
 
 def _open(found: Found) -> Library | str:
     """The library, or why it is of no use."""
     if missing := missing_features(found):
-        return f"{found} does not run on this processor, which has no {', '.join(missing).upper()}; {COMPILE}"
+        return f"{found} does not run on this processor, which has no {', '.join(missing).upper()}; {_compile()}"
     try:
         return Library(found)
     except OSError as error:
-        return f"{found} is installed but its library does not load: {error}; {INSTALL}"
+        return f"{found} is installed but its library does not load: {error}; {install_packages(WHEEL)}"
     except ValueError as error:
-        return f"{found} has an unknown memory layout ({error}); known to work: {KNOWN}; {INSTALL}"
+        return f"{found} has an unknown memory layout ({error}); known to work: {KNOWN}; {install_packages(WHEEL)}"
+
+
+def _compile() -> str:
+    return f"compile llama.cpp for this processor: {install_extra('llama-cpp')}"

@@ -12,7 +12,7 @@ from cllm.backends.torch.operations import Operations, PlainOperations
 from cllm.backends.torch.plain_sampling import PlainSampler
 from cllm.backends.torch.sampling import Sampler
 from cllm.errors import ConfigError
-from cllm.machine import MemoryLimit
+from cllm.machine import MemoryLimit, install_extra
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "fp8": FP8}
 CAPABILITIES = {"bf16": (8, 0), "fp8": (8, 9)}
@@ -90,7 +90,7 @@ def choose_operations(device: torch.device) -> Operations:
     except ImportError as error:
         raise ConfigError(
             f"the GPU's kernels need torch 2.8 or newer, with its Triton ({error}); install it with: "
-            'pip install "cllm[torch]", or use --device cpu'
+            f"{install_extra('torch')}, or use --device cpu"
         ) from error
     return TritonOperations()
 

@@ -37,14 +37,23 @@ PEERS = {
 
 Only = Annotated[
     list[str] | None,
-    typer.Option(help=f"Measure only this; may be repeated. One of {', '.join(SECTIONS)}; by threads also {SOME.key}."),
+    typer.Option(
+        metavar="PART",
+        help=f"Measure only this; may be repeated. One of {', '.join(SECTIONS)}; by threads also {SOME.key}.",
+    ),
 ]
-Against = Annotated[str | None, typer.Option(help=f"Peers: {', '.join(PEERS)}. [default: all; --quick: none]")]
+Against = Annotated[
+    str | None, typer.Option(metavar="PEERS", help=f"Peers: {', '.join(PEERS)}. [default: all; --quick: none]")
+]
 Repeats = Annotated[
-    int | None, typer.Option(min=1, help=f"Passes per side, in turn. [default: {SMOLLM2.repeats}, or fewer]")
+    int | None,
+    typer.Option(metavar="N", min=1, help=f"Passes per side, in turn. [default: {SMOLLM2.repeats}, or fewer]"),
 ]
 Model = Annotated[
-    str | None, typer.Option(help=f"A known name, a .gguf file or hf:org/repo/file.gguf. [default: {DEFAULT_MODEL}]")
+    str | None,
+    typer.Option(
+        metavar="MODEL", help=f"A known name, a .gguf file or hf:org/repo/file.gguf. [default: {DEFAULT_MODEL}]"
+    ),
 ]
 Threads = Annotated[
     str | None,
@@ -57,10 +66,14 @@ ShapeName = Annotated[
     list[str] | None,
     typer.Option(
         "--shape",
+        metavar="NAME",
         help=f"Random weights instead of a model: {', '.join(SHAPES)}. With several --threads it may be repeated.",
     ),
 ]
-Type = Annotated[str | None, typer.Option(help=f"Weight type of --shape: {', '.join(MIXES)}. [default: {DEFAULT_MIX}]")]
+Type = Annotated[
+    str | None,
+    typer.Option(metavar="TYPE", help=f"Weight type of --shape: {', '.join(MIXES)}. [default: {DEFAULT_MIX}]"),
+]
 PlotFile = Annotated[
     Path | None,
     typer.Option(

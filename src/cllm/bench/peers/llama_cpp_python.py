@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cllm.bench.peers.base import Needs, Peer, PeerSettings, describe
 from cllm.bench.servers import Server, start_runner
+from cllm.machine import install_packages
 
 _ENDLESS = 1 << 20
 
@@ -15,7 +16,7 @@ _ENDLESS = 1 << 20
 class LlamaCppPython(Peer):
     name = "llama-cpp-python"
     modules = ("llama_cpp", "sse_starlette", "starlette_context")
-    install = "pip install 'llama-cpp-python[server]'"
+    install = install_packages("llama-cpp-python[server]")
 
     def candidates(self, needs: Needs) -> tuple[PeerSettings, ...]:
         return ({"context_tokens": needs.room},)

@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from cllm.backends.llama_cpp.discovery import INSTALL
+from cllm.backends.llama_cpp.discovery import WHEEL
 from cllm.bench.peers.base import Needs, Peer, PeerSettings, describe
 from cllm.bench.servers import Server, start_runner
+from cllm.machine import install_packages
 
 # What is changed, best first. Split buffers spare a slot the walk over its neighbours' cells; unified ones let a prompt
 # that was moved out to memory come back without a copy per slot. Flash attention, continuous batching, prompt caching
@@ -28,7 +29,7 @@ _OTHERWISE: tuple[PeerSettings, ...] = ({}, {"unified": True}, {"batch": 512})
 class LlamaServer(Peer):
     name = "llama-server"
     modules = ("xllamacpp",)
-    install = INSTALL
+    install = install_packages(WHEEL)
 
     def candidates(self, needs: Needs) -> tuple[PeerSettings, ...]:
         """`slots` run at a time, each with `slot_tokens` of room; `batch` is the most prompt tokens in a step."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cllm.bench.peers.base import Needs, Peer, PeerSettings, describe
 from cllm.bench.servers import Server, start_runner
+from cllm.machine import install_packages
 
 _CACHE_GB = 2
 
@@ -15,7 +16,7 @@ _CACHE_GB = 2
 class OpenVino(Peer):
     name = "openvino"
     modules = ("openvino_genai",)
-    install = "pip install openvino-genai"
+    install = install_packages("openvino-genai")
 
     def candidates(self, needs: Needs) -> tuple[PeerSettings, ...]:
         """`batched_tokens` is the most in a step; keys and values in 8 bits are its own default on a CPU."""

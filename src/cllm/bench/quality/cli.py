@@ -22,15 +22,19 @@ from cllm.report.extras import check_extra
 
 SLOW = "generic"
 
-Text = Annotated[Path | None, typer.Option(help="The text to predict, in UTF-8. [default: a built-in one, 17 kB]")]
-Parts = Annotated[
-    int | None, typer.Option(min=1, help="Use only this many parts of the text, of 1,024 tokens each. [default: all]")
+Text = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The text to predict, in UTF-8. [default: a built-in one, 17 kB]")
 ]
-Repeats = Annotated[int, typer.Option(min=1, help="Speed measurements per pair, in turn.")]
+Parts = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Use only this many parts of the text, of 1,024 tokens each. [default: all]"),
+]
+Repeats = Annotated[int, typer.Option(metavar="N", min=1, help="Speed measurements per pair, in turn.")]
 InstructionSets = Annotated[
     list[str] | None,
     typer.Option(
         "--instruction-set",
+        metavar="NAME",
         help=f"Of cLLM; may be repeated. [default: all that this CPU has except {SLOW}, which is slow]",
     ),
 ]

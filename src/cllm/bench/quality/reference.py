@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from cllm.bench.errors import BenchError
+from cllm.machine import install_packages
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
 from cllm.models.gguf import GGUFModel, TensorFile
 from cllm.models.gguf_decoder import ROPE_NEOX, read_params, unsupported_reason
@@ -18,7 +19,7 @@ Floats = NDArray[np.float32]
 
 MAJOR = "5"
 """Versions differ in the names of parameters and modules."""
-INSTALL = "pip install torch 'transformers>=5,<6'"
+INSTALL = install_packages("torch", "transformers>=5,<6")
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",

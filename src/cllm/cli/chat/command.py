@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
+from cllm.cli import completion
 from cllm.cli.memory import check_memory
 from cllm.cli.options import (
-    MODEL_HELP,
     BackendOption,
     ConfigOption,
     DeviceOption,
+    ModelArgument,
     SeedOption,
     SetOption,
     StopOption,
@@ -26,8 +27,11 @@ from cllm.observe.json_option import JsonOption, is_stdout, write_json
 
 
 def chat(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)] = None,
-    named: Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help="Same as MODEL.")] = None,
+    model: ModelArgument = None,
+    named: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="MODEL", help="Same as MODEL.", autocompletion=completion.models),
+    ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System message.", show_default=False)] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens in an answer.")] = 512,
     temperature: TemperatureOption = None,

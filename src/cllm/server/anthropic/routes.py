@@ -37,7 +37,7 @@ async def messages(
     """Answer the last message of a conversation, or continue it if it is the assistant's."""
     chat = await open_chat(state, request, _chat_input(body, body.max_tokens), "msg")
     if body.metadata is not None and body.metadata.user_id is not None:
-        log.info("%s user=%r", chat.head.id, body.metadata.user_id)
+        log.debug("%s user=%r", chat.head.id, body.metadata.user_id)
     shows_thinking = body.thinking is None or body.thinking.display != "omitted"
     if body.stream:
         return MessageStream(chat, MessageEvents(chat, body.max_tokens, shows_thinking=shows_thinking))

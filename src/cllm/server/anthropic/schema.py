@@ -25,6 +25,7 @@ from cllm.server.schema.tools import (
     known_kinds,
 )
 from cllm.server.schema.validation import (
+    END_USER,
     WHOLE,
     AtMost,
     Hint,
@@ -178,9 +179,7 @@ class OutputConfig(RequestModel):
 
 
 class Metadata(RequestModel):
-    user_id: Annotated[Text, Field(max_length=1024)] | None = Field(
-        None, description="Identifies the end user; logged with the request id."
-    )
+    user_id: Annotated[Text, Field(max_length=1024)] | None = Field(None, description=END_USER)
 
 
 def _clears_thinking(kind: str) -> str:

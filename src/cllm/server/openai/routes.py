@@ -233,7 +233,7 @@ def chat_input_of(body: ChatRequest) -> ChatInput:
 
 def _log_user(body: OpenAIRequest, request_id: str) -> None:
     if body.end_user:
-        log.info("%s user=%r", request_id, body.end_user)
+        log.debug("%s user=%r", request_id, body.end_user)
 
 
 async def _echoes(model: ModelState, texts: list[str | list[int]], n: int) -> dict[int, str]:

@@ -13,6 +13,7 @@ from cllm.server.schema.messages import MOST_MARKS, ChatMessage, check_calls, co
 from cllm.server.schema.sampling import RETURN_PROGRESS, SamplingFields, in_range
 from cllm.server.schema.tools import Choice, Tools, check_tools
 from cllm.server.schema.validation import (
+    END_USER,
     PROMPTS,
     WHOLE,
     AtMost,
@@ -117,7 +118,7 @@ class OpenAIRequest(SamplingFields):
     stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
     stream_options: StreamOptions | None = None
     return_progress: bool | None = RETURN_PROGRESS
-    user: UserName | None = Field(None, description="Identifies the end user; logged with the request id.")
+    user: UserName | None = Field(None, description=END_USER)
     prompt_logprobs: Annotated[Int32, in_range("prompt_logprobs")] | None = Field(
         None,
         description="Log probabilities of the prompt's tokens, and of this many of the likeliest in their places.",

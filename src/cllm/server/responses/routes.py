@@ -49,7 +49,7 @@ async def create(
     with _as_input():
         chat = await open_chat(state, request, _chat_input(body, conversation), "resp")
     if body.end_user:
-        log.info("%s user=%r", chat.head.id, body.end_user)
+        log.debug("%s user=%r", chat.head.id, body.end_user)
     saver = (
         _ResponseSaver(state, tenant_of(request), chat.head.id, conversation, size) if _stores(state, body) else None
     )

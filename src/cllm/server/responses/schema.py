@@ -26,6 +26,7 @@ from cllm.server.schema.tools import (
     known_kinds,
 )
 from cllm.server.schema.validation import (
+    END_USER,
     WHOLE,
     AtMost,
     Hint,
@@ -329,7 +330,7 @@ class ResponsesRequest(SamplingFields):
     stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
     stream_options: ResponseStreamOptions | None = None
     return_progress: bool | None = RETURN_PROGRESS
-    user: UserName | None = Field(None, description="Identifies the end user; logged with the request id.")
+    user: UserName | None = Field(None, description=END_USER)
     safety_identifier: UserName | None = Field(None, description="The new name of user.")
     access_programs: Hint = None
     image: Hint = None

@@ -84,6 +84,7 @@ TokenIds = Annotated[
 Tokens = Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})]
 ModelName = Annotated[Text, Field(max_length=512)]
 UserName = Annotated[Text, Field(max_length=256)]
+END_USER = "Identifies the end user; logged with the request id at level debug."
 
 Unsupported = Mapping[str, Sequence[Any]]
 
