@@ -19,7 +19,7 @@ class Reply(NamedTuple):
     writes: int
 
 
-async def post(app: FastAPI, path: str, body: bytes) -> Reply:
+async def post(app: FastAPI, path: str, body: bytes, *, method: str = "POST") -> Reply:
     """What the app answers to a body that comes as a network would bring it."""
     waiting = [body[start : start + 65_536] for start in range(0, len(body), 65_536)] or [b""]
     waiting.reverse()
@@ -41,7 +41,7 @@ async def post(app: FastAPI, path: str, body: bytes) -> Reply:
     scope: dict[str, Any] = {
         "type": "http",
         "http_version": "1.1",
-        "method": "POST",
+        "method": method,
         "scheme": "http",
         "path": path,
         "raw_path": path.encode(),

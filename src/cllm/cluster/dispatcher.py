@@ -415,6 +415,7 @@ class Dispatcher:
             running.accepted.set_result(None)
         running.changed.set()
         self._observers.finished(record_of(request, time.monotonic(), error))
+        request.close()
 
 
 def _timed_out(request: Request) -> RequestTimeoutError:
