@@ -401,6 +401,7 @@ class AsyncLLM(LoadedModel):
             self._start_request(request)
         except BaseException:
             del self._live[request_id]
+            request.close()
             raise
         return taker
 

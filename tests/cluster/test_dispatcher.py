@@ -11,12 +11,12 @@ import pytest
 from ray.serve._private.request_router.common import PendingRequest
 
 from cllm.cluster.dispatcher import Dispatcher
-from cllm.cluster.messages import Accepted, Ended, Job, News, Refusal, Route
+from cllm.cluster.messages import Accepted, Ended, Job, News, Progress, Refusal, Route
 from cllm.cluster.peers import Peer
 from cllm.cluster.router import PrefixRouter
 from cllm.cluster.routing_view import RoutingView, share_view
 from cllm.engine.observer import Observers
-from cllm.engine.request import FinishReason, Output
+from cllm.engine.request import FinishReason, Output, Request
 from cllm.errors import BackendError, ModelUnavailableError, OverloadedError, ShuttingDownError
 from cllm.observe.router_metrics import RouterMetrics
 from engine_kit import make_request
@@ -79,6 +79,7 @@ class Replicas:
     async def answer(self, **options: Any) -> Output:
         """The last output of a request."""
         request = make_request("Where do trains go?", **options)
+        request.__class__ = Request  # it lets its sequences go when it ends
         self.dispatcher.start(request)
 
         async def ended() -> Output:
@@ -108,6 +109,13 @@ class Replicas:
             self.dispatcher.on_news(peer, News(job.number, 0, None, None, FinishReason.STOP, None, None, 0, None))
             self.dispatcher.on_ended(peer, Ended(job.number, []))
         self.dispatcher.on_lost(peer)
+
+    def reports_late(self, job: Job, peer: Peer) -> None:
+        """How far the prompt is, when nobody wants it any more."""
+        self.dispatcher.on_accepted(peer, Accepted(job.number))
+        self.dispatcher.cancel(job.request_id, None, FinishReason.CANCELLED)
+        self.dispatcher.on_progress(peer, Progress(job.number, 3, 0))
+        self.outputs.append(Output(job.request_id, 0, None, None, FinishReason.CANCELLED, None, None, 0))
 
     def fails_at_once(self, job: Job, peer: Peer) -> None:
         """The call itself does."""
@@ -170,6 +178,11 @@ async def test_an_answer_that_is_stopped_by_the_ingress(dies_then: bool) -> None
 async def until_done(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.01)
+
+
+async def test_progress_of_a_request_that_was_cancelled_is_ignored() -> None:
+    last = await replicas("reports_late").answer()
+    assert last.reason is FinishReason.CANCELLED
 
 
 async def test_a_request_that_nobody_survives() -> None:

@@ -20,7 +20,7 @@ from repository import ROOT
 SOURCE = ROOT / "src" / "cllm"
 SECTION = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("\n## The life of a request\n")[1]
 DRAWING = SECTION.split("```")[1]
-CONNECTION = {f"server/http/{name}.py" for name in ("connection", "connections", "cycle", "parser")}
+CONNECTION = {f"server/http/{name}.py" for name in ("connection", "connections", "cycle", "head", "parser")}
 """Below ASGI, where this test begins."""
 BEGUN = 3
 """Writes after which there are only tokens, and the end."""

@@ -171,7 +171,7 @@ def lone_chunks(lone: Lone, request: Request) -> list[tuple[int, int]]:
 
 
 def test_a_step_that_leaves_rows_out_has_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cllm.engine.planner.MANY_ROWS", 2)
+    monkeypatch.setattr("cllm.engine.planner.FEW_ROWS", 2)
     lone = Lone("paged", oracle(), running=3)
     request = make_request("abc", replace(LONG, n=3))
     lone.scheduler.add(request)

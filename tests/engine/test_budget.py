@@ -200,6 +200,27 @@ def test_many_answers_of_few_requests_wait_only_while_they_are_slow() -> None:
     assert budget.rows_at_once(128, 1) == 128
 
 
+def test_far_into_a_long_context_fewer_rows_are_computed_at_once() -> None:
+    """Where a row costs as much in a small step as in a large one, small steps are as good, and others wait less."""
+    budget = make()
+    budget.observe(0, 3, 0.008 + 3 * 0.001)  # near the beginning
+    took = []
+    for _ in range(30):
+        rows = budget.rows_at_once(128, 1)
+        took.append(0.008 + rows * 0.0065)
+        budget.observe(0, rows, took[-1])
+    assert max(took) < 0.12 and max(took[4:]) < 0.1
+    assert rows == budget.rows_at_once(20, 1) == 14 and budget.rows_at_once(8, 1) == 8
+
+
+def test_where_fewer_rows_would_cost_almost_as_much_they_are_computed_together() -> None:
+    budget = make()
+    for _ in range(12):
+        rows = budget.rows_at_once(128, 1)
+        budget.observe(0, rows, 0.15 + rows * 0.001)
+    assert budget.rows_at_once(128, 1) >= 32
+
+
 def test_every_request_has_a_row_in_every_step() -> None:
     """Who is left out waits for two steps, and the promise is about a stream's gaps."""
     budget = make()

@@ -56,6 +56,15 @@ def make_scheduler(
     return Scheduler(make_kv(backend, layout, tokens=tokens, running=running), budget, max_running=running, **options)
 
 
+class KeptRequest(Request):
+    """Keeps its sequences when it has ended, for tests that compare them with what should be."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        pass
+
+
 def make_request(
     prompt: Sequence[int] | str,
     params: SamplingParams = GREEDY,
@@ -73,7 +82,7 @@ def make_request(
     generated: Generated | None = None,
 ) -> Request:
     ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
-    return build_request(
+    request = build_request(
         request_id or f"r{next(_numbers)}",
         ids,
         params,
@@ -91,6 +100,8 @@ def make_request(
         constraint=constraint,
         generated=generated,
     )
+    request.__class__ = KeptRequest
+    return request
 
 
 def make_reading(kind: str) -> Reading:

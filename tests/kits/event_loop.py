@@ -21,7 +21,9 @@ class Reply(NamedTuple):
     writes: int
 
 
-async def post(app: FastAPI, path: str, body: bytes, gone: asyncio.Future[None] | None = None) -> Reply:
+async def post(
+    app: FastAPI, path: str, body: bytes, gone: asyncio.Future[None] | None = None, *, method: str = "POST"
+) -> Reply:
     """What the app answers to a body that comes as a network would bring it. `gone`: done when the client leaves."""
     waiting = [body[start : start + 65_536] for start in range(0, len(body), 65_536)] or [b""]
     waiting.reverse()
@@ -44,7 +46,7 @@ async def post(app: FastAPI, path: str, body: bytes, gone: asyncio.Future[None] 
     scope: dict[str, Any] = {
         "type": "http",
         "http_version": "1.1",
-        "method": "POST",
+        "method": method,
         "scheme": "http",
         "path": path,
         "raw_path": path.encode(),

@@ -82,6 +82,25 @@ def long_served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     yield from serve(Served(LIMITS.model_copy(update={"resources": ResourcesConfig.model_validate(resources)})))
 
 
+LONG = 8_000
+"""Tokens of a prompt of which much is asked."""
+
+
+class ScoringContext(FakeBackend):
+    """With room for such a prompt."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, context_length=LONG + 500)
+
+
+@pytest.fixture
+def scoring_served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """It may be asked for as many log probabilities as such a prompt can have."""
+    monkeypatch.setattr("cllm.backends.fake.FakeBackend", ScoringContext)
+    changes = {"resources": ResourcesConfig(), "server": SERVER.model_copy(update={"max_logprobs": 21 * LONG * 8})}
+    yield from serve(Served(LIMITS.model_copy(update=changes)))
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     yield from serve(Served())
@@ -262,6 +281,28 @@ def test_a_prompt_of_as_many_ids_as_a_body_may_hold_is_taken(long_served: Served
     ids = [number % 320 for number in range(JUST_PARSED)]
     body = json.dumps({"prompt": ids, "max_tokens": 1, "n": n, "repetition_penalty": 1.5}).encode()
     reply = answer(long_served, "/v1/completions", body)
+    assert reply.status == 200, reply.body[:300]
+
+
+ASKED_OF_LONG = {
+    "prompt_logprobs": {"prompt_logprobs": 20},
+    "echo": {"echo": True, "logprobs": 20},
+    "echo of few": {"echo": True, "logprobs": 0},
+    "echoes": {"echo": True, "logprobs": 20, "n": 4},
+    "answers": {"n": 128, "max_tokens": 4, "repetition_penalty": 1.5},
+    "best answer": {"best_of": 128, "max_tokens": 4},
+    "echoed answers": {"n": 128, "max_tokens": 4, "echo": True},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("asked", ASKED_OF_LONG)
+def test_whatever_is_asked_of_a_long_prompt_the_loop_is_free(scoring_served: Served, asked: str, stream: bool) -> None:
+    if asked == "best answer" and stream:
+        pytest.skip("only whole answers can be compared")
+    ids = [number % 256 for number in range(LONG)]
+    body = {"prompt": ids, "max_tokens": 1, "stream": stream, **ASKED_OF_LONG[asked]}
+    reply = answer(scoring_served, "/v1/completions", json.dumps(body).encode())
     assert reply.status == 200, reply.body[:300]
 
 

@@ -369,7 +369,7 @@ class Dispatcher:
 
     def on_progress(self, peer: Peer, message: Progress) -> None:
         running = self._of(peer, message.number)
-        if running is not None and running.request.first_token_at is None:
+        if running is not None and not running.ended and running.request.first_token_at is None:
             first = running.request.sequences[0]
             first.num_computed = min(message.computed, first.n_prompt)
             if message.computed and not first.running:
@@ -415,6 +415,7 @@ class Dispatcher:
             running.accepted.set_result(None)
         running.changed.set()
         self._observers.finished(record_of(request, time.monotonic(), error))
+        request.close()
 
 
 def _timed_out(request: Request) -> RequestTimeoutError:

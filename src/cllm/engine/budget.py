@@ -37,7 +37,11 @@ CHUNK_SHARE = 5.0
 """and a chunk that was saved up for this many times."""
 
 MANY_ROWS = 32
-"""Up to this many rows are always computed together: fewer would cost almost as much."""
+"""Up to this many rows are computed together: fewer would cost almost as much,"""
+FEW_ROWS = 8
+"""except far into a long context, where most of a row's cost is its own. This many always are."""
+HARDLY_MORE = 1.25
+"""Rows of a smaller step cost hardly more than those of a larger one if each costs at most this many times as much."""
 
 REMEASURE_ROWS_EVERY = 16
 """After this many steps with prompts one goes without, so that the cost of rows stays known."""
@@ -113,14 +117,29 @@ class StepBudget:
     def rows_at_once(self, rows: int, requests: int) -> int:
         """How many rows the next step computes. Every request has one in every step; requests for many answers wait for
         the rest."""
-        if rows <= MANY_ROWS or rows <= requests or self.chunk_gap_s:
+        if rows <= max(FEW_ROWS, requests) or self.chunk_gap_s:
             return rows
-        # More rows cost no more each than fewer. So what is measured while some wait tells when they need not.
-        row_s = self.costs.cheapest_row_s(rows)
+        # More rows cost no more each than fewer. So what is measured while some wait tells when they need not; few rows
+        # may have been measured near the beginning of a context, though.
+        row_s = self.costs.cheapest_row_s(min(MANY_ROWS, rows), rows)
         longest_s = self._share * self._inter_token_s
-        if rows * row_s <= longest_s:
+        if rows * (row_s or self.costs.cheapest_row_s(1, rows)) <= longest_s:
             return rows
-        return max(MANY_ROWS, requests, int(longest_s / row_s))
+        most = int(longest_s / row_s) if row_s else 0
+        return min(rows, max(requests, most if most >= MANY_ROWS else self._fewer_rows(longest_s)))
+
+    def _fewer_rows(self, longest_s: float) -> int:
+        """Rows for a step where `MANY_ROWS` may take longer than this: from `FEW_ROWS` up, as long as twice as many do
+        not, or cost much less each. What was never measured is tried in steps of twice as many."""
+        rows, row_s = FEW_ROWS, self.costs.row_s
+        while rows < MANY_ROWS and (each := row_s(rows)):
+            double = row_s(2 * rows)
+            fits = 2 * rows * (double or each) <= longest_s
+            fewer, more = (each, double) if double else (row_s(rows // 2), each)
+            if not fits and fewer and fewer <= HARDLY_MORE * more:
+                return max(rows, min(2 * rows - 1, int(longest_s / each)))
+            rows *= 2
+        return rows
 
     def most_drafts(self, decode_rows: int) -> int | None:
         """How many drafted tokens fit into a step: they get what few prompts get, within the promise. None: any number.

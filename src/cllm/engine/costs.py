@@ -72,9 +72,10 @@ class StepCosts:
     def rows_s(self, rows: int) -> float:
         return rows * self.row_s(rows)
 
-    def cheapest_row_s(self, rows: int) -> float:
-        """The least that a row costs in a step of up to `rows`; 0: not known."""
-        return min((seconds for size, seconds in self._row_s.items() if size <= rows.bit_length()), default=0.0)
+    def cheapest_row_s(self, least: int, most: int) -> float:
+        """The least that a row costs in a step of so many; 0: not known."""
+        sizes = range(least.bit_length(), most.bit_length() + 1)
+        return min((self._row_s[size] for size in sizes if size in self._row_s), default=0.0)
 
     def tokens_s(self, tokens: int, position: int) -> float:
         """What `tokens` of a prompt cost after `position` others."""

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from enum import Enum
 from operator import attrgetter, itemgetter
 
-from cllm.engine.budget import MANY_ROWS, StepBudget
+from cllm.engine.budget import FEW_ROWS, StepBudget
 from cllm.engine.constraint import Mask, masks_for
 from cllm.engine.drafting import Drafting
 from cllm.engine.faults import MAX_RECOVERIES, Faults
@@ -96,7 +96,7 @@ class Planner(Faults):
         # In slot order, rows come back without a copy; where there are no slots this changes nothing.
         rows.sort(key=_BY_SLOT)
         all_rows = len(rows)
-        if all_rows > MANY_ROWS:
+        if all_rows > FEW_ROWS:
             most = self.budget.rows_at_once(all_rows, len({id(sequence.request) for sequence in rows}))
             if most < all_rows:
                 rows[:] = self._whose_turn(rows, most)

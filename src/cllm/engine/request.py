@@ -250,6 +250,7 @@ class Request:
     read its numbers, but two of them may be of different steps."""
 
     __slots__ = (
+        "_final",
         "admitted_at",
         "arrival",
         "cached_tokens",
@@ -320,17 +321,32 @@ class Request:
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.gaps: array[float] = array("f")
+        self._final = (0, 0)
+        """What was computed and generated, once it is closed."""
 
     @property
     def computed(self) -> int:
         """Prompt tokens that are in memory, those from the cache included."""
-        whole = len(self.prompt)
-        return whole if self.generated else min(max(sequence.num_computed for sequence in self.sequences), whole)
+        return self._counts()[0]
 
     @property
     def generated(self) -> int:
         """Tokens of all answers that were generated here."""
-        return sum(len(sequence.tokens) - sequence.n_prompt - sequence.n_given for sequence in self.sequences)
+        return self._counts()[1]
+
+    def _counts(self) -> tuple[int, int]:
+        sequences, whole = self.sequences, len(self.prompt)
+        if not sequences:
+            return self._final
+        generated = sum(len(sequence.tokens) - sequence.n_prompt - sequence.n_given for sequence in sequences)
+        computed = max(sequence.num_computed for sequence in sequences)
+        return whole if generated else min(computed, whole), generated
+
+    def close(self) -> None:
+        """It has ended and lets its sequences go. They refer back to it, and the garbage collector, which counts
+        objects and not bytes, would keep thousands of long prompts before it breaks such cycles."""
+        self._final = self._counts()
+        self.sequences = []
 
 
 def build_request(

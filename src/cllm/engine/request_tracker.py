@@ -188,3 +188,4 @@ class RequestTracker(ABC):
             self.dequeued += 1
         self.finished[request.reason.value] += 1
         self.observers.finished(record_of(request, self._clock(), error))
+        request.close()

@@ -189,9 +189,7 @@ class SimulatedServer:
     def on_finished(self, record: RequestRecord) -> None:
         self.refusal = None
         self.tally.take(record, self)
-        request, traced = self._live.pop(record.request_id)
-        # Request and sequence know each other; apart, they are freed at once, without a garbage collector.
-        request.sequences = []
+        _, traced = self._live.pop(record.request_id)
         if traced.followers and record.error is None:
             self._someone_follows = True
             self._on_end(traced, self.now)

@@ -10,11 +10,14 @@ import httptools
 
 from cllm.server.errors import Problem
 from cllm.server.http.cycle import RequestCycle
+from cllm.server.http.head import malformed, other_version, problem_of_head, target_of
 
 MOST_PIPELINED = 8
 """Requests that may begin in one slice of bytes."""
 _TLS_HANDSHAKE = b"\x16\x03"
 _NO_TLS = "it is a TLS handshake, but this port serves plain HTTP; use http://, or TLS in a proxy"
+_OTHER_VERSIONS = {"Invalid HTTP version": "This version of HTTP", "Pause on PRI/Upgrade": "HTTP/2"}
+"""What httptools says of them, and what they are."""
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 
 
@@ -75,10 +78,11 @@ class RequestParser:
         try:
             self._parse(piece)
         except httptools.HttpParserCallbackError:
-            raise RefusedError(self._problem or _bad("the request target is not valid")) from None
+            assert self._problem is not None
+            raise RefusedError(self._problem) from None
         except httptools.HttpParserError as error:
             is_tls = was is None and piece.startswith(_TLS_HANDSHAKE)
-            raise RefusedError(_bad(_NO_TLS if is_tls else str(error))) from None
+            raise RefusedError(malformed(_NO_TLS) if is_tls else _problem_of(str(error))) from None
         if self._in_head:
             if was_in_head and was in (None, self.incoming):
                 self._head_bytes += len(piece)
@@ -118,7 +122,7 @@ class RequestParser:
             return
         self._begun += 1
         if self._begun > MOST_PIPELINED:
-            self._stop(_bad(f"more than {MOST_PIPELINED} pipelined requests"))
+            self._stop(malformed(f"more than {MOST_PIPELINED} pipelined requests"))
         self.incoming = self._begin()
         self._in_head = True
         self._known_bytes = 0
@@ -142,16 +146,21 @@ class RequestParser:
         if self._replays:
             self._replays = False
             return
-        url = httptools.parse_url(cycle.url)
         version = self._parser.get_http_version()
+        if problem := problem_of_head(version, cycle.headers):
+            self._stop(problem)
+        method = self._parser.get_method().decode("ascii")
+        target = target_of(method, cycle.url)
+        if target is None:
+            self._stop(malformed("the request target is not valid"))
         cycle.keep_alive = version == "1.1" and self._parser.should_keep_alive()
         cycle.scope = {
             **self._scope,
             "http_version": version,
-            "method": self._parser.get_method().decode("ascii"),
-            "path": self._scope["root_path"] + unquote(url.path.decode("ascii")),
-            "raw_path": self._scope["root_path"].encode() + url.path,
-            "query_string": url.query or b"",
+            "method": method,
+            "path": self._scope["root_path"] + unquote(target.path.decode("ascii")),
+            "raw_path": self._scope["root_path"].encode() + target.path,
+            "query_string": target.query,
             "headers": cycle.headers,
             "state": self._scope["state"].copy(),
         }
@@ -185,5 +194,6 @@ class RequestParser:
         raise ValueError(problem.message)
 
 
-def _bad(why: str) -> Problem:
-    return Problem(400, "invalid_request_error", f"Malformed HTTP request: {why}.", code="bad_request")
+def _problem_of(error: str) -> Problem:
+    version = _OTHER_VERSIONS.get(error)
+    return malformed(error) if version is None else other_version(version)

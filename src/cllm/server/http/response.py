@@ -23,7 +23,9 @@ In = TypeVar("In", contravariant=True)
 
 DONE = "data: [DONE]\n\n"
 SLICE_BYTES = 16_384
-"""Encoding this much takes about a millisecond."""
+"""Encoding this much takes about a millisecond,"""
+_SLICE_S = 0.002
+"""unless it is work of another kind: a slice that took this long ends, however short it is."""
 PROGRESS_S = 0.25
 """How often a prompt's progress is checked."""
 _ENTRIES = 16
@@ -91,15 +93,15 @@ def list_pieces(items: Iterable[str], entries: int = _ENTRIES) -> Iterator[str]:
 
 
 def slices(pieces: Iterable[str]) -> Iterator[str]:
-    """Pieces joined into slices of about `SLICE_BYTES` characters."""
+    """Pieces joined into slices of about `SLICE_BYTES` characters, or of less if making them takes long."""
     held: list[str] = []
-    size = 0
+    size, since = 0, time.perf_counter()
     for piece in pieces:
         held.append(piece)
         size += len(piece)
-        if size >= SLICE_BYTES:
+        if size >= SLICE_BYTES or time.perf_counter() - since >= _SLICE_S:
             yield "".join(held)
-            held, size = [], 0
+            held, size, since = [], 0, time.perf_counter()
     if held:
         yield "".join(held)
 

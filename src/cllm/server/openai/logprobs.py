@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol, overload
 
 from cllm.engine.sampling import TokenLogprob
@@ -69,13 +70,8 @@ class CompletionLogprobs:
         self._text = tokenizer.token_text
         self._bytes = tokenizer.token_bytes
 
-    def length(self, entries: Iterable[TokenLogprob]) -> int:
-        """Length of the tokens' text."""
-        raw = b"".join(self._raw(entry.token_id) for entry in entries)
-        return len(raw.decode("utf-8", "replace"))
-
-    def pieces(self, entries: Sequence[TokenLogprob], offset: int = 0) -> Iterator[str]:
-        """`offset` is where in the answer's text the first token begins."""
+    def pieces(self, entries: Sequence[TokenLogprob], offset: int = 0) -> Generator[str, None, int]:
+        """`offset` is where in the answer's text the first token begins. Returns where the last one ends."""
         yield '{"tokens":'
         yield from list_pieces(as_json(self._text(entry.token_id)) for entry in entries)
         yield ',"token_logprobs":'
@@ -83,8 +79,10 @@ class CompletionLogprobs:
         yield ',"top_logprobs":'
         yield from list_pieces(map(self._top, entries))
         yield ',"text_offset":'
-        yield from list_pieces(map(str, self._offsets(entries, offset)))
+        offsets = self._offsets(entries, offset)
+        yield from list_pieces(map(str, islice(offsets, len(entries))))
         yield "}"
+        return next(offsets)
 
     def _top(self, entry: TokenLogprob) -> str:
         if math.isnan(entry.logprob):
@@ -94,11 +92,12 @@ class CompletionLogprobs:
         return as_json(likeliest | {self._text(entry.token_id): _finite(entry.logprob)})
 
     def _offsets(self, entries: Sequence[TokenLogprob], offset: int) -> Iterator[int]:
-        """Tokens of one character all have its place."""
+        """Of each token, and of the end. Tokens of one character all have its place."""
         decoder = _Utf8(errors="replace")
         for entry in entries:
             yield offset
             offset += len(decoder.decode(self._raw(entry.token_id)))
+        yield offset + len(decoder.decode(b"", final=True))
 
     def _raw(self, token_id: int) -> bytes:
         """Special tokens by name."""

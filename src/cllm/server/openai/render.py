@@ -162,9 +162,10 @@ class CompletionEvents(_OpenAIEvents):
         return f'{self._start}{{"index":{delta.index},"text":"{echo}{text[1:]}{rest}'
 
     def _written(self, index: int, entries: Sequence[TokenLogprob]) -> str:
-        offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + self._logprobs.length(entries)
-        return "".join(self._logprobs.pieces(entries, offset))
+        return "".join(self._logprob_pieces(index, entries))
+
+    def _logprob_pieces(self, index: int, entries: Sequence[TokenLogprob]) -> Iterator[str]:
+        self._offsets[index] = yield from self._logprobs.pieces(entries, self._offsets.get(index, 0))
 
 
 class ScoredCompletionEvents(CompletionEvents):
@@ -193,8 +194,7 @@ class ScoredCompletionEvents(CompletionEvents):
         entries = joined(self._report.entries(index), delta.logprobs or ())
         text = json.dumps(delta.text)[1:]
         yield f'{self._start}{{"index":{index},"text":"{self._echoes.pop(index, "")}{text},"logprobs":'
-        yield from self._logprobs.pieces(entries) if len(entries) else ("null",)
-        self._offsets[index] = self._logprobs.length(entries)
+        yield from self._logprob_pieces(index, entries) if len(entries) else ("null",)
         yield self._rest("null", delta.finish_reason, delta.stop_reason)[len(',"logprobs":null') : -len(self._stop)]
         yield from self._report.field(index)
         yield self._stop
