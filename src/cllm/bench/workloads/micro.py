@@ -27,6 +27,7 @@ from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.pool import BlockPool
 from cllm.kv.radix import RadixTree
+from cllm.kv.sequence import KVSequence
 
 BLOCK_SIZE = 16
 VOCABULARY = 320
@@ -39,6 +40,9 @@ class Micro(LocalWorkload):
     steps: int = 200
     pool_blocks: int = 65_536
     sequence_blocks: int = 16
+    cache_blocks: tuple[int, int] = (10_000, 1_000_000)
+    held_tokens: int = 2_000
+    admissions: int = 300
     tree_sequences: int = 2_000
     tree_tokens: int = 1_008
     """A whole number of blocks next to 1,000."""
@@ -49,6 +53,8 @@ class Micro(LocalWorkload):
         Figure("small_step_ms", "scheduler + KV per step, 32 running", "ms", limit=own(0.3)),
         Figure("large_step_ms", "scheduler + KV per step, 256 running", "ms", limit=own(2.0)),
         Figure("pool_blocks_per_s", "pool: allocate + free", "blocks/s", "higher", own(500_000)),
+        Figure("small_admission_us", "admission into a full cache, 10,000 blocks", "us", limit=own(200.0)),
+        Figure("large_admission_us", "admission into a full cache, 1,000,000 blocks", "us", limit=own(200.0)),
         Figure("tree_per_s", "tree: match + insert of 1,000 tokens", "/s", "higher", own(20_000)),
     )
 
@@ -57,15 +63,20 @@ class Micro(LocalWorkload):
         return "micro: bookkeeping of the paged cache, without backend and sampling"
 
     def quick(self) -> Micro:
-        return replace(self, steps=20, pool_blocks=4_096, tree_sequences=200)
+        return replace(
+            self, steps=20, pool_blocks=4_096, tree_sequences=200, cache_blocks=(1_000, 10_000), admissions=20
+        )
 
     async def one_repeat(self, setup: Setup, repeat: int) -> list[Run]:
         facts = {"busy_percent_before": await busy_at_rest()}
         small, large = self.running
+        small_cache, large_cache = self.cache_blocks
         metrics: Metrics = {
             "small_step_ms": self.step_ms(small),
             "large_step_ms": self.step_ms(large),
             "pool_blocks_per_s": self.pool_blocks_per_s(),
+            "small_admission_us": self.admission_us(small_cache),
+            "large_admission_us": self.admission_us(large_cache),
             "tree_per_s": self.tree_per_s(),
         }
         return [Run(OURS, repeat, metrics, facts)]
@@ -115,6 +126,19 @@ class Micro(LocalWorkload):
         for table in tables:
             pool.release(table)
         return self.pool_blocks / (perf_counter() - start)
+
+    def admission_us(self, blocks: int) -> float:
+        """Median microseconds that a prompt's admission takes where every block is cached and others must go."""
+        geometry = BlockGeometry(blocks, BLOCK_SIZE)
+        with FakeBackend(vocab_size=VOCABULARY) as backend:
+            backend.allocate(BlockGeometry(1, BLOCK_SIZE))  # nothing is computed, only administered
+            kv = PagedKVManager(backend.ops, geometry, bytes_per_token=4)  # type: ignore[arg-type]
+            draw = random.Random(blocks)
+            while kv.usage().free:
+                length = min(draw.randrange(1, self.held_tokens), kv.usage().free * BLOCK_SIZE)
+                _admission_s(kv, KVSequence(array("i", draw.randbytes(4 * length))))
+            prompts = (array("i", draw.randbytes(4 * self.prompt_tokens)) for _ in range(self.admissions))
+            return median(_admission_s(kv, KVSequence(prompt)) for prompt in prompts) * 1e6
 
     def tree_per_s(self) -> float:
         """Sequences in families: each matches the half that it shares, and inserts the rest."""
@@ -169,6 +193,18 @@ def _timed_sampling() -> Iterator[_Sampling]:
 
     with patch.object(scheduler_module, "choose", timed):
         yield sampling
+
+
+def _admission_s(kv: PagedKVManager, sequence: KVSequence) -> float:
+    """The seconds it takes to admit a sequence, which is then released as if it had been computed."""
+    start = perf_counter()
+    cached = kv.admit(sequence)
+    seconds = perf_counter() - start
+    if cached is None:
+        raise AssertionError("there was no room in a cache in which nothing runs")
+    sequence.num_computed = len(sequence.tokens)
+    kv.release(sequence)
+    return seconds
 
 
 def _bookkeeping_s(stepper: Stepper, scheduler: Scheduler, backend: _TimedBackend, sampling: _Sampling) -> float:
