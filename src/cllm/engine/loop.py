@@ -30,6 +30,9 @@ from cllm.errors import BackendError, OverloadedError, ShuttingDownError, descri
 log = logging.getLogger("cllm.engine")
 T = TypeVar("T")
 
+SNAPSHOT_INTERVAL_S = 0.05
+"""While the same requests run: snapshots would be a sixth of the engine's own work on the steps of one sequence."""
+
 DETAILS_INTERVAL_S = 0.25
 CHECK_INTERVAL_S = 10.0
 IDLE_SLICE_S = 0.005
@@ -106,6 +109,8 @@ class Engine:
         self.views = ViewPublisher(clock)
         self._published = (self._take_snapshot(), 0)
         """The latest snapshot, and how many submitted requests are in it."""
+        self._published_at = self._started_at
+        self._published_counts = self._counts()
         self._thread = threading.Thread(target=self._run, name="cllm-engine", daemon=True)
 
     # -- any thread --------------------------------------------------------------------------------------------
@@ -398,15 +403,21 @@ class Engine:
     def _on_planned(self, plan: Plan) -> None:
         """A step with other sequences than the last one, or a long one, is about to begin: what is published must not
         be older than that."""
-        seen, scheduler = self._published[0], self.scheduler
-        changed = seen.running != len(scheduler.running) or seen.waiting != len(scheduler.waiting)
+        changed = self._published_counts != self._counts()
         if changed or plan.prompt_tokens:
             self._publish(force=changed)
 
+    def _counts(self) -> tuple[int, ...]:
+        """What is published at once when it changes."""
+        tracker = self.scheduler
+        return len(tracker.running), len(tracker.waiting), len(tracker.requests), tracker.dequeued, self.rebuilds
+
     def _publish(self, *, force: bool = False) -> None:
         try:
-            self._published = (self._take_snapshot(), self._received)
-            now = self._clock()
+            now, counts = self._clock(), self._counts()
+            if force or counts != self._published_counts or now - self._published_at >= SNAPSHOT_INTERVAL_S:
+                self._published = (self._take_snapshot(), self._received)
+                self._published_at, self._published_counts = now, counts
             if force or now - self._details_at >= DETAILS_INTERVAL_S:
                 self._details_at = now
                 self.details = self.scheduler.kv.details()
