@@ -268,6 +268,9 @@ def test_an_address_without_a_cluster(command: str) -> None:
         (["--join", "h:1", "--address", "h:2"], "--join adds this machine to a cluster, so it goes without --address"),
         (["--address", "nowhere"], "cluster.address is 'nowhere' (flag): it must be auto, or HOST:PORT"),
         (["-b", "fake", "--set", "resources.max_context_length=999999"], "resources.max_context_length is 999999"),
+        (["-b", "fake", "--set", "resources.kv_cache_max_memory_mb=0.0001"], "there must be two; raise it"),
+        (["-b", "fake", "--set", "model.chat_template=/nonexistent.jinja"], "/nonexistent.jinja"),
+        (["--set", "cluster.ray_port=12000"], "cluster.ray_port is 12000 (flag): it must be outside of 10001 to 19999"),
         (["/nonexistent.yaml"], "/nonexistent.yaml"),
         (["--replicas", "0"], "cluster.replicas is 0"),
     ],
@@ -286,6 +289,15 @@ def test_ports_in_use_are_refused_before_anything_starts() -> None:
         assert f"cluster.ray_port is {port}, which is already in use" in refusal(
             "up", "-b", "fake", "-p", "0", *settings
         )
+
+
+def test_the_second_of_two_at_once_is_told(own_cache: Path) -> None:
+    with ray_node.one_at_a_time():
+        for arguments in (["-p", "0"], ["--join", "127.0.0.1:1"]):
+            said = refusal("up", "-b", "fake", *arguments)
+            assert said.startswith("another `cllm cluster up` is starting or updating a cluster on this machine")
+    with ray_node.one_at_a_time():
+        pass
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,6 +469,16 @@ def an_update_changes_replicas(commands: Commands, before: dict[str, Any]) -> No
     def ids(status: dict[str, Any], name: str) -> set[str]:
         (row,) = [row for row in status["deployments"] if row["name"] == name]
         return {each["id"] for each in row["replicas"] if each["state"] == "running"}
+
+    # What no replica can load is refused before anything is replaced, wherever the cluster is.
+    bad = commands.settings("--set", 'models=[{"name":"a"},{"name":"b","resources":{"kv_cache_max_memory_mb":0.0001}}]')
+    for where in ([], ["--address", before["address"]], ["--address", "auto"]):
+        with commands.start("up", *bad, *where) as refused:
+            assert refused.wait(LIMIT_S) == 2, commands.log
+        assert "there must be two; raise it" in commands.log.splitlines()[-1]
+    assert {name: ids(status_of(commands), name) for name in ("replica-a", "replica-b")} == {
+        name: ids(before, name) for name in ("replica-a", "replica-b")
+    }
 
     settings = commands.settings("--set", 'models=[{"name":"a","cluster":{"replicas":1}},"b"]')
     assert commands.run("up", *settings) == f"cLLM is updated: {commands.url} (a, 1 replica; b, 1 replica)\n"

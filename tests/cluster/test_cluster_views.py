@@ -13,6 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cllm.cluster import link_server
 from cllm.cluster.everywhere import results, together
 from cllm.cluster.totals import total_details, total_snapshot, total_usage
 from cllm.config import Config, ServerConfig
@@ -152,6 +153,21 @@ async def test_the_kv_cache_of_all_replicas_and_of_each() -> None:
         single = llm.local.llm_of(llm.local.names[0]).kv()
         assert set(found) == {*single, "replicas"}
         assert set(replicas[llm.local.names[0]]) == {*single, "node", "pid", "state"}
+
+
+async def test_the_numbers_are_those_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster_of(latency_ms=20) as (llm, client):
+        await llm.caught_up()
+        monkeypatch.setattr(link_server, "REPORT_S", 1e9)  # replicas report once more, and then only if they are asked
+        asked = [asyncio.ensure_future(complete(client, f"{n} {PROMPT}", max_tokens=500)) for n in range(6)]
+        await until(lambda: sum(len(llm.local.members[name].jobs) for name in llm.local.names) == 6)
+        found, metrics = (await client.get("/kv")).json(), await samples(client)
+        assert found["running"] + found["waiting"] == 6
+        states = ("cllm:num_requests_running", "cllm:num_requests_waiting")
+        assert sum(sums(metrics, name) for name in states) == 6
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
 
 
 async def test_a_replica_is_listed_before_it_has_reported_and_while_it_drains() -> None:

@@ -289,6 +289,12 @@ def test_the_longest_gap_may_not_be_less_than_the_mean() -> None:
     assert load(flags={"scheduler.inter_token_target_ms": 400.0}).config.scheduler.max_gap_ms is None
 
 
+def test_the_cache_must_hold_all_that_may_run() -> None:
+    (problem,) = problems(flags={"scheduler.max_running": 5, "resources.kv_cache_max_size": 4})
+    assert "resources.kv_cache_max_size is 4 (flag) but scheduler.max_running is 5 (flag)" in problem
+    assert load(flags={"resources.kv_cache_max_size": 4}).config.scheduler.max_running is None
+
+
 def test_all_bodies_have_room_for_the_largest() -> None:
     (problem,) = problems(flags={"server.max_body_bytes": 100_000_000})
     assert "server.max_bodies_bytes is 67108864 (default) but server.max_body_bytes is 100000000 (flag)" in problem

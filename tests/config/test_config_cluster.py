@@ -42,6 +42,16 @@ def test_what_is_no_address(address: str) -> None:
     )
 
 
+@pytest.mark.parametrize("port", [10_001, 10_002, 12_345, 19_999])
+def test_the_port_of_ray_is_none_of_its_workers(port: int) -> None:
+    (problem,) = problems(cluster__ray_port=port)
+    assert problem.startswith(f"cluster.ray_port is {port} (flag): it must be outside of 10001 to 19999, which are for")
+
+
+def test_other_ports_of_ray() -> None:
+    assert [cluster(ray_port=port).ray_port for port in (0, 10_000, 20_000)] == [0, 10_000, 20_000]
+
+
 def test_contradictions() -> None:
     assert problems(cluster__autoscaling__min_replicas=3, cluster__autoscaling__max_replicas=2) == (
         "cluster.autoscaling.max_replicas is 2 (flag) but cluster.autoscaling.min_replicas is 3 (flag): raise the "

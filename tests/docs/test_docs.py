@@ -299,6 +299,7 @@ KV_LAYERS = [
 KV_PART_LAYERS = {
     "paged": [
         {"extents", "holder_ids"},
+        {"free_runs"},
         {"pool", "block_table"},
         {"prefix_cache", "fragmentation"},
         {"arena"},

@@ -79,6 +79,30 @@ def test_cancel_interrupts_a_long_prompt_step(running: Running) -> None:
     backend.faults.before_step = None
 
 
+def test_the_numbers_are_as_of_now_while_a_step_is_under_way(running: Running) -> None:
+    engine, backend, collector = running
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(chunks: Sequence[Chunk]) -> None:
+        entered.set()
+        assert go_on.wait(LIMIT_S)
+
+    backend.faults.before_step = hold
+    first = make_request("the first one")
+    engine.submit(first)
+    assert entered.wait(LIMIT_S)
+    late = [make_request(f"late {n}") for n in range(3)]
+    for request in late:
+        engine.submit(request)
+    snapshot, before = engine.snapshot, engine.snapshot.uptime_s
+    assert (snapshot.running, snapshot.waiting, snapshot.kv.sequences_running) == (1, 3, 1)
+    assert engine.snapshot.uptime_s > before
+    go_on.set()
+    for request in (first, *late):
+        collector.wait_end(request)
+    backend.faults.before_step = None
+
+
 def test_cancelling_what_is_unknown_or_over_does_nothing(running: Running) -> None:
     engine, _, collector = running
     request = make_request("short")

@@ -231,6 +231,8 @@ class ManagerMachine(RuleBasedStateMachine):
         assert usage.free + usage.evictable + usage.referenced == usage.total
         assert min(usage.free, usage.evictable, usage.referenced) >= 0
         assert usage.sequences_running == len(self.live)
+        if isinstance(self.kv, PagedKVManager) and self.kv._max_sequences is not None:
+            assert len(self.live) + usage.sequences_held - usage.pins <= self.kv._max_sequences
         if not self.live:
             assert usage.referenced == 0
 

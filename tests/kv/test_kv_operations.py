@@ -139,6 +139,47 @@ class OperationsMachine(RuleBasedStateMachine):
         if self.kv.fork(parent, child):
             self.live.append((child, memory.copy()))
 
+    def draw_range(self, data: st.DataObject, sequence: KVSequence) -> tuple[int, int] | None:
+        """What can be kept: where tokens were dropped behind others, only from the beginning and with those."""
+        unit, held = self.kv.unit_tokens, sequence.held
+        if held == 0:
+            return None
+        if sequence.dropped and sequence.kept:
+            return 0, data.draw(st.integers(sequence.kept, held))
+        start = unit * data.draw(st.integers(0, (held - 1) // unit))
+        return start, data.draw(st.integers(start + 1, held))
+
+    def check_kept(self, sequence: KVSequence, memory: LoneMemory, start: int, end: int) -> None:
+        if start:
+            memory.drop(0, start)
+        assert sequence.held == end - start or (start == 0 and end - self.kv.unit_tokens < sequence.held < end)
+        memory.truncate(sequence.num_computed)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def keep_range(self, data: st.DataObject) -> None:
+        sequence, memory = self.draw(data)
+        if (chosen := self.draw_range(data, sequence)) is None:
+            return
+        others = [(other, memory_of(self.backend, other)) for other, _ in self.live if other is not sequence]
+        if self.kv.keep_range(sequence, *chosen):
+            self.check_kept(sequence, memory, *chosen)
+        assert all(memory_of(self.backend, other) == before for other, before in others)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def copy_range(self, data: st.DataObject) -> None:
+        parent, memory = self.draw(data)
+        if (chosen := self.draw_range(data, parent)) is None:
+            return
+        child = KVSequence(parent.tokens[: parent.num_computed])
+        if self.kv.copy_range(parent, child, *chosen):
+            copy = memory.copy()
+            self.check_kept(child, copy, *chosen)
+            self.live.append((child, copy))
+        else:
+            assert not child.admitted
+
     @precondition(lambda self: self.live)
     @rule(data=st.data(), keep=st.booleans())
     def release(self, data: st.DataObject, keep: bool) -> None:
@@ -219,6 +260,37 @@ def test_what_cannot_be_done_is_refused_by_name_and_changes_nothing(managed: tup
     kv.check()
     assert memory_of(backend, sequence) == [0, 1, 2, 3, *range(8, 20)]
     kv.release(sequence)
+
+
+def test_a_range_is_kept_or_copied(managed: tuple[FakeBackend, KVManager]) -> None:
+    backend, kv = managed
+    parent = computed(backend, kv, list(range(20)))
+    child = KVSequence(parent.tokens)
+    for start, end in ((4, 21), (8, 8), (-4, 8)):
+        with pytest.raises(ValueError, match=r"outside the sequence, which has 20"):
+            kv.copy_range(parent, child, start, end)
+    assert not child.admitted
+    assert kv.copy_range(parent, child, 8, 15)
+    assert memory_of(backend, child) == list(range(8, 15)) and memory_of(backend, parent) == list(range(20))
+    assert kv.keep_range(parent, 4, 18)
+    assert memory_of(backend, parent) == list(range(4, 18)) and memory_of(backend, child) == list(range(8, 15))
+    kv.check()
+    child.tokens = child.tokens[: child.num_computed] + array("i", [77])
+    assert kv.grow(child, 1)
+    compute(backend, kv, child, 1)
+    assert memory_of(backend, child) == [*range(8, 15), 77] and memory_of(backend, parent) == list(range(4, 18))
+    assert kv.peek(array("i", range(21)).tobytes()) == (20 if isinstance(kv, PagedKVManager) else 0)
+
+
+def test_a_range_that_cannot_be_copied_leaves_nothing_behind(managed: tuple[FakeBackend, KVManager]) -> None:
+    backend, kv = managed
+    parent = computed(backend, kv, list(range(20)))
+    assert drop(kv, parent, 4, 8)
+    before, child = memory_of(backend, parent), KVSequence(parent.tokens)
+    with pytest.raises(UnsupportedOperationError, match="a hole at 0: tokens were dropped at 4,"):
+        kv.copy_range(parent, child, 8, 12)
+    assert not child.admitted and memory_of(backend, parent) == before
+    kv.check()
 
 
 def test_blocks_go_whole() -> None:

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cllm.kv.paged.compaction import Plan, in_calls, plan_fill, plan_lift, plan_slide
 from cllm.kv.paged.extents import FRESH, GENERATION, PROMPT, READY, extent_blocks
 from cllm.kv.paged.fragmentation import contiguity, extents_needed, measure
+from cllm.kv.paged.free_runs import FreeRuns
 from cllm.kv.paged.pool import BlockPool
 from cllm.kv.sequence import KVSequence
 from thorough import sampled
@@ -145,6 +146,30 @@ def test_a_prompt_that_fits_nowhere_gets_the_longest_runs() -> None:
     assert pool.allocate(6) == [1, 3, 4, 8, 9, 10]
 
 
+@pytest.mark.parametrize("extents", [8, 5_000])
+def test_finding_a_place_takes_no_longer_where_there_is_more_memory(
+    extents: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 16
+    pool = BlockPool(extents * size, size)
+    pool.allocate(pool.total)
+    pool.release([block for block in range(pool.total) if block % size == 3])
+    assert pool.allocate(1) == [3]
+    looked_at: list[int] = []
+    runs_in = FreeRuns._runs_in
+
+    def counted(runs: FreeRuns, extent: int) -> tuple[int, int, int]:
+        looked_at.append(extent)
+        return runs_in(runs, extent)
+
+    monkeypatch.setattr(FreeRuns, "_runs_in", counted)
+    last = pool.total - size
+    pool.release([last + 4, last + 5])
+    assert pool.allocate(3) == [last + 3, last + 4, last + 5]
+    assert pool.allocate(2) == [size + 3, 2 * size + 3]
+    assert set(looked_at) == {0, 1, extents - 1} and len(looked_at) <= 6
+
+
 def test_a_prompt_goes_on_behind_its_prefix() -> None:
     pool = BlockPool(16, 4)
     pool.allocate(8)
@@ -195,6 +220,7 @@ def test_extents_are_large_for_pages_and_small_for_small_arenas() -> None:
     assert extent_blocks(10_000, 368_640) == 22
     assert extent_blocks(10_000, 1 << 30) == 1
     assert extent_blocks(80, 32) == 10
+    assert extent_blocks(1_000_000, 32) == 512
     assert extent_blocks(3, 32) == 1
 
 

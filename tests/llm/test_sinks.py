@@ -51,6 +51,21 @@ async def test_a_sink_gets_the_tokens_of_every_answer() -> None:
         assert llm.requests() == [] and sink.error is None
 
 
+async def test_the_cache_has_no_more_sequences_than_it_may() -> None:
+    settings = {"resources__kv_cache_max_size": 4, "backend__fake__latency_ms": 1.0}
+    params = SamplingParams(max_tokens=20, n=2, temperature=1.0, ignore_eos=True)
+    async with AsyncLLM(fake_config(**settings)) as llm:
+        seen = []
+        sinks = [llm.submit_to(Outputs, f"{number} is a prompt of its own", params) for number in range(10)]
+        for sink in sinks:
+            await sink.all()
+            kv = llm.snapshot().kv
+            seen.append((kv.sequences_running, kv.sequences_running + kv.sequences_held))
+        await assert_idle(llm)
+        assert max(running for running, _ in seen) > 0 and max(every for _, every in seen) == 4
+        assert llm.snapshot().kv.sequences_held == 4
+
+
 async def test_a_sink_gets_an_embedding() -> None:
     async with AsyncLLM(fake_config()) as llm:
         generation = llm.submit_embedding("a text")

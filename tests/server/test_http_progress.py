@@ -189,8 +189,32 @@ async def test_a_request_of_several_prompts_ends_as_one() -> None:
             found = await listed(client, 2)
             whole = found[0]["id"].removesuffix("-0")
             assert found[1]["id"] == f"{whole}-1"
+            for unknown in ("min", "ine", whole[:-1], f"{whole}-2"):
+                assert (await client.delete(f"/v1/requests/{unknown}")).status_code == 404
             assert (await client.delete(f"/v1/requests/{whole}")).status_code == 200
             assert (await task).status_code == 499
+        assert llm.requests() == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("own", ["mine", "order-7-12", None])
+async def test_a_request_ends_by_what_x_request_id_says(path: str, own: str | None) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "hello", "max_tokens": 1000},
+        "/v1/responses": {"input": "hello", "max_output_tokens": 1000},
+    }
+    body = bodies.get(path, {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1000})
+    more = {"model": "fake", "stream": True, "ignore_eos": True}
+    headers = {} if own is None else {"x-request-id": own}
+    async with serving(backend__fake__latency_ms=20.0) as (app, llm):
+        async with (
+            httpx.AsyncClient(base_url=app.url, timeout=60) as client,
+            client.stream("POST", path, json=body | more, headers=headers) as answer,
+        ):
+            asked = answer.headers["x-request-id"]
+            assert own is None or asked == own
+            assert (await client.delete(f"/v1/requests/{asked}")).json()["id"] == asked
+            assert "was ended by DELETE" in (await answer.aread()).decode()
         assert llm.requests() == []
 
 

@@ -161,14 +161,15 @@ def _address(given: str | None) -> str:
 
 def _work_for(address: str, config: Config, *, detach: bool) -> None:
     """This machine as part of another one's cluster."""
-    from cllm.cluster.ray_node import found_node, join, stop
+    from cllm.cluster.ray_node import found_node, join, one_at_a_time, stop
     from cllm.config.cluster import is_address
 
     if not is_address(address):
         raise ConfigError(f"--join is {address!r}: it must be HOST:PORT such as 10.0.0.1:6379")
-    if (old := found_node()) is not None:
-        raise ConfigError(f"this machine is already in the cluster at {old.address}: `cllm cluster down` leaves it")
-    node = join(address, config.cluster, outlives=detach)
+    with one_at_a_time():
+        if (old := found_node()) is not None:
+            raise ConfigError(f"this machine is already in the cluster at {old.address}: `cllm cluster down` leaves it")
+        node = join(address, config.cluster, outlives=detach)
     print(f"This machine is part of the cluster at {address}", flush=True)
     if detach:
         return
@@ -183,24 +184,27 @@ def _work_for(address: str, config: Config, *, detach: bool) -> None:
 
 def _serve(config: Config, *, detach: bool) -> None:
     from cllm.cluster.models import cluster_models
-    from cllm.cluster.ray_node import connect, found_node, start_head, stop
+    from cllm.cluster.ray_node import connect, found_node, one_at_a_time, start_head, stop
     from cllm.server.http.listening import bind
 
     cluster_models(config)  # before anything is started: the settings may make no sense
-    node, started = found_node(), None
-    address = config.cluster.address or (node.address if node is not None else None)
-    if address is None or (node is not None and node.is_head and node.address == address):
-        _check_models(config)
-    _on_signals()
+    started = None
     try:
-        if address is None:
-            bind(config.server).close()  # an ingress could not say it as clearly
-            log.info("starting Ray on this machine")
-            started = start_head(config.cluster, outlives=detach)
-            address = started.address
-        connect(address, verbose=config.log.level == "debug")
-        _on_signals()
-        stays = _deploy(config, address) and not detach
+        with one_at_a_time():
+            node = found_node()
+            address = config.cluster.address or (node.address if node is not None else None)
+            is_here = address is None or (node is not None and node.is_head and node.address == address)
+            if is_here:
+                _check_models(config)
+            _on_signals()
+            if address is None:
+                bind(config.server).close()  # an ingress could not say it as clearly
+                log.info("starting Ray on this machine")
+                started = start_head(config.cluster, outlives=detach)
+                address = started.address
+            connect(address, verbose=config.log.level == "debug")
+            _on_signals()
+            stays = _deploy(config, address, is_here=is_here) and not detach
     except BaseException:
         if started is not None:
             stop(started)
@@ -209,16 +213,18 @@ def _serve(config: Config, *, detach: bool) -> None:
         _stay(config, started)
 
 
-def _deploy(config: Config, address: str) -> bool:
-    """Whether it was not there before."""
+def _deploy(config: Config, address: str, *, is_here: bool) -> bool:
+    """Whether it was not there before. `is_here`: this machine is the head, where the models have been checked."""
     from cllm.cluster.models import cluster_models, with_absolute_paths
     from cllm.cluster.overview import overview
-    from cllm.cluster.rollout import check_room, deploy, has_room, is_deployed
+    from cllm.cluster.rollout import check_models, check_room, deploy, has_room, is_deployed
 
     is_new = not is_deployed()
     config = with_absolute_paths(config)
     models = cluster_models(config)
     check_room(models)
+    if not is_here:
+        check_models(models)
     _check_port(config, None if is_new else overview(address))
     log.info("deploying to the Ray cluster at %s", address)
     if not has_room(models):
@@ -266,10 +272,10 @@ def _show_progress(now: Progress) -> None:
 def _check_models(config: Config) -> None:
     """What would fail later on each replica. The head needs every model's files; they are downloaded if need be."""
     from cllm.cluster.models import cluster_models
-    from cllm.loading.estimate import estimate
+    from cllm.loading.check import check_loadable
 
     for model in cluster_models(config):
-        estimate(model.config)
+        check_loadable(model.config)
 
 
 def _stay(config: Config, started: RayNode | None) -> None:

@@ -29,7 +29,7 @@ _ONE_LOOP = {
 """Ray Serve's part of a process and ours share an event loop: a request changes threads four times less."""
 _MANY = 100_000
 """Ray Serve's limit of concurrent calls: it is the engine that refuses."""
-_ON_HEAD = {"resources": {"node:__internal_head__": 0.001}}
+ON_HEAD = {"node:__internal_head__": 0.001}
 """Ingresses that listen themselves run where clients look for them."""
 _LOOK_BACK_S = 5.0
 """Load is averaged over this time."""
@@ -76,7 +76,7 @@ def build_application(config: Config, *, listens: bool) -> serve.Application:
         health_check_period_s=2,  # one that has died is replaced at the next check
         max_surge_percent=100,  # it needs no CPU, so the new one can always start before the old one stops
         logging_config=serve_logging(config.log),
-        ray_actor_options={"num_cpus": 0, **(_ON_HEAD if listens else {}), **_ONE_LOOP},
+        ray_actor_options={"num_cpus": 0, **({"resources": ON_HEAD} if listens else {}), **_ONE_LOOP},
         version=version_of(config, without=("cluster.replicas", "cluster.autoscaling")),
         _internal=True,  # for the version
     )

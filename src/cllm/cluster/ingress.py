@@ -85,6 +85,7 @@ class Ingress:
 
     async def seen(self) -> Seen:
         """For `cllm cluster status`."""
+        await self._serves.refresh()
         serves = self._serves
         names = [each.name for each in serves.models] if isinstance(serves, RemoteModels) else [None]
         found = zip(names, self._llms.items(), strict=True)

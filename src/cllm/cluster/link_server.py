@@ -74,6 +74,9 @@ class LinkServer:
         queued = sum(len(request.prompt) - request.computed for request in requests)
         return ReplicaStats(queued, sum(request.unfinished for request in requests))
 
+    async def report(self) -> Report:
+        return Report(self._llm.snapshot(), self._llm.kv(), self._observer)
+
     # -- one ingress -------------------------------------------------------------------------------------------
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -177,7 +180,7 @@ class LinkServer:
                     forwarder.tell_progress()
             if loop.time() >= report_at:
                 report_at = loop.time() + REPORT_S
-                link.send(Report(self._llm.snapshot(), self._llm.kv(), self._observer))
+                link.send(await self.report())
             await asyncio.sleep(LOAD_S)
 
     @property

@@ -162,7 +162,7 @@ class Load(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Every now and then: numbers for /metrics and /kv."""
+    """Numbers for /metrics and /kv: every now and then, and when they are asked for."""
 
     snapshot: EngineSnapshot
     kv: dict[str, Any]

@@ -6,6 +6,7 @@ started here: `ray stop` would end everything of Ray on the machine.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -79,6 +80,21 @@ def found_node() -> RayNode | None:
     except (OSError, ValueError, TypeError):
         return None
     return node if node.runs else None
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """While a cluster is started, joined or updated from here. Raises `ClusterError` if another process does that."""
+    path = _record().with_suffix(".lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ClusterError(
+                "another `cllm cluster up` is starting or updating a cluster on this machine: wait until it is done"
+            ) from None
+        yield
 
 
 def start_head(settings: ClusterConfig, *, outlives: bool) -> RayNode:

@@ -7,6 +7,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from cllm.engine.row_sampler import RowSampler
 from cllm.engine.stats import EngineSnapshot
 from cllm.engine.tenant import ANONYMOUS, Tenant
 from cllm.engine.views import EngineView
-from cllm.errors import ModelUnavailableError, ShuttingDownError
+from cllm.errors import CLLMError, ModelUnavailableError, ShuttingDownError
 from cllm.generation import Generation
 from cllm.kv.events import Listener
 from cllm.kv.pins import LostPin, PinSource, WarmResult
@@ -37,6 +38,9 @@ from cllm.loading.text_parts import load_text_parts
 from cllm.observe.router_metrics import RouterMetrics
 
 log = logging.getLogger("cllm.cluster")
+
+REPORT_S = 1.0
+"""How long to wait for a replica's numbers; after that, its latest ones are shown."""
 
 FACTS_S = 0.25
 """How often to ask for a replica with the right settings."""
@@ -198,6 +202,13 @@ class RemoteLLM(AsyncLLM):
     def statuses(self) -> list[ReplicaStatus]:
         """Of all replicas."""
         return [] if self._peers is None else self._peers.statuses()
+
+    async def refresh(self) -> None:
+        await asyncio.gather(*map(self._refresh, self.peers))
+
+    async def _refresh(self, peer: Peer) -> None:
+        with suppress(CLLMError, asyncio.TimeoutError):
+            peer.report = await asyncio.wait_for(peer.call("report"), REPORT_S)
 
     def snapshot(self) -> EngineSnapshot:
         return total_snapshot([(status.node, report.snapshot) for status, report in self._reports()])

@@ -39,7 +39,7 @@ class ReplicaCore:
         self._warming = asyncio.create_task(self._warm_up())
         if self._llm.config.kv.warm_before_ready:
             await self._warming
-        self._links.calls = {"unpin": self._llm.unpin}
+        self._links.calls = {"unpin": self._llm.unpin, "report": self._links.report}
         self.port = await self._links.start()
 
     async def _warm_up(self) -> None:

@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview
 
-from cllm.cluster.application import APPLICATION, build_application, serve_logging
+from cllm.cluster.application import APPLICATION, ON_HEAD, build_application, serve_logging
 from cllm.cluster.models import INGRESS, ClusterModel, cluster_models
 from cllm.cluster.ray_node import ClusterError, nodes
 from cllm.config import Config
-from cllm.errors import ConfigError
+from cllm.errors import CLLMError, ConfigError
 
 POLL_S = 0.25
 _MIB = 1 << 20
@@ -112,6 +113,28 @@ def why_failed(overview: ApplicationStatusOverview, old: frozenset[str] = frozen
     text = max(messages, key=len)
     found = _ANY_ERROR.findall(text)
     return str(found[-1] if found else next(iter(text.splitlines()), "") or "Ray Serve does not say why")
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+def check_models(models: Sequence[ClusterModel]) -> None:
+    """On the head, which has the files of all models: what no replica could load would fail only after others have
+    stopped to make room for it. Raises `ConfigError`."""
+    look = ray.remote(num_cpus=0, resources=ON_HEAD)(_why_not_loadable)
+    for problem in ray.get([look.remote(model.config) for model in models]):
+        if problem is not None:
+            raise ConfigError(problem)
+
+
+def _why_not_loadable(config: Config) -> str | None:
+    from cllm.loading.check import check_loadable
+
+    try:
+        check_loadable(config)
+    except CLLMError as error:
+        return str(error)
+    return None
 
 
 # -- room ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,10 @@ from cllm.config.section import Section
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
 
 
+RAY_WORKER_PORTS = range(10_001, 20_000)
+"""Where `ray start` lets its workers, and clients of its own, listen."""
+
+
 def is_address(text: str) -> bool:
     """Whether it is HOST:PORT."""
     return _ADDRESS.fullmatch(text) is not None
@@ -114,6 +118,14 @@ class ClusterConfig(Section):
             problem = "auto, or HOST:PORT such as 10.0.0.1:6379"
             raise PydanticCustomError("pattern", "{problem}", {"problem": problem})
         return address
+
+    @field_validator("ray_port")
+    @classmethod
+    def _ray_port_is_free_of_workers(cls, port: int) -> int:
+        if port in RAY_WORKER_PORTS:
+            problem = f"outside of {RAY_WORKER_PORTS[0]} to {RAY_WORKER_PORTS[-1]}, which are for Ray's own processes"
+            raise PydanticCustomError("range", "{problem}", {"problem": problem})
+        return port
 
     @property
     def first_replicas(self) -> int:

@@ -35,6 +35,12 @@ def check_consistency(config: Config, origins: Mapping[str, str]) -> list[str]:
             f"{describe('scheduler.max_gap_ms')} but {describe('scheduler.inter_token_target_ms')}: "
             "the maximum must not be less than the mean; raise the first or lower the second"
         ]
+    held, running = config.resources.kv_cache_max_size, config.scheduler.max_running
+    if held is not None and running is not None and held < running:
+        return [
+            f"{describe('resources.kv_cache_max_size')} but {describe('scheduler.max_running')}: the cache must hold "
+            "every sequence that may run; raise the first or lower the second"
+        ]
     if config.server.max_bodies_bytes < config.server.max_body_bytes:
         return [
             f"{describe('server.max_bodies_bytes')} but {describe('server.max_body_bytes')}: "

@@ -68,7 +68,8 @@ class ResourcesConfig(Section):
     kv_cache_max_size: int | None = Field(
         default=None,
         ge=1,
-        description="maximum number of sequences in the KV cache, running or held (null: limited by memory only)",
+        description="maximum number of sequences in the KV cache, running or held; pinned ones do not count (null: "
+        "limited by memory only)",
     )
     kv_cache_max_memory_mb: float | None = Field(
         default=None, gt=0, description="hard limit of the KV memory in MiB (null: set by kv_memory_fraction)"
@@ -105,7 +106,8 @@ class SchedulerConfig(Section):
     max_running: int | None = Field(
         default=None,
         ge=1,
-        description="maximum number of running requests (null: 256 on paged backends; llama_cpp: n_seq_max)",
+        description="maximum number of running requests (null: kv_cache_max_size, at most 256, on paged backends; "
+        "llama_cpp: n_seq_max)",
     )
     max_queue: int = Field(
         default=256, ge=1, description="maximum number of waiting requests; more are refused with 429"

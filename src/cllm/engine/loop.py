@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from cllm.backends.base import Backend
 from cllm.engine.outbox import ATTEMPTS, Deliver, Outbox
+from cllm.engine.plan import Plan
 from cllm.engine.request import FinishReason, Output, Request, RequestState
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stats import EngineSnapshot, take_snapshot
@@ -28,6 +29,9 @@ from cllm.errors import BackendError, OverloadedError, ShuttingDownError, descri
 
 log = logging.getLogger("cllm.engine")
 T = TypeVar("T")
+
+SNAPSHOT_INTERVAL_S = 0.05
+"""While the same requests run: snapshots would be a sixth of the engine's own work on the steps of one sequence."""
 
 DETAILS_INTERVAL_S = 0.25
 CHECK_INTERVAL_S = 10.0
@@ -79,6 +83,8 @@ class Engine:
         scheduler.kv.on_arrival = self.wake
         self._submit_lock = threading.Lock()
         self._submitted = 0
+        self._received = 0
+        """Submitted requests that the engine's thread has taken from the inbox."""
         self._accepting = False
         self._stop_at: float | None = None
         self._failure: BackendError | None = None
@@ -90,6 +96,7 @@ class Engine:
             backend,
             scheduler,
             timer=clock,
+            on_planned=self._on_planned,
             on_computed=lambda plan: self._drain_inbox(),
             upkeep_share=upkeep_share,
             time_share=time_share,
@@ -100,7 +107,10 @@ class Engine:
         self._details_at = 0.0
         self.details: dict[str, Any] = {}
         self.views = ViewPublisher(clock)
-        self.snapshot = self._take_snapshot()
+        self._published = (self._take_snapshot(), 0)
+        """The latest snapshot, and how many submitted requests are in it."""
+        self._published_at = self._started_at
+        self._published_counts = self._counts()
         self._thread = threading.Thread(target=self._run, name="cllm-engine", daemon=True)
 
     # -- any thread --------------------------------------------------------------------------------------------
@@ -117,6 +127,13 @@ class Engine:
     def accepting(self) -> bool:
         return self._accepting
 
+    @property
+    def snapshot(self) -> EngineSnapshot:
+        """As of now: what runs and waits is published before a step begins, and what has come since waits, too."""
+        snapshot, received = self._published
+        waiting = snapshot.waiting + self._submitted - received
+        return snapshot._replace(waiting=waiting, uptime_s=self._clock() - self._started_at)
+
     def submit(self, request: Request) -> None:
         """Queue a request. Raises at once if it cannot be taken."""
         with self._submit_lock:
@@ -129,7 +146,7 @@ class Engine:
                     retry_after_s=self._retry_after(),
                 )
             self._submitted += 1
-            self._inbox.append(lambda: self.scheduler.add(request))
+            self._inbox.append(lambda: self._receive(request))
         self._wake.set()
 
     def cancel(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -363,6 +380,10 @@ class Engine:
         while self._inbox:
             self._inbox.popleft()()
 
+    def _receive(self, request: Request) -> None:
+        self._received += 1
+        self.scheduler.add(request)
+
     def _on_cancel(self, request_id: str, index: int | None, reason: FinishReason) -> None:
         request = self.scheduler.requests.get(request_id)
         if request is not None:
@@ -379,10 +400,24 @@ class Engine:
                 self.scheduler.finish(request, None, FinishReason.ERROR, error)
         return bool(lost) or self._outbox.waiting
 
+    def _on_planned(self, plan: Plan) -> None:
+        """A step with other sequences than the last one, or a long one, is about to begin: what is published must not
+        be older than that."""
+        changed = self._published_counts != self._counts()
+        if changed or plan.prompt_tokens:
+            self._publish(force=changed)
+
+    def _counts(self) -> tuple[int, ...]:
+        """What is published at once when it changes."""
+        tracker = self.scheduler
+        return len(tracker.running), len(tracker.waiting), len(tracker.requests), tracker.dequeued, self.rebuilds
+
     def _publish(self, *, force: bool = False) -> None:
         try:
-            self.snapshot = self._take_snapshot()
-            now = self._clock()
+            now, counts = self._clock(), self._counts()
+            if force or counts != self._published_counts or now - self._published_at >= SNAPSHOT_INTERVAL_S:
+                self._published = (self._take_snapshot(), self._received)
+                self._published_at, self._published_counts = now, counts
             if force or now - self._details_at >= DETAILS_INTERVAL_S:
                 self._details_at = now
                 self.details = self.scheduler.kv.details()

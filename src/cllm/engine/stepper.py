@@ -39,7 +39,8 @@ class InFlightStep(NamedTuple):
 
 
 class Stepper:
-    """`timer` measures steps; `on_computed` is called when one is done, before its tokens count."""
+    """`timer` measures steps; `on_planned` is called before one begins, `on_computed` when it is done, before its
+    tokens count."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Stepper:
         scheduler: Scheduler,
         *,
         timer: Callable[[], float],
+        on_planned: Callable[[Plan], None] = lambda plan: None,
         on_computed: Callable[[Plan], None] = lambda plan: None,
         upkeep_share: float = 0.0,
         time_share: TimeShare | None = None,
@@ -60,6 +62,7 @@ class Stepper:
         self._backend = backend
         self._scheduler = scheduler
         self._timer = timer
+        self._on_planned = on_planned
         self._on_computed = on_computed
         self._upkeep_share = upkeep_share
         self._in_flight: deque[InFlightStep] = deque()
@@ -101,6 +104,7 @@ class Stepper:
     def _compute_step(self, plan: Plan) -> bool:
         scheduler = self._scheduler
         if plan.chunks:
+            self._on_planned(plan)
             self._submit(plan)
         if self._in_flight and (len(self._in_flight) >= self._backend.depth or not plan.chunks):
             self._finish(self._in_flight.popleft())

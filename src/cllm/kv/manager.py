@@ -10,6 +10,7 @@ from typing import Any
 
 from cllm.errors import UnsupportedOperationError
 from cllm.kv.events import Listener
+from cllm.kv.operations import check_range
 from cllm.kv.pins import LostPin, PinMark
 from cllm.kv.sequence import KVSequence
 from cllm.kv.usage import KVUsage
@@ -150,7 +151,7 @@ class KVManager(ABC):
 
     # -- operations on a sequence's memory ---------------------------------------------------------------------
     # Positions are places in memory, [0, held). Impossible operations raise `UnsupportedOperationError`. Shared memory
-    # never changes. A copy is `fork`.
+    # never changes. A copy of everything is `fork`.
 
     def remove_range(self, sequence: KVSequence, start: int, end: int) -> bool:
         """Free positions [start, end), which leaves a hole. False: there is no room for private copies of the shared
@@ -165,6 +166,32 @@ class KVManager(ABC):
         """Discard everything computed from token `length` on. Returns how many tokens stay computed; up to one unit
         fewer, because shared memory is given up in whole units."""
         raise self._cannot("truncate a sequence")
+
+    def keep_range(self, sequence: KVSequence, start: int, end: int) -> bool:
+        """Free all positions but [start, end), which move to the beginning. False: there is no room to do so now, and
+        nothing has changed. If `start` is 0, up to one unit fewer is kept, as in `truncate`."""
+        check_range(sequence, start, end)
+        if start:
+            if not self.remove_range(sequence, 0, start):
+                return False
+            self.shift(sequence, start, -start)
+        if end - start < sequence.held:
+            self.truncate(sequence, sequence.dropped + end - start)
+        return True
+
+    def copy_range(self, parent: KVSequence, child: KVSequence, start: int, end: int) -> bool:
+        """Let `child`, which has the same tokens and space, begin with a copy of positions [start, end) of `parent`.
+        Otherwise as `fork` and `keep_range`."""
+        check_range(parent, start, end)
+        if not self.fork(parent, child):
+            return False
+        copied = False
+        try:
+            copied = self.keep_range(child, start, end)
+        finally:
+            if not copied:
+                self.release(child, keep=False)
+        return copied
 
     def roll(self, sequence: KVSequence) -> bool:
         """Drop what is outside the window for the next token. False: there is no room to do so now."""

@@ -6,10 +6,14 @@ from cllm.errors import UnsupportedOperationError
 from cllm.kv.sequence import KVSequence
 
 
-def check_removal(sequence: KVSequence, start: int, end: int, unit: int = 1) -> None:
-    """Refuse a range that cannot be removed; `unit`: memory is freed in multiples of this many tokens."""
+def check_range(sequence: KVSequence, start: int, end: int) -> None:
     if not 0 <= start < end <= sequence.held:
         raise ValueError(f"positions [{start}, {end}) are outside the sequence, which has {sequence.held}")
+
+
+def check_removal(sequence: KVSequence, start: int, end: int, unit: int = 1) -> None:
+    """Refuse a range that cannot be removed; `unit`: memory is freed in multiples of this many tokens."""
+    check_range(sequence, start, end)
     if end == sequence.held:
         raise UnsupportedOperationError(f"positions from {start} to the end are not a hole: truncate the sequence")
     if sequence.hole:

@@ -54,7 +54,7 @@ class KVUsage(NamedTuple):
     peak: int
     sequences_running: int
     sequences_held: int
-    """Distinct sequences in the cache; paged: the leaves of the prefix tree, in use or not."""
+    """Sequences that do not run; paged: leaves of the prefix tree that nothing uses, and pins."""
     free_segments: int
     largest_free_span: int
     evictions: int

@@ -101,11 +101,15 @@ class LoadedModel:
     def bytes_per_token(self) -> int:
         return self._prepared.facts.bytes_per_token
 
+    async def refresh(self) -> None:
+        """Have `snapshot`, `kv` and the metrics say how things are now: they do, where the engine is in this
+        process."""
+
     def snapshot(self) -> EngineSnapshot:
         return self._running.snapshot
 
     def kv(self) -> dict[str, Any]:
-        """The state of the KV cache: counters as of the last step, and which sequence holds what."""
+        """The state of the KV cache: numbers as of now, and which sequence holds what."""
         return self._kv_content(self.snapshot(), self._running.details)
 
     def _kv_content(self, snapshot: EngineSnapshot, details: Mapping[str, Any]) -> dict[str, Any]:

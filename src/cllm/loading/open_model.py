@@ -105,7 +105,7 @@ def open_model(config: Config, share: ModelShare, before_mapping: Callable[[], N
         raise InvalidConfigError(problems)
     threads = choose_threads(config.backend.threads, read_cpus())
     if kind == "torch" or isinstance(model, HFModel):
-        running = config.scheduler.max_running or PAGED_MAX_RUNNING
+        running = paged_max_running(config)
         backend: Backend
         backend, kv_bytes = open_torch(config, model, name, threads, running, share.kv_bytes)
     else:
@@ -117,6 +117,12 @@ def open_model(config: Config, share: ModelShare, before_mapping: Callable[[], N
             before_mapping()
         backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
     return OpenedModel(text, backend, kv_bytes, files)
+
+
+def paged_max_running(config: Config) -> int:
+    """How many sequences may run at once where memory is paged."""
+    most = min(config.resources.kv_cache_max_size or PAGED_MAX_RUNNING, PAGED_MAX_RUNNING)
+    return config.scheduler.max_running or most
 
 
 def _read_model(config: Config, cache: TokenizerCache) -> tuple[Model, Tokenizer, TemplateSource]:

@@ -24,7 +24,7 @@ from cllm.loading.disk_cache import DiskCache, attach_disk_cache
 from cllm.loading.estimate import context_of
 from cllm.loading.facts import facts_of
 from cllm.loading.host_cache import attach_host_cache
-from cllm.loading.open_model import PAGED_MAX_RUNNING, ModelShare, OpenedModel, open_model
+from cllm.loading.open_model import PAGED_MAX_RUNNING, ModelShare, OpenedModel, open_model, paged_max_running
 from cllm.loading.resources import kv_bytes_per_token
 from cllm.loading.text_parts import TextParts, build_text_parts
 from cllm.loading.weights_id import weights_id
@@ -235,5 +235,4 @@ def _block_memory(
             "the KV budget of %.0f MiB holds %d tokens: the context is limited to that instead of %d",
             *(budget / MIB, geometry.tokens, context),
         )
-    max_running = config.scheduler.max_running or PAGED_MAX_RUNNING
-    return _Memory(kv, max_running, min(context, geometry.tokens))
+    return _Memory(kv, paged_max_running(config), min(context, geometry.tokens))

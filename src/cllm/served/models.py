@@ -91,6 +91,10 @@ class ServedModels:
             {device: memory.ledger.budget for device, memory in self.memories.items()},
         )
 
+    async def refresh(self) -> None:
+        """Have the numbers of all models say how things are now."""
+        await asyncio.gather(*(served.llm.refresh() for served in self.models if served.llm is not None))
+
     def account_status(self) -> list[AccountStatus]:
         """Memory accounts of all loaded models."""
         return [status for memory in self.memories.values() for status in memory.ledger.account_status()]

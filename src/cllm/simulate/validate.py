@@ -16,7 +16,7 @@ import numpy as np
 from cllm.backends.base import Backend
 from cllm.config import Config
 from cllm.kv.manager import KVManager
-from cllm.loading.open_model import PAGED_MAX_RUNNING
+from cllm.loading.open_model import paged_max_running
 from cllm.loading.parts import ModelParts
 from cllm.simulate.cluster import simulate
 from cllm.simulate.cost import CostModel
@@ -112,7 +112,7 @@ def settings_of(parts: ModelParts, config: Config) -> Settings:
         policy="slots" if slots else "paged+prefix",
         blocks=usage.total,
         block_size=usage.unit_tokens,
-        max_running=len(slots) or scheduler.max_running or PAGED_MAX_RUNNING,
+        max_running=len(slots) or paged_max_running(config),
         step_tokens=scheduler.max_step_tokens or parts.backend.preferred_step_tokens,
         eviction=scheduler.eviction_policy,
         threshold=scheduler.kv_cache_eviction_threshold,

@@ -21,19 +21,22 @@ are empty and must not be used."""
 EXTENT_BYTES = 8 << 20
 """Four large pages (2 MiB): an extent is not aligned to them, and whole ones must lie in it to go back."""
 
+MOST_BLOCKS = 512
+"""However small the blocks are: finding a place looks through whole extents."""
+
 LEAST_EXTENTS = 8
 """A small arena has smaller extents, so that there are enough to give back."""
 
 
 def extent_blocks(blocks: int, block_bytes: int) -> int:
     """Blocks per extent."""
-    return max(1, min(EXTENT_BYTES // block_bytes, blocks // LEAST_EXTENTS))
+    return max(1, min(EXTENT_BYTES // block_bytes, MOST_BLOCKS, blocks // LEAST_EXTENTS))
 
 
 class Extents:
     __slots__ = (
-        "count", "emptied_at", "kinds", "now", "occupied", "open", "room", "size", "states", "taken", "taken_count",
-        "widths",
+        "changed", "count", "emptied_at", "kinds", "now", "occupied", "open", "room", "size", "states", "taken",
+        "taken_count", "widths",
     )  # fmt: skip
 
     def __init__(self, blocks: int, size: int) -> None:
@@ -46,6 +49,8 @@ class Extents:
         """Free blocks in each."""
         self.kinds = bytearray(self.count)
         self.states = bytearray([FRESH]) * self.count
+        self.changed: set[int] = set()
+        """Those in which there may be other room for prompts since somebody looked and emptied this."""
         self.taken = bytearray(self.count)
         """1: backed by memory of the OS."""
         self.taken_count = 0
@@ -59,11 +64,13 @@ class Extents:
     def fill(self, extent: int, blocks: int, kind: int) -> None:
         """`blocks` of its free blocks are in use now."""
         self.room[extent] -= blocks
+        self.changed.add(extent)
         if not self.kinds[extent] or not self.room[extent]:
             self.filled(extent, kind)
 
     def filled(self, extent: int, kind: int) -> None:
         """Its first or last free block came into use; `room` is up to date."""
+        self.changed.add(extent)
         if not self.kinds[extent]:
             self.occupied += 1
             self.kinds[extent] = kind
@@ -78,6 +85,7 @@ class Extents:
 
     def drained(self, extent: int) -> None:
         """Blocks of it became free; `room` is up to date."""
+        self.changed.add(extent)
         if self.room[extent] == self.widths[extent]:
             self.occupied -= 1
             self.kinds[extent] = EMPTY
@@ -108,6 +116,7 @@ class Extents:
 
     def resize(self, count: int) -> None:
         """Have the lowest `count` open. Those that close must be empty, their memory given back."""
+        self.changed.update(range(min(count, self.open), max(count, self.open)))
         for extent in range(self.open, count):
             self.room[extent] = self.widths[extent]
             self.states[extent] = FRESH

@@ -125,6 +125,8 @@ class PagedKVManager(PagedPins, PagedOffload):
         return sequence.num_computed
 
     def _room_for(self, sequence: KVSequence, found: BlockMatch) -> bool:
+        if self._all_run:
+            return False
         needed = self._blocks_for(sequence.needed) - found.matched // self._prefixes.tree.unit_bytes
         # The watermark reserves room for running sequences to grow; it does not apply when nothing runs.
         wanted = needed + (int(self._pool.total * self._watermark) if self._running else 0)
@@ -137,6 +139,7 @@ class PagedKVManager(PagedPins, PagedOffload):
         sequence.allocation = held
         held.number = self._arena.holders.assign(sequence)
         self._running[held.number] = sequence
+        self._limit_sequences()
         self._upkeep.note_activity()
         return held
 
@@ -185,6 +188,8 @@ class PagedKVManager(PagedPins, PagedOffload):
         self._leave([shared], sequence)
 
     def fork(self, parent: KVSequence, child: KVSequence) -> bool:
+        if self._all_run:
+            return False
         self.commit(parent)
         held = allocation_of(parent)
         child.blocks = parent.blocks[: self._blocks_for(parent.held)]
@@ -247,10 +252,7 @@ class PagedKVManager(PagedPins, PagedOffload):
         excess = self._threshold_excess()
         if excess > 0:
             self._evict(min(excess, EVICT_AT_ONCE))
-        prefixes = self._prefixes
-        if self._max_sequences is not None:
-            while len(prefixes.policy) and prefixes.tree.leaves > self._max_sequences:
-                self._evict(len(prefixes.policy.peek().value))
+        self._limit_sequences()
         if self._threshold_excess() > 0:
             return True
         more = self._upkeep.work(budget_s)
@@ -285,7 +287,7 @@ class PagedKVManager(PagedPins, PagedOffload):
             referenced=self._referenced(),
             peak=self._peak,
             sequences_running=len(self._running) - self.loading,
-            sequences_held=self._prefixes.tree.leaves,
+            sequences_held=self._prefixes.held + len(self._pins),
             free_segments=measured.free_runs,
             largest_free_span=measured.largest_free_run,
             evictions=self._evictions,
@@ -369,6 +371,17 @@ class PagedKVManager(PagedPins, PagedOffload):
         coming = self._resizer.want(count, unused)
         self.awaits_memory = self._resizer.may_grow
         return coming or count > self._available() - unused - self._resizer.pending
+
+    @property
+    def _all_run(self) -> bool:
+        """Whether as many sequences run, or are being loaded, as there may be."""
+        return self._max_sequences is not None and len(self._running) >= self._max_sequences
+
+    def _limit_sequences(self) -> None:
+        """Evict the oldest until there are no more sequences than there may be."""
+        prefixes = self._prefixes
+        while self._max_sequences is not None and prefixes.held > max(0, self._max_sequences - len(self._running)):
+            self._evict(len(prefixes.policy.peek().value))
 
     def _make_room(self, count: int) -> None:
         """Free `count` blocks, which are known to be available."""

@@ -24,12 +24,13 @@ from cllm.kv.paged.extents import (
     ROOM_FOR_PROMPTS,
     Extents,
 )
+from cllm.kv.paged.free_runs import FreeRuns
 
 DEFAULT_EXTENT = 32
 
 
 class BlockPool:
-    __slots__ = ("_apart", "_likely", "_lowest", "_shared", "extents", "free", "free_map", "holders", "total")
+    __slots__ = ("_apart", "_likely", "_runs", "_shared", "extents", "free", "free_map", "holders", "total")
 
     def __init__(self, total: int, extent_blocks: int = DEFAULT_EXTENT, *, apart: bool = True) -> None:
         """`apart`: prompts and generated tokens in separate extents; otherwise every block is the lowest free one."""
@@ -43,8 +44,7 @@ class BlockPool:
         self._shared: dict[int, int] = {}
         """Reference counts above one."""
         self._apart = apart
-        self._lowest = 0
-        """No block below this one is free."""
+        self._runs = FreeRuns(self.extents, self.free_map)
         self._likely: list[int] = []
         """Candidates for generated blocks, the next one last; some may be in use by now."""
 
@@ -53,20 +53,19 @@ class BlockPool:
     def allocate(self, count: int, holder: int = 0, after: int = -1) -> list[int] | None:
         """`count` blocks for a prompt, with one reference each, or None and no change.
 
-        In one run if possible: after block `after`, away from generated blocks, or anywhere.
+        In one run if possible: after block `after`, or the lowest, away from generated blocks; else in few of them.
         """
         if count > self.free:
             return None
         if not self._apart:
             return self._lowest_free(count, holder)
-        run = b"\1" * count
         start = after + 1
-        if not (start and self.free_map.startswith(run, start) and self._beyond_generation(start, count) == start):
-            start = self._find_run(run)
-        if start >= 0:
+        if start and self.free_map.startswith(b"\1" * count, start) and not self._beside_generation(start, count):
             self._take_run(start, count, holder)
             return list(range(start, start + count))
-        return self._take_runs(self._longest_runs(count), holder)
+        blocks = self._take_runs(count, holder)
+        missing = count - len(blocks)
+        return blocks + (self.extend(missing, holder) or []) if missing else blocks
 
     def extend(self, count: int, holder: int = 0, after: int = -1) -> list[int] | None:
         """`count` blocks for generated tokens, or None and no change: after block `after` if that is free, else in
@@ -77,7 +76,7 @@ class BlockPool:
             return self._lowest_free(count, holder)
         # Runs in every step for some sequences: hence one function, without calls per block.
         free_map, extents, likely = self.free_map, self.extents, self._likely
-        size, kinds, room = extents.size, extents.kinds, extents.room
+        size, kinds, room, changed = extents.size, extents.kinds, extents.room, extents.changed
         blocks: list[int] = []
         self.free -= count
         while count:
@@ -94,6 +93,8 @@ class BlockPool:
             free_map[block] = 0
             self.holders[block] = holder
             room[extent] -= 1
+            if kinds[extent] == PROMPT:
+                changed.add(extent)
             if not (room[extent] and kinds[extent]):
                 extents.filled(extent, GENERATION)
             blocks.append(block)
@@ -113,51 +114,33 @@ class BlockPool:
             self._likely += free[::-1].tolist()
         return self._likely.pop()
 
-    def _find_run(self, run: bytes) -> int:
-        """The lowest such run away from generated blocks, else the lowest of all; -1: there is none."""
-        start = self._lowest
-        while (start := self.free_map.find(run, start)) >= 0:
-            beyond = self._beyond_generation(start, len(run))
-            if beyond == start:
-                return start
-            start = beyond
-        return self.free_map.find(run, self._lowest)
-
-    def _beyond_generation(self, start: int, count: int) -> int:
-        """`start` if no extent of that run was opened for generated blocks; else the end of the last that was."""
+    def _beside_generation(self, start: int, count: int) -> bool:
+        """Whether an extent of that run was opened for generated blocks."""
         size = self.extents.size
-        last = self.extents.kinds.rfind(GENERATION, start // size, (start + count - 1) // size + 1)
-        return start if last < 0 else (last + 1) * size
+        return self.extents.kinds.find(GENERATION, start // size, (start + count - 1) // size + 1) >= 0
 
-    def _longest_runs(self, count: int) -> list[tuple[int, int]]:
-        """As few free runs as possible with `count` blocks in all, in address order."""
-        starts, lengths = free_runs(self.free_map)
-        chosen: list[tuple[int, int]] = []
-        for index in np.argsort(-lengths, kind="stable").tolist():
-            length = min(int(lengths[index]), count)
-            chosen.append((int(starts[index]), length))
-            count -= length
-            if not count:
-                break
-        return sorted(chosen)
-
-    def _lowest_free(self, count: int, holder: int) -> list[int]:
-        find, start = self.free_map.find, self._lowest
+    def _take_runs(self, count: int, holder: int) -> list[int]:
+        """Up to `count` blocks away from generated ones, as many as there are: the lowest run of so many, or as few
+        runs as possible, in address order."""
         runs: list[tuple[int, int]] = []
         while count:
-            start = find(1, start)
-            end = find(0, start, start + count)
-            length = min(count, self.total - start) if end < 0 else end - start
+            start, length = self._runs.find(count)
+            if not length:
+                break
+            self._take_run(start, length, holder)
             runs.append((start, length))
             count -= length
-            start += length
-        return self._take_runs(runs, holder)
+        return [block for start, length in sorted(runs) for block in range(start, start + length)]
 
-    def _take_runs(self, runs: Sequence[tuple[int, int]], holder: int) -> list[int]:
+    def _lowest_free(self, count: int, holder: int) -> list[int]:
         blocks: list[int] = []
-        for start, length in runs:
+        while count:
+            start, _ = self._runs.find(1)
+            end = self.free_map.find(0, start, start + count)
+            length = count if end < 0 else end - start
             self._take_run(start, length, holder)
             blocks += range(start, start + length)
+            count -= length
         return blocks
 
     def _take_run(self, start: int, count: int, holder: int) -> None:
@@ -165,8 +148,6 @@ class BlockPool:
         self.free_map[start:end] = bytes(count)
         self.holders[start:end] = array("i", [holder]) * count
         self.free -= count
-        if start == self._lowest:
-            self._lowest = end
         for extent, blocks in self.extents.across(start, count):
             self.extents.fill(extent, blocks, PROMPT)
 
@@ -190,7 +171,7 @@ class BlockPool:
         if self._shared:
             blocks = [block for block in blocks if not self._drop_reference(block)]
         free_map, holders, extents = self.free_map, self.holders, self.extents
-        size, room, widths = extents.size, extents.room, extents.widths
+        size, kinds, room, widths, changed = extents.size, extents.kinds, extents.room, extents.widths, extents.changed
         for block in blocks:
             if free_map[block]:
                 raise ValueError(f"block {block} was released more often than it was held")
@@ -198,10 +179,11 @@ class BlockPool:
             holders[block] = 0
             extent = block // size
             room[extent] = now_free = room[extent] + 1
+            if kinds[extent] == PROMPT:
+                changed.add(extent)
             if now_free == 1 or now_free == widths[extent]:
                 extents.drained(extent)
         self.free += len(blocks)
-        self._lowest = min(self._lowest, min(blocks, default=self._lowest))
 
     def _drop_reference(self, block: int) -> bool:
         """Drop one of several references; False: there is only one."""
@@ -220,7 +202,6 @@ class BlockPool:
                 self._shared[block - source + target] = self._shared.pop(block)
             self.free_map[new] = bytes(count)
             self.free_map[old] = b"\1" * count
-            self._lowest = min(self._lowest, source)
             kind = self.extents.kinds[source // self.extents.size]
             for extent, blocks in self.extents.across(target, count):
                 self.extents.fill(extent, blocks, kind)
@@ -269,9 +250,10 @@ class BlockPool:
             if wrong.size:
                 raise AssertionError(f"reference counts differ from holders for blocks {(wrong + begin)[:8].tolist()}")
             yield len(held[part])
-        if self.free != self.free_map.count(1) or 0 <= self.free_map.find(1) < self._lowest:
+        if self.free != self.free_map.count(1):
             raise AssertionError("free blocks are counted wrong")
         self.extents.check(free)
+        self._runs.check()
 
 
 def free_runs(free_map: bytes | bytearray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

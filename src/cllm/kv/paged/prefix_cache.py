@@ -31,6 +31,8 @@ class PrefixCache:
         self.policy: EvictionPolicy[BlockNode] = make_policy(policy)
         self.evictable = 0
         """Blocks that no running sequence or pin uses."""
+        self.held = 0
+        """Sequences that are only cached: leaves that nobody uses."""
         self.pinned = 0
         """Blocks that pins use."""
         self.leaving: Callable[[list[bytes], list[int]], None] | None = None
@@ -90,6 +92,7 @@ class PrefixCache:
             if part.references == 0:
                 self.policy.add(part, part.hits)
                 self.evictable += len(part.value)
+                self.held += not part.children
 
     # -- pins --------------------------------------------------------------------------------------------------
 
@@ -166,6 +169,7 @@ class PrefixCache:
     def _use(self, node: BlockNode) -> None:
         if node.references == 0:
             self.evictable -= len(node.value)
+            self.held -= not node.children
             # The upper half of an edge that was just split is not in the policy.
             if node in self.policy:
                 self.policy.remove(node)
@@ -252,8 +256,9 @@ class PrefixCache:
                 del node.key[keep * self.tree.unit_bytes :]
             else:
                 self.policy.remove(node)
-                self.tree.remove(node)
+                above = self.tree.remove(node)
                 self._holders.release(node.number)
+                self.held -= 1 if above.children or above not in self.policy else 0
         self.evictable -= freed
         if gone and self.leaving is not None:
             gone.reverse()  # parents before children, as in every chain
@@ -275,7 +280,7 @@ class PrefixCache:
     def examine(self, uses: dict[int, int], pins: dict[int, int], held: NDArray[np.int32], piece: int) -> Iterator[int]:
         """Check the tree, and add one to `held` for each of its blocks. `uses` has the references to each node by its
         id, `pins` those of them that are pins."""
-        evictable = pinned = 0
+        evictable = pinned = leaves = 0
         blocks: list[int] = []  # checked in batches: numpy is slower than Python for single blocks
         numbers: list[int] = []
         for node in self.tree.examine():
@@ -291,6 +296,7 @@ class PrefixCache:
             if self._holders.owners.get(node.number) is not node:
                 raise AssertionError("a node is not known by its number")
             evictable += size if node.references == 0 else 0
+            leaves += not (node.references or node.children)
             pinned += size if node.pins else 0
             if size >= piece:
                 for begin in range(0, size, piece):
@@ -304,6 +310,8 @@ class PrefixCache:
         yield self._count(blocks, numbers, held)
         if evictable != self.evictable:
             raise AssertionError(f"{evictable} blocks are evictable, {self.evictable} were counted")
+        if leaves != self.held:
+            raise AssertionError(f"{leaves} sequences are only cached, {self.held} were counted")
         if pinned != self.pinned:
             raise AssertionError(f"{pinned} blocks are pinned, {self.pinned} were counted")
 

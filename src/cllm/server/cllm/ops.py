@@ -60,6 +60,7 @@ async def ready(state: State) -> Response:
 )
 async def metrics(state: State) -> Response:
     """Prometheus metrics. Needs no API key."""
+    await state.serves.refresh()
     return Response(generate_latest(state.registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -67,6 +68,7 @@ async def metrics(state: State) -> Response:
 async def kv(state: State, model: str | None = None) -> dict[str, Any]:
     """The KV cache: sizes, sequences, what is held. Of several models, that of `model` or of the first that is loaded,
     beside what all of them take (`models`), which is there alone if none is loaded."""
+    await state.serves.refresh()
     several = state.several
     if several is None:
         return state.loaded(model).llm.kv()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
@@ -56,7 +57,8 @@ async def requests(request: Request, state: State) -> RequestList:
 
 @router.delete("/requests/{request_id}", responses=error_responses(ErrorReply, 401, 404))
 async def end_request(request_id: str, request: Request, state: State) -> RequestEnded:
-    """Cancel a request: its client gets the error `cancelled`; what it has computed stays cached."""
+    """Cancel a request, by the id of its answer or by its `x-request-id`: its client gets the error `cancelled`; what
+    it has computed stays cached."""
     why = f"request {request_id} was ended by DELETE /v1/requests"
     ended = [llm.end(found.id, why) for _, llm, found in _visible(state, request) if _is_of(found.id, request_id)]
     if not any(ended):
@@ -75,9 +77,10 @@ def _visible(state: ServerState, request: Request) -> Iterator[tuple[str, AsyncL
 
 
 def _is_of(found: str, asked: str) -> bool:
-    """Whether `found` is the request `asked`, or one of its prompts."""
-    head, _, number = found.rpartition("-")
-    return found == asked or (head == asked and number.isdecimal())
+    """Whether `found` is the request `asked`, or one of its prompts. `asked` is the id of an answer, or what
+    `x-request-id` says: of the latter, answers have a prefix before it, and where the client chose it, more behind."""
+    whole = re.escape(asked)
+    return re.fullmatch(rf"({whole}|[a-z]+[-_]{whole}(-[0-9a-f]{{12}})?)(-[0-9]+)?", found) is not None
 
 
 def _card(model: str, request: EngineRequest, now: float) -> RequestCard:
