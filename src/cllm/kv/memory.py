@@ -62,6 +62,11 @@ def most_bytes(tokens: int, bytes_per_token: int) -> int:
     return tokens * (bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES) + SAVED_OVERHEAD_BYTES
 
 
+def slot_tokens_within(budget_bytes: int, bytes_per_token: int, running: int) -> int:
+    """The most tokens per slot that leave room to move a sequence."""
+    return budget_bytes // ((running + 1) * (bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES))
+
+
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
     geometry: SlotGeometry
