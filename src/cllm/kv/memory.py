@@ -106,6 +106,9 @@ def plan_slots(
             f"max_context_length is {slot_tokens} instead of {context}"
         )
         affordable = 1
+    if on_demand and not running_is_asked:  # better fewer than all of them at the start
+        movable_beside = (budget_bytes - most_bytes(slot_tokens, bytes_per_token)) // (slot_tokens * bytes_per_token)
+        affordable = max(1, min(affordable, movable_beside))
     if affordable < running:
         if running_is_asked:
             notes.append(

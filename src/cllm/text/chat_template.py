@@ -10,10 +10,12 @@ arguments of calls.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateSyntaxError, meta
@@ -34,6 +36,8 @@ from cllm.text.special_token_guard import (
 from cllm.text.token_limit import TokenLimit
 from cllm.text.tokenizer import Tokenizer
 from cllm.text.vocab import special_name
+
+log = logging.getLogger("cllm")
 
 CHATML = (
     "{% for message in messages %}"
@@ -247,8 +251,18 @@ class ChatTemplate:
 
 def load_chat_template(model: GGUFModel, source: str | None = None) -> ChatTemplate:
     """The template `source`, the file's own, or ChatML."""
-    template = source or model.get("tokenizer.chat_template", "") or CHATML
-    return ChatTemplate(template, bos=special_name(model, "bos"), eos=special_name(model, "eos"))
+    own = model.get("tokenizer.chat_template", "")
+    if not (source or own) and model.is_causal and not model.ranks:
+        warn_of_chatml(model.path)
+    return ChatTemplate(source or own or CHATML, bos=special_name(model, "bos"), eos=special_name(model, "eos"))
+
+
+def warn_of_chatml(path: Path) -> None:
+    log.warning(
+        "%s has no chat template: chats use ChatML, and answers may contain its marks, such as <|im_end|>, if the "
+        "model was not trained with it; set model.chat_template to a file with the model's own",
+        path.name,
+    )
 
 
 class TemplateRejectionError(InvalidRequestError):
