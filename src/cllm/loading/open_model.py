@@ -203,6 +203,7 @@ def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
         mmap=settings.mmap,
         mlock=settings.mlock,
         drafts=config.drafts.enabled,
+        whole_windows=config.kv.window.recent is not None,
         pooling=model.pooling,
     )
 

@@ -47,8 +47,11 @@ class LlamaSlotOps:
                 "llama.cpp rotates cached keys again at every shift, which 4-bit keys do not survive; "
                 "set resources.kv_type_k to q8_0 or f16"
             )
-        can: bool = self._library.can_shift(self._context.memory)
-        return None if can else "llama.cpp cannot shift positions of this model"
+        if self._library.can_shift(self._context.memory):
+            return None
+        if self._context.window:
+            return "layers with a sliding window keep only what is in it, unless kv.window.recent is set at the start"
+        return "llama.cpp cannot shift positions of this model"
 
     def length(self, slot: int) -> int:
         last: int = self._library.position_max(self._context.memory, self._checked(slot))
