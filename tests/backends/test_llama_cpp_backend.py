@@ -24,6 +24,7 @@ from cllm.engine.params import SamplingParams
 from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError, UnsupportedOperationError
 from cllm.kv.memory import CPU_KV_TYPES
 from cllm.kv.ops import BlockGeometry, SlotGeometry, SlotOps
+from cllm.loading.context import ContextLimit
 from cllm.loading.facts import facts_of
 from cllm.loading.windows import Windows
 from cllm.machine import MemoryLimit
@@ -428,7 +429,7 @@ def test_a_range_in_the_middle_is_cut_out(backend: LlamaCppBackend) -> None:
 def test_windows_are_refused_for_keys_that_would_not_survive_them(type_k: str, type_v: str) -> None:
     with make(kv_type_k=type_k, kv_type_v=type_v) as backend:
         backend.allocate(SlotGeometry(1, 256))
-        facts = facts_of("m", "", backend, max_context=256, bytes_per_token=1, unit_tokens=1)
+        facts = facts_of("m", "", backend, context=ContextLimit(256, "", ""), bytes_per_token=1, unit_tokens=1)
         asked = WindowConfig(recent=64)
         if type_k != "q4_0":
             assert Windows(asked, facts).of(None) is not None

@@ -21,7 +21,7 @@ from cllm.bench.quality.llama import LlamaReference
 from cllm.engine.params import SamplingParams
 from cllm.errors import ModelError
 from cllm.offline import LLM
-from native_kit import Tensor, TinyModel, build_model, float_tensor, write_model
+from native_kit import Tensor, TinyModel, build_model, float_tensor, sliding_window, write_model
 from repository import ROOT
 
 HERE = list(installed())
@@ -166,17 +166,6 @@ def experts(seed: int = 3) -> TinyModel:
             changes[f"{prefix}{name}.weight"] = None
             changes[f"{prefix}{name}_exps.weight"] = float_tensor(rng.normal(0, 0.1, (4, rows, cols)))
     return model.with_tensors(changes).with_metadata(expert_count=4, expert_used_count=2)
-
-
-def sliding_window() -> TinyModel:
-    """Gemma 3: five layers of six see the last 32 positions only; norms around everything."""
-    made = build_model(arch="gemma3", n_layers=6, tied=True)
-    ones, head = float_tensor(np.ones(64)), float_tensor(np.ones(16))
-    changes = {
-        f"blk.{layer}.{name}.weight": ones for layer in range(6) for name in ("post_attention_norm", "post_ffw_norm")
-    }
-    changes |= {f"blk.{layer}.{name}.weight": head for layer in range(6) for name in ("attn_q_norm", "attn_k_norm")}
-    return made.with_tensors(changes).with_metadata(attention__sliding_window=32)
 
 
 MODELS = {"experts": experts, "sliding window": sliding_window}

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from cllm.bench.cli import app as bench_app
 from cllm.cli import app as cllm_app
-from cllm.config import Config
+from cllm.config import Config, load_config
 from cllm.config.keys import KEYS
 from repository import ROOT, TESTS
 from server_process import serving
@@ -198,6 +199,8 @@ def test_the_example_configuration_is_valid() -> None:
     example = ROOT / "docs" / "configuration.example.yaml"
     result = CliRunner().invoke(cllm_app, ["config", "check", str(example)])
     assert (result.exit_code, result.output) == (0, f"{example}: ok\n")
+    server = load_config(example, environ={}).config.server
+    assert ip_address(server.host).is_loopback and not server.needs_key, "whoever copies it must not be open to others"
 
 
 # -- examples ------------------------------------------------------------------------------------------------------

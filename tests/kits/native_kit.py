@@ -272,3 +272,14 @@ _K_BLOCKS: dict[GGMLQuantizationType, Callable[[np.random.Generator, int, float]
     Type.Q5_K: _q5_k,
     Type.Q6_K: _q6_k,
 }
+
+
+def sliding_window() -> TinyModel:
+    """Gemma 3: five layers of six see the last 32 positions only; norms around everything."""
+    made = build_model(arch="gemma3", n_layers=6, tied=True)
+    ones, head = float_tensor(np.ones(64)), float_tensor(np.ones(16))
+    changes = {
+        f"blk.{layer}.{name}.weight": ones for layer in range(6) for name in ("post_attention_norm", "post_ffw_norm")
+    }
+    changes |= {f"blk.{layer}.{name}.weight": head for layer in range(6) for name in ("attn_q_norm", "attn_k_norm")}
+    return made.with_tensors(changes).with_metadata(attention__sliding_window=32)

@@ -95,6 +95,23 @@ def test_shape_defaults_and_per_layer_lists(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        {"lfm2.attention.head_count_kv": [0, 2]},
+        {"lfm2.shortconv.l_cache": 3},
+        {"lfm2.ssm.state_size": 128, "lfm2.attention.head_count": 0},
+        {"lfm2.wkv.head_size": 64},
+    ],
+)
+def test_hybrids_and_recurrent_models_are_not_supported_yet(tmp_path: Path, change: dict[str, object]) -> None:
+    keys = {key.replace("llama", "lfm2"): value for key, value in LLAMA_KEYS.items()} | change
+    path = write_gguf(tmp_path / "h.gguf", keys, architecture="lfm2")
+    assert refusal(path) == (
+        f"{path}: lfm2 models are not supported yet: not every layer of theirs is plain attention; use another model"
+    )
+
+
+@pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"llama.block_count": None}, "llama.block_count is missing"),

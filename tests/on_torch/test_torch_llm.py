@@ -224,9 +224,11 @@ def test_a_gpu_that_has_too_little_is_one_line_with_the_numbers(directory: Path)
     )
 
 
-def test_a_gpu_has_larger_steps_and_the_models_own_context(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_larger_steps_and_both_have_the_models_own_context(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_cpu = TorchBackend(HFModel.open(directory), device="cpu")
-    assert (on_cpu.preferred_step_tokens, on_cpu.context_cap) == (512, 8192)
+    assert (on_cpu.preferred_step_tokens, on_cpu.context_cap) == (512, None)
     monkeypatch.setattr(TorchBackend, "on_gpu", property(lambda self: True))
     monkeypatch.setattr(TorchBackend, "_load", lambda *_: None)
     on_gpu = TorchBackend(HFModel.open(directory), device="cpu")

@@ -21,6 +21,7 @@ from cllm.server.auth.key_file import add_key
 from cllm.server.inference.blocks import ContentBlocks
 from cllm.server.responses import routes as routes
 from cllm.server.responses.items import MOST_ARGUMENT_VALUES, ConversationBuilder
+from cllm.server.responses.tools import ToolNames
 from cllm.server.schema.tools import NamedTool
 from http_kit import client_for, config_with, served
 from scripted_chat import CALLS, script
@@ -29,6 +30,18 @@ from scripted_llm import TEMPLATE, ScriptedLLM
 TOOL = {"type": "function", "name": "weather", "description": "The weather.", "parameters": {"type": "object"}}
 CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Paris"}'}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "Rain"}
+SPACE = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Other agents.",
+    "tools": [{"type": "function", "name": "close", "parameters": {"type": "object"}}],
+}
+PATCH = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Edits a file.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -289,6 +302,131 @@ async def test_items_are_a_conversation_that_templates_know(llm: ScriptedLLM, mo
     ]
 
 
+# -- tools that are no functions -------------------------------------------------------------------------------------
+
+NO_FUNCTIONS: list[dict[str, Any]] = [
+    {"type": "web_search", "external_web_access": False, "filters": {"allowed_domains": ["example.org"]}},
+    SPACE,
+    {**SPACE, "name": "mcp__files__", "tools": [{**TOOL, "name": "read"}]},
+    PATCH,
+    {"type": "local_shell"},
+    {"type": "web_search"},
+]
+NAMED: list[Any] = [
+    ToolCallStart(0, 0, "call_1", "agents__close"),
+    ToolCallDelta(0, 0, '{"id":'),
+    ToolCallDelta(0, 0, ' "7"}'),
+    ToolCallStart(0, 1, "call_2", "patch"),
+    ToolCallDelta(0, 1, '{"input": "*** Be'),
+    ToolCallDelta(0, 1, 'gin\\n\\"ü\\""}'),
+    Delta(0, "", finish_reason="tool_calls"),
+]
+
+
+async def test_namespaces_and_custom_tools_are_functions(llm: ScriptedLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = script(monkeypatch, routes, NAMED)
+    response = await post(llm, {"tools": NO_FUNCTIONS, "client_metadata": {"session_id": "s"}})
+    assert response.status_code == 200, response.text
+    assert response.headers["x-tools-left-out"] == "web_search, local_shell"
+    assert [tool.name for tool in calls[0].tools] == ["agents__close", "mcp__files__read", "patch"]
+    custom = calls[0].tools[2]
+    assert custom.description == "Edits a file.\n\nThe input must follow this lark grammar:\nstart: /.+/"
+    assert custom.parameters is not None and custom.parameters["required"] == ["input"]
+    said = response.json()
+    assert [tool["type"] for tool in said["tools"]] == ["namespace", "namespace", "custom"]
+    function, patch = said["output"]
+    assert (function["type"], function["namespace"], function["name"]) == ("function_call", "agents", "close")
+    assert (function["call_id"], function["arguments"]) == ("call_1", '{"id": "7"}')
+    assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "patch", '*** Begin\n"ü"')
+    assert "namespace" not in patch and "arguments" not in patch
+    assert "x-tools-left-out" not in (await post(llm, {"tools": [SPACE]})).headers
+
+
+async def test_their_calls_are_streamed_as_clients_know_them(llm: ScriptedLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, routes, NAMED)
+    events = await events_of(llm, {"tools": NO_FUNCTIONS})
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "output_item.added",
+        "custom_tool_call_input.delta",
+        "custom_tool_call_input.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert events[5]["name"] == "close" and events[6]["item"]["namespace"] == "agents"
+    assert events[7]["item"]["input"] == "" and events[7]["item"]["id"] == events[8]["item_id"]
+    assert events[8]["delta"] == events[9]["input"] == events[10]["item"]["input"] == '*** Begin\n"ü"'
+    assert [events[6]["item"], events[10]["item"]] == events[-1]["response"]["output"]
+
+
+async def test_a_custom_call_that_is_no_object_is_passed_on(llm: ScriptedLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("plain", '{"input": 3}', "[" * 3000):
+        pieces = [ToolCallStart(0, 0, "c", "patch"), ToolCallDelta(0, 0, text), Delta(0, "", finish_reason="length")]
+        script(monkeypatch, routes, pieces)
+        assert (await post(llm, {"tools": [PATCH]})).json()["output"][0]["input"] == text
+
+
+async def test_their_calls_come_back_as_the_models_own(llm: ScriptedLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a client's own history, and in that of a stored response."""
+    calls = script(monkeypatch, routes, NAMED)
+    async with client_for(llm) as client:
+
+        async def ask(**body: Any) -> Any:
+            return (await client.post("/v1/responses", json={"tools": NO_FUNCTIONS, **body})).json()
+
+        first = await ask(input="hi")
+        outputs = [
+            {"type": "function_call_output", "call_id": "call_1", "output": "closed"},
+            {"type": "custom_tool_call_output", "call_id": "call_2", "output": "patched"},
+        ]
+        await ask(input=[{"role": "user", "content": "hi"}, *first["output"], *outputs], store=False)
+        second = await ask(input=outputs, previous_response_id=first["id"])
+        assert second["error"] is None
+        listed = (await client.get(f"/v1/responses/{second['id']}/input_items?order=asc")).json()["data"]
+    plain = [
+        [{key: call[key] for key in ("id", "type", "function")} for call in message.get("tool_calls", ())]
+        for message in calls[1].messages
+    ]
+    functions = [call["function"] for call in plain[1]]
+    assert functions == [
+        {"name": "agents__close", "arguments": {"id": "7"}},
+        {"name": "patch", "arguments": {"input": '*** Begin\n"ü"'}},
+    ]
+    assert calls[1].messages == calls[2].messages
+    assert [(message["role"], message.get("name")) for message in calls[1].messages[2:]] == [
+        ("tool", "agents__close"),
+        ("tool", "patch"),
+    ]
+    assert [item["type"] for item in listed[1:]] == [
+        "function_call",
+        "custom_tool_call",
+        "function_call_output",
+        "custom_tool_call_output",
+    ]
+    assert (listed[1]["namespace"], listed[1]["name"], listed[2]["input"]) == ("agents", "close", '*** Begin\n"ü"')
+
+
+@pytest.mark.parametrize("name", ["agents__close", "close"])
+async def test_a_tool_of_a_namespace_can_be_chosen(
+    llm: ScriptedLLM, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    calls = script(monkeypatch, routes, [Delta(0, "", finish_reason="stop")])
+    chosen = {"type": "function", "name": name}
+    await post(llm, {"tools": NO_FUNCTIONS, "tool_choice": chosen})
+    await post(
+        llm, {"tools": NO_FUNCTIONS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [chosen]}}
+    )
+    assert calls[0].tool_choice == NamedTool("agents__close")
+    assert [tool.name for tool in calls[1].tools] == ["agents__close"]
+
+
 # -- going on from a response ----------------------------------------------------------------------------------------
 
 
@@ -425,8 +563,20 @@ BAD = [
     ({"input": [CALL, CALL]}, "input[1].call_id"),
     ({"input": [CALL, OUTPUT, OUTPUT]}, "input[2].call_id"),
     ({"input": [{**CALL, "arguments": "[" * 70_000}]}, "input[0].arguments"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-    ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type"),
+    ({"tools": [{"type": "telepathy"}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom", "name": "f", "format": {"type": "x"}}]}, "tools[0].format.type"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [SPACE, {**TOOL, "name": "agents__close"}]}, "tools[1].name"),
+    ({"tools": [{**SPACE, "tools": [{"type": "web_search"}]}]}, "tools[0].tools[0].type"),
+    (
+        {
+            "tools": [
+                {**SPACE, "name": f"a{n}", "tools": [{**TOOL, "name": f"f{m}"} for m in range(60)]} for n in range(9)
+            ]
+        },
+        "tools",
+    ),
+    ({"tools": [SPACE], "tool_choice": {"type": "function", "name": "open"}}, "tool_choice"),
     ({"tools": [TOOL, TOOL]}, "tools[1].name"),
     ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
@@ -471,7 +621,7 @@ def test_an_answer_is_kept_whatever_it_holds() -> None:
         Delta(0, "", finish_reason="tool_calls", stop_reason=None),
     ):
         blocks.add(piece)
-    turns.add_answer(blocks)
+    turns.add_answer(blocks, ToolNames(()))
     (message,) = turns.messages
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
 

@@ -272,14 +272,18 @@ def test_the_real_template(real: tuple[Tokenizer, ChatTemplate, LlamaVocabulary]
     assert ids[:5] == begin[:5]
 
 
-def test_the_files_template_or_the_given_one_or_chatml(tmp_path: Path) -> None:
+def test_the_files_template_or_the_given_one_or_chatml(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = LLAMA_KEYS | {"tokenizer.ggml.tokens": ["<b>", "<e>"], "tokenizer.ggml.bos_token_id": 0}
     keys |= {"tokenizer.ggml.eos_token_id": 1}
     plain = GGUFModel.open(write_gguf(tmp_path / "plain.gguf", keys))
     assert ChatTemplate.of(load_chat_template(plain)).render(user("x")) == template(CHATML).render(user("x"))
+    assert caplog.text.count("plain.gguf has no chat template") == 1 and "set model.chat_template" in caplog.text
+    caplog.clear()
+    assert ChatTemplate.of(load_chat_template(plain, "given")).render(user("x")) == "given"
     own = GGUFModel.open(write_gguf(tmp_path / "own.gguf", keys | {"tokenizer.chat_template": "{{ bos_token }}own"}))
     assert ChatTemplate.of(load_chat_template(own)).render(user("x")) == "<b>own"
     assert ChatTemplate.of(load_chat_template(own, "given{{ eos_token }}")).render(user("x")) == "given<e>"
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("source", ["{{ 'x' * 10 ** 10 }}", "{{ [1] * 4000000000 }}", "{{ 9 ** 999999999 }}"])

@@ -165,7 +165,7 @@ class Backend(ABC):
     """Most draft tokens in a step; 0: it takes no drafts, and chunks want at most one row of logits."""
     preferred_step_tokens: int = 512
     """Default for the most prompt tokens in a step."""
-    context_cap: int | None = 8192
+    context_cap: int | None = None
     """Default limit of the context length; None: the model's own."""
     chunk_gap_ms: float = 0.0
     """How long a step must be to compute prompts at nearly full speed; 0: short ones are as fast."""

@@ -304,6 +304,12 @@ class _FakeSlots:
             raise BackendError(f"shifting slot {slot} by {delta} would put two tokens at one position")
         self._cells[slot] = moved
 
+    def shortest(self, slot: int, *, moved: bool = False) -> int:
+        return 0
+
+    def shortest_saved(self, saved: SavedKV) -> int:
+        return 0
+
     def no_room(self, slots: int) -> str | None:
         return None
 

@@ -114,7 +114,6 @@ class Dispatcher:
         metrics: RouterMetrics,
         *,
         weights: str,
-        max_context: int = 0,
         silence_s: float,
         wait_s: float,
         max_sends: int,
@@ -128,7 +127,6 @@ class Dispatcher:
         self._observers = observers
         self._metrics = metrics
         self._weights = weights
-        self._max_context = max_context
         self._silence_s = silence_s
         self._wait_s = wait_s
         self._max_sends = max_sends
@@ -219,7 +217,7 @@ class Dispatcher:
                 len(request.prompt),
                 request.session,
                 self._weights,
-                self._max_context,
+                _longest(request),
                 running.tried,
                 running.only,
             ),
@@ -416,6 +414,12 @@ class Dispatcher:
         running.changed.set()
         self._observers.finished(record_of(request, time.monotonic(), error))
         request.close()
+
+
+def _longest(request: Request) -> int:
+    """How many tokens of it a replica's memory must be able to hold."""
+    sequence = request.sequences[0]
+    return sequence.max_length if sequence.window is None else sequence.window.capacity
 
 
 def _timed_out(request: Request) -> RequestTimeoutError:

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from cllm.cluster.link import Link, connect
@@ -90,14 +91,23 @@ class Peer:
 
 class Peers:
     def __init__(
-        self, ingress: str, view: RoutingView, jobs: JobListener, facts: ModelFacts, *, silence_s: float
+        self,
+        ingress: str,
+        view: RoutingView,
+        jobs: JobListener,
+        facts: ModelFacts,
+        *,
+        silence_s: float,
+        accept_context: Callable[[int], bool] = lambda tokens: False,
     ) -> None:
-        """`facts`: of the served model. `silence_s`: a replica that says nothing for this long counts as lost."""
+        """`facts`: of the served model. `silence_s`: a replica that says nothing for this long counts as lost.
+        `accept_context` is asked to lower the server's context to that of a replica which holds less."""
         self._ingress = ingress
         self._view = view
         self._jobs = jobs
         self._facts = facts
         self._silence_s = silence_s
+        self._accept_context = accept_context
         self._loop = asyncio.get_running_loop()
         self._linking: dict[str, asyncio.Task[None]] = {}
         self.known: dict[str, Address] = {}
@@ -172,6 +182,9 @@ class Peers:
         if facts.weights != self._facts.weights:
             return "its model file is another one than this server was started with; restart the cluster"
         if facts.max_context < self._facts.max_context:
+            if self._accept_context(facts.max_context):
+                self._facts = replace(self._facts, max_context=facts.max_context)
+                return None
             return (
                 f"it has memory for sequences of {facts.max_context} tokens, others of {self._facts.max_context}; "
                 f"set resources.max_context_length to {facts.max_context}"

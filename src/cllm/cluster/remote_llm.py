@@ -8,6 +8,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,13 +29,15 @@ from cllm.engine.row_sampler import RowSampler
 from cllm.engine.stats import EngineSnapshot
 from cllm.engine.tenant import ANONYMOUS, Tenant
 from cllm.engine.views import EngineView
-from cllm.errors import CLLMError, ModelUnavailableError, ShuttingDownError
+from cllm.errors import CLLMError, ConfigError, ModelUnavailableError, ShuttingDownError
 from cllm.generation import Generation
 from cllm.kv.events import Listener
 from cllm.kv.pins import LostPin, PinSource, WarmResult
 from cllm.llm import LOW_PRIORITY, AsyncLLM
+from cllm.loading.context import ENOUGH_TOKENS
 from cllm.loading.facts import ModelFacts
 from cllm.loading.text_parts import load_text_parts
+from cllm.loading.windows import Windows
 from cllm.observe.router_metrics import RouterMetrics
 
 log = logging.getLogger("cllm.cluster")
@@ -100,12 +103,31 @@ class RemoteLLM(AsyncLLM):
             self.observers,
             self._router_metrics,
             weights=facts.weights,
-            max_context=facts.max_context,
             silence_s=settings.silence_s,
             wait_s=settings.wait_s,
             max_sends=settings.max_sends,
         )
-        self._peers = Peers(ingress, view, self._dispatcher, facts, silence_s=settings.silence_s)
+        self._peers = Peers(
+            ingress,
+            view,
+            self._dispatcher,
+            facts,
+            silence_s=settings.silence_s,
+            accept_context=self._accept_context,
+        )
+
+    def _accept_context(self, tokens: int) -> bool:
+        """Where nobody set the context, machines with different memory have different ones, and the smallest counts."""
+        if self._text is None or self.config.resources.max_context_length is not None or tokens < ENOUGH_TOKENS:
+            return False
+        facts = replace(self._text.facts, max_context=tokens)
+        try:
+            windows = Windows(self.config.kv.window, facts)
+        except ConfigError:
+            return False
+        log.info("context: %s tokens, as many as the new replica has memory for", f"{tokens:,}")
+        self._text.facts, self._text.windows = facts, windows
+        return True
 
     async def _ask_facts(self) -> ModelFacts:
         asked = () if self._version is None else (self._version,)

@@ -103,7 +103,7 @@ class KVConfig(Section):
         default=None,
         ge=0,
         description="KV memory in MiB to keep while idle, including cached prefixes (null: a quarter of the KV "
-        "memory, at least one full context)",
+        "memory, at least 8192 tokens or one slot)",
     )
     large_pages: Literal["auto", "always", "never"] = Field(
         default="auto",

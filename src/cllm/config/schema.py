@@ -90,7 +90,8 @@ class ResourcesConfig(Section):
     max_context_length: int | None = Field(
         default=None,
         ge=2,
-        description="maximum number of tokens in a sequence (null: the model's context; on a CPU at most 8192)",
+        description="maximum number of tokens in a sequence (null: the model's own context, as far as the KV memory "
+        "holds it)",
     )
     kv_type_k: KVType = Field(
         default="f16",

@@ -62,6 +62,11 @@ def most_bytes(tokens: int, bytes_per_token: int) -> int:
     return tokens * (bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES) + SAVED_OVERHEAD_BYTES
 
 
+def slot_tokens_within(budget_bytes: int, bytes_per_token: int, running: int) -> int:
+    """The most tokens per slot that leave room to move a sequence."""
+    return budget_bytes // ((running + 1) * (bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES))
+
+
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
     geometry: SlotGeometry
@@ -101,6 +106,9 @@ def plan_slots(
             f"max_context_length is {slot_tokens} instead of {context}"
         )
         affordable = 1
+    if on_demand and not running_is_asked:  # better fewer than all of them at the start
+        movable_beside = (budget_bytes - most_bytes(slot_tokens, bytes_per_token)) // (slot_tokens * bytes_per_token)
+        affordable = max(1, min(affordable, movable_beside))
     if affordable < running:
         if running_is_asked:
             notes.append(

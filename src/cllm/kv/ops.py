@@ -59,6 +59,14 @@ class SlotOps(Protocol):
     def length(self, slot: int) -> int:
         """Positions in the slot according to the backend: its highest position + 1, or 0."""
 
+    def shortest(self, slot: int, *, moved: bool = False) -> int:
+        """How many of its first positions must stay when the rest is removed, for a sequence to go on behind them; 0:
+        any number. More where layers with a sliding window have dropped what is out of it. `moved`: of what is copied
+        or saved."""
+
+    def shortest_saved(self, saved: SavedKV) -> int:
+        """The same of what `save` returned."""
+
     def remove(self, slot: int, start: int, end: int | None = None) -> None: ...
 
     def copy(self, source: int, target: int) -> None:

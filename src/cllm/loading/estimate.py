@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cllm.backends.base import Backend
 from cllm.config import Config
-from cllm.errors import ConfigError
 from cllm.kv.disk.model_digest import identity
 from cllm.kv.memory import SLOT_PADDING
 from cllm.loading.backend_choice import choose_backend, name_of, open_model_file, weights_of
+from cllm.loading.context import context_of
 from cllm.loading.disk_cache import ModelFiles, files_of
 from cllm.loading.resources import kv_bytes_per_token
 from cllm.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from cllm.loading.torch_model import device_of
-from cllm.models.shape import ModelShape
 
 Kind = Literal["native", "llama_cpp", "torch", "fake"]
 
@@ -74,16 +72,6 @@ def estimate(config: Config) -> Estimate:
         weight_type, sampling = model.weight_type, sampling_defaults(config, model)
     is_elastic = kind == "native" or (kind == "fake" and config.backend.fake.layout == "paged")
     device = device_of(config) if kind == "torch" else "cpu"
-    context = context_of(config, shape, Backend.context_cap if device == "cpu" else None)
+    context = context_of(config, shape)
     token_bytes = kv_bytes_per_token(config.resources, shape)
     return Estimate(name, kind, weights, token_bytes, context, is_elastic, device, files, weight_type, sampling)
-
-
-def context_of(config: Config, shape: ModelShape, cap: int | None) -> int:
-    trained, asked = shape.context_length, config.resources.max_context_length
-    if asked is not None and asked > trained:
-        raise ConfigError(
-            f"resources.max_context_length is {asked}, but the model was trained for {trained} tokens; "
-            f"set it to at most {trained}"
-        )
-    return asked or min(trained, cap or trained)

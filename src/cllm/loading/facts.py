@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cllm.backends.base import Backend, PoolingKind
+from cllm.loading.context import ContextLimit
 from cllm.models.shape import ModelShape
 
 
@@ -19,6 +20,8 @@ class ModelFacts:
     backend: str
     shape: ModelShape
     max_context: int
+    context_advice: str
+    """For a client whose prompt is longer than that."""
     bytes_per_token: int
     unit_tokens: int
     """The smallest piece of K/V memory."""
@@ -31,7 +34,7 @@ class ModelFacts:
 
 
 def facts_of(
-    name: str, weights: str, backend: Backend, *, max_context: int, bytes_per_token: int, unit_tokens: int
+    name: str, weights: str, backend: Backend, *, context: ContextLimit, bytes_per_token: int, unit_tokens: int
 ) -> ModelFacts:
     """Once the backend has its K/V memory."""
     return ModelFacts(
@@ -39,7 +42,8 @@ def facts_of(
         weights=weights,
         backend=backend.name,
         shape=backend.shape,
-        max_context=max_context,
+        max_context=context.tokens,
+        context_advice=context.advice,
         bytes_per_token=bytes_per_token,
         unit_tokens=unit_tokens,
         score_weight=backend.score_weight,

@@ -72,7 +72,8 @@ class LoadedModel:
         if self._window_of(params) is not None:
             most = self.config.server.max_encode_tokens
             return TokenLimit(most, f"with a rolling window the limit is {most} (server.max_encode_tokens)")
-        return TokenLimit.of_context(self.max_context, answers=params is None or params.max_tokens != 0)
+        answers = params is None or params.max_tokens != 0
+        return TokenLimit.of_context(self.max_context, answers=answers, advice=self.facts.context_advice)
 
     def answer_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
         """The most tokens each answer to such a prompt can have."""

@@ -13,6 +13,7 @@ from cllm.engine.time_sharing import TimeSharing
 from cllm.errors import ConfigError, ModelError
 from cllm.kv.ledger import Account
 from cllm.loading.backend_choice import choose_backend, name_of, open_model_file, weights_of
+from cllm.loading.context import context_of
 from cllm.loading.disk_cache import DiskStores, ModelFiles, files_of
 from cllm.loading.resources import choose_kv_bytes, choose_threads
 from cllm.loading.sampling_defaults import SamplingDefaults, sampling_defaults
@@ -55,6 +56,8 @@ class ModelShare:
     """Turns on the CPU."""
     workers: Workers | None = None
     """The worker processes that the models share; None: the model gets its own."""
+    context: int | None = None
+    """The longest sequence that its part of the memory holds; None: what the machine leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ def open_model(config: Config, share: ModelShare, before_mapping: Callable[[], N
 
         return OpenedModel(text, open_fake(config), share.kv_bytes)
     files = files_of(model)
+    context_of(config, model.shape)  # before the weights are loaded
     kind = choose_backend(config, model)
     if problems := check_backend_consistency(config, kind):  # those that `backend.type: auto` left open
         raise InvalidConfigError(problems)
@@ -199,6 +203,7 @@ def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
         mmap=settings.mmap,
         mlock=settings.mlock,
         drafts=config.drafts.enabled,
+        whole_windows=config.kv.window.recent is not None,
         pooling=model.pooling,
     )
 

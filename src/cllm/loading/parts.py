@@ -13,21 +13,21 @@ from cllm.engine.budget import StepBudget
 from cllm.engine.drafting import Drafting
 from cllm.engine.row_sampler import RowSampler, fastest_sampler
 from cllm.engine.scheduler import Scheduler
-from cllm.kv.ledger import Account
 from cllm.kv.manager import KVManager
-from cllm.kv.memory import MIB, plan_blocks, plan_slots
+from cllm.kv.memory import MIB, plan_blocks, plan_slots, slot_tokens_within
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotOps
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
 from cllm.kv.slots.manager import SlotKVManager
+from cllm.loading.context import ENOUGH_TOKENS, ContextLimit, Memory, context_of, context_within, limit_of
 from cllm.loading.disk_cache import DiskCache, attach_disk_cache
-from cllm.loading.estimate import context_of
 from cllm.loading.facts import facts_of
 from cllm.loading.host_cache import attach_host_cache
 from cllm.loading.open_model import PAGED_MAX_RUNNING, ModelShare, OpenedModel, open_model, paged_max_running
 from cllm.loading.resources import kv_bytes_per_token
 from cllm.loading.text_parts import TextParts, build_text_parts
 from cllm.loading.weights_id import weights_id
+from cllm.machine import mib
 from cllm.work.pool import Workers
 
 log = logging.getLogger("cllm")
@@ -58,7 +58,7 @@ class ModelParts:
 class _Memory:
     kv: KVManager
     max_running: int
-    max_context: int
+    context: ContextLimit
 
 
 def load_model(
@@ -84,19 +84,19 @@ def _build(
     backend = opened.backend
     shape = backend.shape
     token_bytes = kv_bytes_per_token(config.resources, shape)
-    context = context_of(config, shape, backend.context_cap)
+    context = min(context_of(config, shape, backend.context_cap), share.context or shape.context_length)
     budget = opened.kv_bytes
     if budget is None:
         budget = _fake_bytes(config, token_bytes, context)
     if backend.layout == "slots":
         memory = _slot_memory(config, backend, budget, token_bytes, context)
     else:
-        memory = _block_memory(config, backend, budget, token_bytes, context, share.account)
+        memory = _block_memory(config, backend, budget, token_bytes, context, share)
     facts = facts_of(
         opened.text.name,
         "fake" if opened.files is None else weights_id(opened.files.paths),
         backend,
-        max_context=memory.max_context,
+        context=memory.context,
         bytes_per_token=token_bytes,
         unit_tokens=memory.kv.unit_tokens,
     )
@@ -109,12 +109,14 @@ def _build(
         drafting=_drafting(config, backend),
         whole_prompts=backend.no_answers is not None,
     )
+    log.info("%s: up to %d sequences at once", backend.describe(), memory.max_running)
     log.info(
-        "%s: %d bytes of K/V per token, context %d, up to %d sequences at once",
-        backend.describe(),
-        token_bytes,
-        memory.max_context,
-        memory.max_running,
+        "context: %s tokens (%s); the KV cache of %s holds %s tokens of %s bytes",
+        f"{memory.context.tokens:,}",
+        memory.context.reason,
+        mib(budget),
+        f"{budget // token_bytes:,}",
+        f"{token_bytes:,}",
     )
     attach_host_cache(config, backend, memory.kv)
     disk = attach_disk_cache(config, backend, facts.name, opened.files, memory.kv, token_bytes, share.stores)
@@ -155,6 +157,8 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
     asked = config.scheduler.max_running
     is_asked = asked is not None or "n_seq_max" in llama.model_fields_set
     on_demand = llama.slots_on_demand and backend.resizes_slots
+    if config.resources.max_context_length is None:
+        context = context_within(context, slot_tokens_within(budget, token_bytes, asked or llama.n_seq_max))
     plan = plan_slots(
         budget_bytes=budget,
         bytes_per_token=token_bytes,
@@ -187,13 +191,18 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
         release_after_s=config.kv.release_after_s,
         idle_bytes=_idle_bytes(config, budget, plan.geometry.slot_tokens * token_bytes),
     )
-    return _Memory(kv, plan.running, min(context, plan.geometry.slot_tokens))
+    return _Memory(kv, plan.running, _limit(config, backend, min(context, plan.geometry.slot_tokens), "slots"))
 
 
-def _idle_bytes(config: Config, budget: int, context_bytes: int) -> int:
+def _limit(config: Config, backend: Backend, tokens: int, memory: Memory) -> ContextLimit:
+    allowed = context_of(config, backend.shape, backend.context_cap)
+    return limit_of(config, backend.shape, allowed=allowed, tokens=tokens, memory=memory)
+
+
+def _idle_bytes(config: Config, budget: int, least: int) -> int:
     """K/V memory that may stay allocated while nothing runs."""
     asked = config.kv.idle_mb
-    return min(budget, max(budget // 4, context_bytes) if asked is None else int(asked * MIB))
+    return min(budget, max(budget // 4, least) if asked is None else int(asked * MIB))
 
 
 def _upkeep(
@@ -201,7 +210,7 @@ def _upkeep(
 ) -> UpkeepSettings:
     if not backend.gives_memory_back:
         return UpkeepSettings(compaction="always" if config.kv.compaction == "always" else "off")
-    idle = _idle_bytes(config, geometry.tokens * token_bytes, context * token_bytes)
+    idle = _idle_bytes(config, geometry.tokens * token_bytes, min(context, ENOUGH_TOKENS) * token_bytes)
     return UpkeepSettings(
         release_after_s=config.kv.release_after_s,
         idle_bytes=idle,
@@ -211,7 +220,7 @@ def _upkeep(
 
 
 def _block_memory(
-    config: Config, backend: Backend, budget: int, token_bytes: int, context: int, account: Account | None
+    config: Config, backend: Backend, budget: int, token_bytes: int, context: int, share: ModelShare
 ) -> _Memory:
     geometry = plan_blocks(budget_bytes=budget, bytes_per_token=token_bytes, block_size=config.resources.block_size)
     backend.allocate(geometry)
@@ -228,11 +237,7 @@ def _block_memory(
         watermark=config.scheduler.watermark,
         placement=config.kv.placement,
         upkeep=_upkeep(config, backend, geometry, token_bytes, context),
-        account=account,
+        account=share.account,
     )
-    if geometry.tokens < context:
-        log.warning(
-            "the KV budget of %.0f MiB holds %d tokens: the context is limited to that instead of %d",
-            *(budget / MIB, geometry.tokens, context),
-        )
-    return _Memory(kv, paged_max_running(config), min(context, geometry.tokens))
+    memory: Memory = "blocks" if share.context is None else "shared"
+    return _Memory(kv, paged_max_running(config), _limit(config, backend, min(context, geometry.tokens), memory))

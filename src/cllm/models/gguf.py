@@ -28,6 +28,8 @@ _ADVICE = "use another .gguf file"
 
 _POOLING: dict[int, Literal["last", "mean", "cls"]] = {1: "mean", 2: "cls", 3: "last"}
 _RANK = 4
+_RECURRENT_KEYS = ("ssm.conv_kernel", "ssm.state_size", "wkv.head_size", "shortconv.l_cache", "kda.head_dim")
+"""Sizes of what layers have in place of attention, or beside it: more than zero in recurrent and hybrid models."""
 _MAX_SIZE = 2**31 - 1  # of any number in a model's shape
 
 
@@ -167,6 +169,7 @@ def _read_shape(metadata: Mapping[str, Any], path: Path) -> ModelShape:
     if not re.fullmatch(r"[\w.-]{1,64}", architecture):
         found = f"is {short(architecture)}" if architecture else "is missing"
         raise ModelError(f"{path}: general.architecture {found}, so it is not a language model; use another .gguf file")
+    _refuse_recurrent(metadata, architecture, path)
     read = partial(_read_size, metadata, architecture, path)
     n_embd, n_heads = read("embedding_length"), read("attention.head_count")
     tokens = _get_strings(metadata, "tokenizer.ggml.tokens", path)
@@ -181,6 +184,17 @@ def _read_shape(metadata: Mapping[str, Any], path: Path) -> ModelShape:
         n_vocab=len(tokens) or read("vocab_size"),
         context_length=read("context_length"),
     )
+
+
+def _refuse_recurrent(metadata: Mapping[str, Any], architecture: str, path: Path) -> None:
+    """Before any size is read: layers without attention may have sizes of zero."""
+    heads = metadata.get(f"{architecture}.attention.head_count_kv")
+    lacking = isinstance(heads, np.ndarray) and bool((heads == 0).any())
+    if lacking or any(metadata.get(f"{architecture}.{key}") for key in _RECURRENT_KEYS):
+        raise ModelError(
+            f"{path}: {architecture} models are not supported yet: not every layer of theirs is plain attention; use "
+            "another model"
+        )
 
 
 def _read_size(

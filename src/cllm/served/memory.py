@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cllm.config import Config
 from cllm.errors import ConfigError
 from cllm.kv.ledger import MemoryLedger
 from cllm.kv.memory import MIB
 from cllm.kv.paged.resizing import extent_size
+from cllm.loading.context import context_within
 from cllm.loading.torch_model import GPU_KV_FRACTION, gpu_room
 from cllm.machine import MemoryLimit, mib, read_memory_limits, tightest
 from cllm.served.entries import ServedModel
@@ -21,6 +23,7 @@ log = logging.getLogger("cllm")
 
 SHARE = 0.5
 """Of the free memory: what all models may take together by default."""
+CONTEXT_SHARE = 0.5
 FAKE_CONTEXTS = 256
 """The K/V memory of the fake backend holds at most this many contexts."""
 ADVICE = "raise resources.max_memory_mb, lower resources.max_context_length, or use a smaller model"
@@ -31,6 +34,17 @@ class MemoryShares:
         self.budget = budget
         self._models = models
         self._device = device
+        for served in models:
+            self.choose_context(served)
+
+    def choose_context(self, served: ServedModel) -> None:
+        """A context that nobody asked for takes at most `CONTEXT_SHARE` of an equal part of the memory for K/V, since
+        an elastic model always has room reserved for it."""
+        found = served.estimate
+        if served.config.resources.max_context_length is None:
+            equal = (self.budget - sum(each.estimate.weights for each in self._models)) // len(self._models)
+            tokens = int(max(equal, 0) * (CONTEXT_SHARE if found.is_elastic else 1)) // found.token_bytes
+            served.estimate = replace(found, context=context_within(found.context, tokens))
 
     def fixed(self, served: ServedModel) -> int:
         """Bytes that it takes as long as it is loaded."""

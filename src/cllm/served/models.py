@@ -273,6 +273,7 @@ class ServedModels:
         if found.device not in self.memories:
             raise ModelError(f"{served.name} would now run on {found.device}, which has no budget; restart the server")
         served.estimate = found
+        self.memory_of(served).shares.choose_context(served)
         self.memory_of(served).shares.check_one(served)
 
     async def _open(self, served: ServedModel, account: Account) -> AsyncLLM:
@@ -284,6 +285,7 @@ class ServedModels:
             stores=self._stores,
             time_sharing=self._time_sharing,
             workers=self.workers,
+            context=served.estimate.context,
         )
         llm = AsyncLLM(served.config, share=share, before_mapping=self._before_mapping)
         llm.observers = served.observers

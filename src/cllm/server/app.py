@@ -137,7 +137,7 @@ def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None, state
             allow_origins=config.server.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", "x-tools-left-out"],
         )
     if state.tracing is not None:
         app.add_middleware(Traces, tracing=state.tracing)

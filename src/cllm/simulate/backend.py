@@ -154,6 +154,12 @@ class SimulatedSlots(SlotOps):
     def length(self, slot: int) -> int:
         return self._lengths[slot]
 
+    def shortest(self, slot: int, *, moved: bool = False) -> int:
+        return 0
+
+    def shortest_saved(self, saved: SavedKV) -> int:
+        return 0
+
     def remove(self, slot: int, start: int, end: int | None = None) -> None:
         self._lengths[slot] = min(self._lengths[slot], start)
 

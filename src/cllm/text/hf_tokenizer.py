@@ -21,7 +21,7 @@ from cllm.models.hf_directory import HFModel
 from cllm.models.json_file import FETCH_AGAIN, parse_json, read_json, read_text
 from cllm.text import bpe, spm
 from cllm.text.bpe import Encoder
-from cllm.text.template_source import CHATML, TemplateSource
+from cllm.text.template_source import CHATML, TemplateSource, warn_of_chatml
 from cllm.text.tokenizer import ROOM_BYTES, ROOM_PER_TOKEN, TableTokenizer, Tokenizer, join_encoded
 from cllm.text.vocab import MAX_TOKEN_LENGTH, TokenKind
 
@@ -91,7 +91,10 @@ def load_hf_tokenizer(model: HFModel) -> Tokenizer:
 def load_hf_chat_template(model: HFModel, source: str | None = None) -> TemplateSource:
     """The template `source`, the directory's own, or ChatML."""
     settings = _read_settings(model)
-    template = source or _own_template(model, settings) or CHATML
+    template = source or _own_template(model, settings)
+    if not template:
+        warn_of_chatml(model.path)
+        template = CHATML
     return TemplateSource(template, _token_name(settings, "bos_token"), _token_name(settings, "eos_token"))
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import NamedTuple
 
 from cllm.models.gguf import GGUFModel
 from cllm.text.vocab import special_name
+
+log = logging.getLogger("cllm")
 
 CHATML = (
     "{% for message in messages %}"
@@ -26,5 +30,15 @@ class TemplateSource(NamedTuple):
 
 def load_chat_template(model: GGUFModel, source: str | None = None) -> TemplateSource:
     """The template `source`, the file's own, or ChatML."""
-    template = source or model.get("tokenizer.chat_template", "") or CHATML
-    return TemplateSource(template, special_name(model, "bos"), special_name(model, "eos"))
+    own = model.get("tokenizer.chat_template", "")
+    if not (source or own) and model.is_causal and not model.ranks:
+        warn_of_chatml(model.path)
+    return TemplateSource(source or own or CHATML, special_name(model, "bos"), special_name(model, "eos"))
+
+
+def warn_of_chatml(path: Path) -> None:
+    log.warning(
+        "%s has no chat template: chats use ChatML, and answers may contain its marks, such as <|im_end|>, if the "
+        "model was not trained with it; set model.chat_template to a file with the model's own",
+        path.name,
+    )

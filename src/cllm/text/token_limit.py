@@ -28,22 +28,25 @@ class TokenLimit(NamedTuple):
     what: str = "the prompt"
     code: str | None = None
     """The error code."""
+    advice: str = ""
+    """What else to do than to shorten the text."""
 
     @classmethod
-    def of_context(cls, context: int, *, answers: bool = True) -> TokenLimit:
+    def of_context(cls, context: int, *, answers: bool = True, advice: str = "") -> TokenLimit:
         """Clients look for this wording and code to shorten a conversation automatically. `answers`: leave room for at
         least one token."""
         reason = f"this model's maximum context length is {context} tokens"
         if answers:
             reason += ", of which at least one is for the answer"
-        return cls(context - answers, reason, code=CONTEXT_LENGTH_EXCEEDED)
+        return cls(context - answers, reason, code=CONTEXT_LENGTH_EXCEEDED, advice=advice)
 
     def error(self, has: str, param: str) -> InvalidRequestError:
         """`has`: the length of the text, in words."""
         if self.code is None:
             return InvalidRequestError(f"{self.what} has {has}; {self.reason}", param)
         reason = self.reason[0].upper() + self.reason[1:]
-        return InvalidRequestError(f"{reason}. However, {self.what} has {has}. Shorten it.", param, self.code)
+        advice = f"Shorten it. {self.advice}".strip()
+        return InvalidRequestError(f"{reason}. However, {self.what} has {has}. {advice}", param, self.code)
 
     def check(self, ids: Sequence[int], param: str) -> None:
         if len(ids) > self.most:

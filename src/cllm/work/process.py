@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import logging
 import os
 import pickle
 import resource
@@ -39,6 +40,7 @@ failure: str | None = None
 def main(fd: int, modules: list[str]) -> None:
     """The first parent, with the socket that tells it what to fork, and what nearly every worker imports."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.disable(logging.CRITICAL)  # the server has said it
     for module in modules:
         importlib.import_module(module)
     _be_parent(socket.socket(fileno=fd))

@@ -51,9 +51,12 @@ class LlamaCppBackend(Backend):
         mmap: bool,
         mlock: bool,
         drafts: bool = True,
+        whole_windows: bool = False,
         pooling: PoolingKind = "last",
     ) -> None:
-        """Without `drafts` no memory is reserved for their rows of logits."""
+        """Without `drafts` no memory is reserved for their rows of logits. `whole_windows`: layers with a sliding
+        window keep all positions, as rolling windows need it."""
+        self._whole_windows = whole_windows
         self.pooling = pooling
         self.batch_splits = 0
         """Passes over the weights beyond the first one of each step."""
@@ -287,6 +290,7 @@ class LlamaCppBackend(Backend):
         api = self._library.api
         params = api.llama_context_default_params()
         params.kv_unified = False
+        params.swa_full = self._whole_windows
         params.n_batch, params.n_ubatch = self._n_batch, self._n_ubatch
         params.n_threads = params.n_threads_batch = self._threads
         params.type_k = getattr(api, f"GGML_TYPE_{self._kv_type_k.upper()}")

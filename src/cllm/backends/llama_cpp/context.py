@@ -35,6 +35,8 @@ class Context:
         self._first_slots = geometry.first
         self._asked_tokens = geometry.slot_tokens
         self._model = model
+        self.window: int = library.api.llama_model_n_swa(model)
+        """How many positions a layer with a sliding window attends to; 0: there are none."""
         self._params = params
         self._n_vocab = n_vocab
         self._pointer: Any = None

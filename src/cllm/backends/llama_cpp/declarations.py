@@ -71,6 +71,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_n_embd": (c_int32, [_MODEL]),
     "llama_model_n_embd_out": (c_int32, [_MODEL]),
     "llama_model_n_layer": (c_int32, [_MODEL]),
+    "llama_model_n_swa": (c_int32, [_MODEL]),
     "llama_model_n_head": (c_int32, [_MODEL]),
     "llama_model_n_head_kv": (c_int32, [_MODEL]),
     "llama_model_n_cls_out": (c_uint32, [_MODEL]),
@@ -115,7 +116,9 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_memory_seq_cp": (None, [_MEMORY, llama_seq_id, llama_seq_id, llama_pos, llama_pos]),
     "llama_memory_seq_add": (None, [_MEMORY, llama_seq_id, llama_pos, llama_pos, llama_pos]),
     "llama_memory_seq_pos_max": (llama_pos, [_MEMORY, llama_seq_id]),
+    "llama_memory_seq_pos_min": (llama_pos, [_MEMORY, llama_seq_id]),
     "llama_state_seq_get_size": (c_size_t, [_CONTEXT, llama_seq_id]),
+    "llama_state_seq_get_size_ext": (c_size_t, [_CONTEXT, llama_seq_id, c_uint32]),
     "llama_state_seq_get_data": (c_size_t, [_CONTEXT, _BYTES, c_size_t, llama_seq_id]),
     "llama_state_seq_set_data": (c_size_t, [_CONTEXT, _BYTES, c_size_t, llama_seq_id]),
     # quantised types

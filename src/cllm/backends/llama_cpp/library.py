@@ -146,11 +146,13 @@ class Library:
         self._keeps_gil = ctypes.PyDLL(str(found.path))
         self.get_logits = self._short("llama_get_logits", restype=ctypes.c_void_p)
         self.get_memory = self._short("llama_get_memory")
+        self.position_min = self._short("llama_memory_seq_pos_min")
         self.position_max = self._short("llama_memory_seq_pos_max")
         self.sequence_remove = self._short("llama_memory_seq_rm")
         self.sequence_add = self._short("llama_memory_seq_add")
         self.can_shift = self._short("llama_memory_can_shift")
         self.state_size = self._short("llama_state_seq_get_size")
+        self.state_size_ext = self._short("llama_state_seq_get_size_ext")
 
         self.max_sequences = declarations.MAX_SEQUENCES
 

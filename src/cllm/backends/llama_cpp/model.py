@@ -34,7 +34,10 @@ def read_shape(api: Any, model: Any) -> ModelShape:
 
     architecture = metadata("general.architecture") or "unknown"
     if api.llama_model_has_encoder(model) or api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model):
-        raise ModelError(f"{architecture} is not a decoder with attention in every layer; use another model")
+        raise ModelError(
+            f"{architecture} models, which are no decoders with attention in every layer, are not supported yet; use "
+            "another model"
+        )
     n_embd, n_heads = api.llama_model_n_embd(model), api.llama_model_n_head(model)
     default_dim = n_embd // n_heads
     return ModelShape(

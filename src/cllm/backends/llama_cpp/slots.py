@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from functools import partial
 
 import numpy as np
 
 from cllm.backends.base import Chunk
 from cllm.backends.llama_cpp.context import Context
-from cllm.backends.llama_cpp.state import PortableState
+from cllm.backends.llama_cpp.state import PortableState, StateSize, portable_state
 from cllm.errors import BackendError, UnsupportedOperationError
 from cllm.kv.ops import SavedKV
 from cllm.machine import mib, read_memory_limits, tightest
 
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
+_WINDOWS_ONLY = 1
+"""llama.cpp's flag for the state of layers with a sliding window alone."""
 
 
 class LlamaSlotOps:
@@ -33,7 +36,9 @@ class LlamaSlotOps:
         """Whether there are keys that llama.cpp still has to rotate."""
         self._form: PortableState | None = None
         if portable:  # the context is new, so its slots are empty
-            self._form = PortableState(self._state_size(0), context.slots, self._library.max_sequences)
+            empty: SavedKV = np.empty(self._state_size(0), np.uint8)
+            self._read(0, empty)
+            self._form = portable_state(empty, context.slots, self._library.max_sequences)
 
     @property
     def no_shift(self) -> str | None:
@@ -42,14 +47,29 @@ class LlamaSlotOps:
                 "llama.cpp rotates cached keys again at every shift, which 4-bit keys do not survive; "
                 "set resources.kv_type_k to q8_0 or f16"
             )
-        can: bool = self._library.can_shift(self._context.memory)
-        return None if can else "llama.cpp cannot shift positions of this model"
+        if self._library.can_shift(self._context.memory):
+            return None
+        if self._context.window:
+            return "layers with a sliding window keep only what is in it, unless kv.window.recent is set at the start"
+        return "llama.cpp cannot shift positions of this model"
 
     def length(self, slot: int) -> int:
         last: int = self._library.position_max(self._context.memory, self._checked(slot))
         return last + 1
 
+    def shortest(self, slot: int, *, moved: bool = False) -> int:
+        first: int = self._library.position_min(self._context.memory, self._checked(slot))
+        window, length = self._context.window, self.length(slot)
+        if moved and 0 < window < length:  # llama.cpp saves of a window what the next position attends to
+            return length - 1
+        return first + window - 1 if first > 0 else 0
+
+    def shortest_saved(self, saved: SavedKV) -> int:
+        return 0 if self._form is None else self._form.shortest(saved)
+
     def remove(self, slot: int, start: int, end: int | None = None) -> None:
+        if end is None and 0 < start < self.shortest(slot):
+            raise BackendError(f"slot {slot} has dropped what layers with a window attend to before position {start}")
         removed = self._library.sequence_remove(
             self._context.memory, self._checked(slot), start, -1 if end is None else end
         )
@@ -68,12 +88,14 @@ class LlamaSlotOps:
     @property
     def form(self) -> str:
         """The format of saved sequences: equal ones can load each other's."""
-        return f"{self._context.slots} slots" if self._form is None else f"{self._library.max_sequences} slots at most"
+        return f"{self._context.slots} slots" if self._form is None else self._form.form
 
     def save(self, slot: int) -> SavedKV:
         size = self._state_size(slot)
         if self._form is not None:
-            return self._form.save(lambda room: self._read(slot, room), size, slot, self._context.slots)
+            windows: int = self._library.state_size_ext(self._context.pointer, slot, _WINDOWS_ONLY)
+            read, shortest = partial(self._read, slot), self.shortest(slot, moved=True)
+            return self._form.save(read, StateSize(size, windows), shortest, slot, self._context.slots)
         saved: SavedKV = np.empty(size, np.uint8)
         self._read(slot, saved)
         return saved

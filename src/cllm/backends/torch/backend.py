@@ -100,7 +100,7 @@ class TorchBackend(Blocks):
         self._kv_type = kv_type
         self._invariant = invariant
         if self.on_gpu:
-            self.preferred_step_tokens, self.context_cap = GPU_STEP_TOKENS, None
+            self.preferred_step_tokens = GPU_STEP_TOKENS
         self._operations = choose_operations(self._device)
         self._sampler: Sampler = choose_sampler(self._device)
         self._threads = threads

@@ -80,7 +80,9 @@ class SlotKVManager(SlotOffload):
         if len(self._running_slots()) == len(self._slots):
             self._take_more_slots()
         cached, holders = self._index.find(sequence.prefix.tobytes()[:-TOKEN_BYTES], sequence.space)
-        source = min(holders, key=CacheEntry.preference) if cached else None
+        usable = [holder for holder in holders if self._shortest(holder) <= cached] if cached else []
+        source = min(usable, key=CacheEntry.preference, default=None)
+        cached = 0 if source is None else cached
         slot = self._choose_slot(source)
         if slot is None:
             return None
@@ -154,8 +156,9 @@ class SlotKVManager(SlotOffload):
             sequence.forget_memory()
             entry.owner, entry.offered = None, False
             self._note_end()
+            shortest = self._ops.shortest(entry.slot, moved=True) if entry.slot is not None else 0
             for other in self._index.covered_by(entry):
-                if other.owner is None:
+                if other.owner is None and other.length >= shortest:
                     self._discard(other)
         else:
             sequence.forget_memory()
@@ -343,6 +346,14 @@ class SlotKVManager(SlotOffload):
             if self._slots[slot] is None:
                 return slot
         return candidates[0] if candidates else None
+
+    def _shortest(self, source: CacheEntry) -> int:
+        """The shortest prefix of it that can be used."""
+        if source.slot is None:
+            assert source.saved is not None
+            return self._ops.shortest_saved(source.saved)
+        stays = source.owner is None and source.slot in self._adjacent_slots()
+        return self._ops.shortest(source.slot, moved=not stays)
 
     def _take_more_slots(self) -> None:
         """All slots run and a sequence arrives. Without memory for more, nothing changes."""

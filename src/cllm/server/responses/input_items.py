@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from cllm.errors import InvalidRequestError
 from cllm.server.http.response import as_json, list_pieces
+from cllm.server.responses.tools import CalledTool, input_of
 from cllm.server.schema.validation import shorten
 
 _MOST = 100
@@ -63,17 +64,20 @@ def _pieces(items: Sequence[Item], end: dict[str, Any]) -> Iterator[str]:
 
 def items_of(messages: Sequence[dict[str, Any]], response_id: str) -> list[Item]:
     """Messages as `ConversationBuilder` makes them, as the items that they were made from."""
+    customs: set[str] = set()
     return [
         {"id": f"{prefix}_{response_id}_input_{number}", **item, "status": "completed"}
-        for number, (prefix, item) in enumerate(pair for message in messages for pair in _items(message))
+        for number, (prefix, item) in enumerate(pair for message in messages for pair in _items(message, customs))
     ]
 
 
-def _items(message: dict[str, Any]) -> Iterator[tuple[str, Item]]:
-    """Each with the beginning of its id."""
+def _items(message: dict[str, Any], customs: set[str]) -> Iterator[tuple[str, Item]]:
+    """Each with the beginning of its id. `customs`: the ids of calls of custom tools, so far."""
     role, text, calls = message["role"], message["content"], message.get("tool_calls", ())
     if role == "tool":
-        yield "fco", {"type": "function_call_output", "call_id": message["tool_call_id"], "output": text}
+        call_id = message["tool_call_id"]
+        prefix, kind = ("ctco", "custom_tool_call") if call_id in customs else ("fco", "function_call")
+        yield prefix, {"type": f"{kind}_output", "call_id": call_id, "output": text}
         return
     if "reasoning_content" in message:
         thought = {"type": "reasoning_text", "text": message["reasoning_content"]}
@@ -83,7 +87,11 @@ def _items(message: dict[str, Any]) -> Iterator[tuple[str, Item]]:
         part = said if role == "assistant" else {"type": "input_text", "text": text}
         yield "msg", {"type": "message", "role": role, "content": [part]}
     for call in calls:
-        function = call["function"]
-        given = function["arguments"]
+        given = call["function"]["arguments"]
+        item = call.get("item") or CalledTool(call["function"]["name"]).item(call["id"])
         arguments = given if isinstance(given, str) else as_json(given)
-        yield "fc", {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": arguments}
+        if item["type"] == "custom_tool_call":
+            customs.add(call["id"])
+            yield "ctc", {**item, "input": input_of(arguments)}
+        else:
+            yield "fc", {**item, "arguments": arguments}

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cllm.errors import InvalidRequestError
+from cllm.server.responses.tools import CalledTool
 from cllm.server.schema.tools import ToolCallIds
 
 if TYPE_CHECKING:
     from cllm.server.inference.blocks import ContentBlocks
-    from cllm.server.responses.schema import FunctionCall, FunctionOutput, Item, MessageItem, ReasoningItem
+    from cllm.server.responses.schema import CustomCall, FunctionCall, FunctionOutput, Item, MessageItem, ReasoningItem
+    from cllm.server.responses.tools import ToolNames
 
 _ORDER = ("reasoning_content", "content", "tool_calls")
 """The order of an answer's fields."""
@@ -41,20 +43,21 @@ class ConversationBuilder:
         for number, item in enumerate(given):
             self._add(item, f"input[{number}]")
 
-    def add_answer(self, blocks: ContentBlocks) -> None:
+    def add_answer(self, blocks: ContentBlocks, names: ToolNames) -> None:
         self._open = None
         for block in blocks.all:
             if block.kind == "call":
-                self._assistant("tool_calls")["tool_calls"].append(_call(block.call_id, block.name, block.text))
+                called = names.called.get(block.name, CalledTool(block.name))
+                self._assistant("tool_calls")["tool_calls"].append(_call(block.call_id, called, block.text))
             elif block.kind == "text":
                 self._assistant("content")["content"] = block.text
             else:
                 self._assistant("reasoning_content")["reasoning_content"] = block.text
 
     def _add(self, item: Item, where: str) -> None:
-        if item.type == "function_call":
+        if item.type == "function_call" or item.type == "custom_tool_call":
             self._add_call(item, where)
-        elif item.type == "function_call_output":
+        elif item.type == "function_call_output" or item.type == "custom_tool_call_output":
             self._add_output(item, where)
         elif item.type == "reasoning":
             self._add_reasoning(item)
@@ -72,9 +75,9 @@ class ConversationBuilder:
         if (text := item.plain_text) is not None:
             self._assistant("reasoning_content")["reasoning_content"] = text
 
-    def _add_call(self, item: FunctionCall, where: str) -> None:
-        self._calls.add_call(item.call_id, item.name, f"{where}.call_id")
-        call = _call(item.call_id, item.name, item.arguments, f"{where}.arguments")
+    def _add_call(self, item: FunctionCall | CustomCall, where: str) -> None:
+        self._calls.add_call(item.call_id, item.called.flat_name, f"{where}.call_id")
+        call = _call(item.call_id, item.called, item.arguments, f"{where}.arguments")
         self._assistant("tool_calls")["tool_calls"].append(call)
 
     def _add_output(self, item: FunctionOutput, where: str) -> None:
@@ -105,8 +108,11 @@ def _refusal(param: str, reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param} {reason}.", param)
 
 
-def _call(call_id: str, name: str, arguments: str, where: str | None = None) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": _read(arguments, where)}}
+def _call(call_id: str, called: CalledTool, arguments: str, where: str | None = None) -> dict[str, Any]:
+    """`item` is for those who ask for the input of a stored response; chat templates do not see it."""
+    function = {"name": called.flat_name, "arguments": _read(arguments, where)}
+    call = {"id": call_id, "type": "function", "function": function}
+    return call if called.flat_name == called.name and not called.custom else {**call, "item": called.item(call_id)}
 
 
 def _read(arguments: str, where: str | None) -> dict[str, Any] | str:

@@ -16,6 +16,7 @@ from cllm.server.errors import Problem
 from cllm.server.http.response import EventStream, ResponseWriter, as_json, progress_json, slices, text_pieces
 from cllm.server.inference.blocks import ContentBlock, ContentBlocks
 from cllm.server.openai.logprobs import ChatLogprobs
+from cllm.server.responses.tools import CalledTool, ToolNames, input_of
 
 if TYPE_CHECKING:
     from cllm.engine.sampling import TokenLogprob
@@ -29,13 +30,15 @@ _GROWING = {
     "reasoning": "response.reasoning_text",
     "call": "response.function_call_arguments",
 }
+_CUSTOM = "response.custom_tool_call_input"
 
 
 class ResponseForm:
     """Writes one response. `echo`: the members of its JSON object that repeat the request."""
 
-    def __init__(self, chat: ChatStream, echo: str, *, stored: bool) -> None:
+    def __init__(self, chat: ChatStream, echo: str, names: ToolNames, *, stored: bool) -> None:
         self._chat = chat
+        self._names = names
         self._echo = f'{echo},"store":{as_json(stored)}'
         self._logprobs = ChatLogprobs(chat.model.llm.tokenizer)
 
@@ -54,11 +57,13 @@ class ResponseForm:
         yield f'],"usage":{as_json(self._usage())},{self._echo}}}'
 
     def item(self, block: ContentBlock, status: str) -> Iterator[str]:
-        yield f'{{"id":{as_json(self.item_id(block))},"type":"{_KINDS[block.kind][0]}","status":"{status}",'
+        yield f'{{"id":{as_json(self.item_id(block))},'
         if block.kind == "call":
-            yield f'"call_id":{as_json(block.call_id)},"name":{as_json(block.name)},"arguments":'
-            yield from text_pieces(block.text)
+            item = {"status": status, **self.called(block).item(block.call_id)}
+            yield f'{as_json(item)[1:-1]},"{self.argument(block)}":'
+            yield from text_pieces(self.call_text(block))
         else:
+            yield f'"type":"{_KINDS[block.kind][0]}","status":"{status}",'
             yield '"role":"assistant",' if block.kind == "text" else '"summary":[],"encrypted_content":null,'
             yield '"content":['
             if status != "in_progress":
@@ -84,7 +89,21 @@ class ResponseForm:
         return self._logprobs.list_pieces(entries)
 
     def item_id(self, block: ContentBlock) -> str:
-        return f"{_KINDS[block.kind][1]}_{self._chat.head.id}_{block.number}"
+        prefix = "ctc" if self.is_custom(block) else _KINDS[block.kind][1]
+        return f"{prefix}_{self._chat.head.id}_{block.number}"
+
+    def called(self, block: ContentBlock) -> CalledTool:
+        return self._names.called.get(block.name) or CalledTool(block.name)
+
+    def is_custom(self, block: ContentBlock) -> bool:
+        return block.kind == "call" and self.called(block).custom
+
+    def argument(self, block: ContentBlock) -> str:
+        """The field of what a tool is called with."""
+        return "input" if self.is_custom(block) else "arguments"
+
+    def call_text(self, block: ContentBlock) -> str:
+        return input_of(block.text) if block.text and self.is_custom(block) else block.text
 
     def _start(
         self,
@@ -127,6 +146,8 @@ class ResponseEvents:
         self._number = 0
         self._growing = ""
         """The open item's delta event, up to its number."""
+        self._grows = True
+        """Whether the open item is sent as it grows; the input of a custom tool is known at its end."""
         self._last: ContentBlock | None = None
         """The item that was open when the answer ended."""
 
@@ -150,7 +171,7 @@ class ResponseEvents:
             written += "".join(self._done(change.ended, "completed"))
         if change.begun is not None:
             written += self._added(change.begun)
-        if change.text or change.logprobs:
+        if (change.text or change.logprobs) and self._grows:
             written += f"{self._growing}{self._next()}{self._delta_logprobs(change.logprobs)},"
             written += f'"delta":{json.dumps(change.text)}}}\n\n'
         return written
@@ -193,6 +214,7 @@ class ResponseEvents:
     def _added(self, block: ContentBlock) -> str:
         where, empty = self._where(block), replace(block, parts=[], logprobs=[])
         item = "".join(self._form.item(empty, "in_progress"))
+        self._grows = not self._form.is_custom(block)
         kind = f"{_GROWING[block.kind]}.delta"
         self._growing = f'event: {kind}\ndata: {{"type":"{kind}",{where},"sequence_number":'
         written = f'{self._head("response.output_item.added")},"output_index":{block.number},"item":{item}}}\n\n'
@@ -202,17 +224,22 @@ class ResponseEvents:
         return f'{written}{self._head("response.content_part.added")},{where},"part":{part}}}\n\n'
 
     def _done(self, block: ContentBlock, status: str) -> Iterator[str]:
-        where = self._where(block)
-        yield f"{self._head(f'{_GROWING[block.kind]}.done')},{where},"
+        where, form = self._where(block), self._form
+        if form.is_custom(block):
+            yield f'{self._head(f"{_CUSTOM}.delta")},{where},"delta":'
+            yield from text_pieces(form.call_text(block))
+            yield "}\n\n"
+        kind = _CUSTOM if form.is_custom(block) else _GROWING[block.kind]
+        yield f"{self._head(f'{kind}.done')},{where},"
         if block.kind == "call":
-            yield f'"name":{as_json(block.name)},"arguments":'
+            yield f'"name":{as_json(form.called(block).name)},"{form.argument(block)}":'
         elif block.kind == "text":
             yield '"logprobs":'
             yield from self._form.logprobs(block)
             yield ',"text":'
         else:
             yield '"text":'
-        yield from text_pieces(block.text)
+        yield from text_pieces(form.call_text(block))
         yield "}\n\n"
         if block.kind != "call":
             yield f'{self._head("response.content_part.done")},{where},"part":'

@@ -22,6 +22,7 @@ from cllm.server.responses.render import ResponseEvents, ResponseForm, ResponseS
 from cllm.server.responses.replies import DeletedReply, InputItemsReply, InputTokensReply, ResponseReply
 from cllm.server.responses.schema import AllowedTools, ResponsesRequest, ResponseToolChoice
 from cllm.server.responses.store import Stored
+from cllm.server.responses.tools import ToolNames
 from cllm.server.schema.body import json_body
 from cllm.server.schema.replies import ErrorReply, error_responses, event_stream
 from cllm.server.schema.tools import NamedTool, ToolChoice
@@ -48,23 +49,32 @@ async def create(
     conversation, size = await _read(state, request, body)
     with _as_input():
         chat = await open_chat(state, request, _chat_input(body, conversation), "resp")
+    if body.tool_names.left_out:
+        log.info("%s: left out, as this server has none of them: %s", chat.head.id, ", ".join(body.tool_names.left_out))
     if body.end_user:
         log.debug("%s user=%r", chat.head.id, body.end_user)
-    saver = (
-        _ResponseSaver(state, tenant_of(request), chat.head.id, conversation, size) if _stores(state, body) else None
-    )
-    form = ResponseForm(chat, body.echo, stored=saver is not None)
+    saver = None
+    if _stores(state, body):
+        saver = _ResponseSaver(state, tenant_of(request), chat.head.id, conversation, size, body.tool_names)
+    form = ResponseForm(chat, body.echo, body.tool_names, stored=saver is not None)
 
     async def whole(blocks: ContentBlocks) -> Iterator[str]:
         return form.whole(blocks) if saver is None else await saver.save(blocks, form.whole(blocks))
 
     if body.stream:
         events = ResponseEvents(form)
-        return ResponseStream(chat, events, whole, events.progress if body.return_progress else None)
+        return _marked(body, ResponseStream(chat, events, whole, events.progress if body.return_progress else None))
     (blocks,) = await unless_gone(request.receive, collect(chat, [ContentBlocks()]))
     if not blocks.all:
         blocks.begin_empty()
-    return SlicedJsonResponse(await whole(blocks))
+    return _marked(body, SlicedJsonResponse(await whole(blocks)))
+
+
+def _marked(body: ResponsesRequest, response: Response) -> Response:
+    """Say which tools were left out."""
+    if left_out := body.tool_names.left_out:
+        response.headers["x-tools-left-out"] = ", ".join(dict.fromkeys(left_out))
+    return response
 
 
 @router.post("/input_tokens", responses=_ERRORS)
@@ -189,7 +199,7 @@ def _template_arguments(effort: str | None) -> dict[str, Any]:
 def _choice(body: ResponsesRequest) -> ToolChoice:
     choice = body.tool_choice
     if isinstance(choice, ResponseToolChoice):
-        return NamedTool(choice.name)
+        return NamedTool(body.tool_names.find(choice.name) or choice.name)
     return choice.mode if isinstance(choice, AllowedTools) else choice or "auto"
 
 
@@ -213,7 +223,13 @@ class _ResponseSaver:
     """Stores a response before its last byte is sent, so that a client that has read it can continue it."""
 
     def __init__(
-        self, state: ServerState, tenant: Tenant, response_id: str, conversation: ConversationBuilder, size: int
+        self,
+        state: ServerState,
+        tenant: Tenant,
+        response_id: str,
+        conversation: ConversationBuilder,
+        size: int,
+        names: ToolNames,
     ) -> None:
         """`size`: about that of the conversation as JSON."""
         self._state = state
@@ -222,6 +238,7 @@ class _ResponseSaver:
         self._conversation = conversation
         self._asked = len(conversation.messages)
         self._size = size
+        self._names = names
 
     async def save(self, blocks: ContentBlocks, response: Iterator[str]) -> Iterator[str]:
         """The same pieces; after the last one the response is stored."""
@@ -229,7 +246,7 @@ class _ResponseSaver:
         return self._saving(conversation, response)
 
     def _encode(self, blocks: ContentBlocks) -> bytes:
-        self._conversation.add_answer(blocks)
+        self._conversation.add_answer(blocks, self._names)
         return json.dumps(self._conversation.messages, ensure_ascii=False, separators=(",", ":")).encode()
 
     def _saving(self, conversation: bytes, response: Iterator[str]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr, Tag, model_validator
@@ -12,6 +13,7 @@ from typing_extensions import NotRequired, TypedDict
 from cllm.dialect.tools import Tool
 from cllm.engine.params import MAX_LOGPROBS
 from cllm.server.http.response import as_json
+from cllm.server.responses.tools import HOSTED, INPUT, CalledTool, ToolNames, ToolOfResponse
 from cllm.server.schema.sampling import RETURN_PROGRESS, SamplingFields
 from cllm.server.schema.structure import lenient_unless_strict
 from cllm.server.schema.tools import (
@@ -21,8 +23,6 @@ from cllm.server.schema.tools import (
     JsonObject,
     ToolName,
     by_kind,
-    check_names,
-    check_schema,
     known_kinds,
 )
 from cllm.server.schema.validation import (
@@ -45,6 +45,14 @@ from cllm.structured.structure import Structure
 
 _NO_CONTENT = "; this server supports no images, files or other kinds of content"
 _NO_ITEM = "; this server supports no references to items and has no tools of its own"
+_ITEMS = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+)
 _NO_HOSTED_TOOL = "; this server has no tools of its own: send a function"
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -102,15 +110,38 @@ class FunctionCall(RequestModel):
     call_id: CallId
     name: CallId
     arguments: Text
+    namespace: CallId | None = None
     id: Hint = None
     status: Hint = None
     caller: Hint = None
-    namespace: Hint = None
     parsed_arguments: Hint = None
+
+    @property
+    def called(self) -> CalledTool:
+        return CalledTool(self.name, self.namespace)
+
+
+class CustomCall(RequestModel):
+    type: Literal["custom_tool_call"]
+    call_id: CallId
+    name: CallId
+    input: Text
+    namespace: CallId | None = None
+    id: Hint = None
+    status: Hint = None
+    caller: Hint = None
+
+    @property
+    def called(self) -> CalledTool:
+        return CalledTool(self.name, self.namespace, custom=True)
+
+    @property
+    def arguments(self) -> str:
+        return as_json({INPUT: self.input})
 
 
 class FunctionOutput(RequestModel):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: CallId
     output: TextOrParts
     id: Hint = None
@@ -148,10 +179,11 @@ class ReasoningItem(RequestModel):
 Item = Annotated[
     Annotated[MessageItem, Tag("message object")]
     | Annotated[FunctionCall, Tag("function_call object")]
+    | Annotated[CustomCall, Tag("custom_tool_call object")]
     | Annotated[FunctionOutput, Tag("function_call_output object")]
     | Annotated[ReasoningItem, Tag("reasoning object")],
-    by_kind("message"),
-    known_kinds(("message", "function_call", "function_call_output", "reasoning"), _NO_ITEM, "message"),
+    by_kind("message", {"custom_tool_call_output": "function_call_output"}),
+    known_kinds(_ITEMS, _NO_ITEM, "message"),
 ]
 
 
@@ -162,32 +194,9 @@ def _joined(content: str | list[ItemText | ItemRefusal]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-class ResponseTool(RequestModel):
-    unsupported: ClassVar[Unsupported] = {
-        "defer_loading": (False,),
-        "allowed_callers": (["direct"],),
-        "async": (False,),
-    }
-
-    type: Literal["function"]
-    name: ToolName
-    description: Text | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = Field(None, description="Calls are guaranteed to fit the schema.")
-    output_schema: Hint = None
-
-    def plain(self) -> Tool:
-        return Tool(self.name, self.description, self.parameters or None, bool(self.strict))
-
-    @model_validator(mode="after")
-    def _takes_an_object(self) -> ResponseTool:
-        check_schema(self.parameters, "parameters")
-        return self
-
-
 class ResponseToolChoice(RequestModel):
-    type: Literal["function"]
-    name: ToolName
+    type: Literal["function", "custom"]
+    name: ToolName = Field(description="With or without its namespace.")
 
 
 class AllowedTools(RequestModel):
@@ -198,8 +207,8 @@ class AllowedTools(RequestModel):
 
 ChoiceObject = Annotated[
     Annotated[ResponseToolChoice, Tag("function object")] | Annotated[AllowedTools, Tag("allowed_tools object")],
-    by_kind(),
-    known_kinds(("function", "allowed_tools"), _NO_HOSTED_TOOL, expected=CHOICES),
+    by_kind(alike={"custom": "function"}),
+    known_kinds(("function", "custom", "allowed_tools"), _NO_HOSTED_TOOL, expected=CHOICES),
 ]
 
 
@@ -301,13 +310,9 @@ class ResponsesRequest(SamplingFields):
         None, description="Continue from this response, which must still be stored."
     )
     store: bool | None = Field(None, description="Keep the response for a while (section responses). Default true.")
-    tools: (
-        Annotated[
-            list[Annotated[ResponseTool, known_kinds(("function",), _NO_HOSTED_TOOL)]],
-            Field(fail_fast=True, max_length=MOST_TOOLS),
-        ]
-        | None
-    ) = None
+    tools: Annotated[list[ToolOfResponse], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = Field(
+        None, description="Functions, custom tools and namespaces of them; tools that only OpenAI has are left out."
+    )
     tool_choice: Literal["auto", "none", "required"] | ChoiceObject | None = None
     parallel_tool_calls: bool | None = None
     text: TextFields | None = None
@@ -333,6 +338,7 @@ class ResponsesRequest(SamplingFields):
     user: UserName | None = Field(None, description=END_USER)
     safety_identifier: UserName | None = Field(None, description="The new name of user.")
     access_programs: Hint = None
+    client_metadata: Hint = None
     image: Hint = None
     max_tool_calls: Hint = None
     service_tier: Hint = None
@@ -340,27 +346,32 @@ class ResponsesRequest(SamplingFields):
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Hint = None
 
+    _names: ToolNames = PrivateAttr()
     _tools: list[Tool] = PrivateAttr()
     _echo: str = PrivateAttr()
 
     def contradictions(self) -> Iterator[PydanticCustomError]:
         yield from super().contradictions()
-        yield from raised_by(lambda: check_names((tool.name for tool in self.tools or ()), "tools"))
-        yield from raised_by(lambda: self._check_choice({tool.name for tool in self.tools or ()}))
+        yield from raised_by(self._check_tools)
         if self.input == "":
             yield refusal("input", "is empty")
 
     @model_validator(mode="after")
     def _convert(self) -> ResponsesRequest:
         """Here, because bodies are validated where that does not block others."""
-        allowed = {tool.name for tool in self.tool_choice.tools} if isinstance(self.tool_choice, AllowedTools) else None
-        self._tools = [tool.plain() for tool in self.tools or () if allowed is None or tool.name in allowed]
+        with suppress(PydanticCustomError):  # which `contradictions` reports
+            self._names = ToolNames(self.tools or ())
+            choice = self.tool_choice
+            allowed = (
+                {self._names.find(tool.name) for tool in choice.tools} if isinstance(choice, AllowedTools) else None
+            )
+            self._tools = [tool for name, tool in self._names.tools.items() if allowed is None or name in allowed]
         self._echo = as_json(self._echoed())[1:-1]
         return self
 
-    def _check_choice(self, names: set[str]) -> None:
-        choice = self.tool_choice
-        if choice == "required" and not names:
+    def _check_tools(self) -> None:
+        names, choice = ToolNames(self.tools or ()), self.tool_choice
+        if choice == "required" and not names.tools:
             raise refusal("tool_choice", "is only allowed together with tools")
         chosen = (
             [choice]
@@ -370,7 +381,7 @@ class ResponsesRequest(SamplingFields):
             else []
         )
         for tool in chosen:
-            if tool.name not in names:
+            if names.find(tool.name) is None:
                 raise refusal("tool_choice", f"names {shorten(repr(tool.name))}, which is not among the tools")
 
     def _echoed(self) -> dict[str, Any]:
@@ -389,12 +400,16 @@ class ResponsesRequest(SamplingFields):
             "temperature": self.temperature,
             "text": given["text"] or {"format": {"type": "text"}},
             "tool_choice": given["tool_choice"] or "auto",
-            "tools": given["tools"] or [],
+            "tools": [tool for tool in given["tools"] or [] if tool["type"] not in HOSTED],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": self.top_p,
             "truncation": "disabled",
             "user": self.user,
         }
+
+    @property
+    def tool_names(self) -> ToolNames:
+        return self._names
 
     @property
     def chat_tools(self) -> list[Tool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -45,13 +45,14 @@ def known_kinds(
     return BeforeValidator(check)
 
 
-def by_kind(default: str | None = None) -> Discriminator:
+def by_kind(default: str | None = None, alike: Mapping[str, str] = {}) -> Discriminator:
     """Marks a union of objects by their `type`, each with the tag "KIND object": not an identifier, so that it does not
-    appear in a parameter's path."""
+    appear in a parameter's path. `alike`: types that share the tag of a kind."""
 
     def tag(value: Any) -> str | None:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        return f"{default if kind is None else kind} object"
+        kind = default if kind is None else kind
+        return f"{alike.get(kind, kind) if isinstance(kind, str) else kind} object"
 
     return Discriminator(tag)
 

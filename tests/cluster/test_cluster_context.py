@@ -1,0 +1,51 @@
+"""Replicas with different memory: the smallest context counts, unless somebody set one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cllm.cluster.remote_llm import RemoteLLM
+from cllm.config import Config
+from cllm.engine.params import SamplingParams
+from cllm.errors import InvalidRequestError
+from cllm.llm import AsyncLLM
+from cllm.loading.text_parts import load_text_parts
+
+FAKE: dict[str, Any] = {"backend": {"type": "fake"}}
+
+
+async def ingress(**sections: Any) -> RemoteLLM:
+    """One whose first replica has a context of 65,536."""
+    config = Config.model_validate({**FAKE, **sections})
+    async with AsyncLLM(Config.model_validate(FAKE)) as llm:
+        facts = replace(llm.facts, max_context=65_536)
+    remote = RemoteLLM(config, None)
+    remote._text = load_text_parts(config, facts)
+    return remote
+
+
+async def test_a_replica_with_less_memory_lowers_the_context() -> None:
+    remote = await ingress()
+    assert remote._accept_context(20_000)
+    assert remote.max_context == 20_000
+    with pytest.raises(InvalidRequestError, match="maximum context length is 20000"):
+        remote.submit([1] * 20_000, SamplingParams(max_tokens=1))
+    window = SamplingParams(context_window=None)
+    assert remote.prompt_limit(window).most == 19_999
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sections"),
+    [
+        (8191, {}),
+        (20_000, {"resources": {"max_context_length": 4096}}),
+        (20_000, {"kv": {"window": {"keep": 0, "recent": 40_000}}}),
+    ],
+)
+async def test_one_that_is_too_small_gets_no_requests_instead(tokens: int, sections: dict[str, Any]) -> None:
+    remote = await ingress(**sections)
+    assert not remote._accept_context(tokens)
+    assert remote.max_context == 65_536
