@@ -234,7 +234,7 @@ class ModelStore:
 
     def ready(self, timeout: float | None = 0.0) -> bool:
         """Whether the directory has been read."""
-        return self._model.ready.wait(timeout)
+        return self._model.ready.is_set() or self._model.ready.wait(timeout)
 
     def root(self, salt: bytes = b"") -> bytes:
         """The root of chains, for all that share the salt."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from cllm.errors import BackendError, describe
@@ -60,8 +61,9 @@ class PagedOffload(PagedOperations, TieredKVManager):
         if self._offloader is not None:
             self._offloader.host = host
 
-    @property
+    @cached_property
     def _bytes(self) -> BlockBytes:
+        """Asked for in every step, and comparing with a protocol takes as long as planning one."""
         ops = self._arena.ops
         assert isinstance(ops, BlockBytes)
         return ops
