@@ -50,7 +50,8 @@ KV_CALLS = (
 )  # fmt: skip
 OPS_CALLS = (
     "copy_blocks", "move_blocks", "release_pages", "prepare_pages", "resident_bytes",
-    "length", "remove", "copy", "save", "load", "resize", "shift", "no_room", "read_blocks", "landing", "land",
+    "length", "shortest", "shortest_saved", "remove", "copy",
+    "save", "load", "resize", "shift", "no_room", "read_blocks", "landing", "land",
 )  # fmt: skip
 BACKEND_CALLS = ("step", "read_prompts", "rebuild", "abort")
 AHEAD_CALLS = ("submit", "collect", "rebuild", "abort")
@@ -58,6 +59,8 @@ AHEAD_CALLS = ("submit", "collect", "rebuild", "abort")
 OBSERVER_CALLS = ("on_step", "on_finished", "on_eviction")
 WITHOUT_EFFECT = {f"kv.{name}" for name in ("peek", "verify", "usage", "details", "examine")} | {
     "ops.length",
+    "ops.shortest",
+    "ops.shortest_saved",
     "ops.resident_bytes",
     "ops.no_room",
     "ops.read_blocks",

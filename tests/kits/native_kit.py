@@ -13,6 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 
+from cllm.text.chat_template import CHATML
 from gguf_kit import add_value
 
 Type = GGMLQuantizationType
@@ -196,6 +197,7 @@ def vocabulary_keys(n_vocab: int) -> dict[str, Any]:
         "tokenizer.ggml.merges": [f"{pair[0]} {pair[1]}" for pair in pairs],
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.chat_template": CHATML,
         "tokenizer.ggml.add_bos_token": False,
     }
 
