@@ -16,9 +16,11 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections import deque
 from pathlib import Path
@@ -30,6 +32,15 @@ LLAMA_CPP = "llama-cpp"
 BROWSER = "browser"
 BROWSER_PROGRAMS = ("chromium", "chromedriver")
 BROWSER_PACKAGES = ("chromium", "chromium-driver")
+COMPILERS = ("c++", "g++", "clang++")
+# Of each package manager: how it is called, the compiler and the headers of Python.
+PACKAGES = (
+    ("apt-get", "apt-get install", "g++", "python3-dev"),
+    ("dnf", "dnf install", "gcc-c++", "python3-devel"),
+    ("zypper", "zypper install", "gcc-c++", "python3-devel"),
+    ("pacman", "pacman -S", "gcc", "python"),
+    ("apk", "apk add", "g++", "python3-dev"),
+)
 
 
 def main() -> int:
@@ -40,6 +51,8 @@ def main() -> int:
 
 
 def install_package() -> int:
+    if problem := missing_for_compiling():
+        return fail(problem)
     print("cLLM: installing cLLM; compiling its native engine takes about two minutes on two cores", flush=True)
     # Verbose, because pip hides the compiler's progress otherwise.
     return pip("install", "--verbose", "--editable", str(ROOT), what="compiling and installing cLLM")
@@ -56,6 +69,8 @@ def install_extras(extras: list[str]) -> int:
         if extra == LLAMA_CPP:
             if importlib.util.find_spec("llama_cpp") is not None:
                 continue
+            if problem := missing_for_compiling():
+                return fail(problem)
             print(
                 "cLLM: compiling llama.cpp for this CPU, once; this takes about ten minutes on two cores",
                 flush=True,
@@ -64,6 +79,32 @@ def install_extras(extras: list[str]) -> int:
         if code := pip(*arguments, *requirements(extra), what=what):
             return code
     return 0
+
+
+def missing_for_compiling() -> str | None:
+    """What the system lacks to compile, and how to install it. CMake would say it in fifty lines, after a minute."""
+    chosen = os.environ.get("CXX")
+    compilers = shlex.split(chosen)[:1] if chosen else COMPILERS
+    if not any(map(shutil.which, compilers)):
+        if chosen:
+            return f"the C++ compiler that the variable CXX names, {chosen}, was not found; unset CXX or correct it"
+        return f"no C++ compiler found ({' '.join(COMPILERS)}); install g++{how_to_install(2)}"
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        return f"the headers of Python are missing ({headers}/Python.h); install python3-dev{how_to_install(3)}"
+    return None
+
+
+def how_to_install(package: int) -> str:
+    for row in PACKAGES:
+        if shutil.which(row[0]):
+            return f", for example with: {'' if os.geteuid() == 0 else 'sudo '}{row[1]} {row[package]}"
+    return ""
+
+
+def fail(problem: str) -> int:
+    print(f"cLLM: {problem}", file=sys.stderr)
+    return 1
 
 
 def requirements(extra: str) -> list[str]:

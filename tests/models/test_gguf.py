@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from cllm.models.shape import ModelShape
 from gguf_kit import LLAMA_KEYS, tiny_model, write_gguf
+from native_kit import write_model
 from thorough import sampled
 
 
@@ -215,3 +217,22 @@ def test_mutated_bytes_give_a_model_or_a_model_error(tmp_path: Path, tiny_bytes:
         assert "\n" not in str(error)
     else:
         assert model.shape.n_layers > 0
+
+
+@pytest.mark.parametrize(
+    ("stated", "shown"),
+    [
+        (15, "Q4_K_M"),
+        (14, "Q4_K_S"),
+        (1024 + 15, "Q4_K_M"),  # the converter's guess
+        (7, "Q4_K"),  # Q8_0, of which it has nothing
+        (9999, "Q4_K"),
+        ("Q4_K_M", "Q4_K"),
+        (None, "Q4_K"),
+    ],
+)
+def test_the_type_is_the_stated_one_if_there_are_such_tensors(stated: object, shown: str, tmp_path: Path) -> None:
+    types = {"ffn_down": "q6_k"}
+    file = write_model(tmp_path / "q8_0.gguf", weight_type="q4_k", types=types, n_embd=256, n_ff=512, n_vocab=327)
+    model = GGUFModel.open(file)
+    assert replace(model, metadata={**model.metadata, "general.file_type": stated}).weight_type == shown

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, LlamaFileType
 from numpy.typing import NDArray
 
 from cllm.errors import ModelError
@@ -52,14 +52,18 @@ class GGUFModel:
 
     @property
     def weight_type(self) -> str | None:
-        """The type of most of the file's bytes."""
+        """What the file says it is, such as Q4_K_M, if it has such tensors; otherwise the type of most of its bytes."""
+        kinds = {GGMLQuantizationType(tensor.type).name for tensor in self.tensors.values()}
+        stated = _stated_type(self.metadata.get("general.file_type"))
+        if stated is not None and any(_family(kind) == _family(stated) for kind in kinds):
+            return stated
         sizes: dict[int, int] = {}
         for tensor in self.tensors.values():
             sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.size
         if not sizes:
             return None
         most = max(sizes, key=lambda kind: sizes[kind])
-        return GGMLQuantizationType(most).name if most in set(GGMLQuantizationType) else None
+        return GGMLQuantizationType(most).name
 
     def get(self, key: str, default: T) -> T:
         """The value of `key`, which must be of the default's type (a `None` default takes any type)."""
@@ -137,6 +141,22 @@ class TensorFile(UnchangedFile):
         """The tensor's bytes, or `size` of them from `start` on; valid until the next call."""
         info = self._model.tensors[name]
         return self.read_bytes(info.offset + start, info.size - start if size is None else size, f"the tensor {name}")
+
+
+def _stated_type(value: object) -> str | None:
+    """The name of a general.file_type. A converter that was not told the type sets a bit beside the one it guessed."""
+    if not isinstance(value, int):
+        return None
+    try:
+        return LlamaFileType(value & ~LlamaFileType.GUESSED).name.partition("_")[2] or None
+    except ValueError:  # damaged, or newer than the installed package gguf
+        return None
+
+
+def _family(kind: str) -> str:
+    """IQ3_M is a mix of IQ3_S and others, Q4_K_S one of Q4_K and others."""
+    found = re.match(r"[A-Z]+\d+", kind)
+    return found[0] if found else kind
 
 
 def _wrong_kind(path: Path, key: str, found: str, wanted: str) -> ModelError:
