@@ -32,7 +32,7 @@ from cllm.tasks.arguments import (
     check_prompt,
     read_prompts,
 )
-from cllm.tasks.chat import prepare_chat
+from cllm.tasks.chat import ChatTurn, prepare_chat
 from cllm.tasks.embedding import EmbeddingJob, shortened
 
 T = TypeVar("T")
@@ -191,12 +191,8 @@ class LLM:
     ) -> list[Completion]:
         if tools:
             chosen, known = params or SamplingParams.with_model_defaults(), read_tools(tools)
-
-            async def answer(number: int) -> Completion:
-                with about(_place("messages", number, conversations)):
-                    return await self._chat(conversations[number], chosen, known)
-
-            return self._wait(self._each(range(len(conversations)), answer))
+            turns = self._wait(self._prepare_all(conversations, chosen, known))
+            return self._wait(self._each(turns, self._answer))
         prompts = []
         for number, messages in enumerate(conversations):
             with about(_place("messages", number, conversations)):
@@ -230,8 +226,16 @@ class LLM:
             for task in tasks:
                 task.cancel()
 
-    async def _chat(self, messages: Messages, params: SamplingParams, tools: Sequence[Tool]) -> Completion:
-        turn = await prepare_chat(self._llm, messages, params, tools)
+    async def _prepare_all(
+        self, conversations: Sequence[Messages], params: SamplingParams, tools: Sequence[Tool]
+    ) -> list[ChatTurn]:
+        turns = []
+        for number, messages in enumerate(conversations):
+            with about(_place("messages", number, conversations)):
+                turns.append(await prepare_chat(self._llm, messages, params, tools))
+        return turns
+
+    async def _answer(self, turn: ChatTurn) -> Completion:
         (completion,) = await turn.submit().collect(turn.reader)
         return completion
 

@@ -118,7 +118,7 @@ def test_unknown_keys_name_their_line_and_the_nearest_key(yaml_file: Any) -> Non
         f"{path}:4: unknown key scheduler.kvCacheEvictionThreshold: "
         "did you mean scheduler.kv_cache_eviction_threshold?",
         f"{path}:5: unknown key bananas: "
-        "choose from model, models, backend, resources, kv, scheduler, drafts, structured, server, prompt, "
+        "choose from model, models, backend, resources, kv, scheduler, drafts, structured, work, server, prompt, "
         "chat, responses, cluster, log, observe",
     )
 
