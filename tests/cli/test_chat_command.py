@@ -172,6 +172,14 @@ def test_a_full_context_says_what_to_do(here: Here, tmp_path: Path) -> None:
     assert "context of 512 tokens is full" not in told, "a window has no end"
 
 
+def test_an_answer_that_was_cut_says_what_allows_longer_ones(here: Here, tmp_path: Path) -> None:
+    _, told = say(here, tmp_path, "/set max_tokens 3", "one")
+    why = "the answer ends here: max_tokens is 3; /set max_tokens NUMBER allows longer answers (or start with "
+    assert f"{why}--max-tokens NUMBER)" in told.splitlines()
+    _, told = say(here, tmp_path, "/set max_tokens 2000", "one")
+    assert "(stop)" in told and "ends here" not in told
+
+
 def test_json_on_stdout_is_alone(here: Here) -> None:
     result = here(*TALK, "-n", "4", "--json", "-", stdin="one\n/help\n")
     data = json.loads(result.stdout)
@@ -273,6 +281,7 @@ def talking(tmp_path: Path, *args: str, columns: int = 80) -> Iterator[Terminal]
     file = tmp_path / "talk.json"
     command = [sys.executable, "-m", "cllm", *TALK, *args, "--json", str(file)]
     with at_terminal(command, environment, columns=columns) as terminal:
+        terminal.wait_for(r"loading fake \.\.\.")
         terminal.wait_for("/help lists the commands")
         terminal.wait_for(READY)
         yield terminal

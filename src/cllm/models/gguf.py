@@ -63,7 +63,7 @@ class GGUFModel:
         if not sizes:
             return None
         most = max(sizes, key=lambda kind: sizes[kind])
-        return GGMLQuantizationType(most).name
+        return str(GGMLQuantizationType(most).name)
 
     def get(self, key: str, default: T) -> T:
         """The value of `key`, which must be of the default's type (a `None` default takes any type)."""
@@ -148,9 +148,10 @@ def _stated_type(value: object) -> str | None:
     if not isinstance(value, int):
         return None
     try:
-        return LlamaFileType(value & ~LlamaFileType.GUESSED).name.partition("_")[2] or None
+        name: str = LlamaFileType(value & ~LlamaFileType.GUESSED).name
     except ValueError:  # damaged, or newer than the installed package gguf
         return None
+    return name.partition("_")[2] or None
 
 
 def _family(kind: str) -> str:

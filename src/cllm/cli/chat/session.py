@@ -129,11 +129,15 @@ class ChatSession:
         if answer and answer.finish_reason != "tool_calls" and answer.tool_calls:
             call = answer.tool_calls[-1]
             print_status(f"the call of {call.name} is incomplete: {call.arguments}")
-        if answer and answer.finish_reason == "length" and self._is_full(answer):
-            print_status(
-                f"the answer ends here: the context of {self._conversation.max_context} tokens is full; {_ADVICE}"
-            )
+        if answer and answer.finish_reason == "length":
+            print_status(f"the answer ends here: {self._why_cut(answer)}")
         return answer
+
+    def _why_cut(self, answer: Completion) -> str:
+        if self._is_full(answer):
+            return f"the context of {self._conversation.max_context} tokens is full; {_ADVICE}"
+        most = self._conversation.params.max_tokens
+        return f"max_tokens is {most}; /set max_tokens NUMBER allows longer answers (or start with --max-tokens NUMBER)"
 
     def _is_full(self, answer: Completion) -> bool:
         if self._conversation.window is not None:
@@ -208,6 +212,8 @@ def run_chat(config: Config, settings: Mapping[str, Any], system: str | None, ou
     sampling.validate(settings)
     llm = AsyncLLM(config, before_mapping=explain_bus_errors)
     with closing(asyncio.new_event_loop()) as loop:
+        if sys.stdin.isatty():
+            print_status(f"loading {'fake' if config.backend.type == 'fake' else config.model.name} ...")
         loop.run_until_complete(llm.start())
         try:
             conversation = Conversation(loop, llm, settings, system)
