@@ -13,7 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 
-from cllm.text.chat_template import CHATML
+from cllm.text.template_source import CHATML
 from gguf_kit import add_value
 
 Type = GGMLQuantizationType
