@@ -44,8 +44,6 @@ class Embedder:
 
     def encode_text(self, text: str, most: int | None = None) -> list[int]:
         """`most`: cut it to this many tokens."""
-        if not text:
-            return []
         ids = self.tokenizer.encode(text)
         return [*(ids if most is None else ids[: max(most - len(self.text_end), 0)]), *self.text_end]
 

@@ -47,7 +47,7 @@ async def create(
     """Answer a text or a conversation, which may continue an earlier response."""
     conversation, size = await _read(state, request, body)
     with _as_input():
-        chat = await open_chat(state, request, _chat_input(body, conversation), "resp")
+        chat = await open_chat(state, request, _chat_input(body, conversation), "resp_")
     if body.end_user:
         log.info("%s user=%r", chat.head.id, body.end_user)
     saver = (
