@@ -133,9 +133,8 @@ async def test_documents_are_ranked(ranker: Path) -> None:
         assert ranking(parts) == ranking(reply)
         refused = await client.post("/v1/embeddings", json={"input": "the cat"})
         assert refused.status_code == 400 and "use /v1/rerank" in refused.text
-        told = (
-            await client.post("/rerank", json={"query": "who sat?", "texts": documents, "return_text": True})
-        ).json()
+        texts = {"query": "who sat?", "texts": documents}
+        told = (await client.post("/rerank", json={**texts, "return_text": True})).json()
         assert [(each["index"], round(each["score"], 5)) for each in told] == ranking(reply)
         assert all(each["text"] == documents[each["index"]] for each in told)
         first = (await client.post("/rerank", json={**texts, "top_n": 1})).json()
