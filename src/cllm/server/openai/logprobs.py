@@ -105,8 +105,9 @@ class CompletionLogprobs:
         if math.isnan(entry.logprob):
             return "null"
         likeliest = {self._name(token): _finite(logprob) for token, logprob in entry.top}
-        # The chosen token is always listed, even if it is not among the likeliest.
-        return as_json(likeliest | {self._name(entry.token_id): _finite(entry.logprob)})
+        # The chosen token comes first, and is always listed, even if it is not among the likeliest.
+        name = self._name(entry.token_id)
+        return as_json({name: 0.0} | likeliest | {name: _finite(entry.logprob)})
 
     def _offsets(self, entries: Sequence[TokenLogprob], offset: int) -> Iterator[int]:
         """Tokens of one character all have its place."""
