@@ -7,7 +7,10 @@ classes to status codes; the command line prints the message on one line.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 
+MOST_NAMED = 32
+"""Of many things that are wrong, so many are named."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -27,12 +30,20 @@ class ModelError(CLLMError):
 
 
 class InvalidRequestError(CLLMError):
-    """A request that can never succeed. `param`: the invalid parameter; `code`: an error code for programs."""
+    """A request that can never succeed. `param`: the invalid parameter; `code`: an error code for programs; `numbers`:
+    what the message says in words, for programs."""
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.code = code
+        self.numbers = numbers or {}
 
 
 class OverloadedError(CLLMError):
@@ -86,6 +97,12 @@ class StructureError(BackendError):
 
 class StepAbortedError(BackendError):
     """The step was interrupted on request; nothing is wrong with the backend."""
+
+
+def named(kind: str, names: Sequence[str]) -> str:
+    """For messages: `key a`, or `keys a, b, c`."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{kind}{'s' if len(names) > 1 else ''} {', '.join(names[:MOST_NAMED])}{more}"
 
 
 def describe(error: BaseException) -> str:

@@ -63,11 +63,14 @@ class Completion:
     stop_reason: str | int | None = None
     completion_tokens: int = 0
     """Of all answers to the prompt."""
+    generated: list[int] = field(default_factory=list)
+    """All of its tokens, with one that ended it."""
 
     def add(self, delta: ChatDelta) -> None:
         if delta.logprobs is not None:
             self.logprobs = self.logprobs or []
             self.logprobs += delta.logprobs
+        self.generated += delta.generated
         if isinstance(delta, Delta):
             if delta.text:
                 # A local variable that alone refers to the text grows in place; `self.text +=` copies all of it.
@@ -116,6 +119,8 @@ class _Pending:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     tokens: int = 0
     """Of the whole answer, also those that are part of a delta."""
+    empty: bool = True
+    """Whether no token is part of it."""
     done: bool = False
 
 
@@ -159,6 +164,7 @@ class Generation:
         """The text goes on after that of the tokens that were generated elsewhere."""
         for sequence, answer in zip(self.request.sequences, self._answers, strict=True):
             answer.done = sequence.ended
+            answer.empty = not sequence.n_given
             for token in sequence.given:
                 answer.stream.push(token)
             if answer.stream.stopped is not None:
@@ -300,10 +306,12 @@ class Generation:
         self.completion_tokens += 1
         answer.tokens += 1
         if output.stop_token is not None:
-            # Clients that score a prompt together with the token after it rely on that one being there, whatever it is.
-            if output.logprob is not None and self._params.prompt_logprobs is not None:
+            # An answer of nothing else has this one. So have prompts that are scored: clients that score a prompt
+            # together with the token after it rely on that one being there, whatever it is.
+            if output.logprob is not None and (answer.empty or self._params.prompt_logprobs is not None):
                 answer.logprobs.append(output.logprob)
             return ""
+        answer.empty = False
         answer.token_ids.append(output.token_id)
         if output.logprob is not None:
             answer.logprobs.append(output.logprob)
@@ -312,13 +320,21 @@ class Generation:
     def _finish(self, answer: _Pending, output: Output, text: str, reason: str, stop: str | int | None) -> None:
         answer.done = True
         self._unfinished -= 1
-        self._pass_on(answer, output.answer, text, reason, stop)
+        self._pass_on(answer, output.answer, text, reason, stop, output.stop_token)
 
     def _pass_on(
-        self, answer: _Pending, index: int, text: str, reason: str | None = None, stop: str | int | None = None
+        self,
+        answer: _Pending,
+        index: int,
+        text: str,
+        reason: str | None = None,
+        stop: str | int | None = None,
+        end_token: int | None = None,
     ) -> None:
+        ids = answer.token_ids
         logprobs = answer.logprobs if self._params.logprobs is not None else None
-        self._deltas.append(Delta(self._first_index + index, text, answer.token_ids, logprobs, reason, stop))
+        generated = ids if end_token is None else [*ids, end_token]
+        self._deltas.append(Delta(self._first_index + index, text, ids, logprobs, reason, stop, generated))
         answer.token_ids, answer.logprobs = [], []
         self._wake()
 

@@ -133,6 +133,14 @@ async def test_documents_are_ranked(ranker: Path) -> None:
         assert ranking(parts) == ranking(reply)
         refused = await client.post("/v1/embeddings", json={"input": "the cat"})
         assert refused.status_code == 400 and "use /v1/rerank" in refused.text
+        texts = {"query": "who sat?", "texts": documents}
+        told = (await client.post("/rerank", json={**texts, "return_text": True})).json()
+        assert [(each["index"], round(each["score"], 5)) for each in told] == ranking(reply)
+        assert all(each["text"] == documents[each["index"]] for each in told)
+        first = (await client.post("/rerank", json={**texts, "top_n": 1})).json()
+        assert [*first[0]] == ["index", "score"] and first[0]["index"] == told[0]["index"] and len(first) == 1
+        for wrong in ({"texts": documents}, {"documents": None}, {"return_text": True}):
+            assert (await client.post("/v1/rerank", json={**body, **wrong})).status_code == 400
         for wrong, name in (({"documents": []}, "documents"), ({"top_n": 0}, "top_n"), ({"query": 3}, "query")):
             reply = await client.post("/v1/rerank", json={**body, **wrong})
             assert reply.status_code == 400 and reply.json()["error"]["param"] == name

@@ -54,6 +54,8 @@ def breaks_a_relation(body: dict[str, Any]) -> bool:
         or (body.get("context_window") is not None and _scores_its_prompt(body))
         or _number(body, "dimensions", 1) > 8  # the fake model's
         or body.get("continue_final_message") is True
+        or not 0 < abs(_number(body, "truncate_prompt_tokens", 1)) < 4096  # more than fits
+        or (bool(body.get("suffix")) and body.get("truncate_prompt_tokens") is not None)
         or (body.get("separate_reasoning") is not None and body.get("reasoning_format") is not None)
         or bool(OURS & set(body.get("chat_template_kwargs") or ()))
         or (isinstance(body.get("prompt"), list) and len(body["prompt"]) * _number(body, "n", 1) > 128)

@@ -17,6 +17,7 @@ ON_A_CLUSTER = {
     "test_http_cllm": ".*",
     "test_http_completing": ".*",
     "test_http_errors": ".*(fail|crash|request_id)",
+    "test_http_exactness": ".*(empty|usage|ids)",
     "test_http_hints": None,
     "test_http_ollama": None,
     "test_http_openai": ".*",

@@ -64,7 +64,7 @@ def prompt_of(llm: ScriptedLLM) -> str:
 
 async def test_a_message(client: AsyncAnthropic, llm: ScriptedLLM) -> None:
     message = await client.messages.create(model="tiny", max_tokens=5, system="Be brief.", messages=[USER])
-    assert message.id == llm.generations[0].request_id and message.id.startswith("msg-")
+    assert message.id == llm.generations[0].request_id and message.id.startswith("msg_")
     assert (message.type, message.role, message.model) == ("message", "assistant", "tiny")
     assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Hello"}]
     assert (message.stop_reason, message.stop_sequence) == ("max_tokens", None)

@@ -101,6 +101,16 @@ async def test_what_there_is(client: httpx.AsyncClient) -> None:
     assert (await client.get("/api/version")).json() == {"version": cllm.__version__}
 
 
+async def test_a_model_that_is_there_is_pulled_at_once(client: httpx.AsyncClient) -> None:
+    pulled = await client.post("/api/pull", json={"model": "fake:latest", "insecure": True})
+    assert [json.loads(line)["status"] for line in pulled.text.splitlines()] == ["pulling manifest", "success"]
+    assert pulled.headers["content-type"] == "application/x-ndjson"
+    assert (await client.post("/api/pull", json={"name": "fake", "stream": False})).json() == {"status": "success"}
+    missing = await client.post("/api/pull", json={"model": "llama3"})
+    assert (missing.status_code, "'llama3' does not exist" in missing.json()["error"]) == (404, True)
+    assert (await client.post("/api/pull", json={})).status_code == 400
+
+
 async def test_any_content_type_will_do_but_not_from_a_web_page(client: httpx.AsyncClient) -> None:
     """curl's default is that of forms, and litellm sends none."""
     body = json.dumps({**CHAT, **SHORT, "stream": False})

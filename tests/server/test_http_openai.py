@@ -23,7 +23,7 @@ from cllm.engine.sampling import TokenLogprob
 from cllm.engine.tenant import ANONYMOUS
 from cllm.errors import BackendError, OverloadedError
 from cllm.generation import Generation
-from cllm.server.openai.logprobs import ChatLogprobs, CompletionLogprobs
+from cllm.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, TokenForm
 from cllm.server.openai.replies import ChatReply, CompletionReply
 from cllm.text.tokenizer import ByteTokenizer
 from http_kit import TrackedApp, app_for, client_for, config_with, served
@@ -364,9 +364,9 @@ async def test_chat_logprobs(llm: ScriptedLLM, streamed: bool) -> None:
 
 def test_what_is_impossible_is_a_number_too() -> None:
     entry = TokenLogprob(72, -inf, [(72, -inf)])
-    chat = json.loads("".join(ChatLogprobs(ByteTokenizer()).pieces([entry])))["content"][0]
+    chat = json.loads("".join(ChatLogprobs(TokenForm(ByteTokenizer())).pieces([entry])))["content"][0]
     assert (chat["logprob"], chat["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
-    completion = json.loads("".join(CompletionLogprobs(ByteTokenizer()).pieces([entry])))
+    completion = json.loads("".join(CompletionLogprobs(TokenForm(ByteTokenizer())).pieces([entry])))
     assert (completion["token_logprobs"], completion["top_logprobs"]) == ([-9999.0], [{"H": -9999.0}])
 
 

@@ -60,13 +60,15 @@ async def test_a_prompt_says_how_far_it_is(path: str) -> None:
     told = [event["prompt_progress"] for event in all_events if "prompt_progress" in event]
     assert [set(each) for each in told] == [{"total", "cache", "processed", "time_ms"}] * len(told)
     processed = [each["processed"] for each in told]
+    assert (processed[0], told[0]["cache"]) == (0, 0)
     assert processed == sorted(set(processed))
     assert processed[-1] == told[-1]["total"] >= 600
     assert any(0 < each < told[-1]["total"] for each in processed)
     first_text = next(n for n, event in enumerate(all_events) if "prompt_progress" not in event)
     assert first_text == len(told)
-    last = [event["prompt_progress"] for event in events(again.text) if "prompt_progress" in event][-1]
-    assert last["cache"] > 0
+    told_again = [event["prompt_progress"] for event in events(again.text) if "prompt_progress" in event]
+    assert told_again[0]["processed"] == told_again[0]["cache"] == told_again[-1]["cache"] > 0
+    assert told_again[-1]["processed"] == told_again[-1]["total"] > told_again[0]["processed"]
 
 
 async def test_nobody_gets_progress_who_did_not_ask() -> None:

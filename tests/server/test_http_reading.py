@@ -215,7 +215,11 @@ async def test_embeddings_in_both_forms(client: httpx.AsyncClient) -> None:
         ({"input": [[]]}, "input", "empty"),
         ({"input": [[5], [400]]}, "input", "input[1] contains token 400"),
         ({"input": [-1]}, "input", ""),
-        ({"input": ["x", 5]}, "input", ""),
+        ({"input": ["x", -5]}, "input[1]", "greater than or equal to 0"),
+        ({"input": ["x", [5, None]]}, "input[1][1]", ""),
+        ({"input": ["x", 400]}, "input", "input[0] contains token 400"),
+        ({"input": "x", "messages": [USER]}, "messages", "together with input"),
+        ({"input": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "together with messages"),
         ({"input": {"text": "x"}}, "input", ""),
         ({"input": "x" * 5000}, "input", "5000 tokens"),
         ({"input": ["x"] * 10_000}, "input", "10000 texts; at most 2048"),
@@ -231,6 +235,41 @@ async def test_what_is_no_input_is_refused_by_name(
 ) -> None:
     problem = (await post(client, "/v1/embeddings", body, 400))["error"]
     assert problem["param"] == param and words in problem["message"]
+
+
+async def test_a_text_in_parts_is_the_text_of_its_parts(client: httpx.AsyncClient) -> None:
+    whole = await post(client, "/v1/embeddings", {"input": ["abcd", "xy"]})
+    parts: list[Any] = [["ab", *b"c", "d"], "xy"]
+    assert await post(client, "/v1/embeddings", {"input": parts}) == whole
+    one = await post(client, "/v1/embeddings", {"input": [*b"ab", "cd"]})
+    assert one["data"] == whole["data"][:1] and one["usage"]["prompt_tokens"] == 4
+    mixed = await post(client, "/v1/embeddings", {"input": ["abcd", [*b"xy"]]})
+    assert mixed == whole
+
+
+async def test_a_chat_is_embedded_as_its_prompt(client: httpx.AsyncClient) -> None:
+    for how in ({"add_generation_prompt": True}, {"add_generation_prompt": False}):
+        tokens = (await post(client, "/tokenize", {"messages": [USER], **how}))["tokens"]
+        reply = await post(client, "/v1/embeddings", {"messages": [USER], **how})
+        assert reply["data"] == (await post(client, "/v1/embeddings", {"input": tokens}))["data"]
+        assert reply["usage"]["prompt_tokens"] == len(tokens)
+    assert (await post(client, "/v1/embeddings", {"messages": [USER]}))["data"] == reply["data"]
+    long = {"messages": [{"role": "user", "content": "x" * 9000}]}
+    assert (await post(client, "/v1/embeddings", long, 400))["error"]["param"] == "messages"
+    cut = await post(client, "/v1/embeddings", {**long, "truncate_prompt_tokens": 5})
+    assert cut["usage"]["prompt_tokens"] == 5
+    whole = await post(client, "/v1/embeddings", {**long, "truncate_prompt_tokens": -1})
+    assert whole["usage"]["prompt_tokens"] == 4096
+
+
+@pytest.mark.parametrize(("side", "left"), [(None, "0123"), ("right", "0123"), ("left", "6789")])
+@pytest.mark.parametrize("given", ["0123456789", [*b"0123456789"], [*b"01234", "56789"]])
+async def test_texts_are_cut_on_either_side(client: httpx.AsyncClient, given: Any, side: str | None, left: str) -> None:
+    how = {"truncate_prompt_tokens": 4, "truncation_side": side}
+    reply = await post(client, "/v1/embeddings", {"input": given, **how})
+    assert reply == await post(client, "/v1/embeddings", {"input": left})
+    problem = await post(client, "/v1/embeddings", {"input": given, "truncate_prompt_tokens": 4097}, 400)
+    assert problem["error"]["param"] == "truncate_prompt_tokens"
 
 
 async def test_many_inputs_beside_a_stream(client: httpx.AsyncClient) -> None:

@@ -84,7 +84,7 @@ async def test_a_response(client: AsyncOpenAI, llm: ScriptedLLM) -> None:
         model="tiny", input="hi", instructions="Be brief.", metadata={"a": "b"}, max_output_tokens=100
     )
     Response.model_validate(response.to_dict())
-    assert response.id == llm.generations[0].request_id and response.id.startswith("resp-")
+    assert response.id == llm.generations[0].request_id and response.id.startswith("resp_")
     assert (response.object, response.status, response.model) == ("response", "completed", "tiny")
     assert response.output_text == "Hello, wörld!"
     assert (response.output[0].type, response.output[0].status) == ("message", "completed")

@@ -61,6 +61,8 @@ async def test_a_text_in_llama_servers_form(client: httpx.AsyncClient) -> None:
     assert (await post(client, "/tokenize", content="<eos>", parse_special=False))["count"] == 5
     pieces = (await post(client, "/tokenize", content="a<eos>", with_pieces=True))["tokens"]
     assert pieces == [{"id": 97, "piece": "a"}, {"id": 257, "piece": "<eos>"}]
+    of_one_character = (await post(client, "/tokenize", content="é", with_pieces=True))["tokens"]
+    assert of_one_character == [{"id": 0xC3, "piece": [0xC3]}, {"id": 0xA9, "piece": [0xA9]}]
 
 
 async def test_a_chat_has_the_tokens_of_its_prompt(client: httpx.AsyncClient) -> None:

@@ -26,6 +26,9 @@ class Delta:
     """`stop`, `length` or `tool_calls`."""
     stop_reason: str | int | None = None
     """The stop string or stop token that ended the answer."""
+    generated: Sequence[int] = ()
+    """All tokens that were generated since the last delta, with one that ended the answer: their text is in this delta,
+    or held back."""
 
 
 @dataclass(slots=True)
@@ -33,6 +36,8 @@ class ReasoningDelta:
     index: int
     text: str
     logprobs: Logprobs = None
+    generated: Sequence[int] = ()
+    """As in `Delta`."""
 
 
 @dataclass(slots=True)
@@ -45,6 +50,8 @@ class ToolCallStart:
     id: str
     name: str
     logprobs: Logprobs = None
+    generated: Sequence[int] = ()
+    """As in `Delta`."""
 
 
 @dataclass(slots=True)
@@ -55,6 +62,8 @@ class ToolCallDelta:
     number: int
     text: str
     logprobs: Logprobs = None
+    generated: Sequence[int] = ()
+    """As in `Delta`."""
 
 
 ChatDelta = Delta | ReasoningDelta | ToolCallStart | ToolCallDelta

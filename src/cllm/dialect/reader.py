@@ -82,6 +82,8 @@ class AnswerReader:
         """Whether the last delta was text."""
         self._tokens = 0
         """Since the last delta."""
+        self._generated: list[int] = []
+        """Tokens since the last delta that was returned, with one that ended the answer."""
         self._index = index
         self._reasoning = reasoning
         self._syntax = syntax if tools else None
@@ -114,6 +116,7 @@ class AnswerReader:
         if self._finished:
             return []
         self.tokens += len(delta.token_ids)
+        self._generated += delta.generated
         self._logprobs += delta.logprobs or ()
         new = self.push(delta.text)
         silent = self._silent_delta() if self._logprobs and not new else None
@@ -135,6 +138,9 @@ class AnswerReader:
         new += rest
         if not self._include_reasoning:
             new = [each for each in new if not isinstance(each, ReasoningDelta)]
+        if new:
+            # The last one: whoever counts along is never ahead of the text.
+            new[-1].generated, self._generated = self._generated, []
         return new
 
     def _add_logprobs(self, new: list[ChatDelta], rest: list[ChatDelta]) -> None:

@@ -35,7 +35,7 @@ from cllm.engine.draw import Ids, Row, mix64, uniform
 from cllm.engine.params import SamplingParams
 from cllm.engine.penalties import Penalties
 from cllm.engine.row_sampler import DEFAULT_SAMPLER, RowSampler
-from cllm.errors import InvalidRequestError
+from cllm.errors import InvalidRequestError, named
 
 
 class TokenLogprob:
@@ -296,11 +296,10 @@ class TokenChooser:
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise `InvalidRequestError` for token ids that the vocabulary does not have."""
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        for token_id in ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequestError(
-                    f"{name} has the token id {token_id}; this model's ids are 0 to {vocab_size - 1}", name
-                )
+        unknown = [str(token_id) for token_id in ids if not 0 <= token_id < vocab_size]
+        if unknown:
+            known = f"this model's ids are 0 to {vocab_size - 1}"
+            raise InvalidRequestError(f"{name} has the {named('token id', unknown)}; {known}", name)
 
 
 def choose(

@@ -55,6 +55,10 @@ class ModelFiles(NamedTuple):
     paths: tuple[Path, ...]
     identities: tuple[Identity, ...]
 
+    @property
+    def size(self) -> int:
+        return sum(each.size for each in self.identities)
+
 
 def files_of(model: GGUFModel | HFModel) -> ModelFiles:
     paths = (model.path,) if isinstance(model, GGUFModel) else (model.path / CONFIG, *sorted(model.stamps))

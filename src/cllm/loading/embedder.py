@@ -43,7 +43,7 @@ class Embedder:
         return f"{self.name} cannot rank documents (its pooling_type is not rank); serve a reranker"
 
     def encode_text(self, text: str) -> list[int]:
-        return [*self.tokenizer.encode(text), *self.text_end] if text else []
+        return [*self.tokenizer.encode(text), *self.text_end]
 
     def encode_pair(self, query: str, document: str) -> list[int]:
         if self.pairs is None:

@@ -17,6 +17,8 @@ class ModelFacts:
     """The model's own, not its alias."""
     weights: str
     """Equal for equal model files, wherever they are."""
+    file_bytes: int
+    """Of all its files; 0 if there are none."""
     backend: str
     shape: ModelShape
     max_context: int
@@ -34,12 +36,20 @@ class ModelFacts:
 
 
 def facts_of(
-    name: str, weights: str, backend: Backend, *, context: ContextLimit, bytes_per_token: int, unit_tokens: int
+    name: str,
+    weights: str,
+    backend: Backend,
+    *,
+    context: ContextLimit,
+    bytes_per_token: int,
+    unit_tokens: int,
+    file_bytes: int = 0,
 ) -> ModelFacts:
     """Once the backend has its K/V memory."""
     return ModelFacts(
         name=name,
         weights=weights,
+        file_bytes=file_bytes,
         backend=backend.name,
         shape=backend.shape,
         max_context=context.tokens,

@@ -99,6 +99,7 @@ def _build(
         context=memory.context,
         bytes_per_token=token_bytes,
         unit_tokens=memory.kv.unit_tokens,
+        file_bytes=0 if opened.files is None else opened.files.size,
     )
     text = build_text_parts(config, opened.text, facts, share.tokenizers, workers)
     scheduler = Scheduler(

@@ -41,8 +41,6 @@ class Encoding:
     add_bos: bool = True
     whole_prompt: bool = False
     """It may have been made by a chat template: special tokens by name, and a single BOS."""
-    embeds: bool = False
-    """It is a text to embed: an empty one has no tokens."""
     most: int | None = None
     """Cut it to so many tokens,"""
     end: tuple[int, ...] = ()
@@ -51,8 +49,6 @@ class Encoding:
     def tokens(self, tokenizer: Tokenizer, text: str) -> list[int]:
         if self.whole_prompt:
             return encode_prompt(tokenizer, text)
-        if self.embeds and not text:
-            return []
         ids = tokenizer.encode(text, special=self.special, add_bos=self.add_bos)
         return [*(ids if self.most is None else ids[: max(self.most - len(self.end), 0)]), *self.end]
 

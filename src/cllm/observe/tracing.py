@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -44,6 +45,8 @@ _OPERATIONS = {
     "rerank": "embeddings",
 }
 """By what the ids of requests begin with. All others are chats."""
+_SEPARATOR = re.compile("[-_]")
+"""Behind that."""
 _PARENT = TraceContextTextMapPropagator()
 _ATTEMPTS = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
 """Gets a line for every failed attempt to send spans."""
@@ -138,7 +141,7 @@ class Tracing:
 
     def finished(self, model: str, record: RequestRecord) -> None:
         """On the engine's thread: a prompt of some request has been answered."""
-        prefix, _, rest = record.request_id.partition("-")
+        prefix, rest = _SEPARATOR.split(record.request_id, maxsplit=1)
         # One of several prompts has its number at the end.
         request = self._requests.get(rest) or self._requests.get(rest.rpartition("-")[0])
         if request is None:
@@ -181,7 +184,7 @@ class Tracing:
             spans.append(("prefill", admitted, finished.at_ns))
         context = set_span_in_context(finished.parent)
         common = {
-            "gen_ai.operation.name": _OPERATIONS.get(record.request_id.partition("-")[0], "chat"),
+            "gen_ai.operation.name": _OPERATIONS.get(_SEPARATOR.split(record.request_id, maxsplit=1)[0], "chat"),
             "gen_ai.provider.name": "cllm",
             "gen_ai.request.model": finished.model,
             "gen_ai.response.id": record.request_id,

@@ -19,7 +19,17 @@ from cllm.server.anthropic import routes as anthropic
 from cllm.server.auth.tenants import Tenants
 from cllm.server.cllm import generate, models, ops, requests, tokens, warm
 from cllm.server.errors import install_handlers
-from cllm.server.middleware import OPEN_PATHS, ApiKey, BodyLimit, Leases, Owners, RequestContext, SubPath, Traces
+from cllm.server.middleware import (
+    OPEN_PATHS,
+    ApiKey,
+    BodyLimit,
+    Leases,
+    OtherNames,
+    Owners,
+    RequestContext,
+    SubPath,
+    Traces,
+)
 from cllm.server.ollama import embeddings as ollama_embeddings
 from cllm.server.ollama import models as ollama_models
 from cllm.server.ollama import routes as ollama
@@ -142,6 +152,7 @@ def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None, state
     if state.tracing is not None:
         app.add_middleware(Traces, tracing=state.tracing)
     app.add_middleware(RequestContext)
+    app.add_middleware(OtherNames)
     if config.server.root_path:
         app.add_middleware(SubPath, prefix=config.server.root_path)
 

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request, Response
@@ -129,13 +130,15 @@ class Problem(NamedTuple):
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] | None = None
+    numbers: Mapping[str, int] = MappingProxyType({})
+    """Beside the message, in OpenAI's API."""
 
     def body(self, path: str, request_id: str | None = None) -> dict[str, Any]:
         if is_anthropics(path):
             return self._anthropics(request_id)
         if path.startswith(OLLAMA_PATHS):
             return {"error": self.message}
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code, **self.numbers}
         return {"success": False, "error": error} if path in CLLM_PATHS else {"error": error}
 
     def response(self, path: str, request_id: str | None = None) -> Response:
@@ -154,7 +157,7 @@ class Problem(NamedTuple):
 def problem_of(error: Exception, *, request_id: str, retry_after_s: float = 1.0) -> Problem:
     """What the client is told of an exception. Unexpected ones are logged, and only the request id is shown."""
     if isinstance(error, InvalidRequestError):
-        return Problem(400, "invalid_request_error", str(error), error.param, error.code)
+        return Problem(400, "invalid_request_error", str(error), error.param, error.code, numbers=error.numbers)
     if isinstance(error, StructureError):
         return Problem(400, "invalid_request_error", str(error), code="structure_too_complex")
     if isinstance(error, OverloadedError):

@@ -25,6 +25,14 @@ OPERATOR_PATHS = frozenset({"/kv", "/kv/stream", "/benchmark", "/models/load", "
 """Endpoints that show or affect what belongs to all keys."""
 OWN_PATHS = ("/kv/warm", "/kv/warm/")
 """Endpoints under /kv that every key may use for itself; the route checks."""
+OTHER_NAMES = {
+    **{("POST", path): f"/v1{path}" for path in ("/completions", "/chat/completions", "/embeddings", "/responses")},
+    **{("POST", f"{path}/input_tokens"): f"/v1{path}/input_tokens" for path in ("/chat/completions", "/responses")},
+    **{("POST", path): "/v1/rerank" for path in ("/rerank", "/reranking", "/v1/reranking")},
+    ("GET", "/models"): "/v1/models",
+    ("GET", "/v1/health"): "/health",
+}
+"""By method and path. Formats are those of `/v1`."""
 _SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -122,6 +130,18 @@ class SubPath:
         if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
             scope["raw_path"] = scope.get("raw_path", b"").removeprefix(self._prefix.encode())
+        await self.app(scope, receive, send)
+
+
+class OtherNames:
+    """Paths that have other names in llama-server."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (path := OTHER_NAMES.get((scope["method"], scope["path"]))) is not None:
+            scope = {**scope, "path": path, "raw_path": path.encode()}
         await self.app(scope, receive, send)
 
 

@@ -20,6 +20,7 @@ from cllm.server.ollama.schema import (
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
+    PullRequest,
     ShowRequest,
 )
 from cllm.server.openai.embeddings_schema import EmbeddingRequest, RerankRequest
@@ -46,12 +47,14 @@ REQUESTS: dict[str, type[BaseModel]] = {
     "/detokenize": DetokenizeRequest,
     "/apply-template": ChatRequest,
     "/v1/chat/completions/render": ChatRequest,
+    "/v1/chat/completions/input_tokens": ChatRequest,
     "/benchmark": BenchmarkRequest,
     "/api/chat": OllamaChatRequest,
     "/api/generate": OllamaGenerateRequest,
     "/api/embed": OllamaEmbedRequest,
     "/api/embeddings": OllamaEmbeddingsRequest,
     "/api/show": ShowRequest,
+    "/api/pull": PullRequest,
     "/kv/warm": WarmRequest,
 }
 """The request body of each endpoint."""

@@ -109,6 +109,13 @@ class ServerState:
             raise not_served(name or "", [each.name for each in self.several.models])
         return served
 
+    def check_name(self, name: str | None) -> None:
+        """Whether there is such a model, loaded or not."""
+        if self.one is not None:
+            self.one.check_name(name)
+        else:
+            self.find(name)
+
     def loaded(self, name: str | None) -> ModelState:
         """A model that is already loaded; this loads none."""
         if self.one is not None:

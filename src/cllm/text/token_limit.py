@@ -30,6 +30,8 @@ class TokenLimit(NamedTuple):
     """The error code."""
     advice: str = ""
     """What else to do than to shorten the text."""
+    context: int = 0
+    """The context's length, if that is the limit."""
 
     @classmethod
     def of_context(cls, context: int, *, answers: bool = True, advice: str = "") -> TokenLimit:
@@ -38,19 +40,21 @@ class TokenLimit(NamedTuple):
         reason = f"this model's maximum context length is {context} tokens"
         if answers:
             reason += ", of which at least one is for the answer"
-        return cls(context - answers, reason, code=CONTEXT_LENGTH_EXCEEDED, advice=advice)
+        return cls(context - answers, reason, code=CONTEXT_LENGTH_EXCEEDED, advice=advice, context=context)
 
-    def error(self, has: str, param: str) -> InvalidRequestError:
-        """`has`: the length of the text, in words."""
+    def error(self, has: str, param: str, tokens: int = 0) -> InvalidRequestError:
+        """`has`: the length of the text, in words. `tokens`: as far as it was counted."""
         if self.code is None:
             return InvalidRequestError(f"{self.what} has {has}; {self.reason}", param)
         reason = self.reason[0].upper() + self.reason[1:]
-        advice = f"Shorten it. {self.advice}".strip()
-        return InvalidRequestError(f"{reason}. However, {self.what} has {has}. {advice}", param, self.code)
+        message = f"{reason}. However, {self.what} has {has}. " + f"Shorten it. {self.advice}".strip()
+        # In llama-server's words.
+        numbers = {"n_prompt_tokens": max(tokens, self.most + 1), "n_ctx": self.context}
+        return InvalidRequestError(message, param, self.code, numbers)
 
     def check(self, ids: Sequence[int], param: str) -> None:
         if len(ids) > self.most:
-            raise self.error(f"{len(ids)} tokens", param)
+            raise self.error(f"{len(ids)} tokens", param, len(ids))
 
     def check_text(self, tokenizer: Tokenizer, text: str, param: str, *, special: bool = False) -> None:
         """Refuse a text that is certainly too long: first by its size, given the longest token, then by tokenising it
@@ -64,6 +68,7 @@ class TokenLimit(NamedTuple):
                 f"{size} bytes of text, which are more than {self.most} tokens (the longest has "
                 f"{tokenizer.longest_token} bytes)",
                 param,
+                -(-size // tokenizer.longest_token),
             )
         if size > self.most and len(text) > PIECE:
             self._count(tokenizer, text, param, special=special)
@@ -77,6 +82,7 @@ class TokenLimit(NamedTuple):
                 raise self.error(
                     f"more than {self.most} tokens in the first {start + len(piece)} of its {len(text)} characters",
                     param,
+                    count,
                 )
 
 

@@ -103,6 +103,7 @@ def _done(function: str, arguments: tuple[Any, ...], cpu_s: float, memory: int) 
         reply = {"kind": "too much memory", "retire": True}
     except InvalidRequestError as error:
         reply = {"kind": "invalid", "message": _plain(error), "param": error.param, "code": error.code}
+        reply["numbers"] = error.numbers
     except (CLLMError, ValueError, RecursionError) as error:
         reply = {"kind": "refused", "message": _plain(error)}
     except Exception as error:

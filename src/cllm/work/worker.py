@@ -160,7 +160,7 @@ def _result(reply: dict[str, Any], result: bytes, limits: Limits) -> Any:
     if kind in ("json", "bytes"):
         return result if kind == "bytes" else json.loads(result)
     if kind == "invalid":
-        raise InvalidRequestError(reply["message"], reply["param"], reply["code"])
+        raise InvalidRequestError(reply["message"], reply["param"], reply["code"], reply["numbers"])
     if kind == "refused":
         raise RefusedError(reply["message"])
     if kind == "too much memory":

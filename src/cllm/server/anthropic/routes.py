@@ -35,7 +35,7 @@ async def messages(
     body: Annotated[MessagesRequest, Depends(json_body(MessagesRequest))], request: Request, state: State
 ) -> Response:
     """Answer the last message of a conversation, or continue it if it is the assistant's."""
-    chat = await open_chat(state, request, _chat_input(body, body.max_tokens), "msg")
+    chat = await open_chat(state, request, _chat_input(body, body.max_tokens), "msg_")
     if body.metadata is not None and body.metadata.user_id is not None:
         log.debug("%s user=%r", chat.head.id, body.metadata.user_id)
     shows_thinking = body.thinking is None or body.thinking.display != "omitted"

@@ -28,11 +28,11 @@ from cllm.server.errors import ApiError
 from cllm.server.http.response import (
     DONE,
     EventStream,
+    PromptProgress,
     SlicedJsonResponse,
     TokenCounts,
     data,
     list_pieces,
-    progress_json,
     unless_gone,
 )
 from cllm.server.inference.pins import pins_of
@@ -89,8 +89,8 @@ class _GenerateEvents:
         self._answer.add(delta)
         return f'{self._start}{delta.token_ids},"text":{json.dumps(delta.text)},"done":false}}\n\n'
 
-    def progress(self, counts: TokenCounts, time_ms: int) -> str:
-        return f'{self._start}[],"text":"","done":false,"prompt_progress":{progress_json(counts, time_ms)}}}\n\n'
+    def progress(self, progress: PromptProgress) -> str:
+        return f'{self._start}[],"text":"","done":false,"prompt_progress":{progress.json()}}}\n\n'
 
     def end(self, answers: TokenCounts) -> str:
         summary = self._run.summary(self._answer, answers)

@@ -20,6 +20,7 @@ from cllm.server.http.response import SlicedJsonResponse, as_json, list_pieces, 
 from cllm.server.inference.chat import ChatInput, open_chat, tokens_of_chat
 from cllm.server.openai.routes import chat_input_of
 from cllm.server.openai.schema import ChatRequest
+from cllm.server.responses.replies import InputTokensReply
 from cllm.server.schema.body import json_body
 from cllm.server.schema.messages import ChatMessage
 from cllm.server.schema.replies import ErrorReply, error_responses
@@ -101,7 +102,7 @@ class TokenizeRequest(RequestModel):
 
 class TokenPiece(BaseModel):
     id: int
-    piece: str
+    piece: str | list[int] = Field(description="Its text; its bytes where they are only a part of a character.")
 
 
 class TokenizeReply(BaseModel):
@@ -174,7 +175,7 @@ async def render(
     body: Annotated[ChatRequest, Depends(json_body(ChatRequest))], request: Request, state: State
 ) -> Response:
     """The prompt of a chat: its text, with special tokens by name, and its tokens. Nothing is computed."""
-    chat = await open_chat(state, request, chat_input_of(body), "render")
+    chat = await open_chat(state, request, chat_input_of(body), "render-")
     text = await chat.model.encoder.decode(chat.prompt)
     ids = list_pieces(map(str, chat.prompt), entries=4096)
     return SlicedJsonResponse(('{"prompt":', *text_pieces(text), ',"prompt_token_ids":', *ids, "}"))
@@ -182,6 +183,14 @@ async def render(
 
 for path in ("/apply-template", "/v1/chat/completions/render"):
     router.add_api_route(path, render, methods=["POST"], response_model=RenderReply, responses=_ERRORS)
+
+
+@router.post("/v1/chat/completions/input_tokens", responses=_ERRORS)
+async def count_chat(
+    body: Annotated[ChatRequest, Depends(json_body(ChatRequest))], request: Request, state: State
+) -> InputTokensReply:
+    """Count the prompt tokens of a chat request. Nothing is generated."""
+    return InputTokensReply(input_tokens=len(await tokens_of_chat(state, request, chat_input_of(body))))
 
 
 @router.get("/tokenizer_info", responses=error_responses(ErrorReply, 401, 404, 409))
@@ -241,8 +250,7 @@ def _tokenize_pieces(
     """A `TokenizeReply`."""
     yield f'{{"count":{len(tokens)},"max_model_len":{max_context},"tokens":'
     if body.with_pieces:
-        text = tokenizer.token_text
-        yield from list_pieces(f'{{"id":{token},"piece":{as_json(text(token))}}}' for token in tokens)
+        yield from list_pieces(f'{{"id":{token},"piece":{as_json(_piece(tokenizer, token))}}}' for token in tokens)
     else:
         yield from list_pieces(map(str, tokens), entries=4096)
     yield ',"token_strs":'
@@ -251,3 +259,11 @@ def _tokenize_pieces(
     else:
         yield "null"
     yield "}"
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+    raw = tokenizer.token_bytes(token)
+    try:
+        return raw.decode() or tokenizer.token_text(token)
+    except UnicodeDecodeError:
+        return list(raw)

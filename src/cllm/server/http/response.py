@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -163,8 +163,23 @@ class TokenCounts(Protocol):
     def completion_tokens(self) -> int: ...
 
 
-Progress = Callable[[TokenCounts, int], str]
-"""Writes the event that reports a prompt's progress, given its counts and the milliseconds since it came."""
+class PromptProgress(NamedTuple):
+    """How much of a request's prompts is computed, as llama-server reports it."""
+
+    total: int
+    cache: int
+    """Tokens found in the cache."""
+    processed: int
+    """Tokens computed so far, cached ones included."""
+    time_ms: int
+    """Since the request came."""
+
+    def json(self) -> str:
+        return as_json(self._asdict())
+
+
+Progress = Callable[[PromptProgress], str]
+"""Writes the event that reports a prompt's progress."""
 
 
 class DeltaSource(TokenCounts, Protocol[Out]):
@@ -218,7 +233,7 @@ class KeepAlive:
         self._counts = counts
         self._every_s = every_s
         self._progress = progress
-        self._reported = -1
+        self._reported = 0
         self._begun_at = time.monotonic()
         self._answering = False
         self._timer: asyncio.TimerHandle | None = None
@@ -271,12 +286,14 @@ class KeepAlive:
         return ""
 
     def _progress_event(self) -> str:
-        """Empty if nothing has changed."""
-        computed = self._counts.computed_tokens
-        if self._progress is None or computed == self._reported:
+        """Empty if nothing has changed. The first report is of what was cached, which is known once anything is."""
+        computed, cached = self._counts.computed_tokens, self._counts.cached_tokens
+        if self._progress is None or not computed or computed == self._reported:
             return ""
+        reports = [computed] if self._reported or computed == cached else [cached, computed]
         self._reported = computed
-        return self._progress(self._counts, round((time.monotonic() - self._begun_at) * 1000))
+        total, time_ms = self._counts.prompt_tokens, round((time.monotonic() - self._begun_at) * 1000)
+        return "".join([self._progress(PromptProgress(total, cached, each, time_ms)) for each in reports])
 
 
 class EventStream(Response):
@@ -363,11 +380,3 @@ class SlicedEventStream(EventStream):
         for part in slices(chain([before], chain.from_iterable(map(self._pieces, batch)))):
             await writer.write(part, more=True)
             await asyncio.sleep(0)
-
-
-def progress_json(counts: TokenCounts, time_ms: int) -> str:
-    """As llama-server writes it."""
-    return (
-        f'{{"total":{counts.prompt_tokens},"cache":{counts.cached_tokens},"processed":{counts.computed_tokens},'
-        f'"time_ms":{time_ms}}}'
-    )

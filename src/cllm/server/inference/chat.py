@@ -11,6 +11,7 @@ from cllm.dialect.tools import Tool
 from cllm.server.inference.limits import check_count, check_logprobs, check_params
 from cllm.server.inference.pins import pins_of_chat
 from cllm.server.inference.streams import ChatStream, CompletionStream, Head
+from cllm.server.inference.truncation import Truncation
 from cllm.server.schema.messages import CacheControl, Mark
 from cllm.server.schema.tools import NamedTool, ToolChoice
 from cllm.server.state import session_of, tenant_of, time_left
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from fastapi import Request
 
     from cllm.engine.params import SamplingParams
-    from cllm.server.state import ServerState
+    from cllm.server.state import ModelState, ServerState
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class ChatInput:
     """Whether the client gets the reasoning, if it is separated."""
     continue_last: bool = False
     """Continue the last message, which must be the assistant's, instead of starting a new one."""
+    truncation: Truncation | None = None
     asks: bool = True
     """Whether the prompt ends with the start of an assistant message."""
     model: str | None = None
@@ -65,7 +67,7 @@ async def open_chat(state: ServerState, request: Request, chat: ChatInput, prefi
     check_params(model, chat.params)
     tools = () if chat.tool_choice == "none" else chat.tools
     options = _prompt_options(chat, tools)
-    prompt = await model.encoder.encode_chat(chat.messages, chat.params, options)
+    prompt = await _prompt(model, chat, options)
     check_logprobs(model, [prompt], chat.params, "top_logprobs")
     pins = await pins_of_chat(model, chat.marks, chat.cache_control, prompt, chat.params, options)
     dialect = model.llm.dialect
@@ -73,7 +75,7 @@ async def open_chat(state: ServerState, request: Request, chat: ChatInput, prefi
     enforced = await enforce(model.llm, _rules(chat, tools), thinking)
     separate = dialect.separates if chat.separate_reasoning is None else chat.separate_reasoning
     reads = bool(tools) or thinking == "opened" or (separate and dialect.marks is not None and thinking == "none")
-    head = Head(f"{prefix}-{request.state.unique_id}", int(time.time()), model.served_name)
+    head = Head(f"{prefix}{request.state.unique_id}", int(time.time()), model.served_name)
     completions = CompletionStream(
         model.llm,
         [prompt],
@@ -102,6 +104,14 @@ async def open_chat(state: ServerState, request: Request, chat: ChatInput, prefi
         for index in range(chat.params.n if reads else 0)
     ]
     return ChatStream(head, model, completions, readers)
+
+
+async def _prompt(model: ModelState, chat: ChatInput, options: PromptOptions) -> Sequence[int]:
+    if chat.truncation is None:
+        return await model.encoder.encode_chat(chat.messages, chat.params, options)
+    truncation = chat.truncation.checked(model.llm, chat.params)
+    limit = truncation.reading_limit(model.config)
+    return truncation.cut(await model.encoder.encode_chat_within(chat.messages, options, limit))
 
 
 async def tokens_of_chat(state: ServerState, request: Request, chat: ChatInput) -> list[int]:

@@ -217,9 +217,11 @@ class ChatStream:
                 elif delta.finish_reason is None:
                     deltas.append(delta)
                 else:
+                    rest = delta.generated
                     if delta.text or delta.logprobs:
-                        deltas.append(Delta(delta.index, delta.text, delta.token_ids, delta.logprobs))
-                    deltas.append(Delta(delta.index, "", (), None, delta.finish_reason, delta.stop_reason))
+                        ids, rest = delta.token_ids, rest[len(delta.token_ids) :]
+                        deltas.append(Delta(delta.index, delta.text, ids, delta.logprobs, generated=ids))
+                    deltas.append(Delta(delta.index, "", (), None, delta.finish_reason, delta.stop_reason, rest))
         return deltas
 
     def _read(self, delta: Delta) -> list[ChatDelta]:

@@ -12,6 +12,7 @@ from cllm.errors import InvalidRequestError
 from cllm.loading.embedder import EMBEDDING
 from cllm.loading.text_tools import WHOLE_PROMPT, Encoding
 from cllm.loading.text_work import IN_THREAD
+from cllm.server.inference.truncation import Truncation
 from cllm.text.chat_template import PLAIN, PromptOptions
 from cllm.text.token_limit import CONTEXT_LENGTH_EXCEEDED, PIECE, TokenLimit
 
@@ -42,21 +43,24 @@ class PromptEncoder:
         """As completions take it. `limit`: another one than the context."""
         return await self._llm.text_work.encode(text, WHOLE_PROMPT, limit or self._llm.prompt_limit(params), param)
 
-    async def encode_prompts(self, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[Sequence[int]]:
-        """Strings become tokens, tokens an array."""
-        return await self._encode_all(prompts, self._llm.prompt_limit(params), "prompt", WHOLE_PROMPT)
+    async def encode_prompts(
+        self, prompts: Sequence[str | list[int]], params: SamplingParams, *, limit: TokenLimit | None = None
+    ) -> list[Sequence[int]]:
+        """Strings become tokens, tokens an array. `limit`: another one than the context."""
+        return await self._encode_all(prompts, limit or self._llm.prompt_limit(params), "prompt", WHOLE_PROMPT)
 
     async def encode_inputs(
-        self, inputs: Sequence[str | list[int]], param: str, *, truncate: bool = False
+        self, inputs: Sequence[str | list[int]], param: str, truncation: Truncation | None = None
     ) -> list[Sequence[int]]:
-        """Texts to embed. Empty ones and unknown tokens are refused. `truncate`: texts are cut to the context."""
+        """Texts to embed. Those without any token, and unknown tokens, are refused."""
         limit = self._llm.prompt_limit(EMBEDDING)._replace(what="a text")
-        encode = Encoding(embeds=True, end=tuple(self._llm.embedder.text_end))
-        if truncate:
-            encode = replace(encode, most=limit.most)
-            most = max(self._llm.config.server.max_encode_tokens, limit.most)
-            limit = TokenLimit(most, f"at most {most} are read (server.max_encode_tokens)", "a text")
+        encode = Encoding(end=tuple(self._llm.embedder.text_end))
+        if truncation is not None:
+            encode = replace(encode, most=truncation.most) if truncation.side == "right" else encode
+            limit = truncation.reading_limit(self._llm.config)._replace(what="a text")
         encoded = await self._encode_all(inputs, limit, param, encode)
+        if truncation is not None:
+            encoded = [truncation.cut(ids) for ids in encoded]
         vocabulary = self._llm.shape.n_vocab
 
         def check() -> None:
@@ -150,7 +154,7 @@ class PromptEncoder:
                 raise
             share = await self._count_tools(params, options)
             message = f"{error} The tools alone have {share} tokens." if share else str(error)
-            raise InvalidRequestError(message, error.param, error.code) from None
+            raise InvalidRequestError(message, error.param, error.code, error.numbers) from None
 
     async def _count_tools(self, params: SamplingParams, options: PromptOptions) -> int:
         """Refuse tools that leave no room for any message. 0: the template does not show them by themselves."""
@@ -160,7 +164,7 @@ class PromptEncoder:
             return len(await self.encode_chat_within([{"role": "user", "content": "?"}], options, limit))
         except InvalidRequestError as error:
             if error.code == CONTEXT_LENGTH_EXCEEDED:
-                raise InvalidRequestError(str(error), "tools", error.code) from None
+                raise InvalidRequestError(str(error), "tools", error.code, error.numbers) from None
             return 0
 
     async def encode_chat_within(
@@ -185,7 +189,7 @@ class PromptEncoder:
         size = sum(len(message["content"].strip()) for message in messages)
         if size > limit.most * self._llm.tokenizer.longest_token:
             has = f"messages of {size} characters, which are more than {limit.most} tokens"
-            raise limit.error(has, "messages")
+            raise limit.error(has, "messages", size // self._llm.tokenizer.longest_token)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of a prompt, special tokens by name."""

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 
 from cllm.server.http.response import SlicedJsonResponse, as_json, list_pieces, numbers_json, unless_gone
 from cllm.server.inference.embedding import open_embedding
+from cllm.server.inference.truncation import AS_MANY_AS_FIT, Truncation
 from cllm.server.ollama.body import ollama_body
 from cllm.server.ollama.replies import OllamaError
 from cllm.server.ollama.schema import OllamaEmbeddingsRequest, OllamaEmbedRequest
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from cllm.engine.reading import Embedding
 
 router = APIRouter(prefix="/api", tags=["Ollama"])
+_TO_CONTEXT = Truncation(AS_MANY_AS_FIT, "right")
 _ERRORS = error_responses(OllamaError, 400, 401, 404, 408, 409, 413, 429, 500, 503)
 
 
@@ -33,8 +35,8 @@ async def embed(
     began = time.monotonic()
     model = await state.model(body.name, request)
     texts = body.texts
-    cuts = body.truncate is not False
-    job = await open_embedding(request, model, texts, "ollama", dimensions=body.dimensions, truncate=cuts)
+    cut = None if body.truncate is False else _TO_CONTEXT
+    job = await open_embedding(request, model, texts, "ollama", dimensions=body.dimensions, truncation=cut)
     vectors = await unless_gone(request.receive, job.compute())
     end = {"total_duration": round((time.monotonic() - began) * 1e9), "load_duration": 0}
     end["prompt_eval_count"] = job.prompt_tokens
@@ -50,7 +52,7 @@ async def embeddings(
     """One text as a vector of length 1."""
     model = await state.model(body.name, request)
     texts = [body.prompt] if body.prompt else []
-    job = await open_embedding(request, model, texts, "ollama", param="prompt", truncate=True)
+    job = await open_embedding(request, model, texts, "ollama", param="prompt", truncation=_TO_CONTEXT)
     vectors = await unless_gone(request.receive, job.compute())
     return JSONResponse({"embedding": vectors[0].tolist() if vectors else []})
 

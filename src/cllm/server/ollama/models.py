@@ -1,21 +1,30 @@
-"""What Ollama's clients ask about models: `/api/tags`, `/api/ps`, `/api/show` and `/api/version`."""
+"""What Ollama's clients ask about models: `/api/tags`, `/api/ps`, `/api/show`, `/api/pull` and `/api/version`."""
 
 from __future__ import annotations
 
+import asyncio
 from datetime import datetime, timezone
+from functools import lru_cache
+from hashlib import sha256
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Response
+from fastapi.responses import JSONResponse
 
 from cllm import __version__
+from cllm.errors import ModelError
+from cllm.loading.weights_id import weights_id
+from cllm.server.http.response import as_json
 from cllm.server.ollama.body import ollama_body
+from cllm.server.ollama.render import LineStream
 from cllm.server.ollama.replies import OllamaError
-from cllm.server.ollama.schema import ShowRequest
+from cllm.server.ollama.schema import PullRequest, ShowRequest
 from cllm.server.schema.replies import error_responses
 from cllm.server.state import ServerState, State
 
 if TYPE_CHECKING:
     from cllm.llm import AsyncLLM
+    from cllm.loading.disk_cache import ModelFiles
 
 router = APIRouter(prefix="/api", tags=["Ollama"])
 
@@ -28,11 +37,12 @@ async def tags(state: State) -> dict[str, Any]:
     """The available models."""
     loaded = dict(state.running())
     if state.several is not None:
-        names = [served.name for served in state.several.models]
+        files = {served.name: served.estimate.files for served in state.several.models}
     else:
         assert state.one is not None
-        names = [state.one.served_name]
-    return {"models": [{**_listed(name, loaded.get(name)), "modified_at": _started(state)} for name in names]}
+        files = {state.one.served_name: None}
+    listed = [await _listed(name, loaded.get(name), of_it) for name, of_it in files.items()]
+    return {"models": [{**each, "modified_at": _started(state)} for each in listed]}
 
 
 @router.get("/ps", responses=error_responses(OllamaError, 401))
@@ -40,7 +50,9 @@ async def running(state: State) -> dict[str, Any]:
     """The loaded models."""
     shown = {"expires_at": _NEVER, "size_vram": 0}
     return {
-        "models": [{**_listed(name, llm), **shown, "context_length": llm.max_context} for name, llm in state.running()]
+        "models": [
+            {**await _listed(name, llm), **shown, "context_length": llm.max_context} for name, llm in state.running()
+        ]
     }
 
 
@@ -64,6 +76,16 @@ async def show(body: Annotated[ShowRequest, Depends(ollama_body(ShowRequest))], 
     }
 
 
+@router.post("/pull", response_class=Response, responses=error_responses(OllamaError, 400, 401, 404, 413))
+async def pull(body: Annotated[PullRequest, Depends(ollama_body(PullRequest))], state: State) -> Response:
+    """Nothing to do for a model that is served. Others are not downloaded."""
+    state.check_name(body.shown)
+    if body.stream is False:
+        return JSONResponse({"status": "success"})
+    lines = "".join(as_json({"status": status}) + "\n" for status in ("pulling manifest", "success"))
+    return Response(lines, media_type=LineStream.media_type)
+
+
 @router.head("/version", include_in_schema=False)
 @router.get("/version", responses=error_responses(OllamaError, 401))
 async def version() -> dict[str, str]:
@@ -71,8 +93,23 @@ async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
-def _listed(name: str, llm: AsyncLLM | None) -> dict[str, Any]:
-    return {"name": name, "model": name, "size": 0, "digest": "", "details": _details(llm)}
+async def _listed(name: str, llm: AsyncLLM | None, files: ModelFiles | None = None) -> dict[str, Any]:
+    """`files`: of a model that may not be loaded."""
+    size, weights = 0, ""
+    if llm is not None:
+        size, weights = llm.facts.file_bytes, llm.facts.weights
+    elif files is not None:
+        size, weights = files.size, await asyncio.to_thread(_weights_of, files)
+    digest = sha256(weights.encode()).hexdigest() if weights else ""
+    return {"name": name, "model": name, "size": size, "digest": digest, "details": _details(llm)}
+
+
+@lru_cache(maxsize=1024)
+def _weights_of(files: ModelFiles) -> str:
+    try:
+        return weights_id(files.paths)
+    except ModelError:
+        return ""
 
 
 def _details(llm: AsyncLLM | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from starlette.types import Scope
 from cllm.server.errors import Problem
 from cllm.server.http.response import EventStream, as_json
 from cllm.server.inference.blocks import ContentBlocks
-from cllm.server.openai.logprobs import ChatLogprobs
+from cllm.server.openai.logprobs import ChatLogprobs, TokenForm
 
 if TYPE_CHECKING:
     from cllm.dialect.deltas import ChatDelta
@@ -32,7 +32,7 @@ class Lines:
         self._chat = chat
         self._as_chat = as_chat
         self._blocks = ContentBlocks()
-        self._logprobs = ChatLogprobs(chat.model.llm.tokenizer)
+        self._logprobs = ChatLogprobs(TokenForm(chat.model.llm.tokenizer))
         self._unsent: list[TokenLogprob] = []
         self._calls = 0
 

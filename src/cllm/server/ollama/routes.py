@@ -75,7 +75,7 @@ async def _open(
         separate_reasoning=True if body.think else None,
         model=body.name,
     )
-    opened = await open_chat(state, request, call, "ollama")
+    opened = await open_chat(state, request, call, "ollama-")
     if body.think and opened.model.llm.dialect.marks is None:
         raise InvalidRequestError(
             f"{opened.head.model} does not reason; leave think out or send false. If its template does not tell, "

@@ -288,17 +288,16 @@ def _needs(name: str) -> dict[str, Any]:
     return {"required": [name], "properties": {name: {"type": "string", "minLength": 1}}}
 
 
-class ShowRequest(RequestModel):
+class _AboutModel(RequestModel):
     model_config = ConfigDict(
         json_schema_extra={"example": {"model": "smollm2"}, "anyOf": [_needs("model"), _needs("name")]}
     )
-    hints: ClassVar[frozenset[str]] = frozenset({"options", "system", "template", "verbose"})
 
     model: ModelName | None = None
     name: ModelName | None = Field(None, description="The old name of model.")
 
     @model_validator(mode="after")
-    def _names_a_model(self) -> ShowRequest:
+    def _names_a_model(self) -> _AboutModel:
         if not (self.model or self.name):
             raise refusal("model", "is missing")
         return self
@@ -306,3 +305,13 @@ class ShowRequest(RequestModel):
     @property
     def shown(self) -> str:
         return (self.model or self.name or "").removesuffix(_LATEST)
+
+
+class ShowRequest(_AboutModel):
+    hints: ClassVar[frozenset[str]] = frozenset({"options", "system", "template", "verbose"})
+
+
+class PullRequest(_AboutModel):
+    hints: ClassVar[frozenset[str]] = frozenset({"insecure", "password", "username"})
+
+    stream: bool | None = Field(None, description="Answer in lines of JSON. Default true.")

@@ -10,7 +10,7 @@ import codecs
 import math
 from collections.abc import Generator, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol, overload
+from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
 from cllm.engine.sampling import TokenLogprob
 from cllm.server.http.response import as_json, list_pieces
@@ -25,15 +25,29 @@ _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot write."""
 _KEPT = 8192
 """Tokens whose JSON is kept; the same few hundred come again and again."""
+_IDS = 4096
 _ENTRIES = 64
 """Of a prompt, in a piece."""
+
+
+class TokenForm(NamedTuple):
+    """How the tokens of answers are shown."""
+
+    tokenizer: Tokenizer
+    by_ids: bool = False
+    """Whether log probabilities name tokens by their ids."""
+    lists_ids: bool = False
+    """Whether there are lists of the ids of all tokens."""
+
+    def name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.by_ids else self.tokenizer.token_text(token_id)
 
 
 class ChatLogprobs:
     """`{"content":[{"token":…,"logprob":…,"bytes":…,"top_logprobs":[…]},…],"refusal":null}`"""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, form: TokenForm) -> None:
+        self._form = form
         self._written: dict[int, tuple[str, str]] = {}
 
     def pieces(self, entries: Sequence[TokenLogprob]) -> Iterator[str]:
@@ -57,8 +71,8 @@ class ChatLogprobs:
     def _write(self, token_id: int) -> tuple[str, str]:
         if len(self._written) >= _KEPT:
             self._written.clear()
-        raw = list(self._tokenizer.token_bytes(token_id)) or None
-        written = f'{{"token":{as_json(self._tokenizer.token_text(token_id))},"logprob":', f',"bytes":{as_json(raw)}'
+        raw = list(self._form.tokenizer.token_bytes(token_id)) or None
+        written = f'{{"token":{as_json(self._form.name(token_id))},"logprob":', f',"bytes":{as_json(raw)}'
         self._written[token_id] = written
         return written
 
@@ -66,14 +80,15 @@ class ChatLogprobs:
 class CompletionLogprobs:
     """`{"tokens":[…],"token_logprobs":[…],"top_logprobs":[{…},…],"text_offset":[…]}`"""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._text = tokenizer.token_text
-        self._bytes = tokenizer.token_bytes
+    def __init__(self, form: TokenForm) -> None:
+        self._name = form.name
+        self._text = form.tokenizer.token_text
+        self._bytes = form.tokenizer.token_bytes
 
     def pieces(self, entries: Sequence[TokenLogprob], offset: int = 0) -> Generator[str, None, int]:
         """`offset` is where in the answer's text the first token begins. Returns where the last one ends."""
         yield '{"tokens":'
-        yield from list_pieces(as_json(self._text(entry.token_id)) for entry in entries)
+        yield from list_pieces(as_json(self._name(entry.token_id)) for entry in entries)
         yield ',"token_logprobs":'
         yield from list_pieces(_number(entry.logprob) for entry in entries)
         yield ',"top_logprobs":'
@@ -87,9 +102,10 @@ class CompletionLogprobs:
     def _top(self, entry: TokenLogprob) -> str:
         if math.isnan(entry.logprob):
             return "null"
-        likeliest = {self._text(token): _finite(logprob) for token, logprob in entry.top}
-        # The chosen token is always listed, even if it is not among the likeliest.
-        return as_json(likeliest | {self._text(entry.token_id): _finite(entry.logprob)})
+        likeliest = {self._name(token): _finite(logprob) for token, logprob in entry.top}
+        # The chosen token comes first, and is always listed, even if it is not among the likeliest.
+        name = self._name(entry.token_id)
+        return as_json({name: 0.0} | likeliest | {name: _finite(entry.logprob)})
 
     def _offsets(self, entries: Sequence[TokenLogprob], offset: int) -> Iterator[int]:
         """Of each token, and of the end. Tokens of one character all have its place."""
@@ -149,12 +165,12 @@ class HasGenerations(Protocol):
 
 
 class PromptReport:
-    """The log probabilities of prompts in the answers to a request."""
+    """What the answers to a request say of its prompts: their tokens, and the log probabilities of these."""
 
     def __init__(
         self,
         answers: HasGenerations,
-        tokenizer: Tokenizer,
+        form: TokenForm,
         n: int,
         *,
         echoed: int | None = None,
@@ -163,7 +179,7 @@ class PromptReport:
         """`echoed`, `prompt_logprobs`: how many alternatives go with each echoed token, and with each token of
         `prompt_logprobs`; None if the request did not ask for them."""
         self._answers = answers
-        self._text = tokenizer.token_text
+        self._form = form
         self._n = n
         self._echoed = echoed
         self._prompt_logprobs = prompt_logprobs
@@ -172,8 +188,12 @@ class PromptReport:
         """The echoed prompt's, which precede those of an answer."""
         return () if self._echoed is None else self._entries(index, self._echoed)
 
-    def field(self, index: int) -> Iterator[str]:
-        """`,"prompt_logprobs":[null,{"42":{"logprob":…,"rank":…,"decoded_token":…},…},…]`, if it was asked for."""
+    def fields(self, index: int) -> Iterator[str]:
+        """`,"prompt_token_ids":[…],"prompt_logprobs":[null,{"42":{"logprob":…,"rank":…,"decoded_token":…},…},…]`: what
+        was asked for."""
+        if self._form.lists_ids:
+            yield ',"prompt_token_ids":'
+            yield from list_pieces(map(str, self._answers.generations[index // self._n].prompt_ids), _IDS)
         if self._prompt_logprobs is not None:
             entries = self._entries(index, self._prompt_logprobs)
             yield ',"prompt_logprobs":'
@@ -195,7 +215,7 @@ class PromptReport:
                 str(token): {
                     "logprob": max(logprob, _LEAST_LOGPROB),
                     "rank": rank,
-                    "decoded_token": self._text(token),
+                    "decoded_token": self._form.tokenizer.token_text(token),
                 }
                 for token, (logprob, rank) in ranked.items()
             }

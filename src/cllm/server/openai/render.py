@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from cllm.dialect.deltas import ChatDelta, Delta, ReasoningDelta, ToolCallDelta, ToolCallStart
 from cllm.engine.sampling import TokenLogprob
-from cllm.server.http.response import DONE, TokenCounts, as_json, progress_json, text_pieces
+from cllm.server.http.response import DONE, PromptProgress, TokenCounts, as_json, list_pieces, text_pieces
 from cllm.server.inference.streams import Head
-from cllm.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, PromptReport
+from cllm.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, PromptReport, TokenForm
 from cllm.server.openai.replies import PromptTokensDetails, Usage
 
 if TYPE_CHECKING:
     from cllm.generation import Completion
-    from cllm.text.tokenizer import Tokenizer
 
 
-def usage_of(answers: TokenCounts) -> Usage:
+def usage_of(answers: TokenCounts, generated: int | None = None) -> Usage:
+    """`generated`: how many tokens were generated, if not all of them count yet."""
+    generated = answers.completion_tokens if generated is None else generated
     return Usage(
         prompt_tokens=answers.prompt_tokens,
-        completion_tokens=answers.completion_tokens,
-        total_tokens=answers.prompt_tokens + answers.completion_tokens,
+        completion_tokens=generated,
+        total_tokens=answers.prompt_tokens + generated,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=answers.cached_tokens),
     )
 
@@ -32,43 +33,52 @@ def completion_pieces(
     head: Head,
     whole: Sequence[Completion],
     usage: Usage,
-    tokenizer: Tokenizer,
+    form: TokenForm,
     echoes: Mapping[int, str],
     report: PromptReport,
 ) -> Iterator[str]:
     """A `CompletionReply`. `echoes`: the prompts to put in front of answers."""
-    logprobs = CompletionLogprobs(tokenizer)
+    logprobs = CompletionLogprobs(form)
     start = head.start("text_completion")
     for index, answer in enumerate(whole):
         yield f'{start}{{"index":{index},"text":'
         yield from text_pieces(echoes.get(index, ""), answer.text)
         yield ',"logprobs":'
         entries = joined(report.entries(index), answer.logprobs or ())
-        yield from logprobs.pieces(entries) if len(entries) else ("null",)
-        yield _ending(answer)[:-1]
-        yield from report.field(index)
+        yield from logprobs.pieces(entries) if len(entries) or answer.logprobs is not None else ("null",)
+        yield _ending(answer)
+        yield from _ids(answer, form)
+        yield from report.fields(index)
         yield "}"
         start = ","
     yield f'],"usage":{usage.model_dump_json()}}}'
 
 
 def chat_pieces(
-    head: Head, whole: Sequence[Completion], usage: Usage, tokenizer: Tokenizer, report: PromptReport
+    head: Head,
+    whole: Sequence[Completion],
+    usage: Usage,
+    form: TokenForm,
+    echo: str,
+    report: PromptReport,
 ) -> Iterator[str]:
-    """A `ChatReply`."""
-    logprobs = ChatLogprobs(tokenizer)
+    """A `ChatReply`. `echo`: the text in front of answers."""
+    logprobs = ChatLogprobs(form)
     start = head.start("chat.completion")
     for index, answer in enumerate(whole):
         yield f'{start}{{"index":{index},"message":{{"role":"assistant","content":'
-        yield from text_pieces(answer.text) if answer.text or not answer.tool_calls else ("null",)
+        has_text = echo or answer.text or not answer.tool_calls
+        yield from text_pieces(echo, answer.text) if has_text else ("null",)
         yield from _reasoning_pieces(answer)
         yield from _call_pieces(answer)
         yield ',"refusal":null},"logprobs":'
-        yield from logprobs.pieces(answer.logprobs) if answer.logprobs else ("null",)
+        yield from logprobs.pieces(answer.logprobs) if answer.logprobs is not None else ("null",)
         yield _ending(answer)
+        yield from _ids(answer, form)
+        yield "}"
         start = ","
     yield f'],"usage":{usage.model_dump_json()}'
-    yield from report.field(0)
+    yield from report.fields(0)
     yield "}"
 
 
@@ -91,7 +101,13 @@ def _call_pieces(answer: Completion) -> Iterator[str]:
 
 
 def _ending(answer: Completion) -> str:
-    return f',"finish_reason":{as_json(answer.finish_reason)},"stop_reason":{as_json(answer.stop_reason)}}}'
+    return f',"finish_reason":{as_json(answer.finish_reason)},"stop_reason":{as_json(answer.stop_reason)}'
+
+
+def _ids(answer: Completion, form: TokenForm) -> Iterator[str]:
+    if form.lists_ids:
+        yield ',"token_ids":'
+        yield from list_pieces(map(str, answer.generated), entries=4096)
 
 
 class _OpenAIEvents:
@@ -102,31 +118,43 @@ class _OpenAIEvents:
     _nothing: str
     """The content of an answer that has not begun."""
 
-    def __init__(self, head: Head, *, include_usage: bool, counts: TokenCounts | None = None) -> None:
+    def __init__(self, head: Head, form: TokenForm, *, include_usage: bool, counts: TokenCounts | None = None) -> None:
         """`counts`: for usage in every event, if requested."""
+        self._lists_ids = form.lists_ids
         self._include_usage = include_usage
         self._counts = counts
+        self._generated = 0
+        """Tokens whose text is in the events so far."""
         self._start = f"data: {head.start(self._object)}"
-        self._end_events('}],"usage":null}\n\n' if include_usage else "}]}\n\n")
+        self._end_events(())
 
-    def _end_events(self, stop: str) -> None:
-        self._stop = stop
-        self._running = f',"logprobs":null,"finish_reason":null{stop}'
+    def _end_events(self, generated: Sequence[int]) -> None:
+        """`generated`: the tokens that the next event brings."""
+        self._generated += len(generated)
+        ids = f',"token_ids":{as_json([*generated])}' if self._lists_ids else ""
+        usage = ',"usage":null' if self._include_usage else ""
+        if self._counts is not None:
+            usage = f',"usage":{usage_of(self._counts, self._generated).model_dump_json()}'
+        self._stop = f"{ids}}}]{usage}}}\n\n"
+        self._running = f',"logprobs":null,"finish_reason":null{self._stop}'
 
-    def progress(self, counts: TokenCounts, time_ms: int) -> str:
+    def progress(self, progress: PromptProgress) -> str:
         """The prompt's progress, as llama-server sends it."""
         choice = f'{{"index":0,{self._nothing},"logprobs":null,"finish_reason":null}}'
-        return f'{self._start}{choice}],"prompt_progress":{progress_json(counts, time_ms)}}}\n\n'
+        return f'{self._start}{choice}],"prompt_progress":{progress.json()}}}\n\n'
 
     def end(self, answers: TokenCounts) -> str:
         if not self._include_usage:
             return DONE
         return f'{self._start}],"usage":{usage_of(answers).model_dump_json()}}}\n\n{DONE}'
 
+    def _count(self, delta: ChatDelta) -> None:
+        """Before an event is written."""
+        if self._counts is not None or self._lists_ids:
+            self._end_events(delta.generated)
+
     def _rest(self, logprobs: str, finish_reason: str | None = None, stop_reason: str | int | None = None) -> str:
         """The rest of an event, after its text."""
-        if self._counts is not None:
-            self._end_events(f'}}],"usage":{usage_of(self._counts).model_dump_json()}}}\n\n')
         if finish_reason is None:
             return self._running if logprobs == "null" else f',"logprobs":{logprobs},"finish_reason":null{self._stop}'
         finish, stop = json.dumps(finish_reason), json.dumps(stop_reason)
@@ -140,21 +168,22 @@ class CompletionEvents(_OpenAIEvents):
     def __init__(
         self,
         head: Head,
-        tokenizer: Tokenizer,
+        form: TokenForm,
         *,
         include_usage: bool,
         echoes: Mapping[int, str],
         counts: TokenCounts | None = None,
     ) -> None:
         """`echoes`: the prompts to put in front of answers."""
-        super().__init__(head, include_usage=include_usage, counts=counts)
-        self._logprobs = CompletionLogprobs(tokenizer)
+        super().__init__(head, form, include_usage=include_usage, counts=counts)
+        self._logprobs = CompletionLogprobs(form)
         # As JSON without its quotes, once for all answers to a prompt.
         written = {text: "".join(text_pieces(text))[1:-1] for text in set(echoes.values())}
         self._echoes = {index: written[text] for index, text in echoes.items()}
         self._offsets: dict[int, int] = {}
 
     def event(self, delta: Delta) -> str:
+        self._count(delta)
         echo = self._echoes.pop(delta.index, "") if self._echoes else ""
         logprobs = "null" if delta.logprobs is None else self._written(delta.index, delta.logprobs)
         text = json.dumps(delta.text)
@@ -169,19 +198,19 @@ class CompletionEvents(_OpenAIEvents):
 
 
 class ScoredCompletionEvents(CompletionEvents):
-    """The first event of each answer also has its prompt's log probabilities."""
+    """The first event of each answer also has what the report says of its prompt."""
 
     def __init__(
         self,
         head: Head,
-        tokenizer: Tokenizer,
+        form: TokenForm,
         report: PromptReport,
         *,
         include_usage: bool,
         echoes: Mapping[int, str],
         counts: TokenCounts | None = None,
     ) -> None:
-        super().__init__(head, tokenizer, include_usage=include_usage, echoes=echoes, counts=counts)
+        super().__init__(head, form, include_usage=include_usage, echoes=echoes, counts=counts)
         self._report = report
         self._reported: set[int] = set()
 
@@ -191,12 +220,14 @@ class ScoredCompletionEvents(CompletionEvents):
             yield self.event(delta)
             return
         self._reported.add(index)
+        self._count(delta)
         entries = joined(self._report.entries(index), delta.logprobs or ())
         text = json.dumps(delta.text)[1:]
         yield f'{self._start}{{"index":{index},"text":"{self._echoes.pop(index, "")}{text},"logprobs":'
-        yield from self._logprob_pieces(index, entries) if len(entries) else ("null",)
+        wanted = len(entries) or delta.logprobs is not None
+        yield from self._logprob_pieces(index, entries) if wanted else ("null",)
         yield self._rest("null", delta.finish_reason, delta.stop_reason)[len(',"logprobs":null') : -len(self._stop)]
-        yield from self._report.field(index)
+        yield from self._report.fields(index)
         yield self._stop
 
 
@@ -205,13 +236,21 @@ class ChatEvents(_OpenAIEvents):
     _nothing = '"delta":{}'
 
     def __init__(
-        self, head: Head, tokenizer: Tokenizer, *, include_usage: bool, counts: TokenCounts | None = None
+        self, head: Head, form: TokenForm, *, include_usage: bool, echo: str, counts: TokenCounts | None = None
     ) -> None:
-        super().__init__(head, include_usage=include_usage, counts=counts)
-        self._logprobs = ChatLogprobs(tokenizer)
+        """`echo`: the text in front of answers."""
+        super().__init__(head, form, include_usage=include_usage, counts=counts)
+        self._logprobs = ChatLogprobs(form)
+        self._echo = json.dumps(echo) if echo else ""
         self._introduced: set[int] = set()
 
     def event(self, delta: ChatDelta) -> str:
+        if self._echo and delta.index not in self._introduced:
+            self._introduced.add(delta.index)
+            self._end_events(())
+            echoed = f'{{"index":{delta.index},"delta":{{"role":"assistant","content":{self._echo}}}{self._running}'
+            return f"{self._start}{echoed}{self.event(delta)}"
+        self._count(delta)
         role = ""
         if delta.index not in self._introduced:
             self._introduced.add(delta.index)
@@ -240,18 +279,19 @@ def _call_delta(delta: ToolCallStart | ToolCallDelta) -> str:
 
 
 class ScoredChatEvents(ChatEvents):
-    """The first event also has the prompt's log probabilities."""
+    """The first event also has what the report says of the prompt."""
 
     def __init__(
         self,
         head: Head,
-        tokenizer: Tokenizer,
+        form: TokenForm,
         report: PromptReport,
         *,
         include_usage: bool,
+        echo: str,
         counts: TokenCounts | None = None,
     ) -> None:
-        super().__init__(head, tokenizer, include_usage=include_usage, counts=counts)
+        super().__init__(head, form, include_usage=include_usage, echo=echo, counts=counts)
         self._report: PromptReport | None = report
 
     def pieces(self, delta: ChatDelta) -> Iterator[str]:
@@ -261,7 +301,7 @@ class ScoredChatEvents(ChatEvents):
             yield event
             return
         yield event[: -len("}\n\n")]
-        yield from report.field(0)
+        yield from report.fields(0)
         yield "}\n\n"
 
 

@@ -35,12 +35,18 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 _PROMPT_LOGPROBS = "By token id, of each token of the prompt; only with prompt_logprobs. null for the first one."
 
 
+_TOKEN_IDS = "All tokens of the answer, with the one that ended it; only with return_token_ids."
+_PROMPT_IDS = "The prompt's tokens; only with return_token_ids."
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None = Field(description="`stop` or `length`.")
     stop_reason: str | int | None = Field(description="The stop string or token id that ended the answer.")
+    token_ids: list[int] | None = Field(None, description=_TOKEN_IDS)
+    prompt_token_ids: list[int] | None = Field(None, description=_PROMPT_IDS)
     prompt_logprobs: PromptLogprobs | None = Field(None, description=_PROMPT_LOGPROBS)
 
 
@@ -93,6 +99,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: str | None = Field(description="`stop`, `length` or `tool_calls`.")
     stop_reason: str | int | None = Field(description="The stop string or token id that ended the answer.")
+    token_ids: list[int] | None = Field(None, description=_TOKEN_IDS)
 
 
 class ChatReply(BaseModel):
@@ -102,6 +109,7 @@ class ChatReply(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | None = Field(None, description=_PROMPT_IDS)
     prompt_logprobs: PromptLogprobs | None = Field(None, description=_PROMPT_LOGPROBS)
 
 

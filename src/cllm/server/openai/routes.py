@@ -19,7 +19,7 @@ from cllm.server.inference.limits import check_count, check_logprobs
 from cllm.server.inference.pins import pins_of
 from cllm.server.inference.streams import BATCH, CompletionStream, Head, collect
 from cllm.server.inference.tokenization import each_prompt
-from cllm.server.openai.logprobs import PromptReport
+from cllm.server.openai.logprobs import PromptReport, TokenForm
 from cllm.server.openai.render import (
     ChatEvents,
     CompletionEvents,
@@ -77,28 +77,30 @@ async def completions(
     if body.suffix:
         prompts = await model.encoder.encode_infill(texts, body.suffix, params)
     else:
-        prompts = await model.encoder.encode_prompts(texts, params)
+        prompts = await _prompts(body, model, texts, params)
     asked_by = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     check_logprobs(model, prompts, params, "best_of" if body.logprobs is None else "logprobs", asked_by)
-    tokenizer = model.llm.tokenizer
-    echoes = await _echoes(model, texts, n) if body.echo else {}
+    form = _token_form(body, model)
+    shown: Sequence[str | Sequence[int]] = texts if body.truncation is None else prompts
+    echoes = await _echoes(model, shown, n) if body.echo else {}
     head = _head(request, model, "cmpl")
     batch = 1 if max(map(len, echoes.values()), default=0) > _LONG_ECHO else BATCH
     pins = [pins_of(model, body.cache_control, prompt) for prompt in prompts]
     grammar = await compiled(model.llm, params)
     completions = _completions(request, model, body, prompts, params, head.id, pins, grammar, batch)
-    report = PromptReport(completions, tokenizer, n, echoed=echoed, prompt_logprobs=body.prompt_logprobs)
+    report = PromptReport(completions, form, n, echoed=echoed, prompt_logprobs=body.prompt_logprobs)
     if body.stream:
         usage, counts = body.include_usage, completions if body.continuous_usage else None
-        if params.prompt_logprobs is not None:
-            scored = ScoredCompletionEvents(head, tokenizer, report, include_usage=usage, echoes=echoes, counts=counts)
+        if params.prompt_logprobs is not None or form.lists_ids:
+            scored = ScoredCompletionEvents(head, form, report, include_usage=usage, echoes=echoes, counts=counts)
             return SlicedEventStream(completions, scored, scored.progress if body.return_progress else None)
-        events = CompletionEvents(head, tokenizer, include_usage=usage, echoes=echoes, counts=counts)
+        events = CompletionEvents(head, form, include_usage=usage, echoes=echoes, counts=counts)
         return EventStream(completions, events, events.progress if body.return_progress else None)
-    whole = await unless_gone(request.receive, collect(completions, _whole(len(prompts) * best_of)))
+    answers = _whole(len(prompts) * best_of, with_logprobs=logprobs is not None)
+    whole = await unless_gone(request.receive, collect(completions, answers))
     if best_of > n:
         whole = keep_best(whole, best_of, n, with_logprobs=body.logprobs is not None)
-    return SlicedJsonResponse(completion_pieces(head, whole, usage_of(completions), tokenizer, echoes, report))
+    return SlicedJsonResponse(completion_pieces(head, whole, usage_of(completions), form, echoes, report))
 
 
 @router.post("/chat/completions", response_model=ChatReply, responses={**_ERRORS, **event_stream(_CHAT_STREAM)})
@@ -106,19 +108,20 @@ async def chat_completions(
     body: Annotated[ChatRequest, Depends(json_body(ChatRequest))], request: Request, state: State
 ) -> Response:
     """Answer the last message of a conversation."""
-    chat = await open_chat(state, request, chat_input_of(body), "chatcmpl")
+    chat = await open_chat(state, request, chat_input_of(body), "chatcmpl-")
     _log_user(body, chat.head.id)
-    tokenizer = chat.model.llm.tokenizer
-    report = PromptReport(chat, tokenizer, body.n or 1, prompt_logprobs=body.prompt_logprobs)
+    form, echo = _token_form(body, chat.model), body.echoed
+    report = PromptReport(chat, form, body.n or 1, prompt_logprobs=body.prompt_logprobs)
     if body.stream:
         usage, counts = body.include_usage, chat if body.continuous_usage else None
-        if body.prompt_logprobs is not None:
-            scored = ScoredChatEvents(chat.head, tokenizer, report, include_usage=usage, counts=counts)
+        if body.prompt_logprobs is not None or form.lists_ids:
+            scored = ScoredChatEvents(chat.head, form, report, include_usage=usage, echo=echo, counts=counts)
             return SlicedEventStream(chat, scored, scored.progress if body.return_progress else None)
-        events = ChatEvents(chat.head, tokenizer, include_usage=usage, counts=counts)
+        events = ChatEvents(chat.head, form, include_usage=usage, echo=echo, counts=counts)
         return EventStream(chat, events, events.progress if body.return_progress else None)
-    whole = await unless_gone(request.receive, collect(chat, _whole(body.n or 1)))
-    return SlicedJsonResponse(chat_pieces(chat.head, whole, usage_of(chat), tokenizer, report))
+    answers = _whole(body.n or 1, with_logprobs=bool(body.logprobs))
+    whole = await unless_gone(request.receive, collect(chat, answers))
+    return SlicedJsonResponse(chat_pieces(chat.head, whole, usage_of(chat), form, echo, report))
 
 
 @router.get("/models", responses=error_responses(ErrorReply, 401))
@@ -222,6 +225,7 @@ def chat_input_of(body: ChatRequest) -> ChatInput:
         separate_reasoning=body.separates_reasoning,
         include_reasoning=body.include_reasoning is not False,
         continue_last=bool(body.continue_final_message),
+        truncation=body.truncation,
         asks=body.add_generation_prompt is not False,
         model=body.model,
         priority=body.priority,
@@ -236,7 +240,22 @@ def _log_user(body: OpenAIRequest, request_id: str) -> None:
         log.debug("%s user=%r", request_id, body.end_user)
 
 
-async def _echoes(model: ModelState, texts: list[str | list[int]], n: int) -> dict[int, str]:
+async def _prompts(
+    body: CompletionRequest, model: ModelState, texts: list[str | list[int]], params: SamplingParams
+) -> list[Sequence[int]]:
+    if body.truncation is None:
+        return await model.encoder.encode_prompts(texts, params)
+    truncation = body.truncation.checked(model.llm, params)
+    limit = truncation.reading_limit(model.config)
+    return [truncation.cut(ids) for ids in await model.encoder.encode_prompts(texts, params, limit=limit)]
+
+
+def _token_form(body: OpenAIRequest, model: ModelState) -> TokenForm:
+    by_ids, lists_ids = bool(body.return_tokens_as_token_ids), bool(body.return_token_ids)
+    return TokenForm(model.llm.tokenizer, by_ids=by_ids, lists_ids=lists_ids)
+
+
+async def _echoes(model: ModelState, texts: Sequence[str | Sequence[int]], n: int) -> dict[int, str]:
     """The prompt in front of each answer, by the answer's index."""
     echoes: dict[int, str] = {}
     for number, text in enumerate(texts):
@@ -276,8 +295,8 @@ def _completions(
     )
 
 
-def _whole(count: int) -> list[Completion]:
-    return [Completion() for _ in range(count)]
+def _whole(count: int, *, with_logprobs: bool) -> list[Completion]:
+    return [Completion(logprobs=[] if with_logprobs else None) for _ in range(count)]
 
 
 def _mean_logprob(answer: Completion) -> float:

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from cllm.engine.params import MAX_LOGPROBS
+from cllm.server.inference.truncation import Truncation
 from cllm.server.schema.messages import MOST_MARKS, ChatMessage, check_calls, count_marks
 from cllm.server.schema.sampling import RETURN_PROGRESS, SamplingFields, in_range
 from cllm.server.schema.tools import Choice, Tools, check_tools
@@ -37,7 +38,9 @@ class StreamOptions(RequestModel):
     hints: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = Field(None, description="End the stream with an event that holds the usage.")
-    continuous_usage_stats: bool | None = Field(None, description="Every event holds the usage so far.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: every event holds the usage up to its text."
+    )
 
 
 def _together(name: str, needs: str) -> dict[str, Any]:
@@ -53,7 +56,7 @@ HINTS = frozenset({
     "backend_sampling", "guided_decoding_backend", "n_cache_reuse", "sse_ping_interval", "stream_interval", "verbose",
     # details of what is refused: without it they change nothing
     "adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",
-    "dynatemp_exponent", "mirostat_eta", "mirostat_tau", "truncation_side", "xtc_threshold",
+    "dynatemp_exponent", "mirostat_eta", "mirostat_tau", "xtc_threshold",
 })  # fmt: skip
 """Parameters of OpenAI, vLLM and llama-server that do not affect the answer."""
 
@@ -61,7 +64,6 @@ OTHERS: Unsupported = {
     "moderation": (),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "bad_words": ([],),
@@ -79,8 +81,6 @@ OTHERS: Unsupported = {
     "kv_transfer_params": (),
     "ec_transfer_params": (),
     "vllm_xargs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "return_token_offsets": (False,),
     "timings_per_token": (False,),
     "return_tokens": (False,),
@@ -123,6 +123,21 @@ class OpenAIRequest(SamplingFields):
         None,
         description="Log probabilities of the prompt's tokens, and of this many of the likeliest in their places.",
     )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = Field(
+        None,
+        description="Cut prompts to this many tokens; -1: to as many as leave room for max_tokens. Default: refuse "
+        "those that are too long.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="With truncate_prompt_tokens: left keeps the last tokens, right the first. Default left."
+    )
+    return_token_ids: bool | None = Field(
+        None,
+        description="Also return prompt_token_ids, and token_ids: all tokens of the answer, with the one that ends it.",
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Name tokens in logprobs by their ids, as `token_id:42`."
+    )
 
     def contradictions(self) -> Iterator[PydanticCustomError]:
         yield from super().contradictions()
@@ -134,12 +149,17 @@ class OpenAIRequest(SamplingFields):
         return self.user
 
     @property
+    def truncation(self) -> Truncation | None:
+        most = self.truncate_prompt_tokens
+        return None if most is None else Truncation(most, self.truncation_side or "left")
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(OpenAIRequest):
@@ -190,6 +210,8 @@ class CompletionRequest(OpenAIRequest):
             yield refusal("best_of", "is not supported with stream = true: which are best is only known at the end")
         if self.suffix and self.echo:
             yield refusal("suffix", "is not allowed together with echo")
+        if self.suffix and self.truncate_prompt_tokens is not None:
+            yield refusal("truncate_prompt_tokens", "is not allowed together with suffix")
 
 
 class ChatRequest(OpenAIRequest):
@@ -215,7 +237,6 @@ class ChatRequest(OpenAIRequest):
         "documents": ([],),
         "mm_processor_kwargs": (),
         "media_io_kwargs": (),
-        "echo": (False,),
         "best_of": (1,),
         "parse_tool_calls": (True,),
         "reasoning_control": (False,),
@@ -268,6 +289,9 @@ class ChatRequest(OpenAIRequest):
     add_generation_prompt: bool | None = Field(
         None, description="false: do not end the prompt with the start of an assistant message. Default true."
     )
+    echo: bool | None = Field(
+        None, description="If the last message is the assistant's, return its text in front of the answer."
+    )
 
     def contradictions(self) -> Iterator[PydanticCustomError]:
         yield from super().contradictions()
@@ -288,6 +312,12 @@ class ChatRequest(OpenAIRequest):
     @property
     def end_user(self) -> str | None:
         return self.user or self.safety_identifier
+
+    @property
+    def echoed(self) -> str:
+        """The text in front of the answer."""
+        last = self.messages[-1]
+        return last.plain()["content"] if self.echo and last.role == "assistant" else ""
 
     @property
     def most_tokens(self) -> int | None:

@@ -13,14 +13,14 @@ from starlette.types import Scope
 
 from cllm.dialect.deltas import ChatDelta, Delta
 from cllm.server.errors import Problem
-from cllm.server.http.response import EventStream, ResponseWriter, as_json, progress_json, slices, text_pieces
+from cllm.server.http.response import EventStream, ResponseWriter, as_json, slices, text_pieces
 from cllm.server.inference.blocks import ContentBlock, ContentBlocks
-from cllm.server.openai.logprobs import ChatLogprobs
+from cllm.server.openai.logprobs import ChatLogprobs, TokenForm
 from cllm.server.responses.tools import CalledTool, ToolNames, input_of
 
 if TYPE_CHECKING:
     from cllm.engine.sampling import TokenLogprob
-    from cllm.server.http.response import Progress, TokenCounts
+    from cllm.server.http.response import Progress, PromptProgress, TokenCounts
     from cllm.server.inference.streams import ChatStream
 
 _KINDS = {"text": ("message", "msg"), "reasoning": ("reasoning", "rs"), "call": ("function_call", "fc")}
@@ -40,7 +40,7 @@ class ResponseForm:
         self._chat = chat
         self._names = names
         self._echo = f'{echo},"store":{as_json(stored)}'
-        self._logprobs = ChatLogprobs(chat.model.llm.tokenizer)
+        self._logprobs = ChatLogprobs(TokenForm(chat.model.llm.tokenizer))
 
     def begun(self, status: str = "in_progress", error: dict[str, str] | None = None) -> str:
         """A response without output."""
@@ -192,10 +192,10 @@ class ResponseEvents:
         yield from response
         yield "}\n\n"
 
-    def progress(self, counts: TokenCounts, time_ms: int) -> str:
+    def progress(self, progress: PromptProgress) -> str:
         """The prompt's progress, as llama-server sends it."""
         created = "" if self._number else self._created()
-        return f'{created}{self._in_progress()},"prompt_progress":{progress_json(counts, time_ms)}}}\n\n'
+        return f'{created}{self._in_progress()},"prompt_progress":{progress.json()}}}\n\n'
 
     def failed(self, problem: Problem) -> str:
         error = {"code": "server_error", "message": problem.message}

@@ -48,7 +48,7 @@ async def create(
     """Answer a text or a conversation, which may continue an earlier response."""
     conversation, size = await _read(state, request, body)
     with _as_input():
-        chat = await open_chat(state, request, _chat_input(body, conversation), "resp")
+        chat = await open_chat(state, request, _chat_input(body, conversation), "resp_")
     if body.tool_names.left_out:
         log.info("%s: left out, as this server has none of them: %s", chat.head.id, ", ".join(body.tool_names.left_out))
     if body.end_user:

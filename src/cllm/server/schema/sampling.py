@@ -11,6 +11,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from cllm.engine.params import MAX_BIAS, RANGES, ContextWindow, SamplingParams
+from cllm.errors import named
 from cllm.kv.window import MIN_RECENT
 from cllm.server.schema.messages import CacheControl
 from cllm.server.schema.structure import StructureFields
@@ -23,6 +24,7 @@ from cllm.server.schema.validation import (
     RequestModel,
     TokenIds,
     Words,
+    shorten,
     wrong,
 )
 from cllm.text.detokenizer import MAX_STOP_CHARACTERS
@@ -44,21 +46,22 @@ _PASSED_ON = (
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
-def _ids_to_numbers(biases: Any) -> Any:
-    """Stops at the first wrong entry; pydantic would report every one."""
+def _check_biases(biases: Any) -> Any:
+    """One error for all wrong entries; pydantic would report each by itself."""
     if isinstance(biases, dict):
-        for key, bias in biases.items():
-            if not _TOKEN_ID.fullmatch(key):
-                raise wrong(f"has the key {key[:40]!r}; keys are token ids")
-            if type(bias) not in (int, float):
-                raise wrong(f"has a bias that is not a number for token {key}")
+        keys = [shorten(repr(key)) for key in biases if not _TOKEN_ID.fullmatch(key)]
+        if keys:
+            raise wrong(f"has the {named('key', keys)}; keys are token ids")
+        tokens = [key for key, bias in biases.items() if type(bias) not in (int, float)]
+        if tokens:
+            raise wrong(f"has a bias that is not a number for {named('token', tokens)}")
     return biases
 
 
 Bias = Annotated[float, Field(json_schema_extra={"minimum": -MAX_BIAS, "maximum": MAX_BIAS})]
 Biases = Annotated[
     dict[str, Bias],
-    BeforeValidator(_ids_to_numbers),
+    BeforeValidator(_check_biases),
     AtMost("max_logit_bias", "tokens"),
     Field(json_schema_extra={TOKEN_IDS_AS_KEYS: True}),
 ]
