@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cllm.backends.fake import FakeBackend
@@ -15,8 +17,24 @@ from cllm.errors import ConfigError, ModelUnavailableError
 from cllm.llm import AsyncLLM
 from cllm.loading import fake_model
 from cllm.served import ServedModels
+from cllm.served.memory import say_what_is_held
 from native_kit import write_model
 from served_models import complete, config, serving, states
+
+
+async def test_what_the_process_holds_is_said_in_parts(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="cllm"):
+        async with serving("a", "b", resources__max_memory_mb=64) as (client, served):
+            account = served.memories["cpu"].ledger.open("c", fixed=20 << 20, least=0)
+            seen = (await client.get("/kv")).json()["models"]
+            say_what_is_held(served.memories, before=10 << 20)
+            account.close()
+    assert abs(seen["resident_bytes"] - psutil.Process().memory_info().rss) < 0.1 * seen["resident_bytes"]
+    said = [line.message for line in caplog.records if line.message.startswith("the process holds ")]
+    assert len(said) == 2  # at the start, and now
+    held, counted, before, others = (int(size.replace(",", "")) for size in re.findall(r"([\d,]+) MiB", said[1]))
+    assert before == 10 and 20 <= counted <= 64
+    assert abs(held - (counted + before + others)) <= 2 and abs(held - seen["resident_bytes"] / 2**20) < 0.1 * held
 
 
 async def test_the_least_recently_used_makes_room() -> None:

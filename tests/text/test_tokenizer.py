@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cllm.errors import InvalidRequestError, ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
+from cllm.text import bpe
 from cllm.text.token_limit import SLACK
 from cllm.text.tokenizer import ByteTokenizer, TableTokenizer, Tokenizer, encode_prompt, load_tokenizer
 from gguf_kit import LLAMA_KEYS, write_gguf
@@ -97,6 +98,15 @@ def test_the_corpus_is_split_as_by_llama_cpp(smollm2: Pair, text: str) -> None:
 @given(text=NASTY)
 def test_random_text_is_split_as_by_llama_cpp(smollm2: Pair, text: str) -> None:
     smollm2.check(text)
+
+
+def test_the_rules_a_tokenizer_was_made_of_are_not_kept() -> None:
+    """They are hundreds of bytes per token, and the library has its own."""
+    tokenizer = load_tokenizer(GGUFModel.open(resolve("smollm2")))
+    assert isinstance(tokenizer, TableTokenizer)
+    kept = [cell.cell_contents for cell in tokenizer._encode.__closure__ or ()]  # type: ignore[attr-defined]
+    assert kept and not any(isinstance(each, (tuple, list, dict)) and len(each) > 256 for each in kept)
+    assert not any(isinstance(each, bpe.Rules) for each in kept)
 
 
 @pytest.mark.model

@@ -6,7 +6,7 @@ The machine's memory has one budget, and each GPU in use has its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cllm.config import Config
@@ -17,6 +17,7 @@ from cllm.kv.paged.resizing import extent_size
 from cllm.loading.context import context_within
 from cllm.loading.torch_model import GPU_KV_FRACTION, gpu_room
 from cllm.machine import MemoryLimit, mib, read_memory_limits, tightest
+from cllm.machine.resident import resident_bytes
 from cllm.served.entries import ServedModel
 
 log = logging.getLogger("cllm")
@@ -133,6 +134,17 @@ def choose_memories(config: Config, models: Sequence[ServedModel]) -> dict[str, 
         device: DeviceMemory(config, [served for served in models if served.estimate.device == device], device)
         for device in devices
     }
+
+
+def say_what_is_held(memories: Mapping[str, DeviceMemory], before: int) -> None:
+    """`before`: bytes of the process before any model was loaded."""
+    held, memory = resident_bytes(), memories.get("cpu")
+    counted = sum(each.fixed + each.kv for each in memory.ledger.account_status()) if memory else 0
+    log.info(
+        "the process holds %s: %s of weights and K/V (resources.max_memory_mb), %s from before any model, and %s of "
+        "tokenizers, vocabularies and buffers, which no limit counts",
+        *(mib(size) for size in (held, counted, before, max(0, held - counted - before))),
+    )
 
 
 def _choose_budget(config: Config, limits: Sequence[MemoryLimit], share: float) -> int:

@@ -32,9 +32,10 @@ from cllm.loading.disk_cache import DiskStores
 from cllm.loading.estimate import estimate
 from cllm.loading.open_model import ModelShare
 from cllm.loading.text_work import PRELOADED
+from cllm.machine.resident import give_heap_back, resident_bytes
 from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollector
 from cllm.served.entries import ServedModel, State, by_name, check_disk_limits, load_failed, read_entries, unavailable
-from cllm.served.memory import DeviceMemory, choose_memories
+from cllm.served.memory import DeviceMemory, choose_memories, say_what_is_held
 from cllm.work.pool import Workers
 
 log = logging.getLogger("cllm")
@@ -108,6 +109,7 @@ class ServedModels:
     async def start(self) -> None:
         """Load the models that are configured to be loaded at the start."""
         self.workers.open()
+        before = resident_bytes()
         try:
             for served in self.models:
                 if served.at_start:
@@ -116,6 +118,7 @@ class ServedModels:
             await self.shutdown(0)
             raise
         self._started = True
+        say_what_is_held(self.memories, before)
         self._idle_task = asyncio.create_task(self._unload_idle())
 
     async def shutdown(self, grace_s: float | None = None) -> None:
@@ -241,6 +244,7 @@ class ServedModels:
             if isinstance(error, CLLMError) or not isinstance(error, Exception):
                 raise
             raise ModelError(load_failed(served, error)) from error
+        await asyncio.to_thread(give_heap_back)
         served.state, served.error = "ready", None
         served.loads += 1
         served.last_used = time.monotonic()
@@ -307,6 +311,7 @@ class ServedModels:
                 await llm.shutdown(0)
         finally:
             self.on_unloaded(served)
+            await asyncio.to_thread(give_heap_back)
             if served.account is not None:
                 served.account.close()
                 served.account = None

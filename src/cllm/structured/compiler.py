@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 from cllm.config.server import StructuredConfig
 from cllm.errors import InvalidRequestError, OverloadedError, ShuttingDownError, StructureError
+from cllm.machine.resident import give_heap_back
 from cllm.structured.building import Builder, Built
 from cllm.structured.effort import NotSmallError
-from cllm.structured.grammar_cache import GrammarCache, trim_memory
+from cllm.structured.grammar_cache import GrammarCache
 from cllm.structured.matcher import Grammar
 from cllm.structured.structure import Kind, Structure
 from cllm.structured.vocabulary import Vocabulary
@@ -118,7 +119,7 @@ class Compiler:
             if len(self._reasons) > MOST_KEPT_REASONS:
                 del self._reasons[next(iter(self._reasons))]
         if self._cache.trim_is_due and not self._closed:
-            self._thread.submit(trim_memory)
+            self._thread.submit(give_heap_back)
 
     def _check(self, structure: Structure, key: str) -> None:
         if self._closed:

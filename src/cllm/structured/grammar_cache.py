@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
-from contextlib import suppress
 
 from cllm.structured.building import Built
 from cllm.structured.matcher import Grammar
@@ -62,18 +60,12 @@ class GrammarCache:
 
     @property
     def trim_is_due(self) -> bool:
-        """Whether `trim_memory` is worth its time. True once in a while."""
+        """Whether giving the heap back is worth its time. True once in a while."""
         now = time.monotonic()
         if self._freed < WORTH_TRIMMING or now - self._trimmed < TRIM_EVERY_S:
             return False
         self._freed, self._trimmed = 0, now
         return True
-
-
-def trim_memory() -> None:
-    """Give freed memory back to the system: the allocator keeps it for later, which here may be never."""
-    with suppress(OSError, AttributeError):  # only glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _size(built: Built) -> int:

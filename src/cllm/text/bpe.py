@@ -143,7 +143,7 @@ def read_rules(model: GGUFModel, vocab: Vocabulary) -> Rules:
 
 def build_encoder(model: GGUFModel, vocab: Vocabulary) -> Encoder:
     rules = read_rules(model, vocab)
-    size = len(vocab.tokens)
+    size, is_complete = len(vocab.tokens), not rules.missing  # `encode` must not keep the rules in memory
     bpe = models.BPE(
         vocab=rules.ids | {char: size + n for n, char in enumerate(rules.missing)},
         merges=rules.merges,
@@ -154,7 +154,7 @@ def build_encoder(model: GGUFModel, vocab: Vocabulary) -> Encoder:
 
     def encode(texts: list[str]) -> list[list[int]]:
         found = (each.ids for each in tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-        return [[i for i in each if i < size] for each in found] if rules.missing else list(found)
+        return list(found) if is_complete else [[i for i in each if i < size] for each in found]
 
     return encode
 

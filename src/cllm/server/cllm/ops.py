@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict
 
+from cllm.machine.resident import resident_bytes
 from cllm.server.schema.replies import ErrorReply, error_responses
 from cllm.server.state import State
 
@@ -82,6 +83,7 @@ def _models(several: ServedModels) -> dict[str, Any]:
     taken = {status.name: status for status in several.account_status()}
     return {
         "budget_bytes": several.budget,
+        "resident_bytes": resident_bytes(),
         "taken_bytes": sum(status.fixed + status.kv for status in taken.values()),
         "models": [
             {
