@@ -439,7 +439,7 @@ def test_wrong_durations_are_named(duration: str, capsys: pytest.CaptureFixture[
     assert bench("soak", f"--duration={duration}") == 2
     assert f"--duration is {duration!r}" in capsys.readouterr().err
     assert bench("batch", "--against", "none", "--duration", "5m") == 2
-    assert "has no size 'duration'" in capsys.readouterr().err
+    assert "--duration is for mixed and soak; batch ends when" in capsys.readouterr().err
 
 
 # -- what survives ---------------------------------------------------------------------------------------------------
@@ -572,7 +572,7 @@ def test_what_a_default_install_lacks_is_said_before_the_work(
     assert bench(*command) == 2
     captured = capsys.readouterr()
     (line,) = captured.err.strip().splitlines()
-    assert "cllm bench needs scipy: " in line and line.endswith("scripts/install.py bench")
+    assert "cllm bench needs scipy; install it with: " in line and line.endswith("scripts/install.py bench")
     assert not captured.out
 
 

@@ -230,7 +230,7 @@ def test_what_a_default_install_lacks_is_said_before_anything_begins(
         main(arguments)
     assert caught.value.code == 2
     out, error = capsys.readouterr()
-    assert f"needs {missing}: " in error and error.endswith("scripts/install.py bench\n")
+    assert f"needs {missing}; " in error and error.endswith("scripts/install.py bench\n")
     assert len(error.strip().splitlines()) == 1
     assert out == "" and list(tmp_path.iterdir()) == []
 

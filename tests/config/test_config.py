@@ -317,6 +317,7 @@ def test_a_config_made_in_python_is_checked_too() -> None:
         ("a: b: c", 1, "not valid YAML"),
         ("server:\n\tport: 1", 2, "not valid YAML"),
         ("- 1\n", 1, "expected sections"),
+        ("x " * 1000 + "\n", 1, "expected sections such as 'server:', found 'x x x x x x ...x x x"),
         ("x: 1\n---\ny: 2\n", 2, "not valid YAML"),
     ],
 )

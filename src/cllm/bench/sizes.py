@@ -37,6 +37,9 @@ def with_duration(workloads: Sequence[Workload], duration: str) -> list[Workload
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", duration)
     if not found or not float(found[1]):
         raise BenchError(f"--duration is {duration!r}; it must be a time such as 90s, 30m or 2h")
+    for workload in workloads:
+        if "duration" not in {field.name for field in sizes_of(workload)}:
+            raise BenchError(f"--duration is for mixed and soak; {workload.name} ends when its requests are done")
     return resize(workloads, [f"duration={float(found[1]) * _UNITS[found[2]]:g}"])
 
 

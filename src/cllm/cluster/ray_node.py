@@ -257,7 +257,7 @@ def prepare_environment() -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if importing_fails():
-        raise ClusterError(f"clusters need Ray: {install_extra('cluster')}")
+        raise ClusterError(f"clusters need Ray; install it with: {install_extra('cluster')}")
 
 
 def importing_fails() -> bool:

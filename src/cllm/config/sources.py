@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def read_file(path: Path) -> Iterator[Setting | InvalidSetting]:
     except RecursionError:
         raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
     if not isinstance(tree, dict | None):
-        raise ConfigError(f"{path}:1: expected sections such as 'server:', found {tree!r}")
+        raise ConfigError(f"{path}:1: expected sections such as 'server:', found {reprlib.repr(tree)}")
     yield from (InvalidSetting(f"{path}:{lines[key]}: {key} is set twice: keep one") for key in twice)
     for key, value in _flatten(tree or {}, ""):
         origin = f"{path}:{lines[key]}" if key in lines else str(path)

@@ -33,7 +33,9 @@ def open_tracing(config: ObserveConfig, environ: Mapping[str, str] = os.environ)
     except ImportError as error:
         if config.otlp_endpoint is not None:
             how = install_extra("otel")
-            raise ConfigError(f"observe.otlp_endpoint is set, but OpenTelemetry is not installed: {how}") from error
+            raise ConfigError(
+                f"observe.otlp_endpoint is set, but OpenTelemetry is not installed; install it with: {how}"
+            ) from error
         # The variable may be meant for other programs.
         log.warning("no traces are sent to %s: OpenTelemetry is not installed (%s)", endpoint, install_extra("otel"))
         return None

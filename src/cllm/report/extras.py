@@ -13,7 +13,7 @@ PLOT_FORMATS = (".svg", ".png", ".pdf")
 
 def check_extra(module: str, what: str, extra: str = "bench") -> None:
     if find_spec(module) is None:
-        raise CLLMError(f"{what} needs {module}: {install_extra(extra)}")
+        raise CLLMError(f"{what} needs {module}; install it with: {install_extra(extra)}")
 
 
 def check_writable(option: str, file: Path | None) -> None:

@@ -78,7 +78,9 @@ class FileTrace:
                     request.arrival *= self._stretch
                     given += 1
                     yield request
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise TraceError(f"{self._path} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
             raise TraceError(f"{self._path} cannot be read: {error}") from error
 
 
