@@ -45,7 +45,7 @@ def build_text_parts(
     public_name = config.model.alias or facts.name
     dialect = dialect_of(examine_template(opened.chat_template, workers), opened.tokenizer, config.chat)
     n_vocab = facts.shape.n_vocab
-    work = TextWork(config, workers, opened.tokenizer, opened.chat_template, dialect, n_vocab)
+    work = TextWork(config, workers, opened.tokenizer, opened.chat_template, dialect, opened.model, n_vocab)
     return TextParts(
         facts=facts,
         tokenizer=opened.tokenizer,

@@ -12,7 +12,9 @@ from typing import Any
 from cllm.config import Config
 from cllm.dialect.dialect import Dialect, dialect_of
 from cllm.dialect.grammar import AnswerForm
+from cllm.errors import ModelError
 from cllm.loading.open_model import TokenizerCache, open_text
+from cllm.models.unchanged_file import FileStamp
 from cllm.structured.building import Builder
 from cllm.structured.structure import Structure
 from cllm.structured.vocabulary import Vocabulary
@@ -62,10 +64,12 @@ class Encoding:
 WHOLE_PROMPT = Encoding(whole_prompt=True)
 
 
-def load(config: bytes, source: TemplateSource, n_vocab: int) -> TextTools:
-    """`config`: pickled. `source`: the file that it came from may have changed."""
+def load(config: bytes, stamp: FileStamp | None, source: TemplateSource, n_vocab: int) -> TextTools:
+    """`config`: pickled. `stamp`: of the model's file, which must be the one that the server has read."""
     settings: Config = pickle.loads(config)
     opened = open_text(settings, TokenizerCache())
+    if stamp is not None and getattr(opened.model, "stamp", stamp) != stamp:
+        raise ModelError(f"{settings.model.name} has changed since the server read it; restart the server")
     template = ChatTemplate.of(source)
     vocabulary = Vocabulary(opened.tokenizer, n_vocab)
     return TextTools(

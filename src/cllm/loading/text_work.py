@@ -15,6 +15,8 @@ from cllm.dialect.dialect import Dialect
 from cllm.dialect.grammar import AnswerForm
 from cllm.errors import InvalidRequestError, ModelError
 from cllm.loading.text_tools import Encoding, unpacked
+from cllm.loading.torch_model import Model
+from cllm.models.gguf import GGUFModel
 from cllm.structured.structure import Structure
 from cllm.text.chat_template import PromptOptions, encode_composed
 from cllm.text.template_facts import TemplateFacts
@@ -59,6 +61,7 @@ class TextWork:
         tokenizer: Tokenizer,
         template: TemplateSource,
         dialect: Dialect,
+        model: Model | None,
         n_vocab: int,
     ) -> None:
         self.template = template
@@ -67,10 +70,15 @@ class TextWork:
         self._dialect = dialect
         self._special = frozenset(tokenizer.special_tokens)
         self._volatile = VolatilePatterns(config.prompt.volatile_patterns)
+        name = config.model.name if model is None else str(model.path)
         own = config.model_copy(
-            update={"model": config.model.model_copy(update={"chat_template": None}), "server": ServerConfig()}
-        )  # without keys: a template may find a way out of its sandbox
-        self._recipe = (f"{_TOOLS}:load", (pickle.dumps(own), template, n_vocab))
+            update={
+                "model": config.model.model_copy(update={"name": name, "chat_template": None}),
+                "server": ServerConfig(),  # without keys: a template may find a way out of its sandbox
+            }
+        )
+        stamp = model.stamp if isinstance(model, GGUFModel) else None
+        self._recipe = (f"{_TOOLS}:load", (pickle.dumps(own), stamp, template, n_vocab))
         self._executor = SizedExecutor("text", inline=INLINE, short=PIECE)
 
     async def encode_chat(

@@ -26,6 +26,7 @@ _START = (
     "from cllm.work.process import main; main(fd, modules)"
 )
 _END_S = 2.0
+_CACHE = "CLLM_CACHE_DIR"
 
 
 class Parent:
@@ -42,6 +43,10 @@ class Parent:
         """Not forked by another parent."""
         return self._process is not None
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
     @classmethod
     def start(cls, modules: Sequence[str]) -> Parent:
         """A new program, not a copy of this one, which has threads and much memory. `modules` are imported before it
@@ -52,6 +57,7 @@ class Parent:
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-S", "-c", _START, json.dumps([path, theirs.fileno(), list(modules)])],
+                env=_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -89,6 +95,11 @@ class Parent:
         return ours
 
 
+def _environment() -> dict[str, str]:
+    """Without the server's settings, among which are keys."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("CLLM_") or name == _CACHE}
+
+
 class FirstParent:
     """The one that all others come from. There is one in a process, whoever uses it: starting it takes a while."""
 
@@ -99,20 +110,18 @@ class FirstParent:
     def get(self, modules: Sequence[str]) -> Parent:
         """Raises `OSError`."""
         with self._lock:
+            if self._parent is not None and self._parent.has_ended:
+                self._parent.close()
+                self._parent = None
             if self._parent is None:
                 self._parent = Parent.start(modules)
             return self._parent
 
-    def forget(self, parent: Parent) -> None:
-        """It has ended."""
-        with self._lock:
-            if self._parent is parent:
-                self._parent = None
-                parent.close()
-
     def close(self) -> None:
-        if self._parent is not None:
-            self.forget(self._parent)
+        with self._lock:
+            if self._parent is not None:
+                self._parent.close()
+                self._parent = None
 
     def leave_to_the_parent(self) -> None:
         """In a forked process: it belongs to the other one."""

@@ -161,8 +161,8 @@ class Workers:
                     return worker
                 worker.kill()
             return Worker(kind.parent.fork_worker())
-        except OSError:  # a parent has ended: somebody killed it
-            self._start_again()
+        except OSError:  # its parent has ended: somebody killed it
+            self.forget(recipe)
         try:
             return Worker(self._kind(recipe).parent.fork_worker())
         except OSError as error:
@@ -178,11 +178,6 @@ class Workers:
         if self._tidying is None:
             self._tidying = asyncio.get_running_loop().call_later(IDLE_S, self._tidy)
         return kind
-
-    def _start_again(self) -> None:
-        for recipe in list(self._kinds):
-            self._end(self._kinds.pop(recipe))
-        FIRST.close()
 
     def _give_back(self, recipe: Recipe | None, worker: Worker) -> None:
         kind = self._kinds.get(recipe)

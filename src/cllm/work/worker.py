@@ -56,26 +56,23 @@ class Worker:
         """What the function returns. Raises `InvalidRequestError` or `RefusedError` as it does, and `ExceededError` if
         it takes more than it may."""
         loop, began = asyncio.get_running_loop(), time.monotonic()
+        timers = [loop.call_later(limits.longest_s, self.stop)]
         try:
             process = self._process or await self._begin()
             message = pickle.dumps((function, arguments, limits.cpu_s, limits.memory_bytes))
-            timers = (
-                loop.call_later(STEP_BACK_S, process.step_back),
-                loop.call_later(limits.longest_s, self.stop),
-            )
-            try:
-                await loop.sock_sendall(self._connection, HEADER.pack(len(message)) + message)
-                reply = json.loads(await self._receive())
-                result = await self._receive()
-            finally:
-                for timer in timers:
-                    timer.cancel()
+            timers.append(loop.call_later(STEP_BACK_S, process.step_back))
+            await loop.sock_sendall(self._connection, HEADER.pack(len(message)) + message)
+            reply = json.loads(await self._receive())
+            result = await self._receive()
         except BaseException as error:
             self.cpu_s = min(time.monotonic() - began, limits.cpu_s)
             self.kill()
             if isinstance(error, EOFError | OSError):
                 raise ExceededError(_beyond(limits)) from error
             raise
+        finally:
+            for timer in timers:
+                timer.cancel()
         self.cpu_s = reply["cpu_s"]
         if reply["retire"] or process.stepped_back:
             self.kill()
