@@ -108,6 +108,7 @@ class AsyncLLM(LoadedModel):
             if time_share is not None:
                 time_share.leave()
             parts.close()
+            self._close_workers()
             raise
         self._text, self._parts, self._engine = parts.text, parts, engine
         _OPEN.add(self)
@@ -156,6 +157,7 @@ class AsyncLLM(LoadedModel):
             sink.fail(ShuttingDownError("the server shut down before the request finished"))
         self._live.clear()
         if parts is not None:
+            parts.text.close()
             await asyncio.to_thread(parts.close)
         self._close_workers()
         self._text = self._parts = None

@@ -13,6 +13,8 @@ from cllm.engine.params import SamplingParams
 from cllm.errors import InvalidRequestError
 from cllm.llm import AsyncLLM
 from cllm.loading.text_parts import load_text_parts
+from cllm.loading.text_work import PRELOADED
+from cllm.work.pool import blocking_workers
 
 FAKE: dict[str, Any] = {"backend": {"type": "fake"}}
 
@@ -23,7 +25,8 @@ async def ingress(**sections: Any) -> RemoteLLM:
     async with AsyncLLM(Config.model_validate(FAKE)) as llm:
         facts = replace(llm.facts, max_context=65_536)
     remote = RemoteLLM(config, None)
-    remote._text = load_text_parts(config, facts)
+    with blocking_workers(config.work, PRELOADED) as workers:
+        remote._text = load_text_parts(config, facts, workers)
     return remote
 
 

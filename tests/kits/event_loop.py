@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from starlette.types import Message
 
-from cllm.server.http.cycle import CLIENT_GONE
+from cllm.server.http.cycle import WHEN_GONE
 
 
 class Reply(NamedTuple):
@@ -54,7 +54,7 @@ async def post(
         "query_string": b"",
         "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
         "state": {},
-        "extensions": {} if gone is None else {CLIENT_GONE: gone},
+        "extensions": {} if gone is None else {WHEN_GONE: gone},
     }
     await app(scope, receive, send)
     return Reply(status, b"".join(pieces), len(pieces))

@@ -225,8 +225,8 @@ async def test_a_structure_that_takes_too_much_is_refused_by_the_settings_names(
 
 
 async def test_structures_in_use_leave_no_room_for_another_large_one() -> None:
-    compiler = make_compiler(max_cached_mb=1)
-    compiler._cache.put("x", Built(build(WORD), 900 << 10))
+    compiler = make_compiler(max_cached_mb=4)
+    compiler._cache.put("x", Built(build(WORD), 4 << 20))
     grammar = compiler._cache.get("x")
     assert grammar is not None
     matcher = grammar.start()

@@ -15,11 +15,14 @@ from cllm.cluster.overview import Seen, seen_model
 from cllm.cluster.remote_llm import RemoteLLM
 from cllm.cluster.remote_models import RemoteModels
 from cllm.config import Config
+from cllm.loading.open_model import ModelShare
+from cllm.loading.text_work import PRELOADED
 from cllm.machine.garbage import keep_loaded_objects
 from cllm.observe.log import RequestLog, setup_logging
 from cllm.server.app import create_app
 from cllm.server.http.listening import url_of
 from cllm.server.state import ServerState
+from cllm.work.pool import Workers
 
 _END_S = 3.0
 """Of the time to drain: for the ends of requests that take longer."""
@@ -63,8 +66,11 @@ class Ingress:
         own, server.port; otherwise requests come through Ray's proxy."""
         setup_logging(config.log)
         models = cluster_models(config)
+        workers = Workers(config.work, PRELOADED)
+        workers.open()
+        share = ModelShare(workers=workers) if config.models else None
         llms = [
-            RemoteLLM(model.config, handle, deployment=model.deployment, version=model.version)
+            RemoteLLM(model.config, handle, deployment=model.deployment, version=model.version, share=share)
             for model, handle in zip(models, replicas, strict=True)
         ]
         await asyncio.gather(*(llm.start() for llm in llms))

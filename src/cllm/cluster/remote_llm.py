@@ -36,6 +36,7 @@ from cllm.kv.pins import LostPin, PinSource, WarmResult
 from cllm.llm import LOW_PRIORITY, AsyncLLM
 from cllm.loading.context import ENOUGH_TOKENS
 from cllm.loading.facts import ModelFacts
+from cllm.loading.open_model import ModelShare
 from cllm.loading.text_parts import load_text_parts
 from cllm.loading.windows import Windows
 from cllm.observe.router_metrics import RouterMetrics
@@ -53,11 +54,17 @@ class RemoteLLM(AsyncLLM):
     """Tokenises, renders and detokenises here; everything else happens on replicas."""
 
     def __init__(
-        self, config: Config, replicas: Any, *, deployment: str | None = None, version: str | None = None
+        self,
+        config: Config,
+        replicas: Any,
+        *,
+        deployment: str | None = None,
+        version: str | None = None,
+        share: ModelShare | None = None,
     ) -> None:
         """`replicas`: Ray Serve's handle. `deployment`: its name of them, if the model's is not unique. `version`: of
         their settings; during an update there are replicas of others, too."""
-        super().__init__(config)
+        super().__init__(config, share=share)
         self._replicas = replicas
         self._deployment = deployment or config.model.name
         self._version = version

@@ -29,6 +29,7 @@ class RemoteModels(ServedModels):
         self.memories: dict[str, DeviceMemory] = {}  # replicas have their own
         self.on_loaded = None
         self.on_unloaded = lambda served: None
+        self.workers = llms[0].workers if llms else None
         self._llms = llms
 
     @property
@@ -40,6 +41,8 @@ class RemoteModels(ServedModels):
 
     async def shutdown(self, grace_s: float | None = None) -> None:
         await asyncio.gather(*(llm.shutdown(grace_s) for llm in self._llms))
+        if self.workers is not None:
+            self.workers.close()
 
     @property
     def budget(self) -> int:

@@ -173,7 +173,6 @@ class RequestTracker(ABC):
             if not twin.ended:
                 self.waiting.push(twin)
         sequence.twins = []
-        sequence.chooser.constraint = None  # a grammar may take much memory, and a request is in a reference cycle
         request.unfinished -= 1
         if request.reason is None or reason.state is not RequestState.COMPLETED:
             request.reason = reason

@@ -18,7 +18,7 @@ from cllm.models.unchanged_file import FileStamp
 from cllm.structured.building import Builder
 from cllm.structured.structure import Structure
 from cllm.structured.vocabulary import Vocabulary
-from cllm.text.chat_template import ChatTemplate, PromptOptions, encode_composed
+from cllm.text.chat_template import ChatTemplate, PromptOptions
 from cllm.text.template_source import TemplateSource
 from cllm.text.token_limit import TokenLimit
 from cllm.text.tokenizer import Tokenizer, encode_prompt
@@ -85,10 +85,6 @@ def encode_chat(messages: Sequence[Mapping[str, Any]], options: PromptOptions, l
     tools = _tools()
     prepared, options = tools.dialect.prepare(tools.volatile.strip(messages), options)
     return _packed(tools.template.encode(tools.tokenizer, prepared, limit, options))
-
-
-def encode_rendered(bos: str, text: str, literal: Sequence[int], limit: TokenLimit) -> bytes:
-    return _packed(encode_composed(_tools().tokenizer, bos, text, literal, limit))
 
 
 def encode_text(text: str, how: Encoding, limit: TokenLimit, param: str) -> bytes:

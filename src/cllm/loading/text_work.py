@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from cllm.config import Config, ServerConfig
 from cllm.dialect.dialect import Dialect
@@ -27,9 +27,6 @@ from cllm.text.volatile import VolatilePatterns
 from cllm.work.executor import SizedExecutor
 from cllm.work.pool import Job, Workers
 from cllm.work.worker import ExceededError, Limits, RefusedError
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -87,17 +84,23 @@ class TextWork:
         """The prompt of a conversation; one that is longer than the limit is refused."""
         cost = estimated_cost((messages, options.tools, options.arguments), IN_THREAD + 1)
         if cost > IN_THREAD:
-            job = self._job("render", "encode_chat", (messages, options, limit))
-            return unpacked(await self._limited(job, "messages"))
-        prepared, options = await self.run(cost, lambda: self._dialect.prepare(self._volatile.strip(messages), options))
-        arguments = (tuple(self.template), self._special, prepared, options)
-        text, literal = await self._limited(Job("render", f"{_TEMPLATES}:compose", arguments), "messages")
-        if len(text) > IN_THREAD:
-            job = self._job("tokenize", "encode_rendered", (self.template.bos, text, literal, limit))
-            return unpacked(await self._limited(job, "messages"))
+            return await self._encode_large(messages, options, limit)
+        prepared, prepared_options = await self.run(
+            cost, lambda: self._dialect.prepare(self._volatile.strip(messages), options)
+        )
+        arguments = (tuple(self.template), self._special, prepared, prepared_options, IN_THREAD)
+        composed = await self._limited(Job("render", f"{_TEMPLATES}:compose", arguments), "messages")
+        if composed is None:  # the template says more than the messages do
+            return await self._encode_large(messages, options, limit)
+        text, literal = composed
         return await self.run(
             len(text), lambda: encode_composed(self._tokenizer, self.template.bos, text, literal, limit)
         )
+
+    async def _encode_large(
+        self, messages: Sequence[Mapping[str, Any]], options: PromptOptions, limit: TokenLimit
+    ) -> list[int]:
+        return unpacked(await self._limited(self._job("render", "encode_chat", (messages, options, limit)), "messages"))
 
     async def encode(self, text: str, how: Encoding, limit: TokenLimit, param: str) -> list[int]:
         """The tokens of a text; one with more than the limit is refused."""

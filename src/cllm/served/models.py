@@ -36,6 +36,7 @@ from cllm.machine.resident import give_heap_back, resident_bytes
 from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollector
 from cllm.served.entries import ServedModel, State, by_name, check_disk_limits, load_failed, read_entries, unavailable
 from cllm.served.memory import DeviceMemory, choose_memories, say_what_is_held
+from cllm.work.owner import for_nobody
 from cllm.work.pool import Workers
 
 log = logging.getLogger("cllm")
@@ -67,7 +68,7 @@ class ServedModels:
         """Called after a model is unloaded."""
         self._time_sharing = TimeSharing()
         self._stores = DiskStores()
-        self.workers = Workers(config.work, PRELOADED)
+        self.workers: Workers | None = Workers(config.work, PRELOADED)
         self._one_at_a_time = asyncio.Lock()
         self._stopping = False
         self._started = False
@@ -108,6 +109,7 @@ class ServedModels:
 
     async def start(self) -> None:
         """Load the models that are configured to be loaded at the start."""
+        assert self.workers is not None
         self.workers.open()
         before = resident_bytes()
         try:
@@ -136,7 +138,8 @@ class ServedModels:
             if served.llm is not None and served.llm not in loaded:  # was still loading
                 await served.llm.shutdown(0)
             served.state = "unloaded"
-        self.workers.close()
+        if self.workers is not None:
+            self.workers.close()
         await asyncio.to_thread(self._stores.close)
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -225,7 +228,8 @@ class ServedModels:
             finally:
                 served.changing = None
 
-        task = served.changing = asyncio.create_task(change())
+        # Whoever asked for it may leave.
+        task = served.changing = asyncio.create_task(for_nobody(change()))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nothing may be awaiting it
         return task
 

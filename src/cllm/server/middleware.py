@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cllm.engine.tenant import ANONYMOUS, Tenant
 from cllm.server.auth.tenants import Caller, Tenants
 from cllm.server.errors import ApiError, is_anthropics, note_refusal, problem_of, problem_of_http
-from cllm.server.http.cycle import CLIENT_GONE
+from cllm.server.http.cycle import WHEN_GONE
 from cllm.work.owner import OWNER, Owner
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class Owners:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant: Tenant = scope.get("state", {}).get("tenant", ANONYMOUS)
-        token = OWNER.set(Owner(tenant.name, tenant.space, scope.get("extensions", {}).get(CLIENT_GONE)))
+        token = OWNER.set(Owner(tenant.name, tenant.space, scope.get("extensions", {}).get(WHEN_GONE)))
         try:
             await self.app(scope, receive, send)
         finally:

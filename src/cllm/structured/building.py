@@ -11,6 +11,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from cllm.machine.resident import give_heap_back
 from cllm.structured.effort import NotSmallError, only_small
 from cllm.structured.matcher import Grammar, MaskFiller
 from cllm.structured.schemas import NOT_APART
@@ -89,6 +90,7 @@ class Builder:
         """What llguidance gets, and the memory it takes. Raises `ValueError` if the structure is invalid."""
         source = source_of(structure, self._special)
         gc.collect()
+        give_heap_back()  # otherwise a grammar would fit into what an earlier one has left
         before = _resident()
         matcher = LLMatcher(self._tokens, source, log_level=0, limits=LIMITS)
         self._check(structure, matcher, MOST_FIXED)

@@ -8,10 +8,12 @@ nobody waits for it any more, and nobody gets what another space has had compile
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -36,7 +38,7 @@ TryOut = Callable[[Structure, Limits], Awaitable[Mapping[str, Any]]]
 """`Builder.try_out` in a worker process."""
 
 T = TypeVar("T")
-_Key = tuple[bytes, Kind, str]
+_Key = tuple[bytes, Kind, bytes]
 
 
 @dataclass(slots=True)
@@ -46,6 +48,9 @@ class _Shared:
     key: str
     task: asyncio.Task[Built]
     waiting: int = 0
+
+    async def built(self) -> Built:
+        return await asyncio.shield(self.task)
 
 
 class Compiler:
@@ -68,7 +73,7 @@ class Compiler:
     async def compile(self, structure: Structure) -> Grammar:
         """Raises `InvalidRequestError` if the structure is invalid."""
         owner = OWNER.get()
-        key = (owner.space, structure.kind, structure.source)
+        key = _key(owner.space, structure)
         grammar = self._cache.get(key)
         if grammar is not None:
             return grammar
@@ -77,8 +82,8 @@ class Compiler:
         shared = self._shared.get(key) or self._start(key, structure, owner)
         shared.waiting += 1
         try:
-            return (await while_wanted(owner, asyncio.shield(shared.task))).grammar
-        except (RefusedError, StructureError) as error:
+            return (await while_wanted(owner, shared.built())).grammar
+        except (RefusedError, ExceededError, StructureError) as error:
             raise _refusal(structure, str(error)) from None
         except asyncio.CancelledError:
             if self._closed and shared.task.cancelled():
@@ -87,12 +92,14 @@ class Compiler:
         finally:
             shared.waiting -= 1
             if not shared.waiting:
+                self._drop(key, shared.task)
                 shared.task.cancel()
 
     def close(self) -> None:
         self._closed = True
-        for shared in self._shared.values():
-            shared.task.cancel()
+        for shared in list(self._shared.values()):
+            with suppress(RuntimeError):  # its loop may be closed
+                shared.task.get_loop().call_soon_threadsafe(shared.task.cancel)
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._cache.clear()
 
@@ -108,7 +115,7 @@ class Compiler:
         return shared
 
     def _finish(self, key: _Key, task: asyncio.Task[Built]) -> None:
-        self._shared.pop(key, None)
+        self._drop(key, task)
         if task.cancelled():
             return
         error = task.exception()
@@ -120,6 +127,11 @@ class Compiler:
                 del self._reasons[next(iter(self._reasons))]
         if self._cache.trim_is_due and not self._closed:
             self._thread.submit(give_heap_back)
+
+    def _drop(self, key: _Key, task: asyncio.Task[Built]) -> None:
+        """Whoever asks from now on starts anew."""
+        if (shared := self._shared.get(key)) is not None and shared.task is task:
+            del self._shared[key]
 
     def _check(self, structure: Structure, key: str) -> None:
         if self._closed:
@@ -145,7 +157,7 @@ class Compiler:
             tried = await self._try_out(structure, self._limits)
         except ExceededError as error:
             settings = "structured.compile_timeout_s, structured.max_compile_mb"
-            raise RefusedError(f"is too complex: compiling it {error} ({settings})") from None
+            raise ExceededError(f"is too complex: compiling it {error} ({settings})") from None
         if not self._cache.make_room(tried["memory"]):
             raise OverloadedError(
                 f"the structures in use take {self._cache.size >> 20} MiB, and this one takes {tried['memory'] >> 20} "
@@ -156,14 +168,22 @@ class Compiler:
     async def _in_thread(self, owner: Owner, work: Callable[[], T]) -> T:
         """It cannot be interrupted, so its turn lasts until it is done, whoever waits."""
         await self._turns.begin(owner.key, time.monotonic())
-        began = time.monotonic()
+        spent = [0.0]
+
+        def timed() -> T:
+            began = time.thread_time()
+            try:
+                return work()
+            finally:
+                spent[0] = time.thread_time() - began
+
         try:
-            future = self._submit(work)
+            future = self._submit(timed)
         except RuntimeError as error:
-            self._turns.end(owner.key, 0.0, began)
+            self._turns.end(owner.key, 0.0, time.monotonic())
             raise _closed() from error
         done = asyncio.wrap_future(future)
-        done.add_done_callback(lambda _: self._turns.end(owner.key, time.monotonic() - began, time.monotonic()))
+        done.add_done_callback(lambda _: self._turns.end(owner.key, spent[0], time.monotonic()))
         try:
             return await asyncio.shield(done)
         except (NotSmallError, RefusedError):
@@ -177,6 +197,10 @@ class Compiler:
             return self._thread.submit(work)
         finally:
             threading.stack_size(usual)
+
+
+def _key(space: bytes, structure: Structure) -> _Key:
+    return space, structure.kind, hashlib.blake2b(structure.source.encode(errors="replace"), digest_size=32).digest()
 
 
 def _closed() -> ShuttingDownError:

@@ -22,6 +22,8 @@ def examine(source: Source) -> dict[str, Any]:
 
 
 def compose(
-    source: Source, special: frozenset[str], messages: Sequence[Mapping[str, Any]], options: PromptOptions
-) -> tuple[str, list[int]]:
-    return _template(source).compose(special, messages, options)
+    source: Source, special: frozenset[str], messages: Sequence[Mapping[str, Any]], options: PromptOptions, most: int
+) -> tuple[str, list[int]] | None:
+    """None: the prompt has more than `most` characters."""
+    text, literal = _template(source).compose(special, messages, options)
+    return (text, literal) if len(text) <= most else None

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from cllm.errors import ShuttingDownError
+
 T = TypeVar("T")
 
 
@@ -25,7 +27,11 @@ class SizedExecutor:
         if size <= self._inline:
             return work()
         pool = self._pools[size > self._short]
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+        try:
+            future = pool.submit(work)
+        except RuntimeError as error:
+            raise ShuttingDownError("the model was closed meanwhile") from error
+        return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """End the threads once they have finished their queues."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cllm.errors import RequestCancelledError
 
@@ -29,19 +29,24 @@ OWNER: ContextVar[Owner] = ContextVar("OWNER", default=Owner())  # noqa: B039, i
 """The request that the running code serves."""
 
 
-async def while_wanted(owner: Owner, work: Awaitable[T]) -> T:
+async def while_wanted(owner: Owner, work: Coroutine[Any, Any, T]) -> T:
     """The result of the work, which is cancelled when its owner ends. Then raises `RequestCancelledError`."""
     ended = owner.ended
     if ended is None:
         return await work
+    if ended.done():
+        work.close()
+        raise _nobody_waits()
     task = asyncio.current_task()
     assert task is not None
-    gone = False
+    gone = over = False
 
     def stop(_: object) -> None:
+        """It may be called a moment after the work is over."""
         nonlocal gone
-        gone = True
-        task.cancel()
+        if not over:
+            gone = True
+            task.cancel()
 
     ended.add_done_callback(stop)
     try:
@@ -51,6 +56,17 @@ async def while_wanted(owner: Owner, work: Awaitable[T]) -> T:
             raise
         if hasattr(task, "uncancel"):  # since Python 3.11
             task.uncancel()
-        raise RequestCancelledError("nobody waits for the answer any more") from None
+        raise _nobody_waits() from None
     finally:
+        over = True
         ended.remove_done_callback(stop)
+
+
+async def for_nobody(work: Coroutine[Any, Any, T]) -> T:
+    """The result of work that goes on whoever leaves, and is in no key's account. To be a task of its own."""
+    OWNER.set(Owner())
+    return await work
+
+
+def _nobody_waits() -> RequestCancelledError:
+    return RequestCancelledError("nobody waits for the answer any more")

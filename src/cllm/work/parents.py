@@ -45,7 +45,13 @@ class Parent:
 
     @property
     def has_ended(self) -> bool:
-        return self._process is not None and self._process.poll() is not None
+        """It never says anything, so what can be read is the end."""
+        try:
+            return not self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     @classmethod
     def start(cls, modules: Sequence[str]) -> Parent:
@@ -53,10 +59,11 @@ class Parent:
         forks. Raises `OSError`."""
         ours, theirs = socket.socketpair()
         home = str(Path(cllm.__file__).resolve().parent.parent)
-        path = [home, *(each for each in sys.path if each and each != home)]
+        path = [each for each in sys.path if each]
+        path += [] if home in path else [home]  # an editable installation is found without it
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-S", "-c", _START, json.dumps([path, theirs.fileno(), list(modules)])],
+                [sys.executable, "-I", "-S", "-c", _START, json.dumps([path, theirs.fileno(), list(modules)])],
                 env=_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -14,13 +14,11 @@ from typing import Any
 
 from cllm.config.work import WorkConfig
 from cllm.errors import InvalidRequestError, ModelUnavailableError, OverloadedError, ShuttingDownError
-from cllm.work.owner import OWNER, Owner, while_wanted
+from cllm.work.owner import OWNER, Owner, for_nobody, while_wanted
 from cllm.work.parents import FIRST, Parent, Recipe
 from cllm.work.turns import Turns
 from cllm.work.worker import ExceededError, Limits, RefusedError, Worker
 
-KEPT = 2
-"""Idle workers of each kind that wait for their next job."""
 IDLE_S = 60.0
 """Workers that have had no job for so long end."""
 
@@ -38,13 +36,18 @@ class Job:
     """If not those of the settings."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Kind:
     """Workers for which the same has been loaded."""
 
     parent: Parent
     idle: list[Worker] = field(default_factory=list)
+    busy: int = 0
     used: float = field(default_factory=time.monotonic)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.parent.has_ended
 
 
 class Workers:
@@ -56,6 +59,8 @@ class Workers:
         self._limits = Limits(config.max_cpu_s, config.max_memory_mb << 20)
         self._most_waiting = config.max_waiting
         self._turns = Turns(config.processes)
+        self._kept = config.processes
+        """Idle workers of each kind that wait for their next job."""
         self._kinds: dict[Recipe | None, _Kind] = {}
         self._busy: set[Worker] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -84,12 +89,7 @@ class Workers:
     def run_blocking(self, job: Job) -> Any:
         """From another thread than the event loop's, and for nobody in particular."""
         assert self._loop is not None
-
-        async def run() -> Any:
-            OWNER.set(Owner())
-            return await self.run(job)
-
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(for_nobody(self.run(job)), self._loop)
         return future.result()
 
     @property
@@ -110,9 +110,9 @@ class Workers:
         self._closed = True
         if self._tidying is not None:
             self._tidying.cancel()
-        for worker in self._busy:
+        for worker in list(self._busy):
             worker.stop()
-        for kind in self._kinds.values():
+        for kind in list(self._kinds.values()):
             self._end(kind)
         self._kinds.clear()
 
@@ -120,8 +120,9 @@ class Workers:
         await self._turns.begin(owner.key, time.monotonic())
         cost, outcome = 0.0, "failed"
         try:
-            worker = self._take(job.recipe)
+            kind, worker = self._take(job.recipe)
             self._busy.add(worker)
+            kind.busy += 1
             try:
                 result = await worker.do(job.function, job.arguments, job.limits or self._limits)
                 outcome = "done"
@@ -129,6 +130,8 @@ class Workers:
             except ExceededError as error:
                 if self._closed:
                     raise ShuttingDownError("the server is shutting down") from error
+                if kind.has_ended or self._kinds.get(job.recipe) is not kind:  # it took its workers with it
+                    raise ModelUnavailableError("a worker process was ended", 1.0) from error
                 outcome = "exceeded"
                 raise
             except (RefusedError, InvalidRequestError):
@@ -143,14 +146,14 @@ class Workers:
             finally:
                 cost = worker.cpu_s
                 self._busy.discard(worker)
-                self._give_back(job.recipe, worker)
+                self._give_back(kind, worker)
         finally:
             self.seconds[job.kind] += cost
             self.key_seconds[owner.key] += cost
             self.jobs[job.kind, outcome] += 1
             self._turns.end(owner.key, cost, time.monotonic())
 
-    def _take(self, recipe: Recipe | None) -> Worker:
+    def _take(self, recipe: Recipe | None) -> tuple[_Kind, Worker]:
         if self._closed:
             raise ShuttingDownError("the server is shutting down")
         try:
@@ -158,20 +161,20 @@ class Workers:
             while kind.idle:
                 worker = kind.idle.pop()
                 if not worker.has_ended:
-                    return worker
+                    return kind, worker
                 worker.kill()
-            return Worker(kind.parent.fork_worker())
+            return kind, Worker(kind.parent.fork_worker())
         except OSError:  # its parent has ended: somebody killed it
             self.forget(recipe)
         try:
-            return Worker(self._kind(recipe).parent.fork_worker())
+            kind = self._kind(recipe)
+            return kind, Worker(kind.parent.fork_worker())
         except OSError as error:
             raise ModelUnavailableError(f"a worker process cannot be started: {error}", 1.0) from error
 
     def _kind(self, recipe: Recipe | None) -> _Kind:
         """Raises `OSError`."""
         if (kind := self._kinds.get(recipe)) is not None:
-            kind.used = time.monotonic()
             return kind
         first = FIRST.get(self._modules)
         kind = self._kinds[recipe] = _Kind(first if recipe is None else first.fork_parent(recipe))
@@ -179,11 +182,12 @@ class Workers:
             self._tidying = asyncio.get_running_loop().call_later(IDLE_S, self._tidy)
         return kind
 
-    def _give_back(self, recipe: Recipe | None, worker: Worker) -> None:
-        kind = self._kinds.get(recipe)
+    def _give_back(self, kind: _Kind, worker: Worker) -> None:
+        kind.busy -= 1
+        kind.used = time.monotonic()
         if worker.dead:
             return
-        if kind is None or self._closed or len(kind.idle) >= KEPT:
+        if kind not in self._kinds.values() or len(kind.idle) >= self._kept:
             worker.kill()
         else:
             kind.idle.append(worker)
@@ -192,8 +196,8 @@ class Workers:
         """End what has not been used for a while."""
         self._tidying = asyncio.get_running_loop().call_later(IDLE_S, self._tidy)
         for recipe, kind in list(self._kinds.items()):
-            if time.monotonic() - kind.used > IDLE_S and not self._turns.running:
-                self._end(self._kinds.pop(recipe))
+            if not kind.busy and time.monotonic() - kind.used > IDLE_S:
+                self.forget(recipe)
 
     @staticmethod
     def _end(kind: _Kind) -> None:

@@ -1,7 +1,7 @@
 """What runs in a worker process, and in the parent that forks it.
 
-A parent has one thread, opens nothing and runs nobody's code, so that forking it is safe, quick and costs little
-memory. It forks workers, and further parents, which load something first that their workers then share. A worker does
+A parent has one thread and does nothing but fork, so that forking it is safe, quick and costs little memory. It forks
+workers, and further parents, which load something first that their workers then share. A worker does
 one job after another. It is killed by the system when a job takes more CPU time than it may, and gets no more memory
 than it may. Nothing heavy is imported here: every worker would have it.
 """
@@ -20,6 +20,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +30,8 @@ HEADER = struct.Struct("!Q")
 """The length of the message that follows."""
 MOST_GROWTH = 64 << 20
 """A worker that is larger than it was by more than this, once a job is done, is replaced."""
+MOST_LOADING_S = 120.0
+"""CPU time that a parent may take to load what its workers need."""
 _PR_SET_PDEATHSIG = 1
 
 loaded: Any = None
@@ -54,10 +57,17 @@ def _be_parent(control: socket.socket) -> NoReturn:
             recipe = pickle.loads(_receive(control, *HEADER.unpack(header)))
         except (OSError, EOFError, struct.error):
             os._exit(0)  # the server has ended, or needs this no more
-        if os.fork() == 0:
+        _fork(control, fds, recipe)
+
+
+def _fork(control: socket.socket, fds: list[int], recipe: tuple[str, tuple[Any, ...]] | None) -> None:
+    """If there is no room for another process, whoever asked for it sees that its connection ends."""
+    with suppress(OSError):
+        if fds and os.fork() == 0:
             control.close()
             _be_child(socket.socket(fileno=fds[0]), recipe)
-        os.close(fds[0])
+    for fd in fds:
+        os.close(fd)
 
 
 def _be_child(own: socket.socket, recipe: tuple[str, tuple[Any, ...]] | None) -> NoReturn:
@@ -67,7 +77,9 @@ def _be_child(own: socket.socket, recipe: tuple[str, tuple[Any, ...]] | None) ->
         _be_worker(own)
     function, arguments = recipe
     try:
+        signal.setitimer(signal.ITIMER_PROF, MOST_LOADING_S)
         loaded = find(function)(*arguments)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     except Exception as error:
         failure = f"{type(error).__name__}: {_plain(error)}"
     _be_parent(own)
@@ -75,6 +87,8 @@ def _be_child(own: socket.socket, recipe: tuple[str, tuple[Any, ...]] | None) ->
 
 def _be_worker(connection: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # before the server
     size, stays = _resident(), True
     try:
         send(connection, {"pid": os.getpid(), "failure": failure})
@@ -122,6 +136,8 @@ def find(function: str) -> Callable[..., Any]:
 
 def _limit(cpu_s: float, memory: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process, whatever that is doing
+    if sys.platform != "linux":  # elsewhere the address space has no limit, or one that is always passed
+        return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = _address_space() + memory
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
@@ -129,6 +145,8 @@ def _limit(cpu_s: float, memory: int) -> None:
 
 def _unlimit() -> None:
     signal.setitimer(signal.ITIMER_PROF, 0)
+    if sys.platform != "linux":
+        return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 

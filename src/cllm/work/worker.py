@@ -20,6 +20,8 @@ from cllm.work.process import HEADER
 STEP_BACK_S = 0.1
 """A worker that has worked on a job for this long leaves the cores to others when they want them."""
 _NICE = 10
+MOST_RESULT = 64 << 20
+"""Bytes of a result. A larger one is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class RefusedError(ValueError):
 
 
 class Worker:
-    """Does one job at a time. After any exception but the job's own it is dead."""
+    """Does one job at a time. `dead` says whether it can do another."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -114,6 +116,8 @@ class Worker:
 
     async def _receive(self) -> bytes:
         size = HEADER.unpack(await self._read(HEADER.size))[0]
+        if size > MOST_RESULT:
+            raise EOFError
         return await self._read(size)
 
     async def _read(self, size: int) -> bytes:

@@ -20,6 +20,7 @@ from cllm.server.schema.messages import ChatMessage
 from cllm.server.schema.replies import ErrorReply, error_responses
 from cllm.server.schema.validation import AtMost, RequestModel, Words, refusal
 from cllm.server.state import ModelState, ServerState, State, is_operator, tenant_of
+from cllm.work.owner import for_nobody
 
 if TYPE_CHECKING:
     from cllm.llm import AsyncLLM
@@ -103,7 +104,7 @@ async def _run(state: ServerState, model: ModelState, work: Coroutine[Any, Any, 
     if model.config.kv.warm_before_ready:
         await work
         return
-    task = asyncio.create_task(work)
+    task = asyncio.create_task(for_nobody(work))
     state.background.add(task)
     task.add_done_callback(state.background.discard)
 

@@ -16,7 +16,7 @@ from cllm.server.errors import Problem
 
 DIRECT_SEND = "cllm.send"
 """The ASGI extension with which pieces of a long response bypass the middleware, which does not look at them."""
-CLIENT_GONE = "cllm.gone"
+WHEN_GONE = "cllm.gone"
 """The ASGI extension with a future that is done when the client has disconnected."""
 log = logging.getLogger("cllm.server")
 
@@ -121,7 +121,7 @@ class RequestCycle:
         """Let the application answer the request."""
         extensions = self.scope.setdefault("extensions", {})
         extensions[DIRECT_SEND] = self.send
-        extensions[CLIENT_GONE] = self._client_gone = asyncio.get_running_loop().create_future()
+        extensions[WHEN_GONE] = self._client_gone = asyncio.get_running_loop().create_future()
         if self.gone:
             self._client_gone.set_result(None)
         try:
