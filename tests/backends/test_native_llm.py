@@ -265,7 +265,7 @@ def test_auto_is_native_and_the_log_says_so(caplog: pytest.LogCaptureFixture) ->
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("native (")]
     assert line.endswith(": up to 256 sequences at once")
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("context: ")]
-    assert line.startswith("context: 1,024 tokens (resources.max_context_length)") and "23,040 bytes" in line, line
+    assert line.startswith("context: 1,024 tokens (resources.max_context_length;") and "23,040 bytes" in line, line
     assert "KV cache: 200 MiB (resources.kv_cache_max_memory_mb)" in caplog.messages
     assert "using llama_cpp" not in caplog.text
 
