@@ -82,3 +82,11 @@ def load(text: str) -> str:
 
 def loaded() -> list[object]:
     return [process.loaded, os.getppid()]
+
+
+def variables() -> list[str]:
+    return sorted(os.environ)
+
+
+def large(size: int) -> bytes:
+    return bytes(size)

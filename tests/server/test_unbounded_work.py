@@ -150,6 +150,21 @@ def test_a_template_that_never_ends_or_takes_all_memory_is_ended(name: str, tmp_
         server.close()
 
 
+def test_what_a_template_writes_does_not_come_into_the_server(tmp_path: Path) -> None:
+    """Within the worker's limits."""
+    large = (
+        "{% set x = namespace(y='a' * 1000) %}{% for i in range(14) %}{% set x.y = x.y ~ x.y %}{% endfor %}{{ x.y }}"
+    )
+    server = Served(tmp_path, START + large + "{% endif %}x")
+    try:
+        before = resident_mb()
+        reply = server.answer("/v1/chat/completions", chat("go"))
+        assert reply.status == 400 and b"context" in reply.body, reply.body
+        assert resident_mb() - before < 16
+    finally:
+        server.close()
+
+
 # -- grammars ----------------------------------------------------------------------------------------------------------
 
 NUMBERS = st.integers(30_000, 49_999).map(lambda n: {"type": "integer", "multipleOf": 2 * n + 1})

@@ -202,6 +202,18 @@ async def test_what_nobody_waits_for_is_not_compiled() -> None:
     compiler.close()
 
 
+async def test_whoever_asks_when_the_last_one_leaves_is_not_cancelled_with_it() -> None:
+    compiler = make_compiler()
+    slow = Slow(compiler)
+    leaving = asyncio.ensure_future(compiler.compile(WORD))
+    assert await asyncio.to_thread(slow.begun.acquire, timeout=30)
+    leaving.cancel()
+    coming = asyncio.ensure_future(compiler.compile(WORD))
+    slow.going_on.set()
+    assert isinstance(await coming, Grammar)
+    compiler.close()
+
+
 async def test_a_large_structure_is_tried_out_first_and_both_give_the_same() -> None:
     with pytest.raises(NotSmallError):
         builder().build_small(LARGE)

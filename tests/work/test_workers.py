@@ -24,10 +24,10 @@ from cllm.errors import (
     RequestCancelledError,
     ShuttingDownError,
 )
-from cllm.work.owner import OWNER, Owner
+from cllm.work.owner import OWNER, Owner, while_wanted
 from cllm.work.parents import FIRST
 from cllm.work.pool import Job, Workers, blocking_workers
-from cllm.work.worker import ExceededError, Limits, RefusedError
+from cllm.work.worker import MOST_RESULT, ExceededError, Limits, RefusedError
 
 WAIT_S = 60.0
 """A guard against hanging, not a demand on speed."""
@@ -121,6 +121,55 @@ async def test_a_job_ends_with_its_request(workers: Workers) -> None:
     await until(lambda: not any(map(alive, pids)))
     assert workers.running == workers.waiting == 0
     assert await workers.run(job("add", 1, 1)) == 2
+
+
+async def test_a_worker_that_somebody_kills_is_replaced_and_its_job_done_again(workers: Workers) -> None:
+    task = asyncio.ensure_future(workers.run(job("spin", 0.5)))
+    await until(lambda: any(each._process for each in workers._busy))
+    (pid,) = [each._process._pid for each in workers._busy if each._process is not None]
+    os.kill(pid, signal.SIGKILL)
+    assert await task is None and workers.jobs["test", "done"] == 1
+
+
+async def test_the_end_of_one_parent_is_nobody_else_s(workers: Workers) -> None:
+    recipe = ("hostile_jobs:load", ("this",))
+    _, parent = await workers.run(job("loaded", recipe=recipe))
+    other = asyncio.ensure_future(workers.run(job("spin", 0.5)))
+    await until(lambda: any(each._process for each in workers._busy))
+    os.kill(parent, signal.SIGKILL)
+    await until(lambda: not alive(parent))
+    assert (await workers.run(job("loaded", recipe=recipe)))[0] == "loaded this"
+    assert await other is None
+
+
+async def test_workers_know_no_keys(monkeypatch: pytest.MonkeyPatch, workers: Workers) -> None:
+    FIRST.close()
+    monkeypatch.setenv("CLLM_SERVER__API_KEY", "secret")
+    monkeypatch.setenv("CLLM_CACHE_DIR", "somewhere")
+    names = await workers.run(job("variables"))
+    assert "CLLM_SERVER__API_KEY" not in names and "CLLM_CACHE_DIR" in names
+    FIRST.close()
+
+
+async def test_a_result_that_is_too_large_is_none(workers: Workers) -> None:
+    with pytest.raises(ExceededError):
+        await workers.run(job("large", MOST_RESULT + 1))
+    assert len(await workers.run(job("large", 1 << 20))) == 1 << 20
+
+
+async def test_an_owner_that_ends_with_the_work_cancels_nothing_later() -> None:
+    ended = asyncio.get_running_loop().create_future()
+
+    async def work() -> int:
+        asyncio.get_running_loop().call_soon(ended.set_result, None)
+        return 5
+
+    assert await while_wanted(Owner(ended=ended), work()) == 5
+    for _ in range(5):
+        await asyncio.sleep(0)
+    with pytest.raises(RequestCancelledError):
+        await while_wanted(Owner(ended=ended), work())
+    await asyncio.sleep(0)
 
 
 async def test_a_task_that_is_cancelled_ends_its_job(workers: Workers) -> None:

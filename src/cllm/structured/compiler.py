@@ -31,6 +31,8 @@ from cllm.work.owner import OWNER, Owner, while_wanted
 from cllm.work.turns import Turns
 from cllm.work.worker import ExceededError, Limits, RefusedError
 
+THREADS = 4
+"""One at a time, but for keys that have none yet: they share the cores."""
 STACK_BYTES = 64 << 20
 """Grammars may be nested deeply."""
 MOST_KEPT_REASONS = 256
@@ -67,7 +69,7 @@ class Compiler:
         """Why recent ones were refused."""
         self._shared: dict[_Key, _Shared] = {}
         self._turns = Turns(1)
-        self._thread = ThreadPoolExecutor(1, "cllm-grammar")
+        self._thread = ThreadPoolExecutor(THREADS, "cllm-grammar")
         self._closed = False
 
     async def compile(self, structure: Structure) -> Grammar:

@@ -248,6 +248,8 @@ class ChatTemplate:
                 bos_token=self.bos,
                 eos_token=self.eos,
             )
+        except MemoryError:
+            raise
         except Exception as error:  # a template is a program: it can raise anything
             if name := self.variables.missing(error):
                 raise TemplateRejectionError(

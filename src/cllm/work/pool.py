@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import Counter, defaultdict
@@ -18,6 +19,8 @@ from cllm.work.owner import OWNER, Owner, for_nobody, while_wanted
 from cllm.work.parents import FIRST, Parent, Recipe
 from cllm.work.turns import Turns
 from cllm.work.worker import ExceededError, Limits, RefusedError, Worker
+
+log = logging.getLogger("cllm")
 
 IDLE_S = 60.0
 """Workers that have had no job for so long end."""
@@ -118,40 +121,60 @@ class Workers:
 
     async def _run(self, job: Job, owner: Owner) -> Any:
         await self._turns.begin(owner.key, time.monotonic())
-        cost, outcome = 0.0, "failed"
+        cost = [0.0]
+        outcome = "failed"
         try:
-            kind, worker = self._take(job.recipe)
-            self._busy.add(worker)
-            kind.busy += 1
-            try:
-                result = await worker.do(job.function, job.arguments, job.limits or self._limits)
-                outcome = "done"
-                return result
-            except ExceededError as error:
-                if self._closed:
-                    raise ShuttingDownError("the server is shutting down") from error
-                if kind.has_ended or self._kinds.get(job.recipe) is not kind:  # it took its workers with it
-                    raise ModelUnavailableError("a worker process was ended", 1.0) from error
-                outcome = "exceeded"
-                raise
-            except (RefusedError, InvalidRequestError):
-                outcome = "refused"
-                raise
-            except asyncio.CancelledError:
-                outcome = "cancelled"
-                raise
-            except ModelUnavailableError:  # another parent may have more luck
-                self.forget(job.recipe)
-                raise
-            finally:
-                cost = worker.cpu_s
-                self._busy.discard(worker)
-                self._give_back(kind, worker)
+            result = await self._try_twice(job, cost)
+            outcome = "done"
+            return result
+        except ExceededError:
+            outcome = "exceeded"
+            raise
+        except (RefusedError, InvalidRequestError):
+            outcome = "refused"
+            raise
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
         finally:
-            self.seconds[job.kind] += cost
-            self.key_seconds[owner.key] += cost
+            self.seconds[job.kind] += cost[0]
+            self.key_seconds[owner.key] += cost[0]
             self.jobs[job.kind, outcome] += 1
-            self._turns.end(owner.key, cost, time.monotonic())
+            self._turns.end(owner.key, cost[0], time.monotonic())
+
+    async def _try_twice(self, job: Job, cost: list[float]) -> Any:
+        """A worker may be ended by something else than its job, such as a system that is short of memory."""
+        try:
+            return await self._try(job, cost)
+        except ExceededError as error:
+            if not error.early or self._closed:
+                raise
+        return await self._try(job, cost)
+
+    async def _try(self, job: Job, cost: list[float]) -> Any:
+        kind, worker = self._take(job.recipe)
+        self._busy.add(worker)
+        kind.busy += 1
+        try:
+            return await worker.do(job.function, job.arguments, job.limits or self._limits)
+        except ExceededError as error:
+            if self._closed:
+                raise ShuttingDownError("the server is shutting down") from error
+            if kind.has_ended:
+                self._forget(job.recipe, kind)
+            raise
+        except ModelUnavailableError as error:  # another parent may have more luck
+            log.warning("%s", error)
+            self._forget(job.recipe, kind)
+            raise
+        finally:
+            cost[0] += worker.cpu_s
+            self._busy.discard(worker)
+            self._give_back(kind, worker)
+
+    def _forget(self, recipe: Recipe | None, kind: _Kind) -> None:
+        if self._kinds.get(recipe) is kind:
+            self.forget(recipe)
 
     def _take(self, recipe: Recipe | None) -> tuple[_Kind, Worker]:
         if self._closed:

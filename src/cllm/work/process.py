@@ -43,6 +43,8 @@ failure: str | None = None
 def main(fd: int, modules: list[str]) -> None:
     """The first parent, with the socket that tells it what to fork, and what nearly every worker imports."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # what the server ignores or blocks is inherited
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     logging.disable(logging.CRITICAL)  # the server has said it
     for module in modules:
         importlib.import_module(module)

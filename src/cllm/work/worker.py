@@ -20,6 +20,7 @@ from cllm.work.process import HEADER
 STEP_BACK_S = 0.1
 """A worker that has worked on a job for this long leaves the cores to others when they want them."""
 _NICE = 10
+_FAILED = "the server cannot read the model's files any more; its log says more"
 MOST_RESULT = 64 << 20
 """Bytes of a result. A larger one is none."""
 
@@ -37,6 +38,11 @@ class Limits:
 
 class ExceededError(CLLMError):
     """A job took more time or memory than it may."""
+
+    def __init__(self, message: str, *, early: bool = False) -> None:
+        """`early`: its worker ended sooner than a limit of time could have ended it: something else may have."""
+        super().__init__(message)
+        self.early = early
 
 
 class RefusedError(ValueError):
@@ -67,10 +73,11 @@ class Worker:
             reply = json.loads(await self._receive())
             result = await self._receive()
         except BaseException as error:
-            self.cpu_s = min(time.monotonic() - began, limits.cpu_s)
+            took = time.monotonic() - began
+            self.cpu_s = min(took, limits.cpu_s)
             self.kill()
             if isinstance(error, EOFError | OSError):
-                raise ExceededError(_beyond(limits)) from error
+                raise ExceededError(_beyond(limits), early=took < limits.cpu_s) from error
             raise
         finally:
             for timer in timers:
@@ -84,10 +91,12 @@ class Worker:
         try:
             hello = json.loads(await self._receive())
         except (EOFError, OSError) as error:
-            raise ModelUnavailableError("a worker process ended before its first job", 1.0) from error
+            raise ExceededError("ended before its first job", early=True) from error
         self._process = _Process(hello["pid"])
         if hello["failure"] is not None:
-            raise ModelUnavailableError(f"a worker process could not load what it needs: {hello['failure']}", 1.0)
+            raise ModelUnavailableError(
+                f"a worker process could not load what it needs: {hello['failure']}", 1.0, _FAILED
+            )
         return self._process
 
     @property
