@@ -9,8 +9,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from cllm.config.work import WorkConfig
@@ -22,6 +24,8 @@ from cllm.work.worker import ExceededError, Limits, RefusedError, Worker
 
 log = logging.getLogger("cllm")
 
+LOOK_S = 0.5
+"""How often a blocking caller looks whether its event loop is still there."""
 IDLE_S = 60.0
 """Workers that have had no job for so long end."""
 
@@ -92,8 +96,24 @@ class Workers:
     def run_blocking(self, job: Job) -> Any:
         """From another thread than the event loop's, and for nobody in particular."""
         assert self._loop is not None
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(for_nobody(self.run(job)), self._loop)
-        return future.result()
+        loop, outcome = self._loop, Future[Any]()
+
+        def begin() -> None:
+            task = loop.create_task(for_nobody(self.run(job)))
+            task.add_done_callback(partial(_tell, outcome))
+
+        try:
+            loop.call_soon_threadsafe(begin)
+            while True:
+                with suppress(TimeoutError, FutureTimeoutError):
+                    return outcome.result(LOOK_S)
+                if loop.is_closed():
+                    break
+        except RuntimeError as error:
+            if not loop.is_closed():
+                raise
+            raise _closed() from error
+        raise _closed()
 
     @property
     def waiting(self) -> int:
@@ -159,7 +179,7 @@ class Workers:
             return await worker.do(job.function, job.arguments, job.limits or self._limits)
         except ExceededError as error:
             if self._closed:
-                raise ShuttingDownError("the server is shutting down") from error
+                raise _closed() from error
             if kind.has_ended:
                 self._forget(job.recipe, kind)
             raise
@@ -178,7 +198,7 @@ class Workers:
 
     def _take(self, recipe: Recipe | None) -> tuple[_Kind, Worker]:
         if self._closed:
-            raise ShuttingDownError("the server is shutting down")
+            raise _closed()
         try:
             kind = self._kind(recipe)
             while kind.idle:
@@ -229,6 +249,18 @@ class Workers:
         kind.idle.clear()
         if not kind.parent.is_first:
             kind.parent.close()
+
+
+def _tell(outcome: Future[Any], task: asyncio.Task[Any]) -> None:
+    error = _closed() if task.cancelled() else task.exception()
+    if error is None:
+        outcome.set_result(task.result())
+    else:
+        outcome.set_exception(error)
+
+
+def _closed() -> ShuttingDownError:
+    return ShuttingDownError("the server is shutting down")
 
 
 @contextmanager
