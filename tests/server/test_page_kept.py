@@ -138,7 +138,7 @@ def test_what_comes_into_the_tree_and_leaves_it_is_told(browser: Browser) -> Non
         browser.until("document.querySelectorAll('#cache-events li[data-kind=stored]').length === 1")
         assert browser.text("#cache-events li span").startswith("stored 10 blocks, 160 tokens ")
         name = browser.text("#cache-events code")
-        browser.until(f"document.querySelector('#tree button').title === 'ends with block {name}'")
+        browser.until(f"document.querySelector('#tree button')?.title === 'ends with block {name}'")
         complete(server, prompt=[f"{number} " * 100 for number in range(40)])
         browser.until("document.querySelectorAll('#cache-events li[data-kind=removed]').length > 0")
         shows(browser, "cache-events-facts", "since the start")
