@@ -267,7 +267,7 @@ def test_an_address_without_a_cluster(command: str) -> None:
         (["--join", "nowhere"], "--join is 'nowhere': it must be HOST:PORT such as 10.0.0.1:6379"),
         (["--join", "h:1", "--address", "h:2"], "--join adds this machine to a cluster, so it goes without --address"),
         (["--address", "nowhere"], "cluster.address is 'nowhere' (flag): it must be auto, or HOST:PORT"),
-        (["-b", "fake", "--set", "resources.max_context_length=999999"], "resources.max_context_length is 999999"),
+        (["--set", "resources.max_context_length=999999"], "resources.max_context_length is 999999"),
         (["-b", "fake", "--set", "resources.kv_cache_max_memory_mb=0.0001"], "there must be two; raise it"),
         (["-b", "fake", "--set", "model.chat_template=/nonexistent.jinja"], "/nonexistent.jinja"),
         (["--set", "cluster.ray_port=12000"], "cluster.ray_port is 12000 (flag): it must be outside of 10001 to 19999"),
