@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +35,7 @@ from cllm.work.worker import ExceededError, Limits, RefusedError
 
 THREADS = 4
 """One at a time, but for keys that have none yet: they share the cores."""
+NICE = 10
 STACK_BYTES = 64 << 20
 """Grammars may be nested deeply."""
 MOST_KEPT_REASONS = 256
@@ -69,7 +72,8 @@ class Compiler:
         """Why recent ones were refused."""
         self._shared: dict[_Key, _Shared] = {}
         self._turns = Turns(1)
-        self._thread = ThreadPoolExecutor(THREADS, "cllm-grammar")
+        self._small = ThreadPoolExecutor(THREADS, "cllm-grammar")
+        self._large = ThreadPoolExecutor(THREADS, "cllm-large-grammar", _step_back)
         self._closed = False
 
     async def compile(self, structure: Structure) -> Grammar:
@@ -102,7 +106,8 @@ class Compiler:
         for shared in list(self._shared.values()):
             with suppress(RuntimeError):  # its loop may be closed
                 shared.task.get_loop().call_soon_threadsafe(shared.task.cancel)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._small, self._large):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._cache.clear()
 
     @property
@@ -128,7 +133,7 @@ class Compiler:
             if len(self._reasons) > MOST_KEPT_REASONS:
                 del self._reasons[next(iter(self._reasons))]
         if self._cache.trim_is_due and not self._closed:
-            self._thread.submit(give_heap_back)
+            self._large.submit(give_heap_back)
 
     def _drop(self, key: _Key, task: asyncio.Task[Built]) -> None:
         """Whoever asks from now on starts anew."""
@@ -152,7 +157,7 @@ class Compiler:
         OWNER.set(owner)
         assert self._builder is not None
         try:
-            return await self._in_thread(owner, partial(self._builder.build_small, structure))
+            return await self._in_thread(self._small, owner, partial(self._builder.build_small, structure))
         except NotSmallError:
             pass
         try:
@@ -165,9 +170,10 @@ class Compiler:
                 f"the structures in use take {self._cache.size >> 20} MiB, and this one takes {tried['memory'] >> 20} "
                 "MiB more than structured.max_cached_mb leaves"
             )
-        return await self._in_thread(owner, partial(self._builder.build, tried["source"], tried["memory"]))
+        build = partial(self._builder.build, tried["source"], tried["memory"])
+        return await self._in_thread(self._large, owner, build)
 
-    async def _in_thread(self, owner: Owner, work: Callable[[], T]) -> T:
+    async def _in_thread(self, threads: ThreadPoolExecutor, owner: Owner, work: Callable[[], T]) -> T:
         """It cannot be interrupted, so its turn lasts until it is done, whoever waits."""
         await self._turns.begin(owner.key, time.monotonic())
         spent = [0.0]
@@ -180,7 +186,7 @@ class Compiler:
                 spent[0] = time.thread_time() - began
 
         try:
-            future = self._submit(timed)
+            future = _submit(threads, timed)
         except RuntimeError as error:
             self._turns.end(owner.key, 0.0, time.monotonic())
             raise _closed() from error
@@ -193,12 +199,20 @@ class Compiler:
         except ValueError as error:
             raise RefusedError(str(error)) from None
 
-    def _submit(self, work: Callable[[], T]) -> Any:
-        usual = threading.stack_size(STACK_BYTES)
-        try:
-            return self._thread.submit(work)
-        finally:
-            threading.stack_size(usual)
+
+def _submit(threads: ThreadPoolExecutor, work: Callable[[], T]) -> Future[T]:
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        return threads.submit(work)
+    finally:
+        threading.stack_size(usual)
+
+
+def _step_back() -> None:
+    """This thread computes when nobody else wants to, where the system knows priorities of threads."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _key(space: bytes, structure: Structure) -> _Key:
