@@ -23,6 +23,7 @@ from cllm.loading.torch_model import _gpu_kv_bytes, check_gpu_room
 from cllm.machine import MemoryLimit
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
+from cllm.text.chat_template import ChatTemplate
 from engine_kit import assert_nothing_left
 from loading_kit import load_parts
 from native_kit import write_model
@@ -266,7 +267,7 @@ def test_auto_takes_torch_for_a_directory(directory: Path, caplog: pytest.LogCap
         assert (parts.backend.name, facts.name, facts.max_context) == ("torch", "tiny-qwen3", 512)
         assert facts.bytes_per_token == TOKEN_BYTES and text.tokenizer.eos_ids == {1}
         messages = [{"role": "user", "content": "hello</s>"}]
-        assert text.chat_template.encode(text.tokenizer, messages).count(1) == 1
+        assert ChatTemplate.of(text.chat_template).encode(text.tokenizer, messages).count(1) == 1
     assert f"{TOKEN_BYTES} bytes of K/V per token, context 512, up to 256 seq" in caplog.text
 
 
