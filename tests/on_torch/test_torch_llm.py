@@ -268,7 +268,8 @@ def test_auto_takes_torch_for_a_directory(directory: Path, caplog: pytest.LogCap
         assert facts.bytes_per_token == TOKEN_BYTES and text.tokenizer.eos_ids == {1}
         messages = [{"role": "user", "content": "hello</s>"}]
         assert ChatTemplate.of(text.chat_template).encode(text.tokenizer, messages).count(1) == 1
-    assert f"{TOKEN_BYTES} bytes of K/V per token, context 512, up to 256 seq" in caplog.text
+    assert f"tokens of {TOKEN_BYTES:,} bytes" in caplog.text and "context: 512 tokens" in caplog.text
+    assert "up to 256 sequences at once" in caplog.text
 
 
 def test_a_gguf_file_on_torch_and_by_default_not(tmp_path: Path) -> None:
