@@ -67,7 +67,7 @@ class LongContext(FakeBackend):
     """Computes nothing, so that a very long prompt is soon done."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings, context_length=300_000)
+        super().__init__(**(settings | {"context_length": 300_000}))
 
     def step(self, chunks: Sequence[Chunk]) -> Logits:
         wanted = sum(chunk.wanted_logits for chunk in chunks)
@@ -90,7 +90,7 @@ class ScoringContext(FakeBackend):
     """With room for such a prompt."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings, context_length=LONG + 500)
+        super().__init__(**(settings | {"context_length": LONG + 500}))
 
 
 @pytest.fixture
