@@ -55,9 +55,6 @@ class GrammarCache:
     def size(self) -> int:
         return sum(map(_size, self._cached.values())) + sum(self._in_use.values())
 
-    def __len__(self) -> int:
-        return len(self._cached)
-
     @property
     def trim_is_due(self) -> bool:
         """Whether giving the heap back is worth its time. True once in a while."""

@@ -9,7 +9,7 @@ from typing import Any
 from cllm.text.chat_template import ChatTemplate, PromptOptions
 
 Source = tuple[str, str, str]
-"""Of a `TemplateSource`."""
+"""The fields of a `TemplateSource`."""
 
 
 @lru_cache(maxsize=4)

@@ -20,7 +20,7 @@ from cllm.errors import InvalidRequestError, ModelUnavailableError, OverloadedEr
 from cllm.work.owner import OWNER, Owner, for_nobody, while_wanted
 from cllm.work.parents import FIRST, Parent, Recipe
 from cllm.work.turns import Turns
-from cllm.work.worker import ExceededError, Limits, RefusedError, Worker
+from cllm.work.worker import ExceededError, Limits, NotStartedError, RefusedError, Worker
 
 log = logging.getLogger("cllm")
 
@@ -51,10 +51,6 @@ class _Kind:
     idle: list[Worker] = field(default_factory=list)
     busy: int = 0
     used: float = field(default_factory=time.monotonic)
-
-    @property
-    def has_ended(self) -> bool:
-        return self.parent.has_ended
 
 
 class Workers:
@@ -166,8 +162,10 @@ class Workers:
         """A worker may be ended by something else than its job, such as a system that is short of memory."""
         try:
             return await self._try(job, cost)
+        except NotStartedError:
+            pass
         except ExceededError as error:
-            if not error.early or self._closed:
+            if not error.early:
                 raise
         return await self._try(job, cost)
 
@@ -180,7 +178,7 @@ class Workers:
         except ExceededError as error:
             if self._closed:
                 raise _closed() from error
-            if kind.has_ended:
+            if kind.parent.has_ended:
                 self._forget(job.recipe, kind)
             raise
         except ModelUnavailableError as error:  # another parent may have more luck

@@ -1,9 +1,9 @@
 """What runs in a worker process, and in the parent that forks it.
 
 A parent has one thread and does nothing but fork, so that forking it is safe, quick and costs little memory. It forks
-workers, and further parents, which load something first that their workers then share. A worker does
-one job after another. It is killed by the system when a job takes more CPU time than it may, and gets no more memory
-than it may. Nothing heavy is imported here: every worker would have it.
+workers, and further parents, which load something first that their workers then share. A worker does one job after
+another. The system kills it when a job takes more CPU time than it may, and gives it no more memory than it may have.
+Nothing heavy is imported here: every worker would have it.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _cpu_s() -> float:
 
 
 def _pages(field: int) -> int:
-    """Of /proc/self/statm, in bytes; 0 where there is none."""
+    """A field of /proc/self/statm, in bytes; 0 where there is no such file."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[field]) * resource.getpagesize()
     except OSError:

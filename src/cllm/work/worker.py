@@ -45,6 +45,10 @@ class ExceededError(CLLMError):
         self.early = early
 
 
+class NotStartedError(ModelUnavailableError):
+    """A worker process ended before it took a job, so that no job is to blame."""
+
+
 class RefusedError(ValueError):
     """What the job was given makes no sense, as its message says."""
 
@@ -91,7 +95,7 @@ class Worker:
         try:
             hello = json.loads(await self._receive())
         except (EOFError, OSError) as error:
-            raise ExceededError("ended before its first job", early=True) from error
+            raise NotStartedError("a worker process ended before its first job", 1.0) from error
         self._process = _Process(hello["pid"])
         if hello["failure"] is not None:
             raise ModelUnavailableError(
