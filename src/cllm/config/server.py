@@ -125,7 +125,7 @@ class StructuredConfig(Section):
         default=2.0, gt=0, le=600, description="CPU time that compiling a schema or grammar may take"
     )
     max_compile_mb: int = Field(
-        default=256, ge=16, le=1 << 16, description="memory that compiling a schema or grammar may take, in MiB"
+        default=32, ge=8, le=1 << 16, description="memory that compiling a schema or grammar may take, in MiB"
     )
     max_compiling: int = Field(
         default=64,
