@@ -42,8 +42,8 @@ test-cluster: $(VENV)/.ready-cluster ## install Ray and run the tests of cluster
 	$(BIN)/python -m pytest tests/cluster $(ARGS)
 
 lint: $(VENV)/.ready-dev ## run ruff and mypy
-	$(BIN)/ruff check src tests benchmarks scripts
-	$(BIN)/ruff format --check src tests benchmarks scripts
+	$(BIN)/ruff check src tests scripts
+	$(BIN)/ruff format --check src tests scripts
 	$(BIN)/mypy
 
 bench: $(VENV)/.ready-bench ## benchmark cLLM against llama.cpp's server (under ten minutes); writes bench-results/index.html

@@ -17,10 +17,10 @@ from cllm.backends.llama_cpp.discovery import Found, installed
 from cllm.backends.llama_cpp.layouts import CONTEXT_LAYOUTS, MODEL_LAYOUTS, Field, Layout
 from cllm.backends.llama_cpp.library import Library, load_library
 from cllm.backends.llama_cpp.model import load_model
-from cllm.bench.quality.llama import LlamaReference
 from cllm.engine.params import SamplingParams
 from cllm.errors import ModelError
 from cllm.offline import LLM
+from cllm_bench.quality.llama import LlamaReference
 from native_kit import Tensor, TinyModel, build_model, float_tensor, sliding_window, write_model
 from repository import ROOT
 

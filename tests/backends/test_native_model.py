@@ -25,7 +25,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cllm._native import instruction_sets
-from cllm.bench.quality.llama import LlamaReference
+from cllm_bench.quality.llama import LlamaReference
 from native_kit import ARCHITECTURES, WEIGHT_TYPES, Tensor, TinyModel, build_model, float_tensor
 from step_kit import Floats, Rig, random_tokens
 

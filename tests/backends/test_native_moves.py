@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cllm.backends.fake import FakeBackend
-from cllm.bench._limits import measure_copy
 from cllm.kv.ops import BlockGeometry, BlockOps, Move
+from cllm_bench._limits import measure_copy
 from native_kit import build_model
 from step_kit import Floats, Part, Rig, random_tokens
 from thorough import sampled

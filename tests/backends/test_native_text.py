@@ -16,13 +16,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from cllm.bench.quality.comparison import Comparison, log_softmax, logits_in_turn
-from cllm.bench.quality.llama import LlamaReference
-from cllm.bench.quality.texts import LONGEST, TEXT, parts_of
-from cllm.bench.workloads.kv_types import REFERENCE, Pair, compare_on
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from cllm.text.tokenizer import Tokenizer, load_tokenizer
+from cllm_bench.quality.comparison import Comparison, log_softmax, logits_in_turn
+from cllm_bench.quality.llama import LlamaReference
+from cllm_bench.quality.texts import LONGEST, TEXT, parts_of
+from cllm_bench.workloads.kv_types import REFERENCE, Pair, compare_on
 from repository import DATA
 from step_kit import Rig
 from thorough import EXHAUSTIVE, exhaustive, slow

@@ -19,15 +19,15 @@ from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from cllm.bench.kernels.shapes import RMS_EPS, ROPE_BASE, Mix, Shape
-from cllm.bench.random_blocks import BLOCK_TYPES
-from cllm.bench.random_model import write
+from cllm_bench.kernels.shapes import RMS_EPS, ROPE_BASE, Mix, Shape
+from cllm_bench.random_blocks import BLOCK_TYPES
+from cllm_bench.random_model import write
 from step_kit import Floats, Part, Rig, random_tokens
 
 native = pytest.importorskip("cllm._native", reason="the extension is not built")
 pytest.importorskip("llama_cpp")
 
-from cllm.bench.quality.llama import LlamaReference  # noqa: E402  (needs llama.cpp)
+from cllm_bench.quality.llama import LlamaReference  # noqa: E402  (needs llama.cpp)
 
 Doubles = NDArray[np.float64]
 

@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from cllm import LLM, ContextWindow, SamplingParams
-from cllm.bench.quality.texts import TEXT
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from cllm.text.tokenizer import load_tokenizer
+from cllm_bench.quality.texts import TEXT
 from llm_kit import LONG, PROMPTS, assert_idle, bits, empty_cache, engine_of
 from step_kit import Part, Rig
 from thorough import exhaustive, slow, some

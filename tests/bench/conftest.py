@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cllm.bench.workloads import base, drafts, embed, memory_busy, structured
+from cllm_bench.workloads import base, drafts, embed, memory_busy, structured
 
 
 @pytest.fixture(autouse=True)

@@ -23,40 +23,40 @@ import pytest
 from rich.console import Console
 
 from bench_kit import Events, TinyServer, bench, measured, plain_answer, serving, setup_for, words
-from cllm.bench.cli import app
-from cllm.bench.client import Client
-from cllm.bench.errors import BenchError
-from cllm.bench.figures import OURS, Run, summarise
-from cllm.bench.load import at_most, at_times
-from cllm.bench.machine import describe_machine
-from cllm.bench.peers import PEERS
-from cllm.bench.peers import base as peers_base
-from cllm.bench.prompts import Prompts
-from cllm.bench.report import Report
-from cllm.bench.run import make_setup, run_all, tune_peers
-from cllm.bench.servers import already_running
-from cllm.bench.sizes import resize, with_duration
-from cllm.bench.watch import Watcher
-from cllm.bench.workloads import LONG, SHORT, WORKLOADS, overhead
-from cllm.bench.workloads.aged import FRESH, Aged
-from cllm.bench.workloads.base import Keep, Setup
-from cllm.bench.workloads.batch import Batch
-from cllm.bench.workloads.chat import Chat
-from cllm.bench.workloads.gap import LONGEST, Gap
-from cllm.bench.workloads.generator import Generator
-from cllm.bench.workloads.micro import Micro
-from cllm.bench.workloads.mixed import Mixed
-from cllm.bench.workloads.over_http import HttpWorkload
-from cllm.bench.workloads.overhead import Overhead
-from cllm.bench.workloads.prefix import Prefix
-from cllm.bench.workloads.router import Router
-from cllm.bench.workloads.sequential import Sequential
-from cllm.bench.workloads.snapshots import ONE_LOCK, OPEN_LOCK, Snapshots
-from cllm.bench.workloads.soak import Soak
-from cllm.bench.workloads.stall import Stall
 from cllm.models.gguf import GGUFModel
-from cllm.report import extras
 from cllm.text.tokenizer import load_tokenizer
+from cllm_bench.cli import app
+from cllm_bench.client import Client
+from cllm_bench.errors import BenchError
+from cllm_bench.figures import OURS, Run, summarise
+from cllm_bench.load import at_most, at_times
+from cllm_bench.machine import describe_machine
+from cllm_bench.pages import extras
+from cllm_bench.peers import PEERS
+from cllm_bench.peers import base as peers_base
+from cllm_bench.prompts import Prompts
+from cllm_bench.report import Report
+from cllm_bench.run import make_setup, run_all, tune_peers
+from cllm_bench.servers import already_running
+from cllm_bench.sizes import resize, with_duration
+from cllm_bench.watch import Watcher
+from cllm_bench.workloads import LONG, SHORT, WORKLOADS, overhead
+from cllm_bench.workloads.aged import FRESH, Aged
+from cllm_bench.workloads.base import Keep, Setup
+from cllm_bench.workloads.batch import Batch
+from cllm_bench.workloads.chat import Chat
+from cllm_bench.workloads.gap import LONGEST, Gap
+from cllm_bench.workloads.generator import Generator
+from cllm_bench.workloads.micro import Micro
+from cllm_bench.workloads.mixed import Mixed
+from cllm_bench.workloads.over_http import HttpWorkload
+from cllm_bench.workloads.overhead import Overhead
+from cllm_bench.workloads.prefix import Prefix
+from cllm_bench.workloads.router import Router
+from cllm_bench.workloads.sequential import Sequential
+from cllm_bench.workloads.snapshots import ONE_LOCK, OPEN_LOCK, Snapshots
+from cllm_bench.workloads.soak import Soak
+from cllm_bench.workloads.stall import Stall
 from thorough import slow
 
 # -- prompts ---------------------------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ def test_commands_workloads_and_peers_belong_together() -> None:
 def test_requirements_follow_clients_and_backend(tmp_path: Path) -> None:
     from cllm.backends.base import Backend
     from cllm.backends.llama_cpp.backend import LlamaCppBackend
-    from cllm.bench.required import for_backend
+    from cllm_bench.required import for_backend
 
     def required(workload: HttpWorkload, backend: str | None, peer: str | None) -> str:
         figures = for_backend(backend, workload.name, workload.all_figures)

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from cllm.bench.drafts.texts import CHAT, EDIT, KINDS, QUOTE, tasks
-from cllm.bench.errors import BenchError
-from cllm.bench.figures import OURS
-from cllm.bench.workloads import WORKLOADS
-from cllm.bench.workloads.base import Setup
-from cllm.bench.workloads.drafts import NO_DRAFTS, Drafts
+from cllm_bench.drafts.texts import CHAT, EDIT, KINDS, QUOTE, tasks
+from cllm_bench.errors import BenchError
+from cllm_bench.figures import OURS
+from cllm_bench.workloads import WORKLOADS
+from cllm_bench.workloads.base import Setup
+from cllm_bench.workloads.drafts import NO_DRAFTS, Drafts
 
 SETUP = Setup("fake", str.encode, 1, 1, backend="fake", settings={"backend.fake.latency_ms": 0.1})
 
@@ -53,6 +53,6 @@ def test_answers_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     async def answer(*_: object) -> list[int]:
         return [next(answers)]
 
-    monkeypatch.setattr("cllm.bench.workloads.drafts._Side.answer", answer)
+    monkeypatch.setattr("cllm_bench.workloads.drafts._Side.answer", answer)
     with pytest.raises(BenchError, match="not the same"):
         asyncio.run(Drafts().quick().one_repeat(SETUP, 0))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from cllm.bench.figures import OURS
-from cllm.bench.workloads import WORKLOADS
-from cllm.bench.workloads.base import Setup
-from cllm.bench.workloads.embed import Embed
+from cllm_bench.figures import OURS
+from cllm_bench.workloads import WORKLOADS
+from cllm_bench.workloads.base import Setup
+from cllm_bench.workloads.embed import Embed
 
 SETUP = Setup("fake", str.encode, 1, 1, backend="fake")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from bench_kit import bench, make_answer
-from cllm.bench.attacks import ATTACKS, AttackSizes, ask
-from cllm.bench.workloads.hostile import Hostile, worst_gap
+from cllm_bench.attacks import ATTACKS, AttackSizes, ask
+from cllm_bench.workloads.hostile import Hostile, worst_gap
 from thorough import slow
 
 SMALL = AttackSizes(

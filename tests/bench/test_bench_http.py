@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench_kit import Events, TinyServer, make_answer, plain_answer, serving
-from cllm.bench.client import Client, ServerGoneError
-from cllm.bench.errors import BenchError
-from cllm.bench.http import Address, HttpError, ResponseReader
-from cllm.bench.servers import start_runner
-from cllm.bench.sse import EventReader
-from cllm.bench.workloads.generator import compare
+from cllm_bench.client import Client, ServerGoneError
+from cllm_bench.errors import BenchError
+from cllm_bench.http import Address, HttpError, ResponseReader
+from cllm_bench.servers import start_runner
+from cllm_bench.sse import EventReader
+from cllm_bench.workloads.generator import compare
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 

@@ -18,13 +18,16 @@ from hypothesis import strategies as st
 from typer import Typer
 from typer.testing import CliRunner
 
-from cllm.bench._limits import measure_limits
-from cllm.bench.errors import BenchError
-from cllm.bench.figures import OURS, Run
-from cllm.bench.kernels import cli, limits
-from cllm.bench.kernels.shapes import SHAPES, Shape, file_macs_per_token, file_read_per_token
-from cllm.bench.kernels.streams import draw_tokens, fill, step_times, tokens_per_s
-from cllm.bench.kernels.works import (
+from cllm.errors import CLLMError
+from cllm.machine import MemoryLimit
+from cllm.models.gguf import GGUFModel
+from cllm_bench._limits import measure_limits
+from cllm_bench.errors import BenchError
+from cllm_bench.figures import OURS, Run
+from cllm_bench.kernels import cli, limits
+from cllm_bench.kernels.shapes import SHAPES, Shape, file_macs_per_token, file_read_per_token
+from cllm_bench.kernels.streams import draw_tokens, fill, step_times, tokens_per_s
+from cllm_bench.kernels.works import (
     ANY_MODEL,
     BEST,
     BEST_UNIFIED,
@@ -48,15 +51,12 @@ from cllm.bench.kernels.works import (
     Plan,
     Work,
 )
-from cllm.bench.run import make_result
-from cllm.bench.runners import serve
-from cllm.bench.servers import start_runner
-from cllm.bench.workloads import kernels
-from cllm.bench.workloads.base import PartsFailedError, Setup
-from cllm.bench.workloads.kernels import Kernels
-from cllm.errors import CLLMError
-from cllm.machine import MemoryLimit
-from cllm.models.gguf import GGUFModel
+from cllm_bench.run import make_result
+from cllm_bench.runners import serve
+from cllm_bench.servers import start_runner
+from cllm_bench.workloads import kernels
+from cllm_bench.workloads.base import PartsFailedError, Setup
+from cllm_bench.workloads.kernels import Kernels
 from native_kit import write_model
 
 native = pytest.importorskip("cllm._native", reason="the extension is not built")
@@ -163,7 +163,7 @@ class RecordingEngine:
 
 
 def block_streams(engine: RecordingEngine, streams: int, room: int, held: int = 0) -> Any:
-    from cllm.bench.kernels.blocks import BlockStreams
+    from cllm_bench.kernels.blocks import BlockStreams
 
     return BlockStreams(engine, 50, streams, room, held)  # type: ignore[arg-type]
 
@@ -212,7 +212,7 @@ def test_what_others_hold_is_really_written_and_touches_no_stream() -> None:
 
 
 def test_the_native_engine_does_all_kinds_of_work(tiny: Path) -> None:
-    from cllm.bench.kernels.native import NativeEngine
+    from cllm_bench.kernels.native import NativeEngine
 
     engine = NativeEngine(model=str(tiny), threads=2, instruction_set="generic")
     assert engine.describe()["instruction_set"] == "generic"
@@ -229,7 +229,7 @@ def test_the_native_engine_does_all_kinds_of_work(tiny: Path) -> None:
 
 
 def test_llama_cpp_does_all_kinds_of_work(tiny: Path) -> None:
-    from cllm.bench.kernels.llama import LlamaEngine
+    from cllm_bench.kernels.llama import LlamaEngine
 
     engine = LlamaEngine(model=str(tiny), threads=2)
     for peer in (SAME, SAME_UNIFIED):
@@ -245,8 +245,8 @@ def test_llama_cpp_does_all_kinds_of_work(tiny: Path) -> None:
 def test_requantised_files_are_q4_0(tiny: Path, tmp_path: Path) -> None:
     from gguf import GGMLQuantizationType
 
-    from cllm.bench.kernels.requantise import requantise
     from cllm.errors import ModelError
+    from cllm_bench.kernels.requantise import requantise
 
     target = tmp_path / "made" / "q4.gguf"
     requantise(tiny, target)

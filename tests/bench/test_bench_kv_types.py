@@ -13,23 +13,23 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from cllm.bench.errors import BenchError
-from cllm.bench.figures import OURS, Run
-from cllm.bench.live import View
-from cllm.bench.quality.cli import kv_types
-from cllm.bench.quality.texts import FEWEST, parts_of
-from cllm.bench.report import Result, markdown, table_lines, verdict_lines
-from cllm.bench.run import make_result
-from cllm.bench.workloads.base import Setup
 from cllm.machine import MemoryLimit
 from cllm.models.gguf import GGUFModel
+from cllm_bench.errors import BenchError
+from cllm_bench.figures import OURS, Run
+from cllm_bench.live import View
+from cllm_bench.quality.cli import kv_types
+from cllm_bench.quality.texts import FEWEST, parts_of
+from cllm_bench.report import Result, markdown, table_lines, verdict_lines
+from cllm_bench.run import make_result
+from cllm_bench.workloads.base import Setup
 from native_kit import write_model
 
 native = pytest.importorskip("cllm._native", reason="the extension is not built")
 
-from cllm.bench.quality.comparison import Comparison, log_softmax, logits_in_turn  # noqa: E402  (need the extension)
-from cllm.bench.workloads import kv_types as measuring  # noqa: E402
-from cllm.bench.workloads.kv_types import JUDGED, PAIRS, QUICK_WORKS, REFERENCE, KvTypes, Pair  # noqa: E402
+from cllm_bench.quality.comparison import Comparison, log_softmax, logits_in_turn  # noqa: E402  (need the extension)
+from cllm_bench.workloads import kv_types as measuring  # noqa: E402
+from cllm_bench.workloads.kv_types import JUDGED, PAIRS, QUICK_WORKS, REFERENCE, KvTypes, Pair  # noqa: E402
 from step_kit import Rig, random_tokens  # noqa: E402
 
 TOKENS = 70

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench_kit import bench, make_answer, measured, setup_for
-from cllm.bench.figures import OURS
-from cllm.bench.workloads.base import Setup
-from cllm.bench.workloads.memory_burst import KEPT, MemoryBurst, back_after, first_token_ratio
-from cllm.bench.workloads.memory_busy import NEVER_MOVED, MemoryBusy, _gap_ratios
-from cllm.bench.workloads.memory_moves import MEMCPY, MemoryMoves
-from cllm.bench.workloads.memory_placement import MemoryPlacement, fill_holes
-from cllm.bench.workloads.memory_waste import COMPACTED, RESERVED, MemoryWaste, _Load
+from cllm_bench.figures import OURS
+from cllm_bench.workloads.base import Setup
+from cllm_bench.workloads.memory_burst import KEPT, MemoryBurst, back_after, first_token_ratio
+from cllm_bench.workloads.memory_busy import NEVER_MOVED, MemoryBusy, _gap_ratios
+from cllm_bench.workloads.memory_moves import MEMCPY, MemoryMoves
+from cllm_bench.workloads.memory_placement import MemoryPlacement, fill_holes
+from cllm_bench.workloads.memory_waste import COMPACTED, RESERVED, MemoryWaste, _Load
 from thorough import slow
 
 

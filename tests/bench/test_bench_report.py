@@ -13,19 +13,19 @@ import pytest
 from rich.console import Console
 
 from bench_kit import make_answer
-from cllm.bench.figures import OURS, Curve, Figure, Run, SweepPoint, own, summarise, times_the_peer
-from cllm.bench.live import LiveView, figures
-from cllm.bench.machine import describe_machine
-from cllm.bench.measures import Targets, measure, with_common
-from cllm.bench.page import page_of as report_page
-from cllm.bench.page import plots_of, thin, write_report
-from cllm.bench.report import Report, Result, number, print_result
-from cllm.bench.watch import Sample
 from cllm.cli import main
 from cllm.errors import CLLMError
-from cllm.report.extras import check_plot
-from cllm.report.page import Table, render, without_empty_columns
-from cllm.report.plots import Bar, BarPlot, LinePlot, Plot, Series, save_plots, tick_text
+from cllm_bench.figures import OURS, Curve, Figure, Run, SweepPoint, own, summarise, times_the_peer
+from cllm_bench.live import LiveView, figures
+from cllm_bench.machine import describe_machine
+from cllm_bench.measures import Targets, measure, with_common
+from cllm_bench.page import page_of as report_page
+from cllm_bench.page import plots_of, thin, write_report
+from cllm_bench.pages.extras import check_plot
+from cllm_bench.pages.page import Table, render, without_empty_columns
+from cllm_bench.pages.plots import Bar, BarPlot, LinePlot, Plot, Series, save_plots, tick_text
+from cllm_bench.report import Report, Result, number, print_result
+from cllm_bench.watch import Sample
 
 FIGURES = [Figure("s", "total", "s", limit=times_the_peer(4.0)), Figure("gap", "worst gap", "ms", limit=own(400.0))]
 

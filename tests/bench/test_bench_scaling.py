@@ -14,23 +14,23 @@ from hypothesis import strategies as st
 from typer import Typer
 from typer.testing import CliRunner
 
-from cllm.bench.errors import BenchError
-from cllm.bench.figures import Run
-from cllm.bench.kernels import cli
-from cllm.bench.kernels.shapes import MIXES, SHAPES, Shape, random_engine, weight_bytes
-from cllm.bench.kernels.works import MANY, ONE_MIDDLE, PREFILL, SCALING_WORKS, SOME, parse_threads
-from cllm.bench.live import View
-from cllm.bench.report import headings, table_lines
-from cllm.bench.run import make_result
-from cllm.bench.workloads.base import Setup
 from cllm.machine import Cpus, MemoryLimit
+from cllm_bench.errors import BenchError
+from cllm_bench.figures import Run
+from cllm_bench.kernels import cli
+from cllm_bench.kernels.shapes import MIXES, SHAPES, Shape, random_engine, weight_bytes
+from cllm_bench.kernels.works import MANY, ONE_MIDDLE, PREFILL, SCALING_WORKS, SOME, parse_threads
+from cllm_bench.live import View
+from cllm_bench.report import headings, table_lines
+from cllm_bench.run import make_result
+from cllm_bench.workloads.base import Setup
 from native_kit import write_model
 
 native = pytest.importorskip("cllm._native", reason="the extension is not built")
 
 from cllm._native import Engine  # noqa: E402  (needs the extension)
-from cllm.bench.workloads import scaling  # noqa: E402
-from cllm.bench.workloads.scaling import Scaling, Subject  # noqa: E402
+from cllm_bench.workloads import scaling  # noqa: E402
+from cllm_bench.workloads.scaling import Scaling, Subject  # noqa: E402
 
 TINY = Shape(n_layers=2, n_embd=64, n_heads=4, n_kv_heads=2, head_dim=16, n_ff=128, n_vocab=320)
 SETUP = Setup(model="tiny", encode=str.encode, threads=1, repeats=2)

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench_kit import make_answer
-from cllm.bench.bandwidth import bytes_read, parse
-from cllm.bench.figures import OURS, Figure, Run, own, summarise, times_the_peer
-from cllm.bench.measures import Targets, measure
-from cllm.bench.stats import last_fifth_over_first, percentile, ratio_interval, slope, slope_interval
-from cllm.bench.watch import Sample
-from cllm.bench.workloads.aged import slower
-from cllm.bench.workloads.memory import trend
-from cllm.bench.workloads.soak import latency_trend, sample_trends
+from cllm_bench.bandwidth import bytes_read, parse
+from cllm_bench.figures import OURS, Figure, Run, own, summarise, times_the_peer
+from cllm_bench.measures import Targets, measure
+from cllm_bench.stats import last_fifth_over_first, percentile, ratio_interval, slope, slope_interval
+from cllm_bench.watch import Sample
+from cllm_bench.workloads.aged import slower
+from cllm_bench.workloads.memory import trend
+from cllm_bench.workloads.soak import latency_trend, sample_trends
 
 PEER = "llama-server"
 

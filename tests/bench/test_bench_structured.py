@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from cllm.bench.figures import OURS
-from cllm.bench.workloads.base import Setup
-from cllm.bench.workloads.structured import FREE, Structured
+from cllm_bench.figures import OURS
+from cllm_bench.workloads.base import Setup
+from cllm_bench.workloads.structured import FREE, Structured
 
 SETUP = Setup("fake", str.encode, 1, 1, backend="fake", settings={"backend.fake.latency_ms": 0.1})
 

@@ -14,13 +14,13 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from cllm.bench.errors import BenchError
-from cllm.bench.live import View
-from cllm.bench.quality import cli
-from cllm.bench.run import make_result
-from cllm.bench.workloads.base import Setup
 from cllm.machine import MemoryLimit
 from cllm.models.gguf import GGUFModel
+from cllm_bench.errors import BenchError
+from cllm_bench.live import View
+from cllm_bench.quality import cli
+from cllm_bench.run import make_result
+from cllm_bench.workloads.base import Setup
 from native_kit import build_model, write_model
 from step_kit import Rig, random_tokens
 
@@ -48,7 +48,7 @@ def invoke(*arguments: str) -> Any:
 )
 def test_the_truth_is_what_native_computes_with_exact_weights(options: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from cllm.bench.quality.reference import Reference
+    from cllm_bench.quality.reference import Reference
 
     path = write_model(tmp_path / "model.gguf", weight_type="f32", **options)
     tokens = random_tokens(320, 50)
@@ -107,7 +107,7 @@ def test_another_version_of_transformers_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_heads_that_turn_in_part_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from cllm.bench.quality.reference import Reference
+    from cllm_bench.quality.reference import Reference
 
     model = GGUFModel.open(build_model().with_metadata(rope__dimension_count=8).write(tmp_path / "tiny.gguf"))
     with pytest.raises(BenchError, match="positions turn 8 of a head's 16 dimensions"):
@@ -117,7 +117,7 @@ def test_heads_that_turn_in_part_are_refused(tmp_path: Path) -> None:
 async def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cllm.bench.workloads import truth
+    from cllm_bench.workloads import truth
 
     model = GGUFModel.open(write_model(tmp_path / "tiny.gguf"))
     monkeypatch.setattr(truth, "read_memory_limits", lambda: [MemoryLimit("the memory", 2 << 20, 1 << 20, hard=True)])
@@ -127,7 +127,7 @@ async def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
 
 
 def test_one_engine_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cllm.bench.workloads import truth
+    from cllm_bench.workloads import truth
 
     alive: list[weakref.ref[Any]] = []
 
@@ -150,7 +150,7 @@ def test_one_engine_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 
 async def test_an_interrupted_run_says_how_far_each_side_came(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from cllm.bench.workloads.truth import Truth
+    from cllm_bench.workloads.truth import Truth
 
     class Interrupted(View):
         def say(self, line: str) -> None:

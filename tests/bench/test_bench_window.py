@@ -8,10 +8,10 @@ import os
 
 import pytest
 
-from cllm.bench.errors import BenchError
-from cllm.bench.workloads import WORKLOADS
-from cllm.bench.workloads.base import Setup
-from cllm.bench.workloads.window import Window, _Reading, figures_of
+from cllm_bench.errors import BenchError
+from cllm_bench.workloads import WORKLOADS
+from cllm_bench.workloads.base import Setup
+from cllm_bench.workloads.window import Window, _Reading, figures_of
 
 
 def event(tokens: list[int], done: bool = False, **more: int) -> bytes:

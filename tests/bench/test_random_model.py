@@ -13,14 +13,14 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from cllm.bench import random_model
-from cllm.bench.atomic_file import ABANDONED_S
-from cllm.bench.errors import BenchError
-from cllm.bench.kernels import shapes
-from cllm.bench.kernels.shapes import MIXES, SHAPES, Mix, Shape, matrices, weight_bytes
-from cllm.bench.random_blocks import BLOCK_TYPES, fitting
-from cllm.bench.random_model import random_file, write
 from cllm.models.gguf import GGUFModel
+from cllm_bench import random_model
+from cllm_bench.atomic_file import ABANDONED_S
+from cllm_bench.errors import BenchError
+from cllm_bench.kernels import shapes
+from cllm_bench.kernels.shapes import MIXES, SHAPES, Mix, Shape, matrices, weight_bytes
+from cllm_bench.random_blocks import BLOCK_TYPES, fitting
+from cllm_bench.random_model import random_file, write
 
 TINY = Shape(n_layers=8, n_embd=256, n_heads=4, n_kv_heads=2, head_dim=64, n_ff=512, n_vocab=333)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli_kit import COMMAND, Here, environment
-from cllm.bench.workloads import WORKLOADS
+from cllm_bench.workloads import WORKLOADS
 
 bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from cllm.bench.figures import Run
-from cllm.bench.response import TimedResponse
-from cllm.bench.workloads.base import Setup, Workload
 from cllm.cli import main
+from cllm_bench.figures import Run
+from cllm_bench.response import TimedResponse
+from cllm_bench.workloads.base import Setup, Workload
 
 Events = Iterator[dict[str, Any]]
 

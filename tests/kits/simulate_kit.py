@@ -6,10 +6,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cllm.simulate.cluster import Cluster
-from cllm.simulate.cost import CostModel
-from cllm.simulate.settings import ROUTINGS, Settings
-from cllm.simulate.traces import ListTrace, TokenSource, TracedRequest
+from cllm_bench.simulate.cluster import Cluster
+from cllm_bench.simulate.cost import CostModel
+from cllm_bench.simulate.settings import ROUTINGS, Settings
+from cllm_bench.simulate.traces import ListTrace, TokenSource, TracedRequest
 
 COST = CostModel(
     name="test",

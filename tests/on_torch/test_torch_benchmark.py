@@ -1,4 +1,4 @@
-"""`benchmarks/torch_gpu` on the CPU with a tiny model: every section that needs no GPU runs, and says what it found."""
+"""`cllm_bench.torch_gpu` on the CPU with a tiny model: every section that needs no GPU runs, and says what it found."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_benchmark(path: Path, only: str, *more: str) -> tuple[int, str, dict[str, Any]]:
-    command = [sys.executable, "-m", "benchmarks.torch_gpu", "--shape", "tiny", "--device", "cpu", "--only", only]
+    command = [sys.executable, "-m", "cllm_bench.torch_gpu", "--shape", "tiny", "--device", "cpu", "--only", only]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
         [*command, "--json", str(path), *more],
@@ -66,7 +66,7 @@ def test_a_section_that_fails_takes_nothing_from_the_others(tmp_path: Path) -> N
 
 def test_waiting_is_what_is_longer_than_a_gap_between_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks.torch_gpu.idle import gaps_of, read_spans, without_ends
+    from cllm_bench.torch_gpu.idle import gaps_of, read_spans, without_ends
 
     # Two steps of 100 us with a gap of 1 us inside, one kernel beside others, and 25 us of waiting between them.
     spans = [(0.0, 50.0), (10.0, 20.0), (51.0, 100.0), (125.0, 175.0), (176.0, 225.0)]

@@ -13,11 +13,11 @@ from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.batch import make_batch
 from cllm.backends.torch.sources import decoder_of, open_source, unsupported
 from cllm.backends.torch.weights import check_source
-from cllm.bench.quality.texts import TEXT
 from cllm.kv.ops import BlockGeometry
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from cllm.text.tokenizer import load_tokenizer
+from cllm_bench.quality.texts import TEXT
 from native_kit import write_model
 from step_kit import Rig, random_tokens
 from torch_kit import BLOCK, Floats, chunk, table

@@ -20,15 +20,15 @@ from typer.testing import CliRunner
 from cllm.cli import app, main
 from cllm.engine.observer import RequestRecord
 from cllm.errors import ConfigError
-from cllm.simulate import cluster as cluster_module
-from cllm.simulate.cluster import Cluster, simulate
-from cllm.simulate.commands import Outputs, TraceSource, choose_policies, parse_sweeps, run_grid
-from cllm.simulate.cost import load_cost
-from cllm.simulate.knees import describe_knees, knee
-from cllm.simulate.report import count, short
-from cllm.simulate.results import Result
-from cllm.simulate.server import SimulatedServer
-from cllm.simulate.settings import (
+from cllm_bench.simulate import cluster as cluster_module
+from cllm_bench.simulate.cluster import Cluster, simulate
+from cllm_bench.simulate.commands import Outputs, TraceSource, choose_policies, parse_sweeps, run_grid
+from cllm_bench.simulate.cost import load_cost
+from cllm_bench.simulate.knees import describe_knees, knee
+from cllm_bench.simulate.report import count, short
+from cllm_bench.simulate.results import Result
+from cllm_bench.simulate.server import SimulatedServer
+from cllm_bench.simulate.settings import (
     COMPARED_POLICIES,
     KEYS,
     POLICIES,
@@ -39,9 +39,9 @@ from cllm.simulate.settings import (
     parse_assignment,
     parse_sweep,
 )
-from cllm.simulate.synthetic import SHAPES, Shape, SyntheticTrace
-from cllm.simulate.tally import Tally, percentile
-from cllm.simulate.traces import ListTrace, TracedRequest
+from cllm_bench.simulate.synthetic import SHAPES, Shape, SyntheticTrace
+from cllm_bench.simulate.tally import Tally, percentile
+from cllm_bench.simulate.traces import ListTrace, TracedRequest
 from simulate_kit import COST
 from thorough import sampled, slow
 

@@ -16,12 +16,12 @@ from cllm.errors import CLLMError, ConfigError
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.slots.manager import SlotKVManager
-from cllm.simulate.backend import SimulatedBackend, TracedAnswer, work_of
-from cllm.simulate.cost import CostModel, StepWork, built_in_costs, load_cost, parse_cost
-from cllm.simulate.fit import StepRecord, fit_cost, median_error
-from cllm.simulate.live import LiveRun, Turn, Workload
-from cllm.simulate.settings import Settings
-from cllm.simulate.validate import WORKLOADS, RandomTokens, Validation, calibrations
+from cllm_bench.simulate.backend import SimulatedBackend, TracedAnswer, work_of
+from cllm_bench.simulate.cost import CostModel, StepWork, built_in_costs, load_cost, parse_cost
+from cllm_bench.simulate.fit import StepRecord, fit_cost, median_error
+from cllm_bench.simulate.live import LiveRun, Turn, Workload
+from cllm_bench.simulate.settings import Settings
+from cllm_bench.simulate.validate import WORKLOADS, RandomTokens, Validation, calibrations
 from simulate_kit import COST
 
 # -- files ---------------------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.simulate import forward as forward_module
-from cllm.simulate.server import SimulatedServer
-from cllm.simulate.settings import POLICIES, Settings
-from cllm.simulate.synthetic import Shape, SyntheticTrace
-from cllm.simulate.traces import ListTrace
+from cllm_bench.simulate import forward as forward_module
+from cllm_bench.simulate.server import SimulatedServer
+from cllm_bench.simulate.settings import POLICIES, Settings
+from cllm_bench.simulate.synthetic import Shape, SyntheticTrace
+from cllm_bench.simulate.traces import ListTrace
 from simulate_kit import everything, run_cluster, settings_for, traces
 from thorough import sampled
 

@@ -11,11 +11,11 @@ from cllm.errors import ConfigError
 from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged.block_table import BlockAllocation
 from cllm.kv.sequence import KVSequence
-from cllm.simulate.backend import SimulatedBackend
-from cllm.simulate.contiguous import ContiguousKVManager, Tidying, segment_of
-from cllm.simulate.managers import NEVER, Refusals, RollingWindow, SimulatedManager, SimulatedPaged
-from cllm.simulate.policies import make_manager
-from cllm.simulate.settings import POLICIES, Settings
+from cllm_bench.simulate.backend import SimulatedBackend
+from cllm_bench.simulate.contiguous import ContiguousKVManager, Tidying, segment_of
+from cllm_bench.simulate.managers import NEVER, Refusals, RollingWindow, SimulatedManager, SimulatedPaged
+from cllm_bench.simulate.policies import make_manager
+from cllm_bench.simulate.settings import POLICIES, Settings
 from simulate_kit import COST
 from thorough import sampled
 

@@ -14,10 +14,10 @@ from statistics import median
 import pytest
 
 from cllm.errors import ConfigError
-from cllm.simulate.files import FileTrace, TraceError
-from cllm.simulate.mooncake import write_trace
-from cllm.simulate.synthetic import KINDS, SHAPES, Shape, SyntheticTrace, parse_shape
-from cllm.simulate.traces import TOKEN_IDS, ListTrace, TokenSource, Trace, TracedRequest, spell
+from cllm_bench.simulate.files import FileTrace, TraceError
+from cllm_bench.simulate.mooncake import write_trace
+from cllm_bench.simulate.synthetic import KINDS, SHAPES, Shape, SyntheticTrace, parse_shape
+from cllm_bench.simulate.traces import TOKEN_IDS, ListTrace, TokenSource, Trace, TracedRequest, spell
 
 MOONCAKE = """\
 {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]}

@@ -19,6 +19,7 @@ from cllm.cli import stdio
 from cllm.cli.cache import app as cache_commands
 from cllm.cli.chat.command import chat
 from cllm.cli.cluster import app as cluster_commands
+from cllm.cli.command_list import CommandList
 from cllm.cli.config import app as config_commands
 from cllm.cli.export_tokenizer import export_tokenizer
 from cllm.cli.generate import generate
@@ -28,8 +29,7 @@ from cllm.cli.models import models
 from cllm.cli.pull import pull
 from cllm.cli.serve import serve
 from cllm.errors import CLLMError
-from cllm.report.command_list import CommandList
-from cllm.simulate.cli import app as simulate_commands
+from cllm_bench.simulate.cli import app as simulate_commands
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SIGNALLED = 128
@@ -41,7 +41,7 @@ class Commands(CommandList):
         """The many commands of `bench` are imported where they are used or completed, not for a list of commands."""
         name, command, rest = super().resolve_command(ctx, args)
         if name == "bench":
-            from cllm.bench.cli import app as bench_commands
+            from cllm_bench.cli import app as bench_commands
 
             command = typer.main.get_command(bench_commands)
         return name, command, rest

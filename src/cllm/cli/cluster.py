@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cllm.cli.command_list import CommandList
 from cllm.cli.options import (
     BackendOption,
     ModelOption,
@@ -21,7 +22,6 @@ from cllm.cli.options import (
 )
 from cllm.errors import ConfigError
 from cllm.observe.json_option import JsonOption, is_stdout, write_json
-from cllm.report.command_list import CommandList
 
 if TYPE_CHECKING:
     from cllm.cluster.models import ClusterModel

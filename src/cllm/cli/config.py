@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cllm.cli.command_list import CommandList
 from cllm.cli.options import ConfigOption, SetOption, load_settings, open_console
 from cllm.observe.json_option import JsonOption, is_stdout, write_json
-from cllm.report.command_list import CommandList
 
 if TYPE_CHECKING:
     from cllm.config import LoadedConfig

@@ -15,7 +15,6 @@ from typing import Annotated, ParamSpec
 import typer
 
 from cllm.errors import CLLMError
-from cllm.report.extras import check_writable
 
 P = ParamSpec("P")
 _NAME = "cllm-to-stdout.json"
@@ -23,6 +22,20 @@ _NAME = "cllm-to-stdout.json"
 
 def is_stdout(file: Path | None) -> bool:
     return file == Path("-")
+
+
+def check_writable(option: str, file: Path | None) -> None:
+    """Creates the directory of the file. Pipes and devices are not tried."""
+    if file is None or (file.exists() and not file.is_file() and not file.is_dir()):
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not file.exists()
+        file.open("ab").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise CLLMError(f"{option}: cannot write {file}: {error.strerror or error}") from error
 
 
 def _check(file: Path | None) -> Path | None:

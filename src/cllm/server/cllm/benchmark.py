@@ -1,16 +1,14 @@
-"""`/benchmark`: a small load on this server's engine, measured with the tools of `cllm bench`."""
+"""`/benchmark`: a small load on this server's engine."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from cllm.bench.load import at_most
-from cllm.bench.measures import PERCENTS
-from cllm.bench.response import TimedResponse
-from cllm.bench.stats import percentile
+import numpy as np
+
 from cllm.engine.params import SamplingParams
 from cllm.engine.tenant import Tenant
 from cllm.errors import CLLMError, InvalidRequestError, ShuttingDownError
@@ -26,59 +24,67 @@ async def run_benchmark(
 ) -> BenchmarkData:
     """`request.requests` requests, `request.concurrency` at a time."""
     params = SamplingParams(max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
-    ids = [f"{run_id}-{number}" for number in range(request.requests)]
+    rows: dict[int, BenchmarkRow] = {}
+    numbers = iter(range(request.requests))
+
+    async def client() -> None:
+        for number in numbers:
+            rows[number] = await _measure(llm, prompt, params, f"{run_id}-{number}", tenant)
+
     started = perf_counter()
-    measured = await at_most(request.concurrency, [partial(_measure, llm, prompt, params, one, tenant) for one in ids])
-    return _summary(request, dict(zip(ids, measured, strict=True)), perf_counter() - started)
+    clients = [asyncio.ensure_future(client()) for _ in range(request.concurrency)]
+    try:
+        await asyncio.gather(*clients)
+    finally:
+        for task in clients:
+            task.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+    return _summary(request, [rows[number] for number in sorted(rows)], perf_counter() - started)
 
 
 async def _measure(
     llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, request_id: str, tenant: Tenant
-) -> TimedResponse:
+) -> BenchmarkRow:
     """One request. Errors that would fail every request end the benchmark; others are part of the result."""
-    answer = TimedResponse()
+    started = perf_counter()
+    first: float | None = None
+    error: str | None = None
     completions = CompletionStream(llm, [prompt], params, request_id=request_id, tenant=tenant)
     try:
         async with completions:
             async for _ in completions:
-                answer.arrivals.append(perf_counter())
+                first = first or perf_counter()
     except (InvalidRequestError, ShuttingDownError):
         raise
     except CLLMError as failure:
-        answer.error = str(failure)
-    answer.finished = perf_counter()
-    answer.completion_tokens, answer.cached_tokens = completions.completion_tokens, completions.cached_tokens
-    return answer
-
-
-def _summary(request: BenchmarkRequest, measured: dict[str, TimedResponse], duration: float) -> BenchmarkData:
-    good = [answer for answer in measured.values() if answer.complete]
-    return BenchmarkData(
-        requests=len(measured),
-        concurrency=request.concurrency,
-        failed=len(measured) - len(good),
-        duration=duration,
-        tokens_per_second=sum(answer.completion_tokens for answer in measured.values()) / duration,
-        requests_per_second=len(good) / duration,
-        latency=_percentiles([answer.seconds for answer in good]),
-        ttft=_percentiles([answer.ttft for answer in good if answer.arrivals]),
-        rows=[_row(request_id, answer) for request_id, answer in measured.items()],
+        error = str(failure)
+    return BenchmarkRow(
+        id=request_id,
+        latency=perf_counter() - started,
+        ttft=None if first is None else first - started,
+        generated_tokens=completions.completion_tokens,
+        cached_tokens=completions.cached_tokens,
+        error=error,
     )
 
 
-def _row(request_id: str, answer: TimedResponse) -> BenchmarkRow:
-    return BenchmarkRow(
-        id=request_id,
-        latency=answer.seconds,
-        ttft=answer.ttft if answer.arrivals else None,
-        generated_tokens=answer.completion_tokens,
-        cached_tokens=answer.cached_tokens,
-        error=answer.error,
+def _summary(request: BenchmarkRequest, rows: list[BenchmarkRow], duration: float) -> BenchmarkData:
+    good = [row for row in rows if row.error is None]
+    return BenchmarkData(
+        requests=len(rows),
+        concurrency=request.concurrency,
+        failed=len(rows) - len(good),
+        duration=duration,
+        tokens_per_second=sum(row.generated_tokens for row in rows) / duration,
+        requests_per_second=len(good) / duration,
+        latency=_percentiles([row.latency for row in good]),
+        ttft=_percentiles([row.ttft for row in good if row.ttft is not None]),
+        rows=rows,
     )
 
 
 def _percentiles(values: Sequence[float]) -> Percentiles | None:
     if not values:
         return None
-    p50, p95, p99 = (percentile(values, percent) for percent in PERCENTS)
+    p50, p95, p99 = (float(value) for value in np.percentile(values, (50, 95, 99)))
     return Percentiles(p50=p50, p95=p95, p99=p99)

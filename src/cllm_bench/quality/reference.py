@@ -1,0 +1,152 @@
+"""The truth: Hugging Face transformers on a GGUF file's dequantised weights, all in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from cllm.machine import install_packages
+from cllm.models.dequantise import DEQUANTISED, dequantised_rows
+from cllm.models.gguf import GGUFModel, TensorFile
+from cllm.models.gguf_decoder import ROPE_NEOX, read_params, unsupported_reason
+from cllm_bench.errors import BenchError
+
+Floats = NDArray[np.float32]
+
+MAJOR = "5"
+"""Versions differ in the names of parameters and modules."""
+INSTALL = install_packages("torch", "transformers>=5,<6")
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_FREQUENCIES = "rope_freqs.weight"
+_FLOATS = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
+
+
+def check_installed() -> None:
+    try:
+        import torch  # noqa: F401
+        import transformers
+    except ImportError as error:
+        raise BenchError(
+            f"cllm bench truth needs torch and transformers; {error.name} is not installed: {INSTALL}"
+        ) from error
+    if transformers.__version__.split(".")[0] != MAJOR:
+        raise BenchError(
+            f"cllm bench truth needs transformers {MAJOR}; {transformers.__version__} is installed: {INSTALL}"
+        )
+
+
+class Reference:
+    """One model in transformers. Call `check_installed` before."""
+
+    def __init__(self, model: GGUFModel, *, threads: int) -> None:
+        import torch
+        import transformers
+
+        reason = unsupported_reason(model, DEQUANTISED | _FLOATS)
+        if reason is not None:
+            raise BenchError(f"{model.path}: the truth cannot be computed: {reason}")
+        rotated = read_params(model).rope_dims
+        if rotated < model.shape.head_dim_k:
+            raise BenchError(
+                f"{model.path}: the truth cannot be computed: "
+                f"positions turn {rotated} of a head's {model.shape.head_dim_k} dimensions, not all of them"
+            )
+        torch.set_num_threads(threads)
+        self._torch = torch
+        config = transformers.AutoConfig.for_model(model.shape.architecture, **_config(model))
+        with torch.device("meta"):  # no memory, and no random numbers, for what is loaded anyway
+            network = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="eager"
+            )
+        weights = {name: torch.from_numpy(values) for name, values in _weights(model)}
+        weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+        network.load_state_dict(weights, strict=True, assign=True)
+        network.model.rotary_emb.inv_freq = torch.from_numpy(_frequencies(model))
+        self._network: Any = network.eval()
+        self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+
+    def logits(self, tokens: Sequence[int]) -> Floats:
+        """A row for every position."""
+        with self._torch.inference_mode():
+            ids = self._torch.tensor([list(tokens)])
+            found: Floats = self._network(ids, use_cache=False).logits[0].numpy()
+        return found
+
+
+def _config(model: GGUFModel) -> dict[str, Any]:
+    shape, numbers = model.shape, read_params(model)
+    biases = "blk.0.attn_q.bias" in model.tensors
+    return {
+        "vocab_size": shape.n_vocab,
+        "hidden_size": shape.n_embd,
+        "intermediate_size": numbers.n_ff,
+        "num_hidden_layers": shape.n_layers,
+        "num_attention_heads": shape.n_heads,
+        "num_key_value_heads": shape.n_kv_heads,
+        "head_dim": shape.head_dim_k,
+        "rms_norm_eps": numbers.rms_eps,
+        "max_position_embeddings": shape.context_length,
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in model.tensors,
+        # Llama has biases of all four matrices or of none; qwen2's are always there.
+        "attention_bias": biases and shape.architecture == "llama",
+    }
+
+
+def _weights(model: GGUFModel) -> Iterator[tuple[str, Floats]]:
+    shape = model.shape
+    with TensorFile(model) as file:
+        for name, info in model.tensors.items():
+            if name == _FREQUENCIES:
+                continue
+            values = np.concatenate(list(dequantised_rows(file, model, name))).reshape(info.shape[::-1])
+            role = name.split(".")[-2]
+            if role in ("attn_q", "attn_k") and not ROPE_NEOX[shape.architecture]:
+                heads = shape.n_heads if role == "attn_q" else shape.n_kv_heads
+                values = _halves_apart(values, heads)
+            yield _renamed(name), np.ascontiguousarray(values)
+    if shape.architecture == "llama" and "blk.0.attn_q.bias" in model.tensors:
+        for layer in range(shape.n_layers):
+            yield f"model.layers.{layer}.self_attn.o_proj.bias", np.zeros(shape.n_embd, np.float32)
+
+
+def _renamed(name: str) -> str:
+    *layer, role, kind = name.removeprefix("blk.").split(".")
+    place = f"model.layers.{layer[0]}." if layer else ""
+    return f"{place}{_NAMES[role]}.{kind}"
+
+
+def _halves_apart(rows: Floats, heads: int) -> Floats:
+    """Rows whose pairs of a rotation lie side by side, as such pairs lie in transformers: half a head apart."""
+    apart: Floats = rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    return apart
+
+
+def _frequencies(model: GGUFModel) -> Floats:
+    """Radians that each pair of dimensions turns from one position to the next."""
+    numbers = read_params(model)
+    exponents = np.arange(0, numbers.rope_dims, 2) / numbers.rope_dims
+    found = numbers.rope_frequency_scale * numbers.rope_base**-exponents
+    if _FREQUENCIES in model.tensors:
+        with TensorFile(model) as file:
+            found = found / np.concatenate(list(dequantised_rows(file, model, _FREQUENCIES)))[0]
+    return found.astype(np.float32)

@@ -1,0 +1,45 @@
+"""Runs llama.cpp's own HTTP server out of the wheel `xllamacpp`.
+
+python -m cllm_bench.runners.llama_server '{"model": "file.gguf", "threads": 2, "slots": 8, "slot_tokens": 512,
+                                            "unified": false, "batch": 2048}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import xllamacpp
+
+from cllm_bench.runners import say_ready
+
+
+def server_params(wanted: dict[str, Any]) -> Any:
+    params = xllamacpp.CommonParams()
+    params.model.path = wanted["model"]
+    params.cpuparams.n_threads = wanted["threads"]
+    params.cpuparams_batch.n_threads = wanted["threads"]
+    params.n_parallel = wanted["slots"]
+    params.n_ctx = wanted["slots"] * wanted["slot_tokens"]
+    params.n_batch = wanted["batch"]
+    params.n_ubatch = min(512, wanted["batch"])
+    params.kv_unified = wanted["unified"]
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    params.cont_batching = True
+    params.cache_prompt = True
+    params.cache_ram_mib = 8192
+    params.fit_params = False  # it must not change what was asked for
+    params.ui = False
+    params.port = 0
+    return params
+
+
+def main() -> None:
+    server = xllamacpp.Server(server_params(json.loads(sys.argv[1])))
+    say_ready(url=server.listening_address, built_for=xllamacpp.get_system_info())
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""A backend that computes nothing but says how long it would have taken, and answers that are known beforehand."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.backends.base import Backend, Chunk, Logits, StepResult
+from cllm.errors import BackendError
+from cllm.kv.ops import Geometry, Move, SavedKV, SlotGeometry, SlotOps
+from cllm.models.shape import ModelShape
+from cllm_bench.simulate.cost import CostModel, StepWork
+from cllm_bench.simulate.traces import Text
+
+
+class SimulatedBackend(Backend):
+    """`step` takes no time; `seconds` is what the last one would have taken, `total_s` what all of them would have."""
+
+    name = "simulated"
+    no_reading = "what is only simulated has no probabilities"
+    pooling = None
+
+    def __init__(self, cost: CostModel, *, window: int | None = None) -> None:
+        self.cost = cost
+        self.shape = ModelShape("simulated", 1, 1, 1, 1, 1, 1, 1, 1 << 30)
+        self.seconds = 0.0
+        self.total_s = 0.0
+        self._window = window
+        self._geometry: Geometry | None = None
+        self._ops: SimulatedSlots | SimulatedBlocks = SimulatedBlocks()
+        self._logits: Logits = np.zeros((1, 1), dtype=np.float32)
+
+    def allocate(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+        if isinstance(geometry, SlotGeometry):
+            self.layout = "slots"
+            self._ops = SimulatedSlots(geometry.first, self.cost.kv_bytes_per_token)
+
+    @property
+    def kv_bytes(self) -> int:
+        return 0 if self._geometry is None else self._geometry.tokens * self.cost.kv_bytes_per_token
+
+    @property
+    def ops(self) -> SimulatedSlots | SimulatedBlocks:
+        return self._ops
+
+    def step(self, chunks: Sequence[Chunk]) -> Logits:
+        self.seconds = self.cost.compute(work_of(chunks, self._window))
+        self.total_s += self.seconds
+        if isinstance(self._ops, SimulatedSlots):
+            self._ops.write(chunks)
+        return self._rows(len(chunks))
+
+    def result(self, rows: int) -> StepResult:
+        return StepResult(self._rows(rows))
+
+    def _rows(self, rows: int) -> Logits:
+        """Enough rows; what is in them does not matter."""
+        if rows > len(self._logits):
+            self._logits = np.zeros((2 * rows, 1), dtype=np.float32)
+        return self._logits[:rows]
+
+    def abort(self) -> None:
+        """Nothing takes time."""
+
+    def rebuild(self) -> None:
+        raise BackendError("a simulated backend does not break")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def work_of(chunks: Iterable[Chunk], window: int | None = None) -> StepWork:
+    """One token is a row, more are a prompt. Nobody reads further back than `window`."""
+    rows = context = prompts = prompt_tokens = attended = 0
+    for chunk in chunks:
+        count = len(chunk.tokens)
+        start = chunk.start if window is None or chunk.start < window else window
+        if count == 1:
+            rows += 1
+            context += start
+        else:
+            prompts += 1
+            prompt_tokens += count
+            attended += count * start + count * (count - 1) // 2
+    return StepWork(rows, context, prompts, prompt_tokens, attended)
+
+
+class TracedAnswer:
+    """Stands where the sampler would: `choose` gives the tokens of the trace, one after another.
+
+    It is its own choice, so that no object is made per token.
+    """
+
+    __slots__ = ("_tokens", "generated", "logprob", "token_id")
+    constraint = None
+
+    def __init__(self, answer: Text) -> None:
+        self._tokens: array[int] | range
+        if isinstance(answer, array):
+            self._tokens = answer
+        else:
+            ((first, count),) = answer
+            self._tokens = range(first, first + count)
+        self.generated = 0
+        self.token_id = -1
+        self.logprob = None
+
+    def choose(self, logits: NDArray[np.float32], mask: None) -> TracedAnswer:
+        self.token_id = self._tokens[self.generated]
+        self.generated += 1
+        return self
+
+    def take(self, count: int) -> array[int] | range:
+        """The next `count` tokens at once."""
+        start = self.generated
+        self.generated += count
+        return self._tokens[start : start + count]
+
+
+class SimulatedBlocks:
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """There is no memory behind the blocks."""
+
+    def move_blocks(self, moves: Sequence[Move]) -> None:
+        """As for copies."""
+
+    def release_pages(self, first: int, count: int) -> None:
+        """There are none."""
+
+    def prepare_pages(self, first: int, count: int) -> None:
+        """There are none."""
+
+    def resident_bytes(self) -> int:
+        return 0
+
+
+class SimulatedSlots(SlotOps):
+    """Slots that know how much they hold and nothing else. What is saved has a size but takes no memory."""
+
+    no_shift = "simulated slots have no positions"
+
+    def __init__(self, slots: int, bytes_per_token: int) -> None:
+        self._lengths = [0] * slots
+        self._bytes_per_token = bytes_per_token
+
+    def write(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            self._lengths[chunk.slot] = chunk.start + len(chunk.tokens)
+
+    def length(self, slot: int) -> int:
+        return self._lengths[slot]
+
+    def shortest(self, slot: int, *, moved: bool = False) -> int:
+        return 0
+
+    def shortest_saved(self, saved: SavedKV) -> int:
+        return 0
+
+    def remove(self, slot: int, start: int, end: int | None = None) -> None:
+        self._lengths[slot] = min(self._lengths[slot], start)
+
+    def copy(self, source: int, target: int) -> None:
+        self._lengths[target] = self._lengths[source]
+
+    def save(self, slot: int) -> SavedKV:
+        return np.broadcast_to(np.uint8(0), (self._lengths[slot] * self._bytes_per_token,))
+
+    def load(self, slot: int, saved: SavedKV) -> None:
+        self._lengths[slot] = saved.size // self._bytes_per_token
+
+    def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
+        raise BackendError("simulated slots do not shift")
+
+    def no_room(self, slots: int) -> str | None:
+        return None
+
+    def resize(self, slots: int) -> None:
+        self._lengths = [0] * slots

@@ -1,0 +1,171 @@
+"""`cllm simulate`: what would happen, without a model. What a run needs is imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cllm.cli.command_list import CommandList
+from cllm.observe.json_option import JsonOption, only_json
+from cllm_bench.pages.extras import check_plot, check_report
+
+app = typer.Typer(
+    cls=CommandList,
+    help="Simulate the scheduler and the KV cache on a trace: policies side by side, sweeps, several servers.",
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+TraceFile = Annotated[
+    Path | None, typer.Option("--trace", metavar="FILE", help="JSONL with one request per line; Mooncake's format too.")
+]
+Synthetic = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="poisson, bursts, diurnal, chats, conversation or toolagent, the last two like Mooncake's. "
+        "[default: chats]",
+    ),
+]
+Requests = Annotated[int | None, typer.Option(min=1, help="How many. [default: 2000; of a file: all]")]
+Rate = Annotated[float | None, typer.Option(help="Requests a second. [default: 1; of a file: its own]")]
+ShapeText = Annotated[
+    str, typer.Option("--shape", metavar="KEY=VALUE,...", help="Lengths and sharing; see docs/simulate.md.")
+]
+HashTokens = Annotated[int, typer.Option(min=1, help="Tokens per hash in the trace's hash_ids.")]
+Blocks = Annotated[int | None, typer.Option(min=2, help="KV memory, in blocks. [default: 2048]")]
+BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens in a block. [default: 16]")]
+PolicyNames = Annotated[
+    list[str] | None,
+    typer.Option("--policy", metavar="NAME", help="A policy to simulate; may be repeated. [default: paged+prefix]"),
+]
+PolicySet = Annotated[str | None, typer.Option("--policies", metavar="all", help="All but slots, side by side.")]
+Replicas = Annotated[
+    str | None, typer.Option(metavar="N,...", help="Identical servers; several numbers: each in turn. [default: 1]")
+]
+Routing = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOW,...",
+        help="round-robin, prefix, random, least-loaded, consistent-hash, or all of them. [default: round-robin]",
+    ),
+]
+PerReplica = Annotated[bool, typer.Option("--per-replica", help="--requests and --rate are for each replica.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other setting; may be repeated.")
+]
+WhatIf = Annotated[
+    list[str] | None,
+    typer.Option("--what-if", metavar="KEY=V1,V2,...", help="Vary a setting, or rate; repeated: every combination."),
+]
+Cost = Annotated[str, typer.Option(metavar="NAME|FILE", help="Cost model of a step.")]
+Seed = Annotated[int, typer.Option(min=0, help="Random seed of synthetic traces.")]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", callback=check_plot, help="Draw them: .svg, .png or .pdf.")
+]
+ReportDir = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="DIR", callback=check_report, help="Write figures, plots and a page here."),
+]
+
+
+@app.callback(invoke_without_command=True)
+@only_json
+def run(
+    context: typer.Context,
+    trace: TraceFile = None,
+    synthetic: Synthetic = None,
+    requests: Requests = None,
+    rate: Rate = None,
+    shape: ShapeText = "",
+    hash_tokens: HashTokens = 512,
+    blocks: Blocks = None,
+    block_size: BlockSize = None,
+    policy: PolicyNames = None,
+    policies: PolicySet = None,
+    replicas: Replicas = None,
+    routing: Routing = None,
+    per_replica: PerReplica = False,
+    set_: Set = None,
+    what_if: WhatIf = None,
+    cost: Cost = "smollm2",
+    seed: Seed = 0,
+    json: JsonOption = None,
+    plot: PlotFile = None,
+    report: ReportDir = None,
+) -> None:
+    """Simulate the scheduler and the KV cache on a trace: policies side by side, sweeps, several servers."""
+    if context.invoked_subcommand is not None:
+        return
+    from cllm_bench.simulate.commands import Outputs, TraceSource, run_grid
+    from cllm_bench.simulate.settings import ROUTINGS, Settings, changed, parse_assignment
+
+    if routing == "all":
+        routing = ",".join(ROUTINGS)
+    given = {"block-size": block_size, "blocks": blocks, "replicas": replicas, "routing": routing}
+    values = {key: str(value) for key, value in given.items() if value is not None}
+    swept = {key: f"{key}={value}" for key, value in values.items() if "," in value}
+    assignments = dict(parse_assignment(f"{key}={value}") for key, value in values.items() if key not in swept)
+    assignments |= dict(parse_assignment(text) for text in set_ or [])
+    sweeps = [*filter(None, [swept.get("replicas")]), *(what_if or []), *filter(None, [swept.get("routing")])]
+    source = TraceSource(trace, synthetic, requests, rate, shape, hash_tokens, seed, per_replica)
+    base = changed(Settings(), assignments)
+    complete = run_grid(source, base, policy or [], policies, sweeps, cost, Outputs(json, plot, report))
+    if not complete:
+        raise typer.Exit(130)
+
+
+@app.command("write-trace")
+def write_trace(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the trace goes.")],
+    synthetic: Synthetic = None,
+    requests: Requests = None,
+    rate: Rate = None,
+    shape: ShapeText = "",
+    hash_tokens: HashTokens = 512,
+    seed: Seed = 0,
+) -> None:
+    """Write a synthetic trace as a file in Mooncake's format, for --trace and for other tools."""
+    from cllm_bench.simulate.commands import TraceSource
+    from cllm_bench.simulate.mooncake import write_trace
+
+    source = TraceSource(None, synthetic, requests, rate, shape, hash_tokens, seed)
+    typer.echo(write_trace(source.open(), file, hash_tokens))
+
+
+@app.command()
+@only_json
+def scale(
+    blocks: Annotated[str, typer.Option(metavar="N1,N2,...", help="Cache sizes.")] = "1e3,1e4,1e5,1e6,1e7",
+    requests: Annotated[int, typer.Option(min=100, help="Requests to simulate on each.")] = 3000,
+    cost: Cost = "smollm2",
+    json: JsonOption = None,
+    plot: PlotFile = None,
+) -> None:
+    """Measure what a simulated step costs on caches of different sizes, all of them full."""
+    from cllm_bench.simulate.checks import run_scale
+
+    run_scale(blocks, requests, cost, json, plot)
+
+
+@app.command()
+@only_json
+def validate(
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="A known name, a .gguf file or hf:org/repo/file.gguf.")
+    ] = "smollm2",
+    backend: Annotated[str, typer.Option(metavar="NAME", help="auto, native, llama_cpp or fake.")] = "auto",
+    kv_mb: Annotated[float, typer.Option(min=1, help="KV memory of the real engine, in MiB.")] = 192.0,
+    size: Annotated[float, typer.Option(min=0.05, help="Share of the usual number of requests.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Passes; the median counts.")] = 5,
+    save_cost: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the fitted cost model.")] = None,
+    json: JsonOption = None,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the workloads.")] = 0,
+) -> None:
+    """Compare with the real engine: three workloads measured, and simulated with costs fitted on a fourth."""
+    from cllm_bench.simulate.checks import run_validation
+
+    if not run_validation(model, backend, kv_mb, size, repeats, save_cost, json, seed):
+        raise typer.Exit(1)

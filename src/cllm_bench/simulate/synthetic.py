@@ -1,0 +1,272 @@
+"""Traces that are made up: how requests arrive, how long they are and what they share, from a few parameters.
+
+poisson       requests independent of each other, at a steady rate
+bursts        the same, but the rate jumps up now and then
+diurnal       the same, but the rate goes up and down once a day
+chats         conversations: a turn is sent when the one before was answered and read; some branch into two
+conversation  chats as long, and with as much to share, as those of Mooncake's conversation trace
+toolagent     the same for its trace of tools and agents: a few long system prompts, and tools that answer at once
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from cllm.errors import ConfigError
+from cllm_bench.simulate.lengths import Lengths, parse_lengths
+from cllm_bench.simulate.settings import parse_number
+from cllm_bench.simulate.traces import Span, TokenSource, TracedRequest, length
+
+_BATCH = 4096
+"""Random numbers are drawn so many at a time."""
+
+_DEEPEST = 64
+"""Most turns of a conversation."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The parameters, with the names they have on the command line (a dash for an underscore)."""
+
+    prompt: str = "lognormal:256:0.8"
+    """Tokens of a prompt beside the system prompt; of a chat's first message."""
+    output: str = "lognormal:96:0.8"
+    system: str = "200"
+    """Tokens of a system prompt."""
+    systems: int = 8
+    """Different system prompts; 0: none."""
+    popularity: float = 2.0
+    """How many times as popular each of them is as the next one; 1: all are equally popular."""
+    longest: int = 4096
+    """No prompt and no answer is longer."""
+    burst: float = 8.0
+    """How many times the rate is higher in a burst."""
+    burst_s: float = 20.0
+    """Mean length of a burst."""
+    calm_s: float = 180.0
+    """Mean time between bursts."""
+    period_s: float = 86_400.0
+    depth: float = 0.8
+    """Diurnal: the rate swings by this share of its mean."""
+    turns: float = 4.0
+    """Mean number of turns in a chat."""
+    message: str = "lognormal:40:0.8"
+    """Tokens of a chat's later messages."""
+    think_s: float = 20.0
+    """Mean time from an answer to the next message."""
+    branch: float = 0.1
+    """Share of turns that are continued twice: an edited or repeated question."""
+
+
+SHAPES = {
+    "poisson": Shape(),
+    "bursts": Shape(),
+    "diurnal": Shape(),
+    "chats": Shape(),
+    "conversation": Shape(
+        prompt="lognormal:4800:1.25",
+        output="uniform:1:690",
+        system="880",
+        systems=1,
+        longest=131_072,
+        turns=1.55,
+        message="lognormal:30:3",
+        think_s=175.0,
+        branch=0.05,
+    ),
+    "toolagent": Shape(
+        prompt="lognormal:2200:1.2",
+        output="lognormal:100:1.1",
+        system="lognormal:3400:0.6",
+        systems=40,
+        popularity=1.15,
+        longest=131_072,
+        turns=1.5,
+        message="lognormal:250:1.3",
+        think_s=8.0,
+        branch=0.05,
+    ),
+}
+"""The parameters of each kind where nothing else is said."""
+
+KINDS = tuple(SHAPES)
+CLOSED_KINDS = ("chats", "conversation", "toolagent")
+
+_LIMITS: dict[str, tuple[float, ...]] = {
+    "systems": (0, 1000),
+    "popularity": (1,),
+    "longest": (1, 1 << 24),
+    "burst": (1,),
+    "depth": (0, 1),
+    "turns": (1,),
+    "branch": (0, 0.9),
+    "think_s": (0,),
+}
+"""The least and the most of a value; others are above 0."""
+
+
+def parse_shape(kind: str, text: str) -> Shape:
+    """`key=value,key=value`; the rest is as usual for this kind of trace."""
+    shape = SHAPES[kind]
+    known = {field.name.replace("_", "-"): field for field in fields(Shape)}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if key not in known or not equals:
+            raise ConfigError(f"--shape {part}: write key=value with one of {', '.join(known)}")
+        field = known[key]
+        read: str | float = value
+        if field.type == "str":
+            parse_lengths(key, value, shape.longest)
+        else:
+            whole = isinstance(getattr(shape, field.name), int)
+            read = parse_number(f"--shape {key}", value, *_LIMITS.get(field.name, (1e-9,)), whole=whole)
+        shape = replace(shape, **{field.name: read})  # type: ignore[arg-type]
+    return shape
+
+
+class SyntheticTrace:
+    """`rate` is in requests a second, all turns of chats included."""
+
+    def __init__(self, kind: str, requests: int, rate: float, shape: Shape, seed: int) -> None:
+        self.name = f"{kind}, {requests:,} requests at {rate:g}/s, seed {seed}"
+        self.closed = kind in CLOSED_KINDS
+        self.requests = requests
+        self._kind = kind
+        self._rate = rate
+        self._shape = shape
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[TracedRequest]:
+        maker = _RequestGenerator(self._shape, np.random.default_rng(self._seed))
+        # Arrivals have a generator of their own, so that lengths stay what they are when the rate is varied.
+        arrivals = self._arrivals(np.random.default_rng([self._seed, 1]))
+        if self.closed:
+            yield from self._chats(maker, arrivals)
+            return
+        for _, arrival in zip(range(self.requests), arrivals, strict=False):
+            yield maker.request(arrival)
+
+    def _chats(self, maker: _RequestGenerator, arrivals: Iterator[float]) -> Iterator[TracedRequest]:
+        left = self.requests
+        for arrival in arrivals:
+            if left == 0:
+                return
+            first, turns = maker.conversation(arrival, left)
+            left -= turns
+            yield first
+
+    def _arrivals(self, rng: np.random.Generator) -> Iterator[float]:
+        shape, rate = self._shape, self._rate
+        if self._kind == "bursts":
+            return _bursts(rng, rate, shape)
+        if self._kind == "diurnal":
+            return _diurnal(rng, rate, shape)
+        if self.closed:
+            # A turn that branches has two continuations, so a conversation is longer than its mean depth.
+            going_on = (1 - 1 / shape.turns) * (1 + shape.branch)
+            turns = shape.turns if going_on >= 1 else 1 / (1 - going_on)
+            return _poisson(rng, rate / turns)
+        return _poisson(rng, rate)
+
+
+def _poisson(rng: np.random.Generator, rate: float) -> Iterator[float]:
+    now = 0.0
+    while True:
+        for gap in rng.exponential(1 / rate, _BATCH).tolist():
+            now += gap
+            yield now
+
+
+def _bursts(rng: np.random.Generator, rate: float, shape: Shape) -> Iterator[float]:
+    """Calm and bursts in turn, each of random length; the mean over both is `rate`."""
+    calm = rate * (shape.calm_s + shape.burst_s) / (shape.calm_s + shape.burst * shape.burst_s)
+    now = 0.0
+    bursting = False
+    while True:
+        end = now + rng.exponential(shape.burst_s if bursting else shape.calm_s)
+        step = 1 / (calm * shape.burst if bursting else calm)
+        while (now := now + rng.exponential(step)) < end:
+            yield now
+        now = end
+        bursting = not bursting
+
+
+def _diurnal(rng: np.random.Generator, rate: float, shape: Shape) -> Iterator[float]:
+    """Arrivals at the highest rate, of which as many are left out as the hour asks for. It begins at the quietest."""
+    highest = 1 + shape.depth
+    for arrival in _poisson(rng, rate * highest):
+        wanted = 1 - shape.depth * math.cos(2 * math.pi * arrival / shape.period_s)
+        if rng.random() * highest < wanted:
+            yield arrival
+
+
+class _RequestGenerator:
+    """Draws what requests consist of."""
+
+    def __init__(self, shape: Shape, rng: np.random.Generator) -> None:
+        self._shape = shape
+        self._rng = rng
+        self._source = TokenSource()
+        system_lengths = parse_lengths("system", shape.system, shape.longest).draw(rng, shape.systems)
+        self._systems = [self._source.take(count) for count in system_lengths]
+        self._prompts = _stream(rng, parse_lengths("prompt", shape.prompt, shape.longest))
+        self._outputs = _stream(rng, parse_lengths("output", shape.output, shape.longest))
+        self._messages = _stream(rng, parse_lengths("message", shape.message, shape.longest))
+        self._uniforms = _uniforms(rng)
+
+    def request(self, arrival: float) -> TracedRequest:
+        return TracedRequest(arrival, self._opening(), self._answer())
+
+    def conversation(self, arrival: float, most: int) -> tuple[TracedRequest, int]:
+        """The first turn, with the others as its followers, and how many there are: at most `most`."""
+        self._left = most
+        first = self._turn(arrival, self._opening(), 1)
+        return first, most - self._left
+
+    def _turn(self, arrival: float, prompt: tuple[Span, ...], depth: int) -> TracedRequest:
+        self._left -= 1
+        shape = self._shape
+        answer = self._answer()
+        text = (*prompt, *answer)
+        followers: list[TracedRequest] = []
+        goes_on = depth < _DEEPEST and next(self._uniforms) < 1 - 1 / shape.turns
+        room = shape.longest - length(text)
+        if goes_on and room > 0:
+            continuations = 2 if next(self._uniforms) < shape.branch else 1
+            for _ in range(continuations):
+                if self._left > 0:
+                    message = self._source.take(min(next(self._messages), room))
+                    think = -math.log(1 - next(self._uniforms)) * shape.think_s
+                    followers.append(self._turn(think, (*text, message), depth + 1))
+        return TracedRequest(arrival, prompt, answer, tuple(followers))
+
+    def _opening(self) -> tuple[Span, ...]:
+        own = self._source.take(next(self._prompts))
+        if not self._systems:
+            return (own,)
+        return (self._systems[self._draw_system(next(self._uniforms))], own)
+
+    def _draw_system(self, uniform: float) -> int:
+        """Geometric, cut off after the last one."""
+        popularity, systems = self._shape.popularity, len(self._systems)
+        if popularity == 1.0:
+            return int(uniform * systems)
+        beyond = popularity**-systems
+        return min(int(-math.log(1 - uniform * (1 - beyond), popularity)), systems - 1)
+
+    def _answer(self) -> tuple[Span]:
+        return (self._source.take(next(self._outputs)),)
+
+
+def _stream(rng: np.random.Generator, lengths: Lengths) -> Iterator[int]:
+    while True:
+        yield from lengths.draw(rng, _BATCH)
+
+
+def _uniforms(rng: np.random.Generator) -> Iterator[float]:
+    while True:
+        yield from rng.random(_BATCH).tolist()

@@ -1,0 +1,248 @@
+"""Bookkeeping without a model: what a step costs besides computing, and how fast the pool and the radix tree are."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from time import monotonic, perf_counter
+from typing import Any
+from unittest.mock import patch
+
+from cllm.backends.base import Chunk, Logits
+from cllm.backends.fake import FakeBackend
+from cllm.engine import scheduler as scheduler_module
+from cllm.engine.budget import StepBudget
+from cllm.engine.params import SamplingParams
+from cllm.engine.request import build_request
+from cllm.engine.sampling import choose
+from cllm.engine.scheduler import Scheduler
+from cllm.engine.stepper import Stepper
+from cllm.kv.ops import BlockGeometry
+from cllm.kv.paged.fragmentation import contiguity
+from cllm.kv.paged.manager import PagedKVManager
+from cllm.kv.paged.pool import BlockPool
+from cllm.kv.radix import RadixTree
+from cllm.kv.sequence import KVSequence
+from cllm_bench.figures import OURS, Figure, Metrics, Run, own
+from cllm_bench.workloads.base import LocalWorkload, Setup, busy_at_rest
+
+BLOCK_SIZE = 16
+VOCABULARY = 320
+
+
+@dataclass(frozen=True)
+class Micro(LocalWorkload):
+    running: tuple[int, int] = (32, 256)
+    prompt_tokens: int = 330
+    steps: int = 200
+    pool_blocks: int = 65_536
+    sequence_blocks: int = 16
+    cache_blocks: tuple[int, int] = (10_000, 1_000_000)
+    held_tokens: int = 2_000
+    admissions: int = 300
+    tree_sequences: int = 2_000
+    tree_tokens: int = 1_008
+    """A whole number of blocks next to 1,000."""
+
+    name = "micro"
+    needs_model = False
+    figures = (
+        Figure("small_step_ms", "scheduler + KV per step, 32 running", "ms", limit=own(0.3)),
+        Figure("large_step_ms", "scheduler + KV per step, 256 running", "ms", limit=own(2.0)),
+        Figure("pool_blocks_per_s", "pool: allocate + free", "blocks/s", "higher", own(500_000)),
+        Figure("batch_us", "a batch's blocks: each prompt's 21 together, per prompt", "us"),
+        Figure("batch_singly_us", "the same, all prompts in turn by one block each", "us"),
+        Figure("batch_adjacent", "together: neighbours in a block table that are neighbours in memory", "%"),
+        Figure("batch_singly_adjacent", "the same in turn", "%"),
+        Figure("small_admission_us", "admission into a full cache, 10,000 blocks", "us", limit=own(200.0)),
+        Figure("large_admission_us", "admission into a full cache, 1,000,000 blocks", "us", limit=own(200.0)),
+        Figure("tree_per_s", "tree: match + insert of 1,000 tokens", "/s", "higher", own(20_000)),
+    )
+
+    @property
+    def title(self) -> str:
+        return "micro: bookkeeping of the paged cache, without backend and sampling"
+
+    def quick(self) -> Micro:
+        return replace(
+            self, steps=20, pool_blocks=4_096, tree_sequences=200, cache_blocks=(1_000, 10_000), admissions=20
+        )
+
+    async def one_repeat(self, setup: Setup, repeat: int) -> list[Run]:
+        facts = {"busy_percent_before": await busy_at_rest()}
+        small, large = self.running
+        small_cache, large_cache = self.cache_blocks
+        together_us, together = self.batch(large, together=True)
+        singly_us, singly = self.batch(large, together=False)
+        metrics: Metrics = {
+            "small_step_ms": self.step_ms(small),
+            "large_step_ms": self.step_ms(large),
+            "pool_blocks_per_s": self.pool_blocks_per_s(),
+            "batch_us": together_us,
+            "batch_singly_us": singly_us,
+            "batch_adjacent": together,
+            "batch_singly_adjacent": singly,
+            "small_admission_us": self.admission_us(small_cache),
+            "large_admission_us": self.admission_us(large_cache),
+            "tree_per_s": self.tree_per_s(),
+        }
+        return [Run(OURS, repeat, metrics, facts)]
+
+    def step_ms(self, running: int) -> float:
+        """Median milliseconds that a step of `running` decoding sequences takes beside backend and sampling."""
+        per_sequence = -(-(self.prompt_tokens + self.steps + BLOCK_SIZE) // BLOCK_SIZE)
+        geometry = BlockGeometry(2 * running * per_sequence, BLOCK_SIZE)
+        with _TimedBackend(vocab_size=VOCABULARY) as backend, _timed_sampling() as sampling:
+            backend.allocate(geometry)
+            kv = PagedKVManager(backend.ops, geometry, bytes_per_token=4)  # type: ignore[arg-type]
+            budget = StepBudget(inter_token_s=1.0, max_gap_s=1.0, prompt_only_s=1.0, max_tokens=1 << 16)
+            scheduler = Scheduler(kv, budget, max_running=running)
+            stepper = Stepper(backend, scheduler, timer=perf_counter)
+            self._add_requests(scheduler, running)
+            while len(scheduler.waiting) or any(sequence.remaining > 1 for sequence in scheduler.running):
+                _bookkeeping_s(stepper, scheduler, backend, sampling)
+            return median(_bookkeeping_s(stepper, scheduler, backend, sampling) for _ in range(self.steps)) * 1e3
+
+    def _add_requests(self, scheduler: Scheduler, count: int) -> None:
+        draw = random.Random(count)
+        for index in range(count):
+            prompt = [draw.randrange(VOCABULARY) for _ in range(self.prompt_tokens)]
+            scheduler.add(
+                build_request(
+                    f"request-{index}",
+                    prompt,
+                    SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True),
+                    arrival=monotonic(),
+                    timeout_s=3600.0,
+                    priority=0,
+                    eos_ids=frozenset(),
+                    seed=index,
+                    max_context=1 << 16,
+                    vocab_size=VOCABULARY,
+                )
+            )
+
+    def pool_blocks_per_s(self) -> float:
+        """Sequences grow in turn by one block each until the pool is full, then end one by one."""
+        pool = BlockPool(self.pool_blocks)
+        tables: list[list[int]] = [[] for _ in range(self.pool_blocks // self.sequence_blocks)]
+        start = perf_counter()
+        for _ in range(self.sequence_blocks):
+            for table in tables:
+                table += pool.extend(1, 1, table[-1] if table else -1) or []
+        for table in tables:
+            pool.release(table)
+        return self.pool_blocks / (perf_counter() - start)
+
+    def batch(self, prompts: int, *, together: bool) -> tuple[float, float]:
+        """Allocate the blocks of a batch: the microseconds it takes per prompt, and the percentage of neighbours in
+        block tables that are neighbours in memory."""
+        blocks = -(-self.prompt_tokens // BLOCK_SIZE)
+        pool = BlockPool(self.pool_blocks)
+        sequences = [KVSequence([]) for _ in range(prompts)]
+        start = perf_counter()
+        if together:
+            for sequence in sequences:
+                sequence.blocks = pool.allocate(blocks) or []
+        else:
+            for _ in range(blocks):
+                for sequence in sequences:
+                    sequence.blocks += pool.extend(1, after=sequence.blocks[-1] if sequence.blocks else -1) or []
+        seconds = perf_counter() - start
+        adjacent = fmean(contiguity([sequence]) for sequence in sequences)
+        return seconds / prompts * 1e6, 100 * adjacent
+
+    def admission_us(self, blocks: int) -> float:
+        """Median microseconds that a prompt's admission takes where every block is cached and others must go."""
+        geometry = BlockGeometry(blocks, BLOCK_SIZE)
+        with FakeBackend(vocab_size=VOCABULARY) as backend:
+            backend.allocate(BlockGeometry(1, BLOCK_SIZE))  # nothing is computed, only administered
+            kv = PagedKVManager(backend.ops, geometry, bytes_per_token=4)  # type: ignore[arg-type]
+            draw = random.Random(blocks)
+            while kv.usage().free:
+                length = min(draw.randrange(1, self.held_tokens), kv.usage().free * BLOCK_SIZE)
+                _admission_s(kv, KVSequence(array("i", draw.randbytes(4 * length))))
+            prompts = (array("i", draw.randbytes(4 * self.prompt_tokens)) for _ in range(self.admissions))
+            return median(_admission_s(kv, KVSequence(prompt)) for prompt in prompts) * 1e6
+
+    def tree_per_s(self) -> float:
+        """Sequences in families: each matches the half that it shares, and inserts the rest."""
+        keys = list(self._family_keys())
+        tree: RadixTree[int] = RadixTree(BLOCK_SIZE, 0, lambda value, units: (value, value))
+        start = perf_counter()
+        for number, key in enumerate(keys):
+            found = tree.find(key)
+            tree.add(tree.cut(found), key[found.matched :], number)
+        return len(keys) / (perf_counter() - start)
+
+    def _family_keys(self, family: int = 20) -> Iterator[bytes]:
+        draw = random.Random(7)
+        half = self.tree_tokens // 2 // BLOCK_SIZE * BLOCK_SIZE
+        for number in range(self.tree_sequences):
+            if number % family == 0:
+                shared = array("i", draw.choices(range(50_000), k=half))
+            yield (shared + array("i", draw.choices(range(50_000), k=self.tree_tokens - half))).tobytes()
+
+
+class _TimedBackend(FakeBackend):
+    """Knows how long it has computed so far."""
+
+    seconds = 0.0
+
+    def step(self, chunks: Sequence[Chunk]) -> Logits:
+        start = perf_counter()
+        logits = super().step(chunks)
+        self.seconds += perf_counter() - start
+        return logits
+
+    def __enter__(self) -> _TimedBackend:
+        return self
+
+
+class _Sampling:
+    """How long choosing tokens took so far."""
+
+    seconds = 0.0
+
+
+@contextmanager
+def _timed_sampling() -> Iterator[_Sampling]:
+    """The scheduler calls the sampler in the middle of `apply`; its time is taken apart there."""
+    sampling = _Sampling()
+
+    def timed(*args: Any) -> Any:
+        start = perf_counter()
+        chosen = choose(*args)
+        sampling.seconds += perf_counter() - start
+        return chosen
+
+    with patch.object(scheduler_module, "choose", timed):
+        yield sampling
+
+
+def _admission_s(kv: PagedKVManager, sequence: KVSequence) -> float:
+    """The seconds it takes to admit a sequence, which is then released as if it had been computed."""
+    start = perf_counter()
+    cached = kv.admit(sequence)
+    seconds = perf_counter() - start
+    if cached is None:
+        raise AssertionError("there was no room in a cache in which nothing runs")
+    sequence.num_computed = len(sequence.tokens)
+    kv.release(sequence)
+    return seconds
+
+
+def _bookkeeping_s(stepper: Stepper, scheduler: Scheduler, backend: _TimedBackend, sampling: _Sampling) -> float:
+    """One step as the engine takes it; the seconds it took beside backend and sampling."""
+    before = sampling.seconds + backend.seconds
+    start = perf_counter()
+    scheduler.expire()
+    stepper.advance()
+    scheduler.take_outputs()
+    scheduler.kv.usage()
+    everything = perf_counter() - start
+    return everything - (sampling.seconds + backend.seconds - before)
