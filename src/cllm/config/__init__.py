@@ -6,7 +6,7 @@ sources.py        reading settings from files, the environment and flags
 load.py           merging and validating them, and explaining errors
 consistency.py    checks between settings
 keys.py           all dotted keys, and suggestions for misspelt ones
-linear_regex.py   regular expressions that take linear time, for `prompt.volatile_patterns`
+line_pattern.py   regular expressions that take linear time, for `prompt.volatile_patterns`
 """
 
 from cllm.config.backend import BackendConfig, FakeConfig, LlamaCppConfig, NativeConfig

@@ -14,7 +14,7 @@ from cllm.config.cluster import ClusterConfig
 from cllm.config.consistency import check_consistency
 from cllm.config.errors import InvalidConfigError
 from cllm.config.kv import KVConfig
-from cllm.config.linear_regex import pattern_error
+from cllm.config.line_pattern import pattern_error
 from cllm.config.model_entry import ModelEntry
 from cllm.config.section import Section
 from cllm.config.server import ResponsesConfig, ServerConfig, StructuredConfig

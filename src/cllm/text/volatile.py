@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cllm.config.linear_regex import Pattern
+from cllm.config.line_pattern import LinePattern
 
 HEAD_MESSAGES = 8
 HEAD_CHARACTERS = 4096
@@ -18,7 +18,7 @@ _ROLES = ("system", "developer")
 
 class VolatilePatterns:
     def __init__(self, patterns: Sequence[str]) -> None:
-        self._patterns = [Pattern(pattern) for pattern in patterns]
+        self._patterns = [LinePattern(pattern) for pattern in patterns]
 
     def strip(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """The messages without matching text. Invalid messages are passed through; others validate them."""
@@ -65,5 +65,5 @@ class VolatilePatterns:
     def _skip(self, text: str, position: int, end: int) -> int:
         """The position after everything that the patterns match."""
         for pattern in self._patterns:
-            position = pattern.match(text, position, end) or position
+            position += pattern.match(text[position:end]) or 0
         return position
