@@ -27,7 +27,8 @@ from server_process import serving
 
 SOURCE = ROOT / "src" / "cllm"
 NAMES = [
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "src/cllm/kv/README.md"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+    *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "src").rglob("README.md")),
     *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
 ]
 DOCUMENTS = [ROOT / name for name in NAMES]
