@@ -100,7 +100,7 @@ class AsyncLLM(LoadedModel):
             raise
         sharing = None if self._share is None else self._share.time_sharing
         # A backend that computes ahead has a device of its own.
-        time_share = sharing.join() if sharing is not None and parts.backend.depth == 1 else None
+        time_share = sharing.join() if sharing is not None and parts.backend.traits.depth == 1 else None
         try:
             engine = self._build_engine(parts, time_share)
             engine.start()
@@ -347,13 +347,13 @@ class AsyncLLM(LoadedModel):
     def _prompt_scoring(self, params: SamplingParams) -> PromptScoring | None:
         """Raises `InvalidRequestError` if the model cannot generate, or not with prompt_logprobs."""
         facts = self._prepared.facts
-        if facts.no_answers is not None:
-            raise InvalidRequestError(facts.no_answers, "model")
+        if facts.traits.no_answers is not None:
+            raise InvalidRequestError(facts.traits.no_answers, "model")
         if params.prompt_logprobs is None:
             return None
-        if facts.no_reading is not None:
-            raise InvalidRequestError(f"prompt_logprobs: {facts.no_reading}", "prompt_logprobs")
-        return PromptScoring(params.prompt_logprobs, facts.score_weight)
+        if facts.traits.no_reading is not None:
+            raise InvalidRequestError(f"prompt_logprobs: {facts.traits.no_reading}", "prompt_logprobs")
+        return PromptScoring(params.prompt_logprobs, facts.traits.score_weight)
 
     def _submit(
         self,

@@ -610,11 +610,11 @@ def test_close_is_final_and_may_be_repeated(prompts: list[array[int]]) -> None:
 
 
 def test_without_drafts_no_rows_of_logits_are_reserved_for_them() -> None:
-    for drafts, rows in ((True, SLOTS + LlamaCppBackend.most_drafts), (False, SLOTS)):
+    for drafts, rows in ((True, SLOTS + LlamaCppBackend.traits.most_drafts), (False, SLOTS)):
         with make(drafts=drafts) as backend:
-            assert (backend.most_drafts > 0) == drafts
+            assert (backend.traits.most_drafts > 0) == drafts
             backend.allocate(SlotGeometry(SLOTS, SLOT_TOKENS))
             assert backend._live().most_rows == rows
     with LLM("smollm2", backend="llama_cpp", settings={"drafts.enabled": False}) as llm:
         engine = llm._llm._engine
-        assert engine is not None and engine.backend.most_drafts == 0
+        assert engine is not None and engine.backend.traits.most_drafts == 0

@@ -250,7 +250,7 @@ def parts_of(backend: str, model: str = "smollm2", **settings: Any) -> ModelPart
 
 def assembled(backend: str, model: str = "smollm2", **settings: Any) -> str:
     with parts_of(backend, model, **settings).backend as opened:
-        return opened.name
+        return opened.traits.name
 
 
 @pytest.fixture

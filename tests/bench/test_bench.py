@@ -369,7 +369,7 @@ def test_commands_workloads_and_peers_belong_together() -> None:
 
 
 def test_requirements_follow_clients_and_backend(tmp_path: Path) -> None:
-    from cllm.backends.base import Backend
+    from cllm.backends.base import BackendTraits
     from cllm.backends.llama_cpp.backend import LlamaCppBackend
     from cllm_bench.required import for_backend
 
@@ -384,7 +384,10 @@ def test_requirements_follow_clients_and_backend(tmp_path: Path) -> None:
     assert required(Prefix(), None, "llama-server") == ">= 8x"
     assert required(Prefix(), "llama_cpp", "llama-server") == ">= 4x"
     assert required(Stall(), "llama_cpp", None) == "<= 400 ms"
-    for backend, most_ms in (("native", Backend.default_gap_ms), ("llama_cpp", LlamaCppBackend.default_gap_ms)):
+    for backend, most_ms in (
+        ("native", BackendTraits.default_gap_ms),
+        ("llama_cpp", LlamaCppBackend.traits.default_gap_ms),
+    ):
         limits = {figure.key: figure.required(None) for figure in for_backend(backend, "gap", Gap.figures)}
         assert limits["stream_p99_ms"] == f"<= {most_ms:,.0f} ms"
 

@@ -296,7 +296,7 @@ def test_a_drafter_that_fails_is_not_asked_again(call: str, caplog: pytest.LogCa
 
 def test_a_backend_that_computes_ahead_takes_none() -> None:
     backend = PipelinedFake()
-    scheduler = make_scheduler(backend, drafting=Drafting(oracle(), backend.most_drafts))
+    scheduler = make_scheduler(backend, drafting=Drafting(oracle(), backend.traits.most_drafts))
     stepper = Stepper(backend, scheduler, timer=lambda: 0.0)
     request = make_request("prompt", LONG)
     scheduler.add(request)
@@ -335,7 +335,9 @@ async def test_a_stop_string_among_accepted_tokens_ends_the_answer_there() -> No
         try:
             assert llm._engine is not None
             scheduler = llm._engine.scheduler
-            scheduler.drafting = Drafting(oracle(longest=16), llm._engine.backend.most_drafts) if drafts else None
+            scheduler.drafting = (
+                Drafting(oracle(longest=16), llm._engine.backend.traits.most_drafts) if drafts else None
+            )
             params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, stop=stop, logprobs=1)
             generation = llm.submit([104, 105, 33], params)
             deltas = [delta async for delta in generation]

@@ -72,7 +72,7 @@ def draft(llm: LLM, answers: Sequence[Completion], kinds: Sequence[str]) -> Scri
     engine = llm._llm._engine
     assert engine is not None
     drafter = ScriptedDrafter(expected, kinds, longest=9, vocabulary=49152)
-    scheduler_of(llm).drafting = Drafting(drafter, engine.backend.most_drafts)
+    scheduler_of(llm).drafting = Drafting(drafter, engine.backend.traits.most_drafts)
     return drafter
 
 
@@ -203,7 +203,7 @@ def test_what_is_looked_up_changes_no_answer(native: LLM, asked: str) -> None:
     scheduler.drafting = None
     expected = ask()
     before = scheduler.drafted_tokens, scheduler.accepted_drafts
-    scheduler.drafting = Drafting(Willing(), engine.backend.most_drafts)
+    scheduler.drafting = Drafting(Willing(), engine.backend.traits.most_drafts)
     assert ask() == expected
     assert ask() == expected  # now with recent answers to look up in
     assert scheduler.drafting.alive

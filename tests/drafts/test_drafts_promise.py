@@ -20,7 +20,7 @@ def test_a_step_with_drafts_keeps_the_promise() -> None:
     now = [0.0]
     compute = backend.collect
     scheduler = make_scheduler(
-        backend, running=16, drafting=Drafting(drafter, backend.most_drafts), clock=lambda: now[0]
+        backend, running=16, drafting=Drafting(drafter, backend.traits.most_drafts), clock=lambda: now[0]
     )
     taken: list[tuple[int, int, float]] = []
 

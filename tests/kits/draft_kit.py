@@ -86,7 +86,9 @@ class Lone:
 
     def __init__(self, layout: str, drafter: Any = None, *, most: int | None = None, **options: Any) -> None:
         self.backend = FakeBackend()
-        drafting = None if drafter is None else Drafting(drafter, self.backend.most_drafts if most is None else most)
+        drafting = (
+            None if drafter is None else Drafting(drafter, self.backend.traits.most_drafts if most is None else most)
+        )
         self.now = 0.0
         self.scheduler: Scheduler = make_scheduler(
             self.backend, layout, drafting=drafting, clock=lambda: self.now, **options

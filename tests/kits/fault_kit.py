@@ -196,7 +196,7 @@ class Rig:
             kv,
             budget,
             max_running=self.machine.max_running,
-            drafting=None if drafter is None else Drafting(drafter, backend.most_drafts),
+            drafting=None if drafter is None else Drafting(drafter, backend.traits.most_drafts),
             clock=self.machine.clock,
         )
         deliver = self.calls.wrap("deliver", self.collector)
@@ -208,7 +208,7 @@ class Rig:
         self.unwrapped_step = backend.step
         self.before_step: Callable[[Sequence[Any]], None] = lambda chunks: None
         backend.step = self._step  # type: ignore[method-assign]
-        self.calls.wrap_all(backend, "backend", AHEAD_CALLS if backend.depth > 1 else BACKEND_CALLS)
+        self.calls.wrap_all(backend, "backend", AHEAD_CALLS if backend.traits.depth > 1 else BACKEND_CALLS)
         self.calls.wrap_all(kv, "kv", KV_CALLS)
         owner, name = (kv._arena, "ops") if isinstance(kv, PagedKVManager) else (kv, "_ops")
         setattr(owner, name, _Ops(getattr(owner, name), self.calls))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.backends.base import Chunk, Draw, Drawn, Seen, StepResult, asks_more
+from cllm.backends.base import BackendTraits, Chunk, Draw, Drawn, Seen, StepResult, asks_more
 from cllm.backends.fake import FakeBackend
 from cllm.engine import draw as host
 from cllm.engine.draw import masked
@@ -22,8 +22,7 @@ from cllm.errors import BackendError
 
 
 class PipelinedFake(FakeBackend):
-    depth = 2
-    most_drafts = 0
+    traits = BackendTraits("fake", depth=2)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -27,7 +27,7 @@ class Server:
 
     def __init__(self, layout: str, drafter: Drafter | None = None, **options: Any) -> None:
         self.backend = PipelinedFake() if layout == "ahead" else FakeBackend()
-        drafting = None if drafter is None else Drafting(drafter, self.backend.most_drafts)
+        drafting = None if drafter is None else Drafting(drafter, self.backend.traits.most_drafts)
         memory = "slots" if layout == "slots" else "paged"
         self.scheduler = make_scheduler(self.backend, memory, drafting=drafting, **options)
         self.scheduler.observers.append(self)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cllm.backends.base import BackendTraits
 from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.device import choose_dtype, is_out_of_memory
 from cllm.config import load_config
@@ -155,7 +156,7 @@ def test_fp8_needs_a_gpu_that_has_it(gpu: Gpu, model: GGUFModel, monkeypatch: py
 
 
 class Failing:
-    preferred_step_tokens = 8192
+    traits = BackendTraits("torch", preferred_step_tokens=8192)
 
     def __init__(self, error: Exception) -> None:
         self._error = error

@@ -4,6 +4,7 @@ those of a cache that never had to evict. On the CPU, where ordinary memory stan
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def in_turns(run: Run) -> list[list[int]]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_answers_are_those_of_a_cache_that_is_large_enough(backend: TorchBackend, depth: int) -> None:
-    backend.depth = depth
+    backend.traits = replace(backend.traits, depth=depth)
     expected = in_turns(Run(backend, blocks=128))
     small = Run(backend, host_rows=64)
     assert in_turns(small) == expected
@@ -127,7 +128,7 @@ def test_answers_are_those_of_a_cache_that_is_large_enough(backend: TorchBackend
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_with_others_running_and_leaving(backend: TorchBackend, depth: int) -> None:
-    backend.depth = depth
+    backend.traits = replace(backend.traits, depth=depth)
     expected = [Run(backend, blocks=128).ask(prompt) for prompt in PROMPTS]
     run = Run(backend, host_rows=64)
     wanted = {run.add(prompt): answer for _ in range(3) for prompt, answer in zip(PROMPTS, expected, strict=True)}

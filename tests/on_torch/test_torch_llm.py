@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cllm import LLM, SamplingParams
+from cllm.backends.base import BackendTraits
 from cllm.backends.torch.backend import TorchBackend
 from cllm.config import load_config
 from cllm.errors import ConfigError, ModelError
@@ -176,7 +177,7 @@ def test_in_the_batch_invariant_mode_every_bit_is_equal(directory: Path) -> None
 class Sized:
     """What sizing asks of a backend."""
 
-    preferred_step_tokens = 8192
+    traits = BackendTraits("torch", preferred_step_tokens=8192)
     spare_blocks = 1
 
     def __init__(self, directory: Path, free: int) -> None:
@@ -229,11 +230,11 @@ def test_a_gpu_has_larger_steps_and_both_have_the_models_own_context(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_cpu = TorchBackend(HFModel.open(directory), device="cpu")
-    assert (on_cpu.preferred_step_tokens, on_cpu.context_cap) == (512, None)
+    assert (on_cpu.traits.preferred_step_tokens, on_cpu.traits.context_cap) == (512, None)
     monkeypatch.setattr(TorchBackend, "on_gpu", property(lambda self: True))
     monkeypatch.setattr(TorchBackend, "_load", lambda *_: None)
     on_gpu = TorchBackend(HFModel.open(directory), device="cpu")
-    assert (on_gpu.preferred_step_tokens, on_gpu.context_cap) == (8192, None)
+    assert (on_gpu.traits.preferred_step_tokens, on_gpu.traits.context_cap) == (8192, None)
 
 
 @pytest.mark.parametrize("types", [{}, {"resources__kv_type_k": "int8", "resources__kv_type_v": "int8"}])
@@ -264,7 +265,7 @@ def test_auto_takes_torch_for_a_directory(directory: Path, caplog: pytest.LogCap
         parts = opened(directory)
     with parts.backend:
         text, facts = parts.text, parts.text.facts
-        assert (parts.backend.name, facts.name, facts.max_context) == ("torch", "tiny-qwen3", 512)
+        assert (parts.backend.traits.name, facts.name, facts.max_context) == ("torch", "tiny-qwen3", 512)
         assert facts.bytes_per_token == TOKEN_BYTES and text.tokenizer.eos_ids == {1}
         messages = [{"role": "user", "content": "hello</s>"}]
         assert ChatTemplate.of(text.chat_template).encode(text.tokenizer, messages).count(1) == 1
@@ -275,9 +276,9 @@ def test_auto_takes_torch_for_a_directory(directory: Path, caplog: pytest.LogCap
 def test_a_gguf_file_on_torch_and_by_default_not(tmp_path: Path) -> None:
     path = write_model(tmp_path / "tiny.gguf")
     with opened(path, "torch").backend as backend:
-        assert backend.name == "torch"
+        assert backend.traits.name == "torch"
     with opened(path, resources__kv_type_k="f16", resources__kv_type_v="f16").backend as backend:
-        assert backend.name == "native"
+        assert backend.traits.name == "native"
 
 
 @pytest.mark.parametrize("backend", ["native", "llama_cpp"])
@@ -302,7 +303,7 @@ def test_without_torch_it_says_how_to_install_it(directory: Path, monkeypatch: p
 def test_a_gpu_is_taken_by_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cllm.loading.backend_choice.has_gpu", lambda config: True)
     with opened(write_model(tmp_path / "tiny.gguf")).backend as backend:
-        assert backend.name == "torch"
+        assert backend.traits.name == "torch"
     monkeypatch.setattr("cllm.loading.backend_choice._check_llama_cpp_installed", lambda otherwise: None)
     foreign = write_model(tmp_path / "yarn.gguf", rope_scaling="yarn")
     assert choose_backend(load_config(None, {}).config, GGUFModel.open(foreign)) == "llama_cpp"

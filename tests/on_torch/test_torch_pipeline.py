@@ -4,6 +4,7 @@ host choosing them one step at a time. f32, on the CPU, where plain torch stands
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -38,8 +39,8 @@ Answers = dict[tuple[str, int], list[Output]]
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchBackend]:
     with open_backend(save(build("llama"), tmp_path_factory.mktemp("llama")), blocks=BLOCKS) as opened:
-        assert opened.depth == 1, "on a CPU there is nothing to compute ahead with"
-        opened.depth = 2
+        assert opened.traits.depth == 1, "on a CPU there is nothing to compute ahead with"
+        opened.traits = replace(opened.traits, depth=2)
         yield opened
 
 
@@ -81,13 +82,13 @@ def both(backend: TorchBackend, *, running: int = 8, **changes: Any) -> tuple[An
     """All prompts, one step at a time and two ahead."""
     found = []
     for depth in (1, 2):
-        backend.depth = depth
+        backend.traits = replace(backend.traits, depth=depth)
         run = Run(backend, running=running)
         for number, prompt in enumerate(PROMPTS):
             run.add(f"r{number}", prompt, **changes)
         found.append(run.finish())
         assert not run.errors
-    backend.depth = 2
+    backend.traits = replace(backend.traits, depth=2)
     assert sum(map(len, found[0].values())) > 60
     return found[0], found[1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ def test_scores_and_states_are_those_of_transformers(cuts: list[int], depth: int
     tokens, found = array("i", TOKENS), []
     before = None
     with open_backend(save(model, tmp_path)) as backend:
-        backend.depth = depth
+        backend.traits = replace(backend.traits, depth=depth)
         start = 0
         for end in cuts:
             chunk = Chunk(tokens[start:end], start, 0, blocks=BLOCKS, row=1)

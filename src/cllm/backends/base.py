@@ -149,14 +149,11 @@ class StepResult(NamedTuple):
 Layout = Literal["blocks", "slots"]
 
 
-class Backend(ABC):
-    """A loaded model: construct (weights) -> `allocate` (K/V memory) -> steps... -> `close`.
-
-    Callers go by the attributes below, never by the backend's name.
-    """
+@dataclass(frozen=True)
+class BackendTraits:
+    """What a backend is. Callers go by this, never by its name."""
 
     name: str
-    shape: ModelShape
     layout: Layout = "blocks"
     """How it keeps K/V, and so which manager it needs."""
     depth: int = 1
@@ -173,27 +170,32 @@ class Backend(ABC):
     """Default of `scheduler.max_gap_ms`."""
     gives_memory_back: bool = True
     """Whether free memory can go back to the system; if not, nothing is freed for that."""
-    batch_splits: int = 0
-    """How often a step had to be split."""
     score_weight: float = 1.5
     """The cost of scoring a prompt token, relative to just computing it."""
     pooling: PoolingKind | None = "last"
     """Which hidden states make an embedding; None: there are no embeddings."""
-    no_answers: str | None = None
-    """Why it cannot generate; None: it can. One that cannot computes each prompt in one step."""
     ranks: bool = False
     """Whether its embeddings are a single number: how well a document answers a query."""
+    no_answers: str | None = None
+    """Why it cannot generate; None: it can. One that cannot computes each prompt in one step."""
     no_reading: str | None = None
     """Why it can neither score prompts nor make embeddings; None: it can."""
+    no_window: str | None = None
+    """Why sequences cannot have a rolling window; None: they can. Some backends know this only after `allocate`."""
 
-    @property
-    def no_window(self) -> str | None:
-        """Why sequences cannot have a rolling window; None: they can. Valid after `allocate`."""
-        return None
+
+class Backend(ABC):
+    """A loaded model: construct (weights) -> `allocate` (K/V memory) -> steps... -> `close`."""
+
+    traits: BackendTraits
+    """Final once memory is allocated: `allocate` may replace it."""
+    shape: ModelShape
+    batch_splits: int = 0
+    """How often a step had to be split."""
 
     @property
     def resizes_slots(self) -> bool:
-        """Whether the number of its slots can change, and saved sequences can be loaded afterwards."""
+        """Whether the number of its slots can change, and saved sequences can be loaded afterwards. May try it."""
         return False
 
     @property
@@ -248,7 +250,7 @@ class Backend(ABC):
 
     def read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
         """A `step` whose chunks ask for more than logits."""
-        raise BackendError(self.no_reading or f"{self.name} neither scores prompts nor makes embeddings")
+        raise BackendError(self.traits.no_reading or f"{self.traits.name} neither scores prompts nor makes embeddings")
 
     @abstractmethod
     def abort(self) -> None:
@@ -264,7 +266,7 @@ class Backend(ABC):
 
     def describe(self) -> str:
         """One line for the log."""
-        return self.name
+        return self.traits.name
 
     def __enter__(self) -> Backend:
         return self

@@ -9,13 +9,24 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.backends.base import Backend, Chunk, Hidden, Layout, Logits, Pooling, PromptScores, Scoring, StepResult
+from cllm.backends.base import (
+    Backend,
+    BackendTraits,
+    Chunk,
+    Hidden,
+    Layout,
+    Logits,
+    Pooling,
+    PromptScores,
+    Scoring,
+    StepResult,
+)
 from cllm.backends.scoring import pool_rows, score_rows
 from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, BlockOps, Geometry, Move, SavedKV, SlotGeometry, SlotOps
@@ -39,8 +50,7 @@ class Faults:
 
 
 class FakeBackend(Backend):
-    name = "fake"
-    most_drafts = 64
+    traits = BackendTraits("fake", most_drafts=64)
 
     def __init__(
         self,
@@ -51,7 +61,7 @@ class FakeBackend(Backend):
         layout: Layout = "blocks",
     ) -> None:
         """It imitates either layout: the memory that it is given decides, `layout` says which to give it."""
-        self.layout = layout
+        self.traits = replace(self.traits, layout=layout)
         self.shape = ModelShape("fake", 1, 8, 1, 1, 2, 2, vocab_size, context_length)
         self.faults = Faults()
         self.latency_s = latency_s
@@ -74,7 +84,8 @@ class FakeBackend(Backend):
 
     def allocate(self, geometry: Geometry) -> None:
         self._geometry = geometry
-        self.layout = "slots" if isinstance(geometry, SlotGeometry) else "blocks"
+        slots = isinstance(geometry, SlotGeometry)
+        self.traits = replace(self.traits, layout="slots" if slots else "blocks")
         self._memory = _FakeSlots(geometry) if isinstance(geometry, SlotGeometry) else _FakeBlocks(geometry)
 
     @property

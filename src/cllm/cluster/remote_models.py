@@ -72,11 +72,9 @@ class RemoteModels(ServedModels):
 
 
 def _served(entry: ModelEntry, llm: RemoteLLM) -> ServedModel:
-    facts = llm.facts
-    name = entry.client_name(facts.backend) if facts.backend == "fake" or entry.aliases else facts.name
-    about = Estimate(
-        facts.name, cast("Kind", facts.backend), 0, facts.bytes_per_token, facts.max_context, is_elastic=False
-    )
+    facts, backend = llm.facts, llm.facts.traits.name
+    name = entry.client_name(backend) if backend == "fake" or entry.aliases else facts.name
+    about = Estimate(facts.name, cast("Kind", backend), 0, facts.bytes_per_token, facts.max_context, is_elastic=False)
     return ServedModel(
         name,
         tuple(dict.fromkeys((name, *entry.aliases, facts.name, entry.name))),

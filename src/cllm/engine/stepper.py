@@ -106,7 +106,7 @@ class Stepper:
         if plan.chunks:
             self._on_planned(plan)
             self._submit(plan)
-        if self._in_flight and (len(self._in_flight) >= self._backend.depth or not plan.chunks):
+        if self._in_flight and (len(self._in_flight) >= self._backend.traits.depth or not plan.chunks):
             self._finish(self._in_flight.popleft())
             scheduler.raise_if_distrusted()
             scheduler.kv.maintain(self._upkeep_share * self.last_step_s)
@@ -114,7 +114,7 @@ class Stepper:
         return bool(plan.chunks)
 
     def _submit(self, plan: Plan) -> None:
-        if self._backend.depth > 1:
+        if self._backend.traits.depth > 1:
             self._scheduler.launch(plan)
         # No two steps in a row are aborted, so that others advance however many requests are cancelled. Nor is one that
         # another step was planned on.
@@ -195,7 +195,7 @@ class Stepper:
 
     def _compute(self, plan: Plan) -> StepResult:
         """One step, submitted and collected at once."""
-        if self._backend.depth > 1:
+        if self._backend.traits.depth > 1:
             self._scheduler.launch(plan)
         return self._backend.collect(self._backend.submit(plan.chunks))
 

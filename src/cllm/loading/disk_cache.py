@@ -179,17 +179,17 @@ def attach_disk_cache(
         return None
     paged = isinstance(kv, PagedKVManager)
     if own is None or not isinstance(kv, TieredKVManager) or (paged and not isinstance(ops, BlockBytes)):
-        reason = f"the {backend.name} backend does not support it"
+        reason = f"the {backend.traits.name} backend does not support it"
     elif Files.why_not is not None:
         reason = Files.why_not
     else:
         about: dict[str, str | int] = {
             "model": name,
-            "backend": backend.name,
+            "backend": backend.traits.name,
             "kv_type_k": config.resources.kv_type_k,
             "kv_type_v": config.resources.kv_type_v,
             "block_tokens": config.resources.block_size,
-            "memory": backend.layout,
+            "memory": backend.traits.layout,
             "version": __version__,
         }
         # The model's files matter, not its name.

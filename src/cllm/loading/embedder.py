@@ -30,10 +30,10 @@ class Embedder:
     @property
     def no_embeddings(self) -> str | None:
         """Why the model cannot embed texts; None if it can."""
-        facts = self.facts
-        if facts.pooling is None or facts.no_reading is not None:
-            return facts.no_reading or f"{facts.backend} makes no embeddings"
-        return f"{self.name} ranks documents and makes no embeddings: use /v1/rerank" if facts.ranks else None
+        traits = self.facts.traits
+        if traits.pooling is None or traits.no_reading is not None:
+            return traits.no_reading or f"{traits.name} makes no embeddings"
+        return f"{self.name} ranks documents and makes no embeddings: use /v1/rerank" if traits.ranks else None
 
     @property
     def no_ranking(self) -> str | None:
@@ -52,6 +52,7 @@ class Embedder:
 
     def pooling(self) -> PromptPooling:
         """For one request: an embedding, or a rank."""
-        if self.facts.pooling is None:
+        traits = self.facts.traits
+        if traits.pooling is None:
             raise InvalidRequestError(self.no_embeddings or "", "model")
-        return PromptPooling(self.facts.pooling, ranks=self.facts.ranks)
+        return PromptPooling(traits.pooling, ranks=traits.ranks)

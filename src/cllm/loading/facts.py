@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cllm.backends.base import Backend, PoolingKind
+from cllm.backends.base import Backend, BackendTraits
 from cllm.loading.context import ContextLimit
 from cllm.models.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Can be sent to another process. The reasons are those of `Backend`."""
+    """Can be sent to another process."""
 
     name: str
     """The model's own, not its alias."""
@@ -19,7 +19,7 @@ class ModelFacts:
     """Equal for equal model files, wherever they are."""
     file_bytes: int
     """Of all its files; 0 if there are none."""
-    backend: str
+    traits: BackendTraits
     shape: ModelShape
     max_context: int
     context_advice: str
@@ -27,12 +27,6 @@ class ModelFacts:
     bytes_per_token: int
     unit_tokens: int
     """The smallest piece of K/V memory."""
-    score_weight: float
-    pooling: PoolingKind | None
-    ranks: bool
-    no_answers: str | None
-    no_reading: str | None
-    no_window: str | None
 
 
 def facts_of(
@@ -50,16 +44,10 @@ def facts_of(
         name=name,
         weights=weights,
         file_bytes=file_bytes,
-        backend=backend.name,
+        traits=backend.traits,
         shape=backend.shape,
         max_context=context.tokens,
         context_advice=context.advice,
         bytes_per_token=bytes_per_token,
         unit_tokens=unit_tokens,
-        score_weight=backend.score_weight,
-        pooling=backend.pooling,
-        ranks=backend.ranks,
-        no_answers=backend.no_answers,
-        no_reading=backend.no_reading,
-        no_window=backend.no_window,
     )

@@ -28,7 +28,7 @@ def attach_host_cache(config: Config, backend: Backend, kv: KVManager) -> None:
     ops = backend.ops
     if not (isinstance(kv, PagedKVManager) and isinstance(ops, BlockBytes) and isinstance(backend, OpensHostRows)):
         if asked is not None:
-            log.warning("kv.host.max_mb has no effect: %s keeps its K/V in host memory", backend.name)
+            log.warning("kv.host.max_mb has no effect: %s keeps its K/V in host memory", backend.traits.name)
         return
     if asked is None and not backend.on_gpu:
         return

@@ -96,7 +96,7 @@ class LoadedModel:
 
     @property
     def backend_name(self) -> str:
-        return self._prepared.facts.backend
+        return self._prepared.facts.traits.name
 
     @property
     def bytes_per_token(self) -> int:

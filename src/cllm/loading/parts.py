@@ -84,11 +84,11 @@ def _build(
     backend = opened.backend
     shape = backend.shape
     token_bytes = kv_bytes_per_token(config.resources, shape)
-    context = min(context_of(config, shape, backend.context_cap), share.context or shape.context_length)
+    context = min(context_of(config, shape, backend.traits.context_cap), share.context or shape.context_length)
     budget = opened.kv_bytes
     if budget is None:
         budget = _fake_bytes(config, token_bytes, context)
-    if backend.layout == "slots":
+    if backend.traits.layout == "slots":
         memory = _slot_memory(config, backend, budget, token_bytes, context)
     else:
         memory = _block_memory(config, backend, budget, token_bytes, context, share)
@@ -108,7 +108,7 @@ def _build(
         max_running=memory.max_running,
         ageing_s=config.scheduler.ageing_s,
         drafting=_drafting(config, backend),
-        whole_prompts=backend.no_answers is not None,
+        whole_prompts=backend.traits.no_answers is not None,
     )
     log.info("%s: up to %d sequences at once", backend.describe(), memory.max_running)
     log.info(
@@ -125,27 +125,27 @@ def _build(
 
 
 def _step_budget(config: Config, backend: Backend) -> StepBudget:
-    settings = config.scheduler
-    gap_ms = settings.max_gap_ms or max(settings.inter_token_target_ms, backend.default_gap_ms)
+    settings, traits = config.scheduler, backend.traits
+    gap_ms = settings.max_gap_ms or max(settings.inter_token_target_ms, traits.default_gap_ms)
     return StepBudget(
         inter_token_s=settings.inter_token_target_ms / 1000,
         max_gap_s=gap_ms / 1000,
         prompt_only_s=settings.prefill_target_ms / 1000,
-        max_tokens=settings.max_step_tokens or backend.preferred_step_tokens,
-        chunk_gap_s=max(settings.inter_token_target_ms, backend.chunk_gap_ms) / 1000 if backend.chunk_gap_ms else 0.0,
+        max_tokens=settings.max_step_tokens or traits.preferred_step_tokens,
+        chunk_gap_s=max(settings.inter_token_target_ms, traits.chunk_gap_ms) / 1000 if traits.chunk_gap_ms else 0.0,
     )
 
 
 def _drafting(config: Config, backend: Backend) -> Drafting | None:
     settings = config.drafts
-    if not settings.enabled or backend.most_drafts == 0:
+    if not settings.enabled or backend.traits.most_drafts == 0:
         return None
     drafter = Drafter(
         max_tokens=settings.max_tokens,
         max_step_tokens=settings.max_step_tokens,
         recent_tokens=settings.recent_tokens,
     )
-    return Drafting(drafter, backend.most_drafts)
+    return Drafting(drafter, backend.traits.most_drafts)
 
 
 def _fake_bytes(config: Config, token_bytes: int, context: int) -> int:
@@ -196,7 +196,7 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
 
 
 def _limit(config: Config, backend: Backend, tokens: int, memory: Memory) -> ContextLimit:
-    allowed = context_of(config, backend.shape, backend.context_cap)
+    allowed = context_of(config, backend.shape, backend.traits.context_cap)
     return limit_of(config, backend.shape, allowed=allowed, tokens=tokens, memory=memory)
 
 
@@ -209,7 +209,7 @@ def _idle_bytes(config: Config, budget: int, least: int) -> int:
 def _upkeep(
     config: Config, backend: Backend, geometry: BlockGeometry, token_bytes: int, context: int
 ) -> UpkeepSettings:
-    if not backend.gives_memory_back:
+    if not backend.traits.gives_memory_back:
         return UpkeepSettings(compaction="always" if config.kv.compaction == "always" else "off")
     idle = _idle_bytes(config, geometry.tokens * token_bytes, min(context, ENOUGH_TOKENS) * token_bytes)
     return UpkeepSettings(

@@ -164,7 +164,7 @@ def _gpu_kv_bytes(config: Config, backend: TorchBackend, weights: Weights, runni
     resources = config.resources
     if "kv_memory_fraction" not in resources.model_fields_set:
         resources = resources.model_copy(update={"kv_memory_fraction": GPU_KV_FRACTION})
-    step_tokens = config.scheduler.max_step_tokens or backend.preferred_step_tokens
+    step_tokens = config.scheduler.max_step_tokens or backend.traits.preferred_step_tokens
     advice = (
         f"lower scheduler.max_step_tokens (now {step_tokens}) and scheduler.max_running (now {running}), or use a "
         "smaller model or backend.torch.dtype"

@@ -13,7 +13,7 @@ class Windows:
     """Raises `ConfigError` if the configured window is not possible."""
 
     def __init__(self, configured: WindowConfig, facts: ModelFacts) -> None:
-        self._unsupported = facts.no_window
+        self._unsupported = facts.traits.no_window
         self._unit = facts.unit_tokens
         self._max_context = facts.max_context
         self._default: Window | None = None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.backends.base import Backend, Chunk, Logits, StepResult
+from cllm.backends.base import Backend, BackendTraits, Chunk, Logits, StepResult
 from cllm.errors import BackendError
 from cllm.kv.ops import Geometry, Move, SavedKV, SlotGeometry, SlotOps
 from cllm.models.shape import ModelShape
@@ -19,9 +20,7 @@ from cllm_bench.simulate.traces import Text
 class SimulatedBackend(Backend):
     """`step` takes no time; `seconds` is what the last one would have taken, `total_s` what all of them would have."""
 
-    name = "simulated"
-    no_reading = "what is only simulated has no probabilities"
-    pooling = None
+    traits = BackendTraits("simulated", pooling=None, no_reading="what is only simulated has no probabilities")
 
     def __init__(self, cost: CostModel, *, window: int | None = None) -> None:
         self.cost = cost
@@ -36,7 +35,7 @@ class SimulatedBackend(Backend):
     def allocate(self, geometry: Geometry) -> None:
         self._geometry = geometry
         if isinstance(geometry, SlotGeometry):
-            self.layout = "slots"
+            self.traits = replace(self.traits, layout="slots")
             self._ops = SimulatedSlots(geometry.first, self.cost.kv_bytes_per_token)
 
     @property

@@ -94,7 +94,9 @@ def run_validation(
         with console.status("calibration") as status:
 
             def measure(workload: Any) -> Measured:
-                status.update(f"{workload.name}: {len(workload.conversations)} conversations on {parts.backend.name}")
+                status.update(
+                    f"{workload.name}: {len(workload.conversations)} conversations on {parts.backend.traits.name}"
+                )
                 return validation.measure(workload)
 
             calibrated: list[Measured] = []

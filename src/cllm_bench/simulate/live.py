@@ -71,8 +71,7 @@ class RecordingBackend(Backend):
     """Another backend, with every step timed. The first one waits until all requests are there."""
 
     def __init__(self, inner: Backend, clock: Clock) -> None:
-        self.name, self.shape = inner.name, inner.shape
-        self.layout, self.depth = inner.layout, inner.depth
+        self.traits, self.shape = inner.traits, inner.shape
         self.steps: list[StepRecord] = []
         self.gate = threading.Event()
         self._inner = inner

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from cllm.backends.base import Backend
+from cllm.backends.base import BackendTraits
 from cllm.config import SchedulerConfig
 from cllm.errors import ConfigError
 from cllm.kv.eviction import POLICIES as EVICTION_POLICIES
@@ -36,12 +36,12 @@ class Settings:
     blocks: int = 2048
     block_size: int = 16
     max_running: int = 256
-    step_tokens: int = _DEFAULTS.max_step_tokens or Backend.preferred_step_tokens
+    step_tokens: int = _DEFAULTS.max_step_tokens or BackendTraits.preferred_step_tokens
     eviction: str = _DEFAULTS.eviction_policy
     threshold: float = _DEFAULTS.kv_cache_eviction_threshold
     watermark: float = _DEFAULTS.watermark
     token_ms: float = _DEFAULTS.inter_token_target_ms
-    gap_ms: float = _DEFAULTS.max_gap_ms or Backend.default_gap_ms
+    gap_ms: float = _DEFAULTS.max_gap_ms or BackendTraits.default_gap_ms
     chunk_ms: float = 0.0
     """What a step with a chunk should take where small chunks cost more; 0: they do not."""
     prefill_ms: float = _DEFAULTS.prefill_target_ms

@@ -113,7 +113,7 @@ def settings_of(parts: ModelParts, config: Config) -> Settings:
         blocks=usage.total,
         block_size=usage.unit_tokens,
         max_running=len(slots) or paged_max_running(config),
-        step_tokens=scheduler.max_step_tokens or parts.backend.preferred_step_tokens,
+        step_tokens=scheduler.max_step_tokens or parts.backend.traits.preferred_step_tokens,
         eviction=scheduler.eviction_policy,
         threshold=scheduler.kv_cache_eviction_threshold,
         watermark=scheduler.watermark,

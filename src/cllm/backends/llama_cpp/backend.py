@@ -17,7 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from cllm.backends.base import Backend, Chunk, Hidden, Logits, Pooling, PoolingKind, PromptScores, Scoring, StepResult
+from cllm.backends.base import (
+    Backend,
+    BackendTraits,
+    Chunk,
+    Hidden,
+    Logits,
+    Pooling,
+    PoolingKind,
+    PromptScores,
+    Scoring,
+    StepResult,
+)
 from cllm.backends.llama_cpp.batch import count_passes, cut
 from cllm.backends.llama_cpp.context import Context, States
 from cllm.backends.llama_cpp.library import load_library
@@ -32,11 +43,7 @@ log = logging.getLogger("cllm.llama_cpp")
 
 
 class LlamaCppBackend(Backend):
-    name = "llama_cpp"
-    layout = "slots"
-    chunk_gap_ms = 250.0
-    default_gap_ms = 1000.0
-    most_drafts = 32
+    traits = BackendTraits("llama_cpp", layout="slots", most_drafts=32, chunk_gap_ms=250.0, default_gap_ms=1000.0)
 
     def __init__(
         self,
@@ -57,17 +64,19 @@ class LlamaCppBackend(Backend):
         """Without `drafts` no memory is reserved for their rows of logits. `whole_windows`: layers with a sliding
         window keep all positions, as rolling windows need it."""
         self._whole_windows = whole_windows
-        self.pooling = pooling
         self.batch_splits = 0
         """Passes over the weights beyond the first one of each step."""
         self._model: Any = None
         self._context: Context | None = None
-        if not drafts:
-            self.most_drafts = 0
+        self.traits = replace(
+            self.traits,
+            pooling=pooling,
+            most_drafts=self.traits.most_drafts if drafts else 0,
+            preferred_step_tokens=min(self.traits.preferred_step_tokens, n_batch),
+        )
         _check_types(kv_type_k, kv_type_v, flash_attention)
         self._threads = threads
         self._n_batch, self._n_ubatch = n_batch, n_ubatch
-        self.preferred_step_tokens = min(self.preferred_step_tokens, n_batch)
         self._kv_type_k, self._kv_type_v = kv_type_k, kv_type_v
         self._flash_attention = flash_attention
         self._library = load_library()
@@ -90,10 +99,7 @@ class LlamaCppBackend(Backend):
             portable=geometry.at_start is not None,
             slot_bytes=self._context.slot_tokens * self._token_bytes(),
         )
-
-    @property
-    def no_window(self) -> str | None:
-        return self._ops.no_shift
+        self.traits = replace(self.traits, no_window=self._ops.no_shift)
 
     @cached_property
     def resizes_slots(self) -> bool:
@@ -283,7 +289,7 @@ class LlamaCppBackend(Backend):
         params = self._context_params()
         if n_batch is not None:
             params.n_batch = params.n_ubatch = n_batch
-        return Context(self._library, self._model, params, geometry, self.shape.n_vocab, self.most_drafts)
+        return Context(self._library, self._model, params, geometry, self.shape.n_vocab, self.traits.most_drafts)
 
     def _context_params(self) -> Any:
         """All but the number of slots, which may change."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.backends.base import Backend, Chunk, Hidden, Logits, Pooling, StepResult
+from cllm.backends.base import Backend, BackendTraits, Chunk, Hidden, Logits, Pooling, StepResult
 from cllm.backends.llama_cpp.batch import TokenBatch
 from cllm.backends.llama_cpp.library import load_library
 from cllm.backends.llama_cpp.model import load_model, read_shape
@@ -26,17 +26,15 @@ _TOGETHER = 64
 
 
 class LlamaCppEncoder(Backend):
-    name = "llama_cpp"
-    pooling = "cls"
+    traits = BackendTraits("llama_cpp", pooling="cls")
 
     def __init__(self, model: GGUFModel, *, threads: int, n_batch: int, mmap: bool, mlock: bool) -> None:
         self._context: Any = None
         self._model: Any = None
         self._threads = threads
         self._geometry: Geometry | None = None
-        self.ranks = model.ranks
         what = "ranks documents: use POST /v1/rerank" if model.ranks else "embeds texts: use POST /v1/embeddings"
-        self.no_answers = f"{model.path.name} generates no text, it only {what}"
+        self._no_answers = f"{model.path.name} generates no text, it only {what}"
         self._pools = model.get(f"{model.shape.architecture}.pooling_type", 0) != 0
         self._library = load_library()
         self._library.take_log()
@@ -46,8 +44,15 @@ class LlamaCppEncoder(Backend):
             self.shape = read_shape(api, self._model)
             if hasattr(api, "llama_model_n_embd_out"):  # some models project what they have at the end
                 self.shape = replace(self.shape, n_embd=api.llama_model_n_embd_out(self._model))
-            self.context_cap = self._n_batch = self.preferred_step_tokens = min(n_batch, self.shape.context_length)
-            self._outputs = api.llama_model_n_cls_out(self._model) if self.ranks else self.shape.n_embd
+            self._n_batch = most = min(n_batch, self.shape.context_length)
+            self.traits = replace(
+                self.traits,
+                ranks=model.ranks,
+                no_answers=self._no_answers,
+                context_cap=most,
+                preferred_step_tokens=most,
+            )
+            self._outputs = api.llama_model_n_cls_out(self._model) if model.ranks else self.shape.n_embd
             self._open()
         except (ModelError, BackendError):
             self.close()
@@ -88,7 +93,7 @@ class LlamaCppEncoder(Backend):
 
     def step(self, chunks: Sequence[Chunk]) -> Logits:
         if chunks:
-            raise BackendError(self.no_answers or "")
+            raise BackendError(self._no_answers)
         return np.empty((0, self.shape.n_vocab), np.float32)
 
     def read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
@@ -101,7 +106,7 @@ class LlamaCppEncoder(Backend):
     def _check(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             if not isinstance(chunk.asks, Pooling):
-                raise BackendError(self.no_answers or "")
+                raise BackendError(self._no_answers)
             if chunk.start or len(chunk.tokens) > self._n_batch:
                 raise BackendError(f"a text must be computed in one step of at most {self._n_batch} tokens")
 
@@ -138,7 +143,7 @@ class LlamaCppEncoder(Backend):
         if not found:
             raise BackendError("llama.cpp returned no embedding for a text")
         values: NDArray[np.float32] = np.ctypeslib.as_array(found, (size,))
-        if self.ranks and size == 1:  # a logit; of several classes they are probabilities already
+        if self.traits.ranks and size == 1:  # a logit; of several classes they are probabilities already
             return 1.0 / (1.0 + np.exp(-values.astype(np.float64)))
         return values.astype(np.float64)
 
@@ -160,7 +165,7 @@ class LlamaCppEncoder(Backend):
 
     def describe(self) -> str:
         threads = "1 thread" if self._threads == 1 else f"{self._threads} threads"
-        work = "ranks documents" if self.ranks else "embeds texts"
+        work = "ranks documents" if self.traits.ranks else "embeds texts"
         return f"llama.cpp ({self._library.package} {self._library.version}, {threads}), {work}"
 
     def _live(self) -> Any:

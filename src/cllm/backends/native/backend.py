@@ -16,6 +16,7 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm._native import Engine, instruction_sets
-from cllm.backends.base import Backend, Chunk, Hidden, Logits, Pooling, PromptScores, Scoring, StepResult
+from cllm.backends.base import Backend, BackendTraits, Chunk, Hidden, Logits, Pooling, PromptScores, Scoring, StepResult
 from cllm.backends.native.loader import load_engine
 from cllm.errors import BackendError, ConfigError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, Geometry, Move
@@ -38,8 +39,7 @@ _SCORE_COLUMNS = 90
 
 
 class NativeBackend(Backend):
-    name = "native"
-    most_drafts = 64
+    traits = BackendTraits("native", most_drafts=64)
 
     def __init__(
         self,
@@ -53,8 +53,7 @@ class NativeBackend(Backend):
     ) -> None:
         _check_instruction_set(instruction_set)
         self.shape = model.shape
-        self.pooling = model.pooling
-        self.score_weight = 1 + _head_share(model)
+        self.traits = replace(self.traits, pooling=model.pooling, score_weight=1 + _head_share(model))
         self._kv_types = {"type_k": kv_type_k, "type_v": kv_type_v}
         self._large_pages = large_pages
         self._geometry: BlockGeometry | None = None

@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from cllm.backends.base import Chunk, Logits, StepResult, asks_more
+from cllm.backends.base import BackendTraits, Chunk, Logits, StepResult, asks_more
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, HostBatch, Tables, batch_on, read_chunks, spread
 from cllm.backends.torch.blocks import Blocks
@@ -74,9 +74,11 @@ class _Ticket:
 
 
 class TorchBackend(Blocks):
-    name = "torch"
-    gives_memory_back = False
-    depth = 2
+    traits = BackendTraits(
+        "torch",
+        gives_memory_back=False,
+        no_window="torch cannot drop tokens from the middle of a sequence; use --backend native or llama_cpp",
+    )
 
     def __init__(
         self,
@@ -92,20 +94,19 @@ class TorchBackend(Blocks):
     ) -> None:
         """`rows`: the most sequences that will be computed at once."""
         self.shape = model.shape
-        if isinstance(model, GGUFModel):
-            self.pooling = model.pooling
         self._label = str(model.path)
         self._device = choose_device(device)
         self._dtype = choose_dtype(dtype, self._device)
         self._kv_type = kv_type
         self._invariant = invariant
+        if isinstance(model, GGUFModel):
+            self.traits = replace(self.traits, pooling=model.pooling)
         if self.on_gpu:
-            self.preferred_step_tokens = GPU_STEP_TOKENS
+            self.traits = replace(self.traits, depth=2, preferred_step_tokens=GPU_STEP_TOKENS)
         self._operations = choose_operations(self._device)
         self._sampler: Sampler = choose_sampler(self._device)
         self._threads = threads
         self._rows = rows
-        self.depth = 2 if self.on_gpu else 1
         self._aborted = threading.Event()
         self._geometry: BlockGeometry | None = None
         self._memory: Memory | None = None
@@ -141,10 +142,6 @@ class TorchBackend(Blocks):
     def _here(self) -> AbstractContextManager[object]:
         """Kernels and graphs are for the thread's current device, and every thread has its own."""
         return torch.cuda.device(self._device) if self.on_gpu else nullcontext()
-
-    @property
-    def no_window(self) -> str:
-        return "torch cannot drop tokens from the middle of a sequence; use --backend native or llama_cpp"
 
     @property
     def spare_blocks(self) -> int:
@@ -251,7 +248,7 @@ class TorchBackend(Blocks):
             return rows
 
     def submit(self, chunks: Sequence[Chunk]) -> _Ticket | Sequence[Chunk]:
-        if self.depth == 1:
+        if self.traits.depth == 1:
             return chunks
         memory = self._ready()
         try:

@@ -126,7 +126,7 @@ def _details(llm: AsyncLLM | None) -> dict[str, Any]:
 
 def _capabilities(llm: AsyncLLM) -> list[str]:
     """In Ollama's words."""
-    answers = llm.facts.no_answers is None
+    answers = llm.facts.traits.no_answers is None
     has = {
         "completion": answers,
         "tools": answers,
