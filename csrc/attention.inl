@@ -5,9 +5,9 @@
 // the scores of the whole split, then each row's weights, their sum and their peak, then the weighted sums of V (of a
 // quantised type in groups of 32 dimensions instead of chunks).
 //
-// Slots that were never written may hold anything, of f16 NaN, too. Their scores are computed, as lanes are independent,
-// and then overwritten; their V is never touched, as 0 * NaN is not 0. Bytes and scales of quantised types are always
-// finite: there a weight of 0 is enough. The same goes for positions a row may not see.
+// Slots that were never written may hold anything; with f16, NaN, too. Their scores are computed, since lanes are independent,
+// and then overwritten; their V is never read, since 0 * NaN is not 0. Quantised values and scales are always finite, so a
+// weight of 0 is enough there. The same holds for positions that a row may not see.
 #pragma once
 
 #include "attention_quants.inl"
@@ -15,7 +15,7 @@
 namespace cllm {
 namespace CLLM_NS {
 
-// e^x for x <= 0. Beside the peak's weight, which is 1, one below e^-60 cannot be told from e^-60; but its products
+// e^x for x <= 0, at least e^-60: beside the peak's weight, which is 1, smaller ones make no difference, but their products
 // with values would be subnormal numbers, which are slow.
 CLLM_INLINE Vec weight_of(Vec x) { return exp_within(vmax(x, Vec::all(-60.0f))); }
 
@@ -73,7 +73,7 @@ struct Attention {
         const int n = n_chunks * kChunkTiles;
         const uint8_t** of_values = tiles + n;
         for (int i = 0; i < n; ++i) {
-            // Places behind the last tile are filled with it: they may be fetched, but are not used.
+            // Entries after the last tile repeat it: they may be fetched, but are not used.
             if (begin + i * kTileTokens >= end) {
                 tiles[i] = tiles[i - 1];
                 of_values[i] = of_values[i - 1];
@@ -190,7 +190,7 @@ struct Attention {
         }
     }
 
-    // Each row's largest visible score; what follows it in its last vector becomes -infinity.
+    // Each row's largest visible score; the rest of its last vector becomes -infinity.
     void find_peaks(const RowBlock& of, float* states) const {
         float limits[2 * Vec::lanes];
         for (int i = 0; i < 2 * Vec::lanes; ++i) limits[i] = i < Vec::lanes ? INFINITY : -INFINITY;
@@ -209,8 +209,8 @@ struct Attention {
         }
     }
 
-    // Turns scores into weights, those of positions that follow in the last tile into 0, and adds them up. Apart from
-    // find_peaks, so that rows overlap in the pipeline.
+    // Turns scores into weights (0 for later positions in the last tile) and adds them up. Separate from find_peaks, so that
+    // rows overlap in the pipeline.
     void exponentiate(const RowBlock& of, float* states) const {
         for (int row = of.first; row < of.first + of.rows; ++row) {
             float* x = scores + size_t(row) * kScoreStride;

@@ -17,7 +17,7 @@ constexpr float kLargestInt16 = 32767.0f;
 static_assert(kRowBlock <= kMostRowBlock, "the scratch memory has room for the weights of a block of rows");
 static_assert(int64_t(kSplit) * 32768 * 128 < INT32_MAX, "a split's products fit in 32 bits");
 
-// What values up to `peak` are multiplied with to fill 16 bits. Where they are next to nothing, they become nothing.
+// The factor with which values up to `peak` fill 16 bits; values that are all next to zero become zero.
 static CLLM_INLINE float steps_per_unit(float peak) { return peak > 1e-33f ? kLargestInt16 / peak : 0.0f; }
 
 // A query as 16-bit integers; returns their unit.
@@ -53,7 +53,7 @@ static CLLM_INLINE float round_weights(const float* weights, const float* scales
     return peak / kLargestInt16;
 }
 
-// sums[r][v] += of_row(r) * of_vec(v). The fewer of the two are kept in registers, the others pass by.
+// sums[r][v] += of_row(r) * of_vec(v). The fewer of the two stay in registers.
 template <int kRows, int kVecs, class OfRow, class OfVec>
 static CLLM_INLINE void add_products(PairSum (&sums)[kRows][kVecs], OfRow of_row, OfVec of_vec) {
     if constexpr (kRows <= kVecs) {
@@ -79,7 +79,7 @@ static CLLM_INLINE void add_products(PairSum (&sums)[kRows][kVecs], OfRow of_row
     }
 }
 
-// Scores of kRows rows and kTiles tiles. Those in the arena fetch others from memory meanwhile; unpacking has done that.
+// Scores of kRows rows and kTiles tiles. Tiles in the arena are prefetched meanwhile; unpacked ones already were.
 template <bool in_arena, int kRows, int kTiles>
 static CLLM_INLINE void score_byte_tiles(const uint8_t* const* tiles, const uint8_t* const* ahead, int head_dim,
                                          const int16_t* q, const float* units, float* scores) {

@@ -46,9 +46,9 @@ struct AttendScratch {
     static CLLM_INLINE size_t align(size_t floats) { return (floats + 15) / 16 * 16; }
 };
 
-// Query tokens to take together for a model with this many query heads per kv head; a job may have fewer, not more.
+// How many query tokens to take together, given the query heads per kv head; a job may have fewer, not more.
 int attention_tile_tokens(int heads);
-// Bytes of scratch memory, of the calling thread's own, for such a job.
+// Bytes of scratch memory that such a job needs for its thread.
 size_t attend_scratch_bytes(int head_dim, int heads);
 
 }  // namespace cllm

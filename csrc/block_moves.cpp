@@ -11,7 +11,7 @@ namespace cllm {
 namespace {
 
 constexpr size_t kPage = 4096;
-// What a thread copies at a time: small enough to share out one block, large enough for the hardware to read ahead.
+// Bytes that a thread copies at a time: few enough to split a block among threads, enough for hardware prefetching.
 constexpr size_t kLeastPiece = 4 * kPage, kMostPiece = 128 * kPage;
 constexpr int kPiecesPerThread = 4;
 

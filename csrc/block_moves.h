@@ -1,7 +1,7 @@
 // Moves of blocks within the arena, on all threads.
 //
-// A list of moves means: one after another, each as if through a copy of its source. Most of them do not touch each other,
-// so they are taken apart into copies of single blocks, and each copy gets the first wave in which it may happen:
+// A list of moves means: one after another, each through a copy of its source. Most do not touch each other, so they are
+// split into copies of single blocks, and each copy gets the first wave in which it may happen:
 //
 //   after the wave that wrote its source, and after those that wrote or read its target
 //
@@ -37,8 +37,8 @@ private:
 
 class BlockMover {
 public:
-    // All blocks are in the arena, fewer than 2^32 - 1 in all moves together. What can fail (memory for the plan) fails
-    // before anything is moved, with std::bad_alloc.
+    // All blocks are in the arena, fewer than 2^32 - 1 in all moves together. If there is no memory for the plan, it throws
+    // std::bad_alloc before anything is moved.
     void move(const BlockMove* moves, size_t count, uint8_t* arena, size_t block_bytes, int64_t blocks, Team& team);
 
 private:

@@ -16,7 +16,7 @@ char line_[1024];
 size_t length_ = 0;
 int exit_code_ = 1;
 
-// Only what may be called in a signal's handler.
+// Calls only what is safe in a signal handler.
 void end(int) {
     pollfd to{STDERR_FILENO, POLLOUT, 0};
     if (poll(&to, 1, 0) == 1 && write(STDERR_FILENO, line_, length_) < 0) _exit(exit_code_);

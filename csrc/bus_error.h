@@ -1,11 +1,11 @@
-// A mapped file that somebody cuts short, or whose disk fails, is a signal to whoever reads it: SIGBUS.
+// Reading a mapped file that was truncated, or whose disk fails, raises SIGBUS.
 #pragma once
 
 #include <string>
 
 namespace cllm {
 
-// From now on such a signal prints `line` (one that nobody reads is lost) and ends the process with `exit_code`.
+// From now on SIGBUS prints `line` (without waiting for a reader) and ends the process with `exit_code`.
 void end_on_bus_error(const std::string& line, int exit_code);
 
 }  // namespace cllm

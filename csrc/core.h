@@ -9,7 +9,7 @@
 
 namespace cllm {
 
-// Of one thread, and asked by that thread alone. A core is crowded for a while after the system took it away for somebody else.
+// Each thread has its own and asks only that. A core counts as crowded for a while after another program ran on it.
 class Core {
 public:
     bool crowded() {

@@ -28,14 +28,14 @@ Leaf leaf_of(unsigned leaf, unsigned part) {
 
 bool has_bit(uint64_t bits, int bit) { return bits >> bit & 1; }
 
-// Which registers the system saves when it switches threads. Only where AVX runs, as that needs it too.
+// Which registers the system saves when it switches threads. Requires AVX, which needs this, too.
 uint64_t saved_registers() {
     uint32_t low, high;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return uint64_t(high) << 32 | low;
 }
 
-// Linux hands tiles out on request only: they make a thread's saved registers 8 KB larger.
+// Linux grants tiles on request only, because they make a thread's saved registers 8 KB larger.
 bool ask_for_tiles() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
     constexpr int kAskForState = 0x1023;  // ARCH_REQ_XCOMP_PERM

@@ -1,4 +1,4 @@
-// What is computed value by value or row by row: norm, rotation, activation, sums.
+// Element-wise and row-wise operations: norm, rotation, activation, sums.
 // Included once per instruction set. Lengths need not be whole vectors; the rest is done one by one, at the end.
 #pragma once
 
@@ -59,8 +59,8 @@ static void rope(float* heads, int n_heads, int head_dim, int n_rot, const float
 }
 
 // The Hadamard transform of each head, scaled to keep lengths, in parts of the largest power of two that divides it. Dot
-// products of two heads stay what they were, but a value far larger than its neighbours, which would set the scale for all
-// of them when they are quantised, is shared out among all.
+// products of two heads stay the same, but a value far larger than its neighbours, which would set the scale for all of them
+// when they are quantised, is spread over all.
 static void spread(float* heads, int n_heads, int head_dim) {
     const int part = head_dim & -head_dim;
     const float scale = 1.0f / std::sqrt(float(part));

@@ -13,7 +13,7 @@ namespace cllm {
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "the kernel reads it as a plain number");
 
 void EventCount::wait_for_change(uint32_t seen) {
-    // Returns at once if it has changed since.
+    // Returns at once if the value has changed.
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&count_), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
 }
 

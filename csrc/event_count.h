@@ -1,5 +1,4 @@
-// An event count: threads sleep until somebody notifies them. On Linux a futex, so that waking a few of many does not wake them
-// all.
+// An event count: threads sleep until they are notified. On Linux a futex, so that waking a few does not wake all.
 #pragma once
 
 #include <atomic>
@@ -14,8 +13,8 @@ namespace cllm {
 
 class EventCount {
 public:
-    // Sleeps until `notify`, unless `ready()` is true once this thread counts as a waiter: what makes it true must happen before
-    // `has_waiters` is asked. May return early.
+    // Sleeps until `notify`, unless `ready()` is true once this thread counts as a waiter. The notifier must make it true
+    // before it calls `has_waiters`. May return early.
     template <class Ready>
     void wait(const Ready& ready) {
         const uint32_t seen = count_.load();

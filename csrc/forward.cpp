@@ -13,8 +13,8 @@ const char* const kPhaseNames[int(Phase::count)] = {
 
 namespace {
 
-// A product is cut into so many parts for each thread, by rows too if its tiles are too few for that, but a part keeps
-// enough rows to be worth the unpacking of its weights.
+// A product is cut into this many parts per thread, also by rows if there are too few tiles. A part keeps enough rows to be
+// worth unpacking its weights.
 constexpr int64_t kPartsPerThread = 6;
 constexpr int64_t kRowsPerPart = 96;
 
@@ -85,7 +85,7 @@ void Forward::plan_rows(const std::vector<Chunk>& chunks) {
         for (int i = 0; i < chunk.scored; ++i) scored_rows_.push_back(first + i);
         if (chunk.pooling == Pooling::sum) pooled_.push_back({first, first + needed});
         if (chunk.pooling == Pooling::last) pooled_.push_back({first + needed - 1, first + needed});
-        // Of a chunk further on there is nothing to add.
+        // A later chunk adds nothing.
         if (chunk.pooling == Pooling::first) pooled_.push_back({first, first + (chunk.first_position == 0)});
     }
     rows_ = int64_t(positions_.size());
@@ -109,13 +109,13 @@ void Forward::embed() {
     });
 }
 
-// False if nothing else is wanted of the step.
+// False if the step has no other outputs.
 bool Forward::run_layer(int index) {
     const Layer& layer = model_.layers[size_t(index)];
     const Product q{&layer.q, work_.q.data()}, k{&layer.k, work_.k.data()}, v{&layer.v, work_.v.data()};
     const bool last = index == model_.shape.n_layers - 1;
     if (last && int64_t(wanted_.size()) < rows_) {
-        // Only K and V of the other rows are of use.
+        // The other rows are needed for K and V only.
         multiply({k, v}, normalised(layer.attn_norm), false, Phase::norm, Phase::qkv);
         rotate_and_store(layer, index, false);
         if (wanted_.empty()) return false;
@@ -155,8 +155,8 @@ void Forward::feed_forward(const Layer& layer) {
     multiply({{&layer.down, work_.x.data()}}, {nullptr, &Workspace::ff, nullptr}, true, Phase::quantise, Phase::down);
 }
 
-// Some groups of 32 columns of silu(gate) * up, as inputs of the last product: whole rows of them never exist as floats, so
-// what does stays in the cache.
+// Some groups of 32 columns of silu(gate) * up, as inputs of the last product. Whole rows never exist as floats, so what
+// does exist stays in the cache.
 void Forward::activate(const Layer& layer, const InputBuffer& inputs, int64_t first_group, int64_t groups, Rows rows,
                        int thread) {
     constexpr int64_t tiles = 32 / kTileRows;
@@ -179,7 +179,7 @@ void Forward::activate(const Layer& layer, const InputBuffer& inputs, int64_t fi
         std::memcpy(work_.ff.floats.data() + (rows.first + row) * ff + first, gate + row * width, bytes);
 }
 
-// The rest of the step is about the wanted rows alone: move them to the front.
+// The rest of the step computes wanted rows only: move them to the front.
 void Forward::keep_wanted_rows() {
     const size_t pairs = size_t(model_.shape.rope_dims / 2);
     const auto move = [](Buffer<float>& rows, size_t from, size_t to, size_t width) {
@@ -203,7 +203,7 @@ void Forward::keep_wanted_rows() {
 
 // --- products and their inputs ---
 
-// Of all rows, or of those that are listed.
+// For all rows, or for the listed ones.
 Forward::Inputs Forward::normalised(const Vector& weight, const int* rows) {
     const float* factors = weight.data();
     listed_ = rows;  // a third capture would be memory from the heap in every layer

@@ -13,30 +13,29 @@
 
 namespace cllm {
 
-// What of a chunk's hidden states, after the last norm, is wanted: that of its last token, the sum of all, that of the text's
-// first token.
+// Which hidden states of a chunk, after the last norm, are wanted: its last token's, the sum of all, the text's first token's.
 enum class Pooling : int { none, last, sum, first };
 
-// Consecutive tokens of one sequence. Positions are places in its block table. Of a sequence with a rolling window, `dropped`
-// tokens have been taken out behind the first `kept` ones, so the token at a position is that many further on in the text.
+// Consecutive tokens of one sequence. Positions are places in its block table. With a rolling window, `dropped` tokens after
+// the first `kept` are gone: memory position p >= kept holds text token p + dropped.
 struct Chunk {
     int tokens;
     int first_position;
-    int wanted_logits;  // of so many of its last tokens
+    int wanted_logits;  // number of last tokens whose logits are wanted
     const int32_t* blocks;
     int dropped = 0;
     int kept = 0;    // a whole number of tiles, all before first_position
-    int scored = 0;  // of so many of its first tokens, how likely the model finds what follows them
+    int scored = 0;  // number of first tokens whose successors are scored
     Pooling pooling = Pooling::none;
 
-    // So many of its last tokens go through the whole last layer.
+    // How many of its last tokens go through the whole last layer.
     int needed_rows() const {
         if (scored > 0 || pooling == Pooling::sum || (pooling == Pooling::first && first_position == 0)) return tokens;
         return pooling == Pooling::last && wanted_logits == 0 ? 1 : wanted_logits;
     }
 };
 
-// Where a step puts what its chunks want.
+// Where a step writes its results.
 struct StepOutputs {
     float* logits = nullptr;
     const int32_t* targets = nullptr;  // what follows each scored token
@@ -55,7 +54,7 @@ class Forward {
 public:
     Forward(const Model& model, Team& team) : model_(model), team_(team), kernels_(model.kernels) {}
 
-    // What the chunks want, in their order. False if `abort` ended the step; then part of the K/V was written.
+    // Writes what the chunks want, in their order. False if `abort` ended the step; part of the K/V may be written then.
     bool step(const int32_t* tokens, const std::vector<Chunk>& chunks, const KVLayout& layout, uint8_t* arena,
               const StepOutputs& outputs);
 
@@ -68,11 +67,11 @@ public:
 private:
     // Query rows that attend together: consecutive tokens of a chunk.
     struct Tile {
-        int row;  // of the first one, among the step's rows
+        int row;  // the first one, among the step's rows
         int tokens;
         int first_position;
         const int32_t* blocks;
-        int sinks;   // positions that are attended to with queries of their own, see rotate_queries
+        int sinks;   // first positions, attended to with separately rotated queries, see rotate_queries
         int splits;
         size_t states;  // where its states begin, if splits are computed apart
     };
@@ -89,7 +88,7 @@ private:
         int64_t first, last;
     };
     using MakeRow = std::function<void(int64_t row, ThreadSpace& own, InputBuffer& to)>;
-    // Inputs of a product: made by all threads together before it, or, of few rows, by each thread once it has work.
+    // Inputs of a product: made by all threads together beforehand, or, if there are few rows, by each thread for itself.
     struct Inputs {
         MakeRow make;
         InputBuffer Workspace::*shared;
@@ -137,7 +136,7 @@ private:
     float* states_of(const Tile& tile, int64_t kv_head, int64_t split) const;
     void finish(const Tile& tile, int kv_head, const float* states);
 
-    // Counted as time of the phase, if somebody wants to know.
+    // Adds to the time of the phase, if times are kept.
     template <class Run>
     void timed(Phase which, const Run& run) {
         if (!profiling_) return run();
@@ -165,14 +164,14 @@ private:
     std::vector<const int32_t*> tables_;  // block table of each row
     std::vector<int> wanted_;            // rows that go through the whole last layer
     std::vector<int> logit_rows_;        // of those, the ones whose logits are wanted
-    std::vector<int> scored_rows_;       // and the ones that are scored
-    std::vector<Rows> pooled_;           // and those of each chunk whose hidden states are wanted
+    std::vector<int> scored_rows_;       // those that are scored
+    std::vector<Rows> pooled_;           // for each chunk, those whose hidden states are wanted
     const int* listed_ = nullptr;        // rows that `normalised` is about; null: all
     std::vector<Tile> tiles_;
     std::vector<std::atomic<int>> open_splits_;  // of each tile and kv head, while splits are computed apart
     std::vector<int32_t> written_;       // blocks
     bool splits_apart_ = false;
-    bool rotates_later_ = false;         // who attends rotates queries and stores K and V, see queries_of
+    bool rotates_later_ = false;         // attention rotates queries and stores K and V, see queries_of
 
     std::atomic<bool> abort_{false};
     bool profiling_ = false;

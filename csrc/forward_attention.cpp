@@ -11,13 +11,13 @@ namespace {
 
 constexpr int64_t kTasksPerThread = 8;
 
-// Rows that one thread takes when K and V are stored: tokens that share a tile of K share its cache lines, so where there
-// are many rows a thread takes as many as a tile has.
+// Rows that one thread takes when storing K and V. Tokens in one tile of K share its cache lines, so with many rows a thread
+// takes a whole tile.
 int64_t rows_to_store(int64_t rows) { return rows < 4 * kTileTokens ? 4 : kTileTokens; }
 
 }  // namespace
 
-// Tiles of the rows that attend: all of them, or those that are wanted, which then lie one after another.
+// Tiles of the rows that attend: all rows, or the wanted ones, which then lie one after another.
 void Forward::plan_attention(bool wanted_rows_only) {
     const int group = model_.shape.group(), most = attention_tile_tokens(group);
     tiles_.clear();
@@ -68,10 +68,9 @@ bool Forward::rows_are_apart() {
 
 // The queries of one kv head, in place or in a copy `to`.
 //
-// A key keeps the rotation of its token's position in the text for good, and a score depends on the difference of two
-// rotations; so what is left of a text after some of it was dropped needs no change. But the tokens that are kept from its
-// beginning would move away for ever, further than the model has learnt to look. Queries that attend to them are rotated by
-// their place in the block table instead: then the distance is the one inside the window.
+// A key keeps the rotation of its position in the text, and a score depends on the difference of two rotations, so dropping
+// tokens changes no key. But the distance to the first, kept tokens would grow beyond what the model was trained on. Queries
+// that attend to them are rotated by their place in the block table instead: the distance inside the window.
 void Forward::rotate_queries(const Layer& layer, int64_t row, int kv_head, bool for_sinks, float* to) {
     const Shape& s = model_.shape;
     const int heads = s.group(), first = kv_head * heads * s.head_dim, size = heads * s.head_dim;
@@ -134,8 +133,8 @@ AttendJob Forward::job_of(const Tile& tile, int layer, int kv_head, const float*
     return {layout_, arena_, tile.blocks, layer, kv_head, s.group(), tile.tokens, tile.first_position, q, s.q_size()};
 }
 
-// The rotated queries of a tile. Where rows are apart, they are rotated here, and who attends to the last positions stores K
-// and V of the token first: that saves a phase.
+// The rotated queries of a tile. If rows are independent, they are rotated here, and the thread that attends to the last
+// positions first stores the token's K and V: that saves a phase.
 const float* Forward::queries_of(const Tile& tile, int layer, int kv_head, bool sinks, bool stores, int thread) {
     const Shape& s = model_.shape;
     if (!rotates_later_) {
@@ -149,8 +148,8 @@ const float* Forward::queries_of(const Tile& tile, int layer, int kv_head, bool 
     return q;
 }
 
-// What is added to keys adds the same to all scores of a query, which does not matter (key_shifts.h), unless others of its
-// scores come from a query that was rotated in another way. Then each takes its own share back from the peaks of its states.
+// A shift of all keys adds the same number to all scores of a query, which the softmax cancels (key_shifts.h), unless some
+// of the scores come from a differently rotated query. Then each subtracts its own share from the peaks of its states.
 void Forward::take_key_shift_back(const Tile& tile, int layer, int kv_head, const float* q, float* states) const {
     if (tile.sinks == 0 || layout_->k_type != KVType::q4_0) return;
     const Shape& s = model_.shape;
@@ -189,8 +188,8 @@ void Forward::attend_tile(const Tile& tile, int layer, int kv_head, int thread) 
     finish(tile, kv_head, own.merged.data());
 }
 
-// Few rows with long contexts: the splits of one row are shared among the threads. Who finishes the last one joins them, in
-// the same order, by the same operations, as one thread would.
+// Few rows with long contexts: threads share the splits of a row. The thread that finishes last merges them, in the same
+// order and by the same operations as a single thread would.
 void Forward::attend_splits(int layer) {
     const Shape& s = model_.shape;
     const int64_t heads = s.n_kv_heads;
@@ -225,7 +224,7 @@ float* Forward::states_of(const Tile& tile, int64_t kv_head, int64_t split) cons
     return work_.states.data() + tile.states + size_t(kv_head * tile.splits + split) * size;
 }
 
-// What the queries of a tile attended to, from their states.
+// The attended values of a tile, from the states of its queries.
 void Forward::finish(const Tile& tile, int kv_head, const float* states) {
     const Shape& s = model_.shape;
     for (int token = 0; token < tile.tokens; ++token) {

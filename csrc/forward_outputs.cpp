@@ -1,4 +1,4 @@
-// What a step gives beside the logits of single rows: how likely the tokens of a prompt are, and pooled hidden states.
+// Other outputs of a step than logits: how likely the tokens of a prompt are, and pooled hidden states.
 #include <algorithm>
 
 #include "forward.h"
@@ -43,7 +43,7 @@ bool Forward::score_rows(const StepOutputs& outputs) {
     return true;
 }
 
-// Rows of a chunk one after another, in float64, so that a sum does not depend on where a text is cut into chunks.
+// Adds a chunk's rows one by one, in float64, so that a sum does not depend on how a text is cut into chunks.
 void Forward::pool_rows(double* hidden) {
     const int64_t embd = model_.shape.n_embd;
     timed(Phase::norm, [&] {

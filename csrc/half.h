@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
-// Files that are compiled once per instruction set must not leave out-of-line copies of shared functions behind: the linker
-// would keep one of them for all, perhaps one with instructions that this CPU does not have.
+// Files that are compiled once per instruction set must not emit out-of-line copies of shared functions: the linker would
+// keep one of them for all, perhaps with instructions that this CPU does not have.
 #define CLLM_INLINE inline __attribute__((always_inline))
 
 namespace cllm {

@@ -16,7 +16,7 @@ constexpr const char* kName = "avxvnni";
 constexpr auto kMatmul = matmul;
 #endif
 
-// These multiply matrices in a way of their own. All else is that of the set they extend, not compiled a second time.
+// These sets have their own matrix products. Everything else is that of the set they extend, not compiled again.
 static Kernels extended(Kernels table) {
     table.name = kName;
     table.panel_rows = kPanelRows;

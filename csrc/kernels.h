@@ -1,4 +1,4 @@
-// The functions that exist once per instruction set, behind one table that is chosen at start.
+// The functions that exist once per instruction set, behind a table that is chosen at the start.
 #pragma once
 
 #include <cstdint>
@@ -17,18 +17,18 @@ struct QuantRows {
     int64_t cols = 0;
     int8_t* values = nullptr;      // -127..127
     float* scales = nullptr;       // cols / 32 a row
-    float* sums = nullptr;         // cols / 32 a row: scale * sum of the group's values, what a minimum is multiplied with
-    int32_t* offsets32 = nullptr;  // cols / 32 a row: -128 * sum of the group's values, what undoes a centre of 128
+    float* sums = nullptr;         // cols / 32 a row: scale * sum of the group's values, the factor of minima
+    int32_t* offsets32 = nullptr;  // cols / 32 a row: -128 * sum of the group's values, which undoes a centre of 128
     int32_t* offsets16 = nullptr;  // cols / 16 a row: the same for groups of 16
 
-    // The rows from `row` on, the first of a panel of `panel_rows`, as rows of their own.
+    // A view of the rows from `row` on, which must be the first of a panel of `panel_rows`.
     QuantRows from(int64_t row) const {
         const int64_t groups = row * (cols / 32);
         return {cols, values + row * cols, scales + groups, sums + groups, offsets32 + groups, offsets16 + groups * 2};
     }
 };
 
-// What attention of one (query tile, kv head) needs. Query rows are consecutive tokens of one sequence.
+// One job of attention: a query tile and a kv head. Query rows are consecutive tokens of one sequence.
 struct AttendJob {
     const KVLayout* layout;
     const uint8_t* arena;
@@ -48,12 +48,12 @@ struct AttendJob {
 struct Kernels {
     const char* name;  // "generic", "avx2", "avxvnni", "avx512", "amx"
     int panel_rows;    // of quantised activations
-    int own_rows;      // of a panel, that one thread should write: their values share no cache line with those of others
+    int own_rows;      // rows of a panel that one thread should write, since they share no cache line with others
 
     // --- matrix products (matmul) ---
     // out[m][r] (+)= sum over columns, for input rows [0, m) and the tiles [first_tile, last_tile) of `w`.
-    // Of the inputs, quantised ones serve quantised weights and `floats` ([m][cols]) the others.
-    // `scratch`: matmul_scratch_bytes(w.cols) bytes of the calling thread's own, aligned to 64.
+    // Quantised weights take the quantised inputs, others `floats` ([m][cols]).
+    // `scratch`: matmul_scratch_bytes(w.cols) bytes for this thread alone, aligned to 64.
     void (*matmul)(const PackedMatrix& w, const QuantRows& quants, const float* floats, int64_t m, int64_t first_tile,
                    int64_t last_tile, float* out, int64_t out_stride, bool add, uint8_t* scratch);
 
@@ -86,7 +86,7 @@ struct Kernels {
     // --- sampling (sampling): over a row of n values, of which any may be -infinity ---
     // The first of the largest values, or the first NaN if there is one.
     int64_t (*argmax)(const float* values, int64_t n);
-    // Maxima of disjoint groups of kMaximaGroup values, as many as fit; returns how many. They leave NaN out.
+    // Maxima of disjoint groups of kMaximaGroup values, as many as fit; returns how many. NaN is ignored.
     int64_t (*group_maxima)(const float* values, int64_t n, float* maxima);
     // The ids of the values in [low, high), in their order; returns how many. `low` is finite.
     int64_t (*ids_between)(const float* values, int64_t n, float low, float high, int32_t* ids);
@@ -94,7 +94,7 @@ struct Kernels {
     // each kWeightBlock of them. `weights` has room for whole blocks.
     void (*weigh)(const float* values, int64_t n, float peak, double temperature, float min_weight, float* weights,
                   double* block_sums);
-    // The same sums of those weights alone that are at least min_weight and whose values are at least `cut`, a finite number.
+    // The same sums, over weights of at least min_weight whose values are at least `cut`, a finite number.
     void (*sum_kept)(const float* values, const float* weights, int64_t n, float cut, float min_weight, double* block_sums);
     // For each of kCuts cuts, all finite: how many values are at least that, and the sum of their weights.
     void (*sums_from)(const float* values, const float* weights, int64_t n, const float* cuts, int64_t* counts, double* sums);
@@ -102,7 +102,7 @@ struct Kernels {
 
 constexpr int kSplit = 256;  // positions whose scores are computed together; fixed, so that results are
 
-// Query tokens to take together for a model with this many query heads per kv head, and what `attend` needs for that.
+// How many query tokens to take together, given the query heads per kv head, and the scratch memory that `attend` needs.
 int attention_tile_tokens(int heads);
 size_t attend_scratch_bytes(int head_dim, int heads);
 
@@ -111,7 +111,7 @@ constexpr int kWeightBlock = 256;
 constexpr int kCuts = 3;
 CLLM_INLINE int64_t weight_blocks(int64_t n) { return (n + kWeightBlock - 1) / kWeightBlock; }
 
-// Room for two opened tiles, and for what AMX needs beside the columns of a tile that it opens at a time.
+// Room for two opened tiles, or for what AMX needs beside the columns that it opens at a time.
 constexpr size_t kLeastMatmulScratch = 80 << 10;
 CLLM_INLINE size_t matmul_scratch_bytes(int64_t cols) {
     const size_t two_tiles = size_t(cols) * kOpenedColumnBytes * 2;

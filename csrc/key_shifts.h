@@ -1,4 +1,4 @@
-// What is added to a model's keys before they are rounded to four bits.
+// The shift that is added to a model's keys before they are rounded to four bits.
 #pragma once
 
 #include "forward.h"
@@ -6,9 +6,9 @@
 
 namespace cllm {
 
-// Keys of a head lie around a point far from zero, and most of a scale's range goes into saying where. One vector added to
-// all keys of a head adds one number to all scores of a query, which the softmax does not see; so each head's mean key is
-// taken away. It is learnt from one step over tokens of the whole vocabulary: the same for every sequence and every start.
+// Keys of a head lie around a point far from zero, which would take most of a scale's range. Adding one vector to all keys of
+// a head adds one number to all scores of a query, which the softmax cancels; so each head's mean key is subtracted. It comes
+// from one step over tokens of the whole vocabulary, and is the same for every sequence and every start.
 void learn_key_shifts(Model& model, Forward& forward);
 
 }  // namespace cllm

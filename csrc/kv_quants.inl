@@ -17,7 +17,7 @@ static CLLM_INLINE uint16_t stored_scale(float scale) {
 
 static CLLM_INLINE float inverse_or_zero(float x) { return x == 0.0f ? 0.0f : 1.0f / x; }
 
-// The stored scale counts, so that its own rounding costs nothing.
+// Computed from the stored scale, so that its rounding costs nothing.
 static CLLM_INLINE void quantise_to_bytes(const float* x, uint16_t scale, uint8_t* codes) {
     const Vec inverse = Vec::all(inverse_or_zero(f16_to_f32(scale))), limit = Vec::all(127.0f);
     float rounded[kQuantGroup];
@@ -51,7 +51,7 @@ static CLLM_INLINE Vec number_of_nearest_level(Vec x) {
     return climb_levels(x, 0.0f, [](int) { return 1.0f; });
 }
 
-// What a level is multiplied with, given the scale as stored.
+// The factor of a level, given the scale as stored.
 static CLLM_INLINE float level_size(uint16_t scale) { return f16_to_f32(scale) * kLevelUnit; }
 
 // The furthest value is put near the lowest level or near the highest, a little inside or outside. Each choice rounds the

@@ -22,14 +22,14 @@ namespace CLLM_NS {
 
 constexpr int64_t kTilesFrom = 16;    // inputs from which on it pays to open a tile for AMX
 constexpr int64_t kBlockCols = 2048;  // columns of a tile that are opened at a time: they stay in the L1 cache
-constexpr int64_t kBlockRows = 512;   // inputs that are gone through for them: they stay in the L2 cache
+constexpr int64_t kBlockRows = 512;   // inputs multiplied with them: they stay in the L2 cache
 constexpr int kRing = 4;              // groups whose sums are in memory, kAhead and the one that is scaled among them
 constexpr int kAhead = 2;             // groups by which sums are computed before they are scaled
 static_assert(kPanelRows == kTileLines && kTileRows == kTileLines, "a panel and a tile of weights fill a tile register");
 
 using Sums = int32_t[kPanelRows][kTileRows];
 
-// What a thread needs beside the packed weights and the inputs.
+// A thread's memory beside the packed weights and the inputs.
 struct TileScratch {
     alignas(64) Sums ring[kRing];
     alignas(64) float totals[kBlockRows][kTileRows];  // of the columns so far
@@ -124,13 +124,13 @@ static void add_panel(const PanelJob& whole, float (*totals)[kTileRows]) {
     for (int t = 0; t < T; ++t) _mm512_store_ps(totals[t], acc[t]);
 }
 
-// Opened, these are as the others.
+// These are opened like the others.
 CLLM_INLINE constexpr Packing tiled_like(Packing packing) {
     if (layout_of(packing).group == 16) return Packing::q6_k;
     return layout_of(packing).has_min ? Packing::q4_1 : Packing::q4_0;
 }
 
-// By a quarter of the rows that a panel has; rows beyond are computed from whatever lies there and left out.
+// In quarters of a panel's rows; the results of rows beyond the last input are computed from arbitrary bytes and discarded.
 using AddPanel = void (*)(const PanelJob&, float (*)[kTileRows]);
 template <Packing P>
 constexpr AddPanel kAddPanel[] = {nullptr, add_panel<P, 4>, add_panel<P, 8>,

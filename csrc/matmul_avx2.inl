@@ -12,10 +12,10 @@
 namespace cllm {
 namespace CLLM_NS {
 
-constexpr int64_t kInputBytes = 400000;  // of inputs that are gone through for one tile: they stay in the L2 cache
+constexpr int64_t kInputBytes = 400000;  // of inputs multiplied with one tile: they stay in the L2 cache
 constexpr int64_t kInputsTogether = kPanelRows;
 
-constexpr int kAheadBytes = 1024;        // of a packed tile: so far ahead it is fetched
+constexpr int kAheadBytes = 1024;        // how far ahead a packed tile is prefetched
 
 // The inputs of T rows of one panel.
 template <int T>
@@ -39,7 +39,7 @@ struct Inputs {
     }
     CLLM_INLINE __m256 scale(int t, int64_t run) const { return _mm256_set1_ps(scales[run * kPanelRows + t]); }
     CLLM_INLINE __m256 sum(int t, int64_t run) const { return _mm256_set1_ps(sums[run * kPanelRows + t]); }
-    // What takes the centre away from a group's sum.
+    // The offsets that remove the centre from a group's sum.
     template <int Centre>
     CLLM_INLINE __m256i offset(int t, int64_t group) const {
         const __m256i of_128 = _mm256_set1_epi32(offsets[group * kPanelRows + t]);
@@ -69,8 +69,8 @@ CLLM_INLINE void sum_quads(const Block& block, int run, const Inputs<T>& in, int
 // Quads of columns whose products fit int16 together: 2 * 127 * the largest quant each. None of signed bytes.
 CLLM_INLINE constexpr int quads_in_16_bits(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1; }
 
-// Adds in the order that is written. Else the compiler, which may order integer sums as it likes, computes all products of a
-// group first, and keeps them in memory as there are not registers enough.
+// Adds in the order as written. Otherwise the compiler, which may reorder integer sums, computes all products of a group
+// first and spills them to memory.
 CLLM_INLINE void add_pairs(__m256i& sum, __m256i products) {
     sum = _mm256_add_epi16(sum, products);
     __asm__("" : "+x"(sum));
@@ -173,7 +173,7 @@ static void run_tiles(const TileJob& job, int64_t row) {
     const int64_t blocks = w.cols / Block::columns;
     const Inputs<T> in(job.inputs, row, Block::layout.group == 16);
     alignas(64) float acc[R][T][kTileRows] = {};
-    // Of many rows the output is larger than the L2 cache; fetched now, it is there when the sums are.
+    // With many rows the output exceeds the L2 cache; prefetched now, it is there when the sums are.
     for (int t = 0; t < T; ++t) __builtin_prefetch(job.out + (row + t) * job.out_stride + job.tile * kTileRows, 1);
     Block block[R];
     for (int64_t b = 0; b < blocks; ++b, tile += Block::bytes) {
@@ -190,7 +190,7 @@ static void run_tiles(const TileJob& job, int64_t row) {
         put_results<T>(acc[r], w, job.tile + r, job.out + row * job.out_stride, job.out_stride, job.add);
 }
 
-// Few inputs wait for the memory, which is read faster from four places at once.
+// With few inputs memory is the limit, and four places at once are read faster.
 CLLM_INLINE int64_t tiles_together(int64_t inputs) { return inputs <= 2 ? 4 : 1; }
 
 // Inputs from which on it pays to open a tile: the more bits lie apart, the sooner.

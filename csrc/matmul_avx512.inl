@@ -12,7 +12,7 @@
 namespace cllm {
 namespace CLLM_NS {
 
-constexpr int64_t kInputBytes = 400000;  // of inputs that are gone through for one tile: they stay in the L2 cache
+constexpr int64_t kInputBytes = 400000;  // of inputs multiplied with one tile: they stay in the L2 cache
 constexpr int64_t kInputsTogether = 6;
 
 // The inputs of one panel, from one of its rows on.
@@ -40,7 +40,7 @@ struct Inputs {
     }
     CLLM_INLINE __m512 scale(int t, int64_t run) const { return _mm512_set1_ps(scales[run * kPanelRows + t]); }
     CLLM_INLINE __m512 sum(int t, int64_t run) const { return _mm512_set1_ps(sums[run * kPanelRows + t]); }
-    // What takes the centre away from a group's sum.
+    // The offsets that remove the centre from a group's sum.
     template <int Centre>
     CLLM_INLINE __m512i offset(int t, int64_t group) const {
         const __m512i of_128 = _mm512_set1_epi32(offsets[group * kPanelRows + t]);
@@ -115,7 +115,7 @@ static void run_tiles(const TileJob& job, int64_t row) {
     for (int r = 0; r < R; ++r)
         for (int t = 0; t < T; ++t) {
             acc[r][t] = _mm512_setzero_ps();
-            // Of many rows the output is larger than the L2 cache; fetched now, it is there when the sums are.
+            // With many rows the output exceeds the L2 cache; prefetched now, it is there when the sums are.
             __builtin_prefetch(job.out + (row + t) * job.out_stride + (job.tile + r) * kTileRows, 1);
         }
     for (int64_t b = 0; b < n_blocks; ++b, tile += Block::bytes) {
@@ -126,8 +126,8 @@ static void run_tiles(const TileJob& job, int64_t row) {
     put_sums<T, R>(job, row, acc);
 }
 
-// Two, so that with 6 inputs the 12 integer and 12 float accumulators fit the 32 registers. Few inputs wait for the memory,
-// which is read faster from four places at once.
+// Two, so that with 6 inputs the 12 integer and 12 float accumulators fit the 32 registers. With few inputs memory is the
+// limit, and four places at once are read faster.
 CLLM_INLINE int64_t tiles_together(int64_t inputs) { return inputs <= 2 ? 4 : 2; }
 
 #if defined(CLLM_AMX)

@@ -16,7 +16,7 @@ constexpr bool kVnni = false;
 CLLM_INLINE __m256i load_half(const uint8_t* at) { return _mm256_loadu_si256((const __m256i*)at); }
 CLLM_INLINE __m256 load_f16_8(const uint8_t* at) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); }
 
-// Shifts each byte's bits to the left (negative: to the right); what comes over from its neighbour is for the caller to mask.
+// Shifts each byte's bits to the left (negative: to the right); the caller masks what comes over from the neighbour.
 template <int By>
 CLLM_INLINE __m256i shift_bits(__m256i bytes) {
     if (By > 0) return _mm256_slli_epi16(bytes, By > 0 ? By : 0);

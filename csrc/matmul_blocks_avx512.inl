@@ -9,7 +9,7 @@ namespace CLLM_NS {
 CLLM_INLINE __m512i load_line(const uint8_t* at) { return _mm512_loadu_si512(at); }
 CLLM_INLINE __m512 load_f16_16(const uint8_t* at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }
 
-// Shifts each byte's bits to the left (negative: to the right); what comes over from its neighbour is for the caller to mask.
+// Shifts each byte's bits to the left (negative: to the right); the caller masks what comes over from the neighbour.
 template <int By>
 CLLM_INLINE __m512i shift_bits(__m512i bytes) {
     if (By > 0) return _mm512_slli_epi16(bytes, By > 0 ? By : 0);

@@ -1,4 +1,4 @@
-// Products with quantised weights for any CPU: each tile is opened, then plain loops go through it, one input row at a time.
+// Products with quantised weights for any CPU: each tile is opened, then multiplied by plain loops, one input row at a time.
 #pragma once
 
 #include "quantise.inl"

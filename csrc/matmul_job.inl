@@ -1,4 +1,4 @@
-// One tile of weights and where its products go: what the vectorised files share.
+// One tile of weights and where its products go: shared by the vectorised files.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace cllm {
 namespace CLLM_NS {
 
-// Opened, these are as the others: one kernel does for both.
+// Opened, these are like the others, so one kernel serves both.
 CLLM_INLINE constexpr Packing opened_like(Packing packing) {
     return packing == Packing::q4_k ? Packing::q4_1 : packing == Packing::q5_k ? Packing::q5_1 : packing;
 }

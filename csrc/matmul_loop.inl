@@ -1,10 +1,10 @@
-// The order in which tiles and inputs are gone through; included inside the namespace of a file that defines
+// The order of tiles and inputs; included inside the namespace of a file that defines
 // tiles_together, kInputsTogether, kInputBytes, opens_from, run_tiles_of and open_tile.
 
 static void matmul(const PackedMatrix& w, const QuantRows& quants, const float* floats, int64_t m, int64_t first_tile,
                    int64_t last_tile, float* out, int64_t out_stride, bool add, uint8_t* scratch) {
     if (!w.quantised()) return matmul_any_float(w, floats, m, first_tile, last_tile, out, out_stride, add);
-    // Of the widest matrices still enough that it pays to open their tiles.
+    // Even for the widest matrices enough inputs for opening their tiles to pay.
     constexpr int64_t least = 48 / kPanelRows * kPanelRows;
     const int64_t fitting = kInputBytes / w.cols / kPanelRows * kPanelRows, stretch = fitting < least ? least : fitting;
     for (int64_t begin = 0; begin < m; begin += stretch) {

@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kLargePage = size_t(2) << 20;
 constexpr size_t kShelfRegion = size_t(64) << 20;
-constexpr size_t kLookPages = size_t(1) << 16;  // so many at a time are asked about
+constexpr size_t kLookPages = size_t(1) << 16;  // pages per query
 
 size_t usual_page() { return size_t(sysconf(_SC_PAGESIZE)); }
 
@@ -23,7 +23,7 @@ size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * 
 
 [[noreturn]] void fail(int error, const char* what) { throw std::system_error(error, std::generic_category(), what); }
 
-// Room that begins at a multiple of `alignment`; both are multiples of the usual page.
+// Address space that begins at a multiple of `alignment`; both are multiples of the usual page size.
 uint8_t* map_aligned(size_t bytes, size_t alignment) {
     const size_t spare = alignment - usual_page();
     if (bytes > SIZE_MAX - spare) throw std::bad_alloc();
@@ -78,8 +78,8 @@ Region& Region::operator=(Region&& other) noexcept {
     return *this;
 }
 
-// A large page of which only a part went back would be split, which costs its reader, and the part would be kept by the
-// kernel until memory is short.
+// Returning part of a large page would split it, which slows its readers, and the kernel would keep that part until memory
+// is short.
 void Region::release(size_t offset, size_t bytes) {
     const size_t first = round_up(offset, page_);
     const size_t last = offset + bytes == size_ ? mapped_ : (offset + bytes) / page_ * page_;

@@ -11,8 +11,8 @@
 
 namespace cllm {
 
-// What the operating system is asked for: pages of 2 MiB, which need fewer address translations, or its usual ones. Large
-// ones are a wish; where there are none, usual ones are taken.
+// Which pages to ask the operating system for: of 2 MiB, which need fewer address translations, or of the usual size. If
+// there are no large ones, usual ones are taken.
 enum class Pages { large, usual };
 
 class Region {
@@ -26,10 +26,10 @@ public:
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }
 
-    // The pages, of the kind that was asked for, that lie wholly within these bytes go back to the operating system; what
-    // they held is lost. Throws std::system_error.
+    // Returns the pages (of the requested size) that lie wholly within these bytes to the operating system; their contents
+    // are lost. Throws std::system_error.
     void release(size_t offset, size_t bytes);
-    // Takes the pages of these bytes, on all threads; what these bytes held is lost. Throws std::system_error.
+    // Allocates the pages of these bytes, on all threads; their contents are lost. Throws std::system_error.
     void prepare(size_t offset, size_t bytes, Team& team);
     // Bytes that are in memory, as the operating system says. Throws std::system_error.
     size_t resident() const;
@@ -53,7 +53,7 @@ private:
     size_t taken_ = 0;
 };
 
-// An array that only grows, aligned to 64; what it held is lost when it does.
+// An array that only grows, aligned to 64; growing loses its contents.
 template <class T>
 class Buffer {
 public:
@@ -61,7 +61,7 @@ public:
     size_t size() const { return size_; }
     void ensure(size_t count) {
         if (count <= size_) return;
-        size_ = 0;  // until there is memory again: what is asked for may not be had
+        size_ = 0;  // in case the allocation fails
         data_.reset();
         data_.reset(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64))));
         size_ = count;

@@ -9,7 +9,7 @@ namespace cllm {
 
 namespace {
 
-constexpr int64_t kTurnBytes = 8 << 20;  // so much is packed in a turn: some milliseconds
+constexpr int64_t kTurnBytes = 8 << 20;  // packed per turn: some milliseconds
 constexpr size_t kTouchBytes = 4096;     // no page is smaller
 
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
@@ -124,9 +124,9 @@ void Model::load_matrix(PackedMatrix& to, const std::string& what, const Source&
     filling_ = {};
 }
 
-// Takes the memory of a matrix. Each thread touches first what will be its share of the product, so that the system takes
-// that memory from near it. A large matrix takes several turns, each for some tiles of every share, so that the steps of
-// other engines come in between.
+// Allocates the memory of a matrix. Each thread is the first to touch its share of the product, so that the system places
+// that memory near it. A large matrix takes several turns, each for some tiles of every share, so that other engines can
+// compute steps in between.
 void Model::begin(PackedMatrix& to, const std::string& what, const Source& source, FusedRows fused) {
     if (filling_.to) refuse(filling_.what + " is incomplete: " + std::to_string(filling_.next_row) + " of its rows were loaded");
     const PackedMatrix form = packed_form(source.type, source.rows, source.cols);
@@ -148,7 +148,7 @@ void Model::begin(PackedMatrix& to, const std::string& what, const Source& sourc
     }
 }
 
-// The tiles that came, on all threads, in turns. False if a value is not finite.
+// Packs the tiles that were read, on all threads, in turns. False if a value is not finite.
 bool Model::pack(const Source& source) {
     const PackedMatrix& form = filling_.form;
     const size_t tile_raw = raw_row_bytes(source.type, source.cols) * kTileRows;

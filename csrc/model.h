@@ -32,7 +32,7 @@ struct Layer {
     PackedMatrix q, k, v, output, gate, up, down;
 };
 
-// Rows of the other matrices that are multiplied in the same phase, before and after a matrix.
+// How many rows other matrices, multiplied in the same phase, have before and after this one.
 struct FusedRows {
     int64_t before = 0, after = 0;
 };
@@ -41,7 +41,7 @@ class Model {
 public:
     Model(const Shape& shape, const Kernels& kernels, Team& team);
 
-    // Packs a tensor, or of a matrix the rows that `raw` holds, from `first_row` on: whole tiles, the next ones each time.
+    // Packs a tensor, or those rows of a matrix that `raw` holds, from `first_row` on: whole tiles, in order.
     void load(int layer, const std::string& role, GgmlType type, int64_t rows, int64_t cols, const uint8_t* raw, size_t bytes,
               int64_t first_row = kWhole);
     static constexpr int64_t kWhole = -1;
@@ -64,9 +64,9 @@ private:
         GgmlType type;
         int64_t rows, cols;
         const uint8_t* raw;
-        int64_t first_row, last_row;  // that are there
+        int64_t first_row, last_row;  // the rows in `data`
     };
-    // A matrix of which not all rows have come yet.
+    // A matrix that is still being loaded.
     struct Filling {
         PackedMatrix* to = nullptr;
         PackedMatrix form;

@@ -146,7 +146,7 @@ public:
         return arena_->resident();
     }
 
-    // All blocks as bytes. They stay where they are as long as somebody has this view, also after `allocate`.
+    // All blocks as bytes. The memory stays valid while this view exists, also after `allocate`.
     nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> memory() const {
         require_ready();
         nb::capsule owner(new std::shared_ptr<Region>(arena_),
@@ -209,7 +209,7 @@ private:
         check_tokens(tokens);
     }
 
-    // A row of `wants` for each chunk: of how many of its first tokens it wants scores, and which hidden states.
+    // `wants` has a row per chunk: how many of its first tokens to score, and which hidden states to return.
     void read_wants(const IntTable& wants, const Ints& targets, const DoubleTable& hidden) {
         if (wants.shape(0) != chunks_.size() || wants.shape(1) != 2)
             refuse("wants is " + number(wants.shape(0)) + " x " + number(wants.shape(1)) + ", needed are " +
@@ -241,7 +241,7 @@ private:
     Team team_;
     Model model_;
     Forward forward_;
-    std::shared_ptr<Region> arena_ = std::make_shared<Region>();  // whoever views it holds it
+    std::shared_ptr<Region> arena_ = std::make_shared<Region>();  // kept alive by every view
     BlockMover mover_;
     KVLayout layout_;
     int64_t blocks_ = 0;
@@ -272,7 +272,7 @@ PackedMatrix pack(int type, int64_t rows, int64_t cols, const Bytes& data, Buffe
     return form;
 }
 
-// A matrix packed and unpacked again: what the kernels will take its weights for.
+// A matrix packed and unpacked again: its weights as the kernels see them.
 NewTable pack_roundtrip(int type, int64_t rows, int64_t cols, const Bytes& data) {
     Buffer<uint8_t> packed;
     const PackedMatrix matrix = pack(type, rows, cols, data, packed);
@@ -350,7 +350,7 @@ nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> largest(const RowSampler& sampler, 
 
 NB_MODULE(_native, m) {
     using namespace cllm;
-    // A program that ends without closing its model is told so by nobody; what it held ends with it.
+    // No leak warnings at exit: the OS frees everything.
     nb::set_leak_warnings(false);
     const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
     m.def("instruction_sets", &instruction_sets);

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kMostWeights = int64_t(1) << 44;  // of one matrix: far above any model, far below overflow
 
-// Rows of a tile that the matrix has.
+// How many rows of a tile belong to the matrix.
 int rows_present(const PackedMatrix& form, int64_t tile) {
     const int64_t left = form.rows - tile * kTileRows;
     return int(left < kTileRows ? left : kTileRows);

@@ -88,7 +88,7 @@ CLLM_INLINE constexpr Layout layout_of(Packing packing) {
     return {1, 32, 1, 0, false, 0};
 }
 
-// Calls `work` with the packing as a constant; of quantised ones alone.
+// Calls `work` with the packing as a constant, for quantised types only.
 template <class Work>
 CLLM_INLINE auto with_packing(Packing packing, Work&& work) {
     switch (packing) {
@@ -140,7 +140,7 @@ PackedMatrix packed_form(GgmlType type, int64_t rows, int64_t cols);
 size_t raw_row_bytes(GgmlType type, int64_t cols);
 
 // Fill tiles [first, last) of `target` (of the form above); `raw` is the first raw row of tile `first`.
-// Returns false if a scale, minimum or float weight in them is NaN or infinite; what was written is then of no use.
+// Returns false if a scale, minimum or float weight in them is NaN or infinite; what was written is then useless.
 bool pack_tiles(GgmlType type, const uint8_t* raw, const PackedMatrix& form, uint8_t* target, int64_t first, int64_t last);
 
 // One row of a packed matrix as floats (an embedding).

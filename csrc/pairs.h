@@ -59,7 +59,7 @@ CLLM_INLINE void store_int16(const Vec (&x)[2], int16_t* out) {
 
 #else
 
-// Without an instruction for it, floats are faster. They round sums above 2^24, in an order that is always the same.
+// Without an instruction for it, floats are faster. They round sums above 2^24, always in the same order.
 struct Pairs {
     Lanes first, second;
     static CLLM_INLINE Pairs load_i8(const int8_t* p) {
@@ -87,7 +87,7 @@ CLLM_INLINE void store_int16(const Vec (&x)[2], int16_t* out) {
 
 #endif
 
-// What a table of 16 has for the low nibbles of 32 bytes, then for the high ones.
+// The entries of a table of 16 for the low nibbles of 32 bytes, then for the high ones.
 CLLM_INLINE void look_up_bytes(const uint8_t* p, const int8_t* table, int8_t* out) {
 #if defined(CLLM_AVX512) || defined(CLLM_AVX2)
     const __m256i fifteen = _mm256_set1_epi8(15), bytes = _mm256_loadu_si256((const __m256i*)p);

@@ -15,12 +15,12 @@ namespace cllm {
 namespace {
 
 // Times in microseconds. Measured on 2 and 16 cores, alone and beside a busy process on each.
-constexpr int kPatience = 2;        // before a thread looks for work in the shares of others
+constexpr int kPatience = 2;        // before a thread helps with the shares of others
 constexpr int kSpin = 1000;         // before it sleeps: longer than the time between two steps
-constexpr int kCrowdedSpin = 100;   // the same on a core that somebody else wants: longer than a thread is late for no reason
-constexpr int kLook = 20;           // so often it asks on which of these it is
-constexpr int kRingEvery = 100;     // sleepers are not called more often: to wake one costs more than a small phase
-constexpr int kYields = 50;         // so often a thread gives its core to another of the pool before it sleeps
+constexpr int kCrowdedSpin = 100;   // the same on a crowded core: longer than a thread is ever late by chance
+constexpr int kLook = 20;           // between two checks whether the core is crowded
+constexpr int kRingEvery = 100;     // between two calls of sleepers, because waking one costs more than a small phase
+constexpr int kYields = 50;         // how many times a thread yields to another of the pool before it sleeps
 
 constexpr int kItemBits = 26;
 constexpr uint64_t kItemMask = (uint64_t(1) << kItemBits) - 1;
@@ -54,7 +54,7 @@ int current_core() {
 #if defined(__linux__)
     return sched_getcpu();
 #else
-    return -1;  // not known, so nobody is in anybody's way
+    return -1;  // unknown: threads count as on different cores
 #endif
 }
 
@@ -126,11 +126,10 @@ bool ThreadPool::all_done(uint64_t phase, int64_t count) const {
     return count == 0;
 }
 
-// A range of a share, if anything is left of it. What is read of the job may be of a later phase, if this thread is late; but
-// then the phase has moved on, which is looked at last: phase k cannot end while somebody holds a range of it, and its job is
-// written over only after phase k + 1 has begun. A claim that came too late has changed nothing that anybody believes, since
-// it bears the number of its phase. The team is set before its first phase is published, and while it was set nothing was
-// left of the phase before.
+// A range of a share, if anything is left of it. A late thread may read the job of a later phase; but then the phase number
+// has moved on, which is checked last: phase k cannot end while a thread holds a range of it, and its job is overwritten only
+// after phase k + 1 has begun. A late claim has no effect, since it carries the number of its phase. The team is set before its
+// first phase is published, when nothing is left of the phase before.
 bool ThreadPool::claim(uint64_t phase, int share, int thread, Range& range) {
     if (thread >= team_.load()) return false;
     const Job& job = jobs_[phase & 1];
@@ -150,7 +149,7 @@ bool ThreadPool::claim(uint64_t phase, int share, int thread, Range& range) {
     return phase_.load() == phase;
 }
 
-// Works on a share until nothing is left of it; how many items that were. `done_before`: by this thread, in this phase.
+// Works on a share until nothing is left of it; returns the number of items. `done_before`: by this thread, in this phase.
 int64_t ThreadPool::work_on(uint64_t phase, int share, int thread, int64_t done_before) {
     int64_t done = 0;
     Range range;
@@ -179,7 +178,7 @@ int64_t ThreadPool::help(uint64_t phase, int thread, int64_t done_before) {
     return done;
 }
 
-// Whether `over` came true within so many microseconds.
+// Whether `over` came true within this many microseconds.
 template <class Over>
 bool ThreadPool::spin(int us, const Over& over) const {
     for (int i = us * pauses_per_us_; i >= 0; --i) {
@@ -189,7 +188,7 @@ bool ThreadPool::spin(int us, const Over& over) const {
     return false;
 }
 
-// Whether another thread that has work was last seen on the core of this one, so that only one of them can run.
+// Whether another busy thread was last seen on this thread's core, so that only one of them can run.
 bool ThreadPool::in_the_way(int thread) const {
     const int core = current_core(), team = team_.load(std::memory_order_relaxed);
     for (int other = 0; core >= 0 && other < team; ++other)
@@ -197,7 +196,7 @@ bool ThreadPool::in_the_way(int thread) const {
     return false;
 }
 
-// Until `over`, helping on the way; false if it is time to sleep.
+// Waits until `over`, helping meanwhile; false if it is time to sleep.
 template <class Over, class Help>
 bool ThreadPool::wait(int thread, const Over& over, const Help& help) const {
     thread_local Core core;
@@ -205,7 +204,7 @@ bool ThreadPool::wait(int thread, const Over& over, const Help& help) const {
     help();
     int yields = 0;
     for (int waited = 0; waited < (core.crowded() ? kCrowdedSpin : kSpin); waited += kLook) {
-        // Asleep, it would have to be woken for every phase in which it is needed.
+        // A sleeping thread would have to be woken for every phase.
         while (in_the_way(thread) && yields++ < kYields) {
             sched_yield();
             if (spin(1, over)) return true;

@@ -1,16 +1,16 @@
 // Threads that work on one step together, phase after phase.
 //
 // A phase is a number of items and what to do with them. The thread that owns the turn publishes it, works on it like the
-// others and goes on when all *items* are done. It never waits for a thread that has none in hand, so one that sleeps, comes
-// late or has lost its core to somebody else holds nobody up: the others do its part.
+// others, and continues when all *items* are done. It never waits for a thread that holds none, so a thread that sleeps, is
+// late or was descheduled delays nobody: the others do its share.
 //
 //   owner     publish phase k ──► works ──► all items of k done? ──► publish phase k + 1
 //   others    see phase k ──► own share ──► others' shares, if the phase takes longer ──► wait for k + 1
 //
-// Every thread has a cache line of its own for what it takes and one for what it has done: where all cores are there, a phase
-// costs one line that all read and one line each that the owner reads. Who waits spins, because phases last microseconds, but
-// not for long on a core that somebody else wants: it sleeps there, which also saves its turn for when it is needed. If that
-// somebody is one of the pool itself, it makes way at once.
+// Every thread has one cache line for what it takes and one for what it has done: if all cores are available, a phase costs
+// one line that all read and one line per thread that the owner reads. A waiting thread spins, because phases last
+// microseconds. On a core that others want it soon sleeps, which keeps its priority for when it is needed; for another
+// thread of the pool it makes way at once.
 //
 // All engines of a process have one pool and take turns (team.h), each with as many of its threads as it was given, counted
 // from the first. Threads beyond those of the turn sleep apart, so that no phase wakes them.
@@ -39,11 +39,11 @@ public:
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    // So many threads at least, the caller of `run_phase` among them. One thread at a time may call it, also while others run
-    // phases. Throws std::runtime_error if the system has no more; those that there are stay of use.
+    // Ensures at least this many threads, counting the caller of `run_phase`. One thread at a time may call it, also while
+    // others run phases. Throws std::runtime_error if the system has no more; existing threads stay usable.
     void grow(int threads);
 
-    // Waits, asleep, for those who asked before, and then has the first `threads` threads until `end_turn`.
+    // Sleeps until earlier callers are done, then owns the first `threads` threads until `end_turn`.
     void begin_turn(int threads);
     void end_turn();
 
@@ -51,7 +51,7 @@ public:
     void run_phase(Entry entry, const void* context, int64_t count, int64_t grain, int shares);
 
 private:
-    // Read by threads that may be late, and then find out that they are: see `claim`.
+    // Late threads may read this, and then notice that they are late: see `claim`.
     struct Job {
         std::atomic<Entry> entry{nullptr};
         std::atomic<const void*> context{nullptr};
@@ -62,7 +62,7 @@ private:
     struct ThreadState {
         alignas(64) std::atomic<uint64_t> taken{0};  // of this share, as a position among all items
         alignas(64) std::atomic<uint64_t> done{0};   // by this thread
-        alignas(64) std::atomic<int> busy_on{-1};    // the core on which this thread was when it began to work
+        alignas(64) std::atomic<int> busy_on{-1};    // the core on which this thread began to work
     };
     struct Range {
         int64_t first, last;
@@ -87,10 +87,10 @@ private:
     FairLock turn_;
     Job jobs_[2];  // of even and of odd phases
     alignas(64) std::atomic<uint64_t> phase_{0};
-    std::atomic<int> team_{0};  // so many threads work in this turn; changes between phases alone
+    std::atomic<int> team_{0};  // threads in this turn; changes only between phases
     std::atomic<bool> closing_{false};
     alignas(64) EventCount phases_;    // workers sleep until the next one
-    alignas(64) EventCount finished_;  // the owner sleeps until somebody has done more
+    alignas(64) EventCount finished_;  // the owner sleeps until more is done
     alignas(64) EventCount larger_;    // workers that are not in the team sleep until there is a larger one
     std::chrono::steady_clock::time_point rung_{};
 };

@@ -27,7 +27,7 @@ CLLM_INLINE float largest_magnitude_of_32(const float* x) {
 // The 16 values x * factor, rounded, as bytes; returns their sum.
 CLLM_INLINE int32_t round_16(const float* x, float factor, int8_t* out) {
 #if defined(CLLM_AVX512)
-    // What is no number, or times an infinite factor, converts to -2^31; bounded, so that sums of it cannot overflow.
+    // NaN, also from an infinite factor, converts to -2^31; clamped, so that sums of it cannot overflow.
     const __m512i converted = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(factor)));
     const __m512i whole = _mm512_max_epi32(converted, _mm512_set1_epi32(-128));
     _mm_storeu_si128((__m128i*)out, _mm512_cvtsepi32_epi8(whole));

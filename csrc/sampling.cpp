@@ -12,7 +12,7 @@ namespace cllm {
 namespace {
 
 constexpr int64_t kFew = 128;    // the best tokens, which are usually enough for top_p
-constexpr int64_t kMany = 1024;  // more than this are better dealt with as a row than one by one
+constexpr int64_t kMany = 1024;  // more than this are faster to process as a row than one by one
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 struct Item {
@@ -20,10 +20,10 @@ struct Item {
     int32_t index;
 };
 
-// The best first; of equal values the one that comes first in the row.
+// Best first; ties by order in the row.
 bool is_better(const Item& a, const Item& b) { return a.value > b.value || (a.value == b.value && a.index < b.index); }
 
-// Memory of the size of a row would otherwise come from the system, page by page, at every token.
+// Otherwise memory of the size of a row would be requested from the system, page by page, at every token.
 struct Scratch {
     std::vector<float> maxima, weights;
     std::vector<double> sums, few;
@@ -33,20 +33,20 @@ struct Scratch {
 
 thread_local Scratch thread_scratch;
 
-// Never shorter than before: a vector that shrinks and grows fills itself with zeros each time.
+// Never shrinks: a vector that shrinks and grows is filled with zeros each time.
 template <class T>
 T* room_for(int64_t count, std::vector<T>& memory) {
     if (int64_t(memory.size()) < count) memory.resize(size_t(count));
     return memory.data();
 }
 
-// Reorders items so that the best of them which together reach `mass` come first, and returns how many they are: at least
-// one, all if that is not enough.
+// Moves the best items that together reach `mass` to the front, and returns their number: at least one; all, if they do not
+// reach it.
 template <class WeightOf>
 size_t best_that_reach(double mass, std::vector<Item>& items, WeightOf weight_of) {
     const auto first = items.begin();
     std::ptrdiff_t low = 0, high = std::ptrdiff_t(items.size());  // the answer is in (low, high]
-    double below = 0.0;                                           // what the first `low` weigh
+    double below = 0.0;                                           // weight of the first `low`
     while (high - low > 1) {
         const std::ptrdiff_t middle = low + (high - low) / 2;
         std::nth_element(first + low, first + middle, first + high, is_better);
@@ -67,7 +67,7 @@ struct Place {
     double before;  // the sum of what comes before it
 };
 
-// The first index whose running sum passes `target`. If rounding put that beyond the total: the last that weighs something.
+// The first index whose running sum passes `target`; if rounding puts that beyond the total, the last with any weight.
 template <class WeightOf>
 Place place_of(double target, int64_t n, WeightOf weight_of) {
     Place last{0, 0.0};
@@ -83,7 +83,7 @@ Place place_of(double target, int64_t n, WeightOf weight_of) {
 
 double total(const std::vector<double>& sums) { return std::accumulate(sums.begin(), sums.end(), 0.0); }
 
-// How much to take of what is best: so many tokens, or so much weight, whichever comes first.
+// How many of the best to take: up to a number of tokens or a weight, whichever comes first.
 struct Goal {
     int64_t count;
     double mass;
@@ -172,7 +172,7 @@ private:
         found_.count = kernels_.ids_between(values_, n_, low, high, found_.ids);
     }
 
-    // About kFew of the best, at most kMany, and what they weigh; none if equal ones make them too many.
+    // About kFew of the best, at most kMany, and their weight; none if ties make them too many.
     Bound find_few() {
         const float floor = floor_of(kFew);
         find_between(floor, INFINITY);
@@ -193,7 +193,7 @@ private:
         return total(scratch_.few);
     }
 
-    // From the ids found: the heaviest that together reach `mass`, at least one, and of those what min_p leaves.
+    // Of the ids found, the heaviest that together reach `mass` (at least one), without those that min_p drops.
     int64_t draw_from_few(double mass, double min_p, double u) {
         if (!found_.count) throw std::invalid_argument("the row has no finite value");
         std::vector<double>& few = scratch_.few;
@@ -215,8 +215,8 @@ private:
         return total(scratch_.sums);
     }
 
-    // The smallest value of the best tokens that together reach the goal, which those from `high` on must not. Equal ones
-    // that are too many get weight 0. Each pass over the row narrows the range of values that it may be in.
+    // The smallest value among the best tokens that together reach the goal; those from `high` on must not reach it. Excess
+    // ties get weight 0. Each pass over the row narrows the range in which the value may lie.
     float find_cut(const Goal& goal, Bound high) {
         Bound low{-FLT_MAX, n_, kInfinity};
         bool narrower = true;
@@ -244,9 +244,9 @@ private:
         for (int i = 0; i < kCuts; ++i) cuts[i] = float(std::max(double(high) - step * (i + 1), double(-FLT_MAX)));
     }
 
-    // The same, if only those found are left to choose from.
+    // The same, among those found only.
     float cut_of_found(const Goal& goal) {
-        if (!found_.count) return -FLT_MAX;  // all together do not reach it: too few are finite, or rounding took some away
+        if (!found_.count) return -FLT_MAX;  // all together do not reach it: too few are finite, or rounding lost some
         float* weights = scratch_.weights.data();
         std::vector<Item>& items = items_found();
         const auto weight_of = [&](int32_t id) { return double(weights[id]); };

@@ -32,7 +32,7 @@ public:
     // The logarithm of the sum of exp(values).
     double log_total(const float* values, int64_t n, double peak) const;
 
-    // Ids of the `count` largest values, in the order of ids; of equal values the lowest ids; never a -infinity.
+    // Ids of the `count` largest values, in the order of ids; ties go to the lowest ids; -infinity is never among them.
     std::vector<int64_t> largest(const float* values, int64_t n, int64_t count) const;
 
 private:

@@ -1,4 +1,4 @@
-// Passes over a row of logits: what drawing a token needs of the whole vocabulary. Included once per instruction set.
+// Passes over a row of logits, for drawing a token. Included once per instruction set.
 #pragma once
 
 #include <cfloat>
@@ -80,7 +80,7 @@ struct Quotient {
 
 static void weigh(const float* values, int64_t n, float peak, double temperature, float min_weight, float* weights,
                   double* block_sums) {
-    // e^-87 is the last that is no subnormal number. Those are slow, and too light to be drawn beside the best token.
+    // Below e^-87 numbers are subnormal, which are slow, and too light to be drawn beside the best token.
     const Vec peaks = Vec::all(peak), lightest = Vec::all(-87.0f), min_weights = Vec::all(min_weight);
     const Quotient by_temperature(temperature);
     float buffer[kWeightBlock];
@@ -88,7 +88,7 @@ static void weigh(const float* values, int64_t n, float peak, double temperature
         const float* block = whole_block(values, n, start, buffer);
         DoubleSum sum;
         for (int i = 0; i < kWeightBlock; i += Vec::lanes) {
-            // -infinity may become NaN here, which is not at least anything either.
+            // -infinity may become NaN here, which fails the comparison, too.
             const Vec x = by_temperature.of(Vec::load(block + i) - peaks);
             const Vec heavy = where_at_least(x, lightest, vexp(vmax(x, lightest)));
             const Vec weight = where_at_least(heavy, min_weights, heavy);
@@ -123,7 +123,7 @@ static void sums_from(const float* values, const float* weights, int64_t n, cons
     for (int c = 0; c < kCuts; ++c) row_counts[c] = Vec::zero();
     for (int64_t start = 0; start < n; start += kWeightBlock) {
         const float* block = whole_block(values, n, start, buffer);
-        // Within a block in float32, which adds less of an error than the weights have.
+        // In float32 within a block: the error is smaller than that of the weights.
         Vec block_sums[kCuts];
         for (int c = 0; c < kCuts; ++c) block_sums[c] = Vec::zero();
         for (int i = 0; i < kWeightBlock; i += Vec::lanes) {

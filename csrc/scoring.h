@@ -12,7 +12,7 @@ struct Score {
     int32_t rank;    // 1: no token is likelier
 };
 
-// The `top` likeliest tokens go to top_ids, best first and of equal ones the lowest id; -1 where there are no more.
+// Writes the `top` likeliest tokens to top_ids, best first, ties by lowest id; -1 where there are no more.
 Score score_row(const Kernels& kernels, const float* logits, int64_t n, int32_t target, int top, int32_t* top_ids,
                 double* top_logprobs);
 

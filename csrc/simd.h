@@ -12,7 +12,7 @@
 #include "half.h"
 
 #if defined(CLLM_AVX512)
-// GCC 12 warns of the undefined operands in its own header.
+// GCC 12 warns about undefined operands in its own header.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -220,7 +220,7 @@ CLLM_INLINE Vec select(Vec mask, Vec a, Vec b) {
 CLLM_INLINE Vec vmax(Vec a, Vec b) { return select(is_greater<false>(a, b), a, b); }
 CLLM_INLINE Vec vmin(Vec a, Vec b) { return select(is_greater<false>(b, a), a, b); }
 CLLM_INLINE Vec vabs(Vec a) { return {(Lanes)((IntLanes)a.v & 0x7fffffff)}; }
-// For magnitudes below 2^22, which is all that is rounded here: adding 1.5 * 2^23 leaves no room for a fraction.
+// For magnitudes below 2^22, which are all that is rounded here: adding 1.5 * 2^23 leaves no room for a fraction.
 CLLM_INLINE Vec vround(Vec a) { return {(a.v + 12582912.0f) - 12582912.0f}; }
 CLLM_INLINE Vec scale_by_power(Vec a, Vec n) {
     return {(Lanes)((IntLanes)a.v + __builtin_convertvector(n.v, IntLanes) * (1 << 23))};

@@ -10,19 +10,19 @@ namespace cllm {
 
 namespace {
 
-// The process's pool, as long as some team has it.
+// The process's pool, while a team uses it.
 struct Shared {
     std::mutex mutex;
     std::weak_ptr<ThreadPool> pool;
 };
 
-// Never destroyed: teams may outlive whatever is destroyed when a program ends.
+// Never destroyed: teams may outlive static objects at exit.
 Shared& shared() {
     static Shared& only = *new Shared;
     return only;
 }
 
-// In a process that was forked off, a pool's threads are not there: joining them would never end, so it is left behind.
+// A forked process has none of a pool's threads, and joining them would never end, so the pool is leaked.
 struct DeleteByOwner {
     pid_t owner = getpid();
     void operator()(ThreadPool* pool) const {

@@ -1,7 +1,7 @@
-// What an engine has of the process's compute threads: as many as it was given, a turn at a time.
+// An engine's share of the process's compute threads: as many as it was given, a turn at a time.
 //
-//   engine A, 2 threads   ▇▇▇▇      ▇▇▇▇          one pool, as large as the largest team. Who has a turn has its first threads
-//   engine B, 4 threads       ▇▇▇▇▇▇    ▇▇▇▇▇▇    to itself; turns go to whoever has waited longest.
+//   engine A, 2 threads   ▇▇▇▇      ▇▇▇▇          one pool, as large as the largest team. A turn has the pool's first threads
+//   engine B, 4 threads       ▇▇▇▇▇▇    ▇▇▇▇▇▇    to itself; turns are granted in order of arrival.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +17,9 @@ public:
 
     int size() const { return size_; }
 
-    // work(thread, first, last) for ranges that are [0, count) together, each item once; returns when all are done. Must not
-    // throw, and is for the thread that has the turn alone. Each thread begins with a share of its own, which is the same
-    // one for the same count: what it reads, and has touched first, is near it. Ranges are multiples of `grain` where that
-    // is possible.
+    // Calls work(thread, first, last) for ranges that cover [0, count), each item once; returns when all are done. `work` must
+    // not throw. Only for the thread that has the turn. Each thread begins with its own share, the same one for the same
+    // count, so that memory it touched first is near it. Ranges are multiples of `grain` if possible.
     template <class Work>
     void share(int64_t count, int64_t grain, Work&& work) {
         share(count, grain, [](int) {}, work);
@@ -68,8 +67,8 @@ private:
     bool alone_ = true;                 // whether the caller does everything, in this turn
 };
 
-// Taken around whatever a team shares out. A team of one needs nobody and waits for nobody; neither does one in a process that
-// was forked off, where the pool's threads are not there, and whoever had the turn may not be there to pass it on.
+// Held while a team works. A team of one waits for nobody; neither does a team in a forked process, which has none of the
+// pool's threads, and where the thread that had the turn may be missing, too.
 class Turn {
 public:
     explicit Turn(Team& team);

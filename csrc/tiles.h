@@ -22,11 +22,11 @@ struct alignas(64) TileShapes {
 };
 static_assert(sizeof(TileShapes) == 64, "the CPU reads 64 bytes");
 
-// The calling thread has tiles as long as this lives. Without, the system has nothing to save when it switches threads.
+// The calling thread holds tiles while this lives; otherwise the system has none to save when it switches threads.
 class Tiles {
 public:
     explicit Tiles(const TileShapes& shapes) {
-        // The compiler's header tells it of the first few bytes only that the CPU reads.
+        // The compiler's header declares only the first few of the bytes that the CPU reads.
         const TileShapes* all = &shapes;
         __asm__ volatile("" : "+r"(all) : : "memory");
         _tile_loadconfig(all);

@@ -8,7 +8,7 @@
 
 namespace cllm {
 
-// Inputs of matrices: quantised, and as floats if some matrix of the model wants those.
+// Inputs of matrices: quantised, and as floats if a matrix of the model needs those.
 struct InputBuffer {
     QuantRows quants;
     Buffer<float> floats;  // [rows][cols]
@@ -38,13 +38,13 @@ private:
     Buffer<int32_t> offsets32_, offsets16_;
 };
 
-// So many of a thread's inner values of the feed-forward exist as floats at a time, or one group of columns of all rows.
+// How many inner values of the feed-forward a thread holds as floats at a time (at least one group of columns of all rows).
 constexpr int64_t kActivatedFloats = 1 << 12;
 
-// Up to so many rows each thread makes the inputs of a product for itself: that takes less than to share the work and wait.
+// Up to this many rows, each thread makes the inputs of a product for itself: faster than sharing the work and waiting.
 constexpr int64_t kFewRows = 4;
 
-// What a thread has for itself.
+// Buffers of one thread.
 struct ThreadSpace {
     Buffer<uint8_t> matmul, attend;
     Buffer<float> row;             // one normalised or attended row
@@ -54,7 +54,7 @@ struct ThreadSpace {
     Buffer<float> states, merged;  // of one attention tile
 };
 
-// What rows are turned by, [rows][rope_dims / 2].
+// Angles of the rows' rotations, [rows][rope_dims / 2].
 struct Rotations {
     Buffer<float> cosines, sines;
 

@@ -35,7 +35,7 @@ namespace {
 constexpr size_t kReadBytes = size_t(256) << 20;
 constexpr size_t kLine = 64;
 constexpr size_t kHugePage = size_t(2) << 20;
-// One thread reads its part as this many streams side by side, which keeps more lines on the way than one does.
+// A thread reads its part as this many parallel streams, which keeps more cache lines in flight than one.
 constexpr int kStreams = 4;
 
 struct Loops {
@@ -46,7 +46,7 @@ struct Loops {
 
 #if CLLM_X86
 
-// GCC 12 warns of its own header's "undefined" operand.
+// GCC 12 warns about an undefined operand in its own header.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 
@@ -229,8 +229,8 @@ double seconds_now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// What `work(thread)`, called again and again on every thread for `seconds`, gives a second in all. The first call of each
-// thread is a warm-up, after `prepare(thread)`; they begin to count together.
+// The sum per second of what `work(thread)` returns, called repeatedly on every thread for `seconds`. Each thread calls
+// `prepare(thread)` and warms up with one call; then all begin to count together.
 double rate_on_threads(
     int threads, double seconds, const std::function<double(int)>& work, const std::function<void(int)>& prepare = [](int) {}) {
     std::vector<double> rates(size_t(threads), 0.0);
@@ -263,14 +263,14 @@ struct FreeDeleter {
 
 using Memory = std::unique_ptr<uint8_t, FreeDeleter>;
 
-// At least so many bytes, of large pages where there are any. Nothing has touched them yet: memory lies near the thread that
-// does so first, so each thread has to fill what it will read.
+// At least this many bytes, in large pages if there are any, untouched: memory is placed near the thread that touches it
+// first, so each thread must fill what it will read.
 Memory untouched_memory(size_t bytes) {
     const size_t taken = (bytes + kHugePage - 1) / kHugePage * kHugePage;
     Memory memory(static_cast<uint8_t*>(std::aligned_alloc(kHugePage, taken)));
     if (!memory) throw std::bad_alloc();
 #if defined(__linux__)
-    madvise(memory.get(), taken, MADV_HUGEPAGE);  // a wish: without it the figure is a little lower
+    madvise(memory.get(), taken, MADV_HUGEPAGE);  // if it fails, the figure is a little lower
 #endif
     return memory;
 }

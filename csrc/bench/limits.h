@@ -1,4 +1,4 @@
-// What this machine can do at most, to measure the engine against.
+// The limits of this machine, to measure the engine against.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ struct MachineLimits {
 // Throws std::invalid_argument for anything else, and for numbers that make no sense.
 MachineLimits measure_limits(const char* instruction_set, int threads, double seconds, size_t model_bytes);
 
-// Bytes a second that memcpy copies, each of `threads` threads a part of its own of two buffers of `bytes`, for `seconds`.
+// Bytes per second that memcpy copies, each of `threads` threads its part of two buffers of `bytes`, for `seconds`.
 // Throws std::invalid_argument for numbers that make no sense, std::bad_alloc.
 double measure_copy(int threads, double seconds, size_t bytes);
 

@@ -24,7 +24,7 @@ double dots() {
     return double(kGroupsPerCall) * kGroupDots * kSums * 32;
 }
 
-// Fewer sums at a time: they and the floats must fit 16 registers.
+// Fewer sums at a time: they and the floats must fit into 16 registers.
 double grouped_dots() {
     constexpr int kGroupSums = 6;
     const __m256i weights = _mm256_set1_epi8(3), activations = _mm256_set1_epi8(2);

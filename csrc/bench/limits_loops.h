@@ -12,7 +12,7 @@ namespace cllm {
 constexpr int kGroupDots = 8;
 constexpr int kGroupsPerCall = 1 << 12;
 
-extern volatile uint64_t result_sink;  // results go here, so that no loop can be left out
+extern volatile uint64_t result_sink;  // results go here, so that no loop is optimised away
 
 // Hands a vector to result_sink.
 template <class Vector>
@@ -22,8 +22,8 @@ inline __attribute__((always_inline)) void keep(const Vector& vector) {
     for (const uint64_t word : words) result_sink = word;
 }
 
-// Says that `value` may have changed: the compiler then cannot move work on it out of a loop, nor take two sums of the same
-// for one. Costs no instruction.
+// Tells the compiler that `value` may have changed, so that it cannot move work out of a loop or merge two equal sums.
+// Costs no instruction.
 #define CLLM_OPAQUE(value) __asm__ volatile("" : "+x"(value))
 
 struct Dots {

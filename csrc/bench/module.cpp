@@ -1,4 +1,4 @@
-// What `cllm bench` measures the engine against: the limits of this machine. No part of the engine.
+// The limits of this machine, which `cllm bench` measures the engine against. Not part of the engine.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>

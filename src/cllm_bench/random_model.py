@@ -1,4 +1,4 @@
-"""GGUF files of real shapes with random weights: what engines take to compare their speed where no model file is.
+"""GGUF files with realistic shapes and random weights, for speed tests without a model file.
 
 Piece by piece, so that an 8B file takes little memory; always the same bytes, so that one that is there is used again.
 """

@@ -23,7 +23,7 @@ _ON_THE_WAY_S = 0.02
 """What was sent to a replica this shortly before its report may not be part of it."""
 
 _SAMPLE = 2
-"""Of so many random replicas, an ingress that is not alone takes the less loaded."""
+"""With several ingresses, each samples this many replicas and takes the least loaded."""
 
 
 class Address(NamedTuple):

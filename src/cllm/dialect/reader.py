@@ -1,11 +1,10 @@
-"""A model's text, as it comes, to deltas: reasoning first, then text and tool calls in the model's format.
+"""Turns a model's text, as it arrives, into deltas: reasoning first, then text and tool calls in the model's format.
 
-What comes out does not depend on how the text was cut up. Text before a call loses the blanks at its end, and text
-after one those at its beginning; where there is no call, all text is passed on as it is. A call that turns out not to
-be one before its name was certain is plain text, with its markers; one that is cut off there is left out after another
-call, and where nothing but calls may come. An answer that is nothing but calls without markers is held back until its
-end. One whose arguments turn out not to be JSON, or are
-cut off, ends where it ends: the answer's end is then `length` or `stop`, never `tool_calls`.
+The result does not depend on how the text was cut up. Text before a call loses the blanks at its end, and text after
+one those at its beginning; without a call all text is passed on unchanged. A would-be call that fails before its name
+is known is emitted as text, with its markers; one that is cut off there is dropped if it follows another call, or if only
+calls are allowed. An answer that is nothing but calls without markers is held back until its end. A call whose arguments
+turn out not to be JSON, or are cut off, ends there; the answer then ends with `length` or `stop`, never with `tool_calls`.
 """
 
 from __future__ import annotations

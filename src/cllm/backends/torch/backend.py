@@ -324,7 +324,7 @@ class TorchBackend(Blocks):
         return Ran(memory.model.logits(states[batch.wanted.long()]), None, moved), queued
 
     def _mark(self) -> torch.cuda.Event | None:
-        """What is there once everything that is queued now is done."""
+        """An event that fires when all work queued so far is done."""
         if not self.on_gpu:
             return None
         event = torch.cuda.Event()
