@@ -2,9 +2,10 @@
 
 The result does not depend on how the text was cut up. Text before a call loses the blanks at its end, and text after
 one those at its beginning; without a call all text is passed on unchanged. A would-be call that fails before its name
-is known is emitted as text, with its markers; one that is cut off there is dropped if it follows another call, or if only
-calls are allowed. An answer that is nothing but calls without markers is held back until its end. A call whose arguments
-turn out not to be JSON, or are cut off, ends there; the answer then ends with `length` or `stop`, never with `tool_calls`.
+is known is emitted as text, with its markers; one that is cut off there is dropped if it follows another call, or if
+only calls are allowed. An answer that is nothing but calls without markers is held back until its end. A call whose
+arguments turn out not to be JSON, or are cut off, ends there; the answer then ends with `length` or `stop`, never with
+`tool_calls`.
 """
 
 from __future__ import annotations
