@@ -63,12 +63,7 @@ def _json(calls: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(map(_object, calls))
 
 
-HERMES = ToolFormat(
-    "hermes",
-    _TAGS,
-    JsonSyntax("<tool_call>", close=("</tool_call>",)),
-    _hermes,
-)
+HERMES = ToolFormat("hermes", _TAGS, JsonSyntax("<tool_call>", close=("</tool_call>",)), _hermes)
 QWEN3_CODER = ToolFormat("qwen3_coder", _TAGS, XmlSyntax(), _qwen3_coder)
 LLAMA3 = ToolFormat("llama3", ("<|python_tag|>",), JsonSyntax("<|python_tag|>", bare=True), _llama3)
 MISTRAL = ToolFormat("mistral", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), MistralSyntax(), _mistral)

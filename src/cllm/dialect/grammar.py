@@ -8,15 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cllm.dialect.reasoning import Marks, Thinking
-from cllm.dialect.xml_calls import (
-    END_FUNCTION,
-    END_PARAMETER,
-    FUNCTION,
-    PARAMETER,
-    TEXT,
-    plain_arguments,
-    types_of,
-)
+from cllm.dialect.xml_calls import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, TEXT, plain_arguments, types_of
 from cllm.errors import InvalidRequestError
 from cllm.structured.sources import RULES, pattern_of, rule_of, schema_rule
 from cllm.structured.structure import Structure

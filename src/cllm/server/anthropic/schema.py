@@ -267,10 +267,7 @@ class CountRequest(MessagesInput):
 class MessagesRequest(MessagesInput):
     model_config = ConfigDict(
         json_schema_extra={
-            "example": {
-                "max_tokens": 64,
-                "messages": [{"role": "user", "content": "What is the capital of France?"}],
-            }
+            "example": {"max_tokens": 64, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
         }
     )
     unsupported: ClassVar[Unsupported] = {"compaction": (), "container": (), "mcp_servers": ([],), "thread": ()}

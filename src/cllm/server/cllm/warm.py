@@ -55,8 +55,7 @@ class WarmRequest(RequestModel):
         f"of its own: {MOST_TTL_S}, which is also the maximum, except for the operator.",
     )
     shared: bool = Field(
-        False,
-        description="For all keys, if each has cached prefixes of its own; requires the operator's key.",
+        False, description="For all keys, if each has cached prefixes of its own; requires the operator's key."
     )
 
     def contradictions(self) -> Iterator[PydanticCustomError]:

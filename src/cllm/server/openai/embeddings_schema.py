@@ -119,8 +119,7 @@ class EmbeddingRequest(_Asked):
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description=_CHAT + "Arguments for the chat template.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = Field(
-        None,
-        description="Cut texts to this many tokens; -1: to the context. Default: refuse those that are too long.",
+        None, description="Cut texts to this many tokens; -1: to the context. Default: refuse those that are too long."
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="With truncate_prompt_tokens: right keeps the first tokens, left the last. Default right."

@@ -55,12 +55,7 @@ def completion_pieces(
 
 
 def chat_pieces(
-    head: Head,
-    whole: Sequence[Completion],
-    usage: Usage,
-    form: TokenForm,
-    echo: str,
-    report: PromptReport,
+    head: Head, whole: Sequence[Completion], usage: Usage, form: TokenForm, echo: str, report: PromptReport
 ) -> Iterator[str]:
     """A `ChatReply`. `echo`: the text in front of answers."""
     logprobs = ChatLogprobs(form)

@@ -201,11 +201,7 @@ def _card(state: ServerState) -> ModelCard:
 
 
 def _params(
-    body: OpenAIRequest,
-    max_tokens: int | None,
-    logprobs: int | None,
-    echoed: int | None = None,
-    n: int | None = None,
+    body: OpenAIRequest, max_tokens: int | None, logprobs: int | None, echoed: int | None = None, n: int | None = None
 ) -> SamplingParams:
     """`echoed`: alternatives for the tokens of an echoed prompt."""
     asked = [count for count in (body.prompt_logprobs, echoed) if count is not None]

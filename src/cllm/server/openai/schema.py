@@ -120,8 +120,7 @@ class OpenAIRequest(SamplingFields):
     return_progress: bool | None = RETURN_PROGRESS
     user: UserName | None = Field(None, description=END_USER)
     prompt_logprobs: Annotated[Int32, in_range("prompt_logprobs")] | None = Field(
-        None,
-        description="Log probabilities of the prompt's tokens, and of this many of the likeliest in their places.",
+        None, description="Log probabilities of the prompt's tokens, and of this many of the likeliest in their places."
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = Field(
         None,

@@ -16,15 +16,7 @@ from cllm.server.http.response import as_json
 from cllm.server.responses.tools import HOSTED, INPUT, CalledTool, ToolNames, ToolOfResponse
 from cllm.server.schema.sampling import RETURN_PROGRESS, SamplingFields
 from cllm.server.schema.structure import lenient_unless_strict
-from cllm.server.schema.tools import (
-    CHOICES,
-    MOST_TOOLS,
-    CallId,
-    JsonObject,
-    ToolName,
-    by_kind,
-    known_kinds,
-)
+from cllm.server.schema.tools import CHOICES, MOST_TOOLS, CallId, JsonObject, ToolName, by_kind, known_kinds
 from cllm.server.schema.validation import (
     END_USER,
     WHOLE,

@@ -68,12 +68,7 @@ TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
 
 class ChatMessage(RequestModel):
     hints: ClassVar[frozenset[str]] = frozenset({"provider_specific_fields", "type"})  # litellm's, lm-eval's
-    unsupported: ClassVar[Unsupported] = {
-        "function_call": (),
-        "refusal": (),
-        "audio": (),
-        "annotations": ([],),
-    }
+    unsupported: ClassVar[Unsupported] = {"function_call": (), "refusal": (), "audio": (), "annotations": ([],)}
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="`developer` is another word for `system`."

@@ -77,9 +77,7 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE]
 """With `le`: pydantic shows a bound that is no such integer itself, as 2**63 is none, rounded."""
 TokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"x-token-id": True})]],
-    Field(fail_fast=True),
-    WHOLE,
+    list[Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"x-token-id": True})]], Field(fail_fast=True), WHOLE
 ]
 Tokens = Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})]
 ModelName = Annotated[Text, Field(max_length=512)]
