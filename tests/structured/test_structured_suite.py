@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from cllm.errors import InvalidRequestError
-from cllm.structured.closing import closable_objects, schemas_in
+from cllm.structured.closing import closable_objects
 from cllm.structured.matcher import Grammar, Matcher
-from cllm.structured.references import References
+from cllm.structured.nodes import References, schemas_in
 from cllm.text.tokenizer import ByteTokenizer
 from repository import DATA
 from structured_kit import by_schema, make_compiler

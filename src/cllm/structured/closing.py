@@ -10,18 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from cllm.structured.keywords import LITERAL, NAMED
-from cllm.structured.references import References, opens_a_document
+from cllm.structured.nodes import References, by_name, inner, listed, opens_a_document, schemas_in
 
-_OF_OBJECTS = frozenset({
-    "properties", "required", "patternProperties", "additionalProperties", "propertyNames", "minProperties",
-    "maxProperties",
-})  # fmt: skip
 _SHARES = frozenset({
     "if", "dependentSchemas", "dependentRequired", "dependencies", "unevaluatedProperties", "not", "$dynamicRef",
     "$recursiveRef",
 })  # fmt: skip
 _ABOUT_OTHERS = frozenset({"additionalProperties", "patternProperties", "propertyNames"})
+_OF_OBJECTS = _SHARES | _ABOUT_OTHERS | {"properties", "required", "minProperties", "maxProperties"}
 
 
 def closable_objects(root: Mapping[str, Any], references: References) -> set[int]:
@@ -30,26 +26,6 @@ def closable_objects(root: Mapping[str, Any], references: References) -> set[int
     nodes = [*schemas_in(root)]
     closing.keep_open(part for node in nodes for part in closing.shared_parts(node, is_root=node is root))
     return {id(node) for node in nodes if id(node) not in closing.open and _names_all(node)}
-
-
-def schemas_in(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """A schema and all in it."""
-    waiting = [schema]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Mapping):
-            yield node
-            waiting += _children(node)
-
-
-def _children(node: Mapping[str, Any]) -> Iterator[Any]:
-    for key, value in node.items():
-        if key in LITERAL:
-            continue
-        if isinstance(value, list):
-            yield from value
-        elif isinstance(value, Mapping):
-            yield from value.values() if key in NAMED else [value]
 
 
 class _Closing:
@@ -65,14 +41,9 @@ class _Closing:
         about = [any(map(self._speaks_of_objects, options)) for options in self._applied(node)]
         if sum(about) + _speaks_itself(node) > 1:
             return [node]
-        return self._of_same_property(node)
-
-    def _of_same_property(self, node: Mapping[str, Any]) -> list[Any]:
-        """Schemas of properties whose names may be the same."""
-        named, known = node.get("patternProperties"), node.get("properties")
-        if not isinstance(named, Mapping):
-            return []
-        parts = [*named.values(), *(known.values() if isinstance(known, Mapping) else ())]
+        # Names of properties may be the same.
+        named = by_name(node, "patternProperties")
+        parts = [*named.values(), *by_name(node, "properties").values()] if named else []
         return parts if sum(map(self._speaks_of_objects, parts)) > 1 else []
 
     def keep_open(self, schemas: Iterable[Any]) -> None:
@@ -82,16 +53,14 @@ class _Closing:
             node = waiting.pop()
             if isinstance(node, Mapping) and id(node) not in self.open:
                 self.open.add(id(node))
-                waiting += _children(node)
+                waiting += [each for _, each in inner(node)]
                 if "$ref" in node:
                     waiting.append(self._references.target(node["$ref"]))
 
     def _applied(self, node: Mapping[str, Any]) -> Iterator[list[Any]]:
         """What else holds for a value of the schema: of each list, one or more."""
-        for key in ("anyOf", "oneOf"):
-            if isinstance(options := node.get(key), list):
-                yield options
-        yield from ([each] for each in together) if isinstance(together := node.get("allOf"), list) else ()
+        yield from (listed(node, key) for key in ("anyOf", "oneOf"))
+        yield from ([each] for each in listed(node, "allOf"))
         if "$ref" in node:
             yield [self._references.target(node["$ref"])]
 
@@ -99,26 +68,21 @@ class _Closing:
         """Whether it says anything about properties, or refers to what is not known."""
         if not isinstance(schema, Mapping):
             return schema is None
-        known = self._speaks.get(id(schema))
-        if known is None:
+        if id(schema) not in self._speaks:
             self._speaks[id(schema)] = False  # where it refers to itself, it adds nothing
-            known = _speaks_itself(schema) or any(
+            self._speaks[id(schema)] = _speaks_itself(schema) or any(
                 self._speaks_of_objects(each) for options in self._applied(schema) for each in options
             )
-            self._speaks[id(schema)] = known
-        return known
+        return self._speaks[id(schema)]
 
 
 def _speaks_itself(node: Mapping[str, Any]) -> bool:
-    if not node.keys().isdisjoint(_OF_OBJECTS | _SHARES) or isinstance(node.get("const"), Mapping):
-        return True
-    values = node.get("enum")
-    return isinstance(values, list) and any(isinstance(each, Mapping) for each in values)
+    values = [node.get("const"), *listed(node, "enum")]
+    return not node.keys().isdisjoint(_OF_OBJECTS) or any(isinstance(each, Mapping) for each in values)
 
 
 def _names_all(node: Mapping[str, Any]) -> bool:
-    known, required = node.get("properties"), node.get("required", [])
-    least = node.get("minProperties", 0)
+    known, required, least = node.get("properties"), node.get("required", []), node.get("minProperties", 0)
     return (
         isinstance(known, Mapping)
         and node.keys().isdisjoint(_ABOUT_OTHERS)

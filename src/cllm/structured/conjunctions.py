@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cllm.structured.references import References
+from cllm.structured.nodes import References, by_name, listed
 
 MOST_PATTERNS = 10
 MOST_STEPS = 8
@@ -15,16 +16,13 @@ MOST_COUNTED = 200_000
 
 _Way = tuple[str, ...]
 """The steps to a value: a property `/name`, an item `#0`, any property `/*`, or any item `#*`."""
-_Counts = dict[_Way, int]
+_Counts = Counter[_Way]
 """For each way to a value, the patterns that may hold for it together."""
-_ANY_PROPERTY, _ANY_ITEM, _NAMES = "/*", "#*", "name"
+_OPEN = _ANY_PROPERTY, _ANY_ITEM = "/*", "#*"
 _ANYWHERE = {
-    "additionalProperties": _ANY_PROPERTY,
-    "unevaluatedProperties": _ANY_PROPERTY,
-    "propertyNames": _NAMES,
-    "items": _ANY_ITEM,
-    "additionalItems": _ANY_ITEM,
-    "unevaluatedItems": _ANY_ITEM,
+    **dict.fromkeys(("additionalProperties", "unevaluatedProperties"), _ANY_PROPERTY),
+    "propertyNames": "name",
+    **dict.fromkeys(("items", "additionalItems", "unevaluatedItems"), _ANY_ITEM),
 }
 _JOINING = frozenset({"anyOf", "oneOf", "$ref", "dependencies", "dependentSchemas"})
 _TOGETHER = frozenset({*_JOINING, *_ANYWHERE, "pattern", "format", "properties", "prefixItems"})
@@ -33,7 +31,7 @@ _LOOK_AHEAD = re.compile(r"\(\?[=!]")
 
 
 class Conjunctions:
-    """Of the schemas in one document."""
+    """The schemas in one document that hold for the same values."""
 
     def __init__(self, references: References) -> None:
         self._references = references
@@ -57,21 +55,21 @@ class Conjunctions:
         self._left -= len(counts) * len(open_ways)
         if self._left < 0:
             return 0
-        return max((sum(counts[each] for each in (way, *_others(way, open_ways))) for way in counts), default=0)
+        return max((counts[way] + sum(counts[each] for each in _others(way, open_ways)) for way in counts), default=0)
 
     def _of(self, schema: Any) -> _Counts:
         if not isinstance(schema, Mapping) or self._left < 0:
-            return {}
+            return Counter()
         if id(schema) in self._known:
             return self._known[id(schema)]
-        self._known[id(schema)] = {}  # where it refers to itself, it adds nothing
-        said: _Counts = {}
-        if own := _patterns_of(schema):
-            said[()] = own
+        self._known[id(schema)] = Counter()  # where it refers to itself, it adds nothing
+        own = _patterns_of(schema)
+        said: _Counts = Counter({(): own} if own else {})
         for each in self._joined(schema):
-            _merge(said, each, _sum)
-        for step, each in _inner(schema):
-            _merge(said, _behind(step, self._of(each)), _sum)
+            said.update(each)
+        for step, part in _parts(schema):
+            for way, count in self._of(part).items():
+                said[(step, *way)[:MOST_STEPS]] += count
         self._left -= 1 + len(said)
         self._known[id(schema)] = said
         return said
@@ -79,20 +77,16 @@ class Conjunctions:
     def _joined(self, schema: Mapping[str, Any]) -> Iterator[_Counts]:
         """Of schemas that hold for the same value."""
         for key in ("anyOf", "oneOf"):
-            yield self._any_of(schema.get(key))
-        for each in together if isinstance(together := schema.get("allOf"), list) else ():
-            yield self._of(each)
+            most: _Counts = Counter()
+            for each in listed(schema, key):
+                for way, count in self._of(each).items():
+                    most[way] = max(most[way], count)
+            yield most
+        yield from map(self._of, listed(schema, "allOf"))
         for key in ("dependencies", "dependentSchemas"):
-            for each in dependent.values() if isinstance(dependent := schema.get(key), Mapping) else ():
-                yield self._of(each)
+            yield from map(self._of, by_name(schema, key).values())
         if "$ref" in schema:
             yield self._of(self._references.target(schema["$ref"]))
-
-    def _any_of(self, options: Any) -> _Counts:
-        said: _Counts = {}
-        for each in options if isinstance(options, list) else ():
-            _merge(said, self._of(each), max)
-        return said
 
 
 def _patterns_of(schema: Mapping[str, Any]) -> int:
@@ -102,15 +96,12 @@ def _patterns_of(schema: Mapping[str, Any]) -> int:
     return sum(key in schema for key in ("pattern", "format")) + ahead
 
 
-def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Schemas of parts of the value, and the step to them."""
-    if isinstance(known := schema.get("properties"), Mapping):
-        yield from ((f"/{name}", each) for name, each in known.items())
-    if isinstance(named := schema.get("patternProperties"), Mapping):
-        yield from ((_ANY_PROPERTY, each) for each in named.values())
+    yield from ((f"/{name}", each) for name, each in by_name(schema, "properties").items())
+    yield from ((_ANY_PROPERTY, each) for each in by_name(schema, "patternProperties").values())
     for key in ("prefixItems", "items"):
-        if isinstance(listed := schema.get(key), list):
-            yield from ((f"#{index}", each) for index, each in enumerate(listed))
+        yield from ((f"#{index}", each) for index, each in enumerate(listed(schema, key)))
     yield from ((step, schema[key]) for key, step in _ANYWHERE.items() if isinstance(schema.get(key), Mapping))
 
 
@@ -122,22 +113,3 @@ def _others(way: _Way, open_ways: list[_Way]) -> Iterator[_Way]:
 
 def _may_be_same(step: str, other: str) -> bool:
     return step == other or (step[0] == other[0] and (step in _OPEN or other in _OPEN))
-
-
-_OPEN = (_ANY_PROPERTY, _ANY_ITEM)
-
-
-def _sum(one: int, other: int) -> int:
-    return one + other
-
-
-def _merge(said: _Counts, more: _Counts, how: Callable[[int, int], int]) -> None:
-    for way, count in more.items():
-        said[way] = how(said.get(way, 0), count)
-
-
-def _behind(step: str, counts: _Counts) -> _Counts:
-    found: _Counts = {}
-    for way, count in counts.items():
-        _merge(found, {(step, *way)[:MOST_STEPS]: count}, _sum)
-    return found

@@ -9,6 +9,8 @@ from contextvars import ContextVar
 from decimal import Decimal
 from typing import Any
 
+from cllm.structured.nodes import by_name
+
 MOST_REMAINDERS = 100_000
 """Of `multipleOf`: a state each."""
 MOST_PATTERN_PAIRS = 10_000
@@ -20,11 +22,9 @@ MOST_EXPRESSION = 4096
 """Characters of a regular expression, and of several so many that their squares are no more than those of three: time
 grows faster than that."""
 _JOINING = frozenset({"allOf", "patternProperties", "dependencies", "dependentSchemas"})
-_JOINED = frozenset(
-    {"anyOf", "oneOf", "$ref", "multipleOf", "properties", "additionalProperties", "items", "prefixItems"}
-)
+_CHOICES = frozenset({"anyOf", "oneOf", "$ref"})
+_JOINED = _CHOICES | {"multipleOf", "properties", "additionalProperties", "items", "prefixItems"}
 """Two of these at the same place hold for the same numbers."""
-
 
 _only_small: ContextVar[bool] = ContextVar("_only_small", default=False)
 
@@ -61,7 +61,7 @@ def check_expressions(expressions: Iterable[str]) -> None:
 
 
 class Effort:
-    """Of one schema."""
+    """What all schemas in one document take."""
 
     def __init__(self) -> None:
         self._remainders: list[int] = []
@@ -73,25 +73,25 @@ class Effort:
         """One of the schemas in it."""
         step = schema.get("multipleOf")
         if step and (type(step) is int or (type(step) is float and math.isfinite(step))):
-            digits = Decimal(repr(step)).normalize().as_tuple()
-            value = int("".join(map(str, digits.digits)))
-            exponent = digits.exponent if isinstance(digits.exponent, int) else 0
-            self._remainders.append(value * 10 ** min(max(exponent, 0), 9))
-        if isinstance(patterns := schema.get("patternProperties"), Mapping):
-            self._pairs += len(patterns) ** 2
-            self._expressions += patterns
+            _, digits, exponent = Decimal(repr(step)).normalize().as_tuple()
+            assert isinstance(exponent, int)
+            self._remainders.append(int("".join(map(str, digits))) * 10 ** min(max(exponent, 0), 9))
+        patterns = by_name(schema, "patternProperties")
+        self._pairs += len(patterns) ** 2
+        self._expressions += patterns
         if isinstance(pattern := schema.get("pattern"), str):
             self._expressions.append(pattern)
-        self._joins = self._joins or not _JOINING.isdisjoint(schema) or _joined(schema)
+        together = _JOINED.intersection(schema)
+        self._joins |= not _JOINING.isdisjoint(schema) or (len(together) > 1 and not together.isdisjoint(_CHOICES))
 
     def check(self) -> None:
         """Raises `ValueError`."""
         check_expressions(self._expressions)
-        if self._states() > MOST_REMAINDERS:
+        if (states := self._states()) > MOST_REMAINDERS:
             raise ValueError("has values of multipleOf that are too large, or have too many digits, to be enforced")
         if self._pairs > MOST_PATTERN_PAIRS:
             raise ValueError(f"has more than {math.isqrt(MOST_PATTERN_PAIRS)} patternProperties")
-        _check_small(self._states(), SMALL_REMAINDERS)
+        _check_small(states, SMALL_REMAINDERS)
         _check_small(self._pairs, SMALL_PATTERN_PAIRS)
 
     def _states(self) -> int:
@@ -103,8 +103,3 @@ class Effort:
             if together <= MOST_REMAINDERS:
                 together = math.lcm(together, each)
         return together
-
-
-def _joined(schema: Mapping[str, Any]) -> bool:
-    found = _JOINED.intersection(schema)
-    return len(found) > 1 and not found.isdisjoint(("anyOf", "oneOf", "$ref"))

@@ -8,53 +8,47 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from cllm.structured.references import References
+from cllm.structured.nodes import References, by_name, listed
 
 _TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 _OBJECT, _ARRAY = frozenset({"object"}), frozenset({"array"})
 _BOUNDS = (
-    (frozenset({"string"}), ("minLength", "maxLength")),
-    (_ARRAY, ("minItems", "maxItems")),
-    (frozenset({"integer", "fraction"}), ("minimum", "maximum")),
+    (frozenset({"string"}), "minLength", "maxLength"),
+    (_ARRAY, "minItems", "maxItems"),
+    (frozenset({"integer", "fraction"}), "minimum", "maximum"),
 )
-MOST_STEPS = 20_000
-"""Comparisons, for all of a schema. Those that are left are not decided."""
-MOST_WORK = 200_000
+_NAMES = {type(None): "null", bool: "boolean", int: "integer", str: "string", list: "array", dict: "object"}
+MOST_WORK = 400_000
 """Values, names and pairs looked at, for all of a schema: a moment. If that is not enough, nothing is plain."""
+A_COMPARISON = 10
 MOST_PARTS = 32
 MOST_DEPTH = 6
 
 
 class Exclusion:
-    """Of the schemas in one document."""
+    """Compares the schemas in one document."""
 
     def __init__(self, references: References) -> None:
         self._references = references
-        self._steps = MOST_STEPS
         self._work = MOST_WORK
         self._known: dict[int, _Facts | None] = {}
 
     def of(self, options: Sequence[Any], around: Mapping[str, Any]) -> list[Any] | None:
         """For each option, a schema that must hold too so that no other option does. None: it is not plain which.
         `around`: what is said beside the options."""
-        if math.comb(len(options), 2) > self._steps:
+        if A_COMPARISON * math.comb(len(options), 2) > self._work:
             return None
         try:
-            return self._apart(options, around)
+            return self._apart([self._collected([option, around]) for option in options])
         except _TooMuchError:
             return None
 
-    def _apart(self, options: Sequence[Any], around: Mapping[str, Any]) -> list[Any] | None:
-        facts = [self._collected([option, around]) for option in options]
-        apart = [_Apart() for _ in options]
+    def _apart(self, facts: Sequence[_Facts | None]) -> list[Any] | None:
+        apart = [_Apart() for _ in facts]
         for index, one in enumerate(facts):
-            self._spend(len(facts) - index)
-            for other in range(index + 1, len(facts)):
-                another = facts[other]
+            for other, another in enumerate(facts[index + 1 :], index + 1):
                 if one is None or another is None or self._disjoint(one, another, MOST_DEPTH):
                     continue
-                if self._steps < 0:
-                    return None
                 if not self._keep(apart[index], one, another) or not self._keep(apart[other], another, one):
                     return None
         return [each.schema() for each in apart]
@@ -96,8 +90,7 @@ class Exclusion:
                 continue
             found.append(each)
             self._spend(_size(each))
-            if isinstance(together := each.get("allOf"), list):
-                waiting += together[:MOST_PARTS]
+            waiting += listed(each, "allOf")[:MOST_PARTS]
             if "$ref" in each:
                 waiting.append(self._references.target(each["$ref"]))
         return _Facts(found)
@@ -107,21 +100,20 @@ class Exclusion:
         return mine is None or theirs is None or self._disjoint(mine, theirs, depth - 1)
 
     def _disjoint(self, one: _Facts, other: _Facts, depth: int) -> bool:
-        self._steps -= 1
-        self._spend(1)
-        if self._steps < 0 or depth < 0:
+        self._spend(A_COMPARISON)
+        if depth < 0:
             return False
         common = one.types & other.types
         if not common:
             return True
         if one.values is not None and other.values is not None:
             self._spend(min(len(one.values), len(other.values)))
-        if one.values is not None and other.values is not None and one.values.isdisjoint(other.values):
-            return True
+            if one.values.isdisjoint(other.values):
+                return True
         self._spend(len(one.required) + len(other.required))
         if common == _OBJECT and self._differ_in(sorted(one.required | other.required), one, other, depth):
             return True
-        if any(common <= types and _beyond(one, other, names) for types, names in _BOUNDS):
+        if any(common <= types and _beyond(one, other, low, high) for types, low, high in _BOUNDS):
             return True
         return self._all_differ(one, other, depth) or self._all_differ(other, one, depth)
 
@@ -176,8 +168,7 @@ class _Facts:
     def types(self) -> frozenset[str]:
         common = _TYPES
         for each in self.parts:
-            given = each.get("type")
-            if isinstance(given, (str, list)):
+            if isinstance(given := each.get("type"), (str, list)):
                 common &= {kind for name in ([given] if isinstance(given, str) else given) for kind in _kinds(name)}
             if (values := _literals(each)) is not None:
                 common &= {_type_of(value) for value in values}
@@ -186,19 +177,18 @@ class _Facts:
     @cached_property
     def values(self) -> set[str] | None:
         """All that there are, if they are listed, written in one way."""
-        listed = [values for each in self.parts if (values := _literals(each)) is not None]
-        return set.intersection(*({_written(each) for each in values} for values in listed)) if listed else None
+        listings = [values for each in self.parts if (values := _literals(each)) is not None]
+        return set.intersection(*({_written(each) for each in values} for values in listings)) if listings else None
 
     @cached_property
     def required(self) -> frozenset[str]:
-        given = (names for each in self.parts if isinstance(names := each.get("required"), list))
-        return frozenset(name for names in given for name in names if isinstance(name, str))
+        return frozenset(name for each in self.parts for name in listed(each, "required") if isinstance(name, str))
 
     @cached_property
     def names(self) -> list[str]:
         """Properties that have a schema and may be there, in their order."""
-        given = (known for each in self.parts if isinstance(known := each.get("properties"), Mapping))
-        return [name for known in given for name in known if False not in self.of_property(name)]
+        known = (name for each in self.parts for name in by_name(each, "properties"))
+        return [name for name in known if False not in self.of_property(name)]
 
     @cached_property
     def items(self) -> list[Any]:
@@ -215,8 +205,7 @@ class _Facts:
         """What holds for this property, if it is there."""
         found: list[Any] = []
         for each in self.parts:
-            known = each.get("properties")
-            if isinstance(known, Mapping) and name in known:
+            if name in (known := by_name(each, "properties")):
                 found.append(known[name])
             elif "patternProperties" not in each and "additionalProperties" in each:
                 found.append(each["additionalProperties"])
@@ -228,9 +217,8 @@ class _Facts:
         return choose(numbers, default=without)
 
 
-def _beyond(one: _Facts, other: _Facts, names: tuple[str, str]) -> bool:
+def _beyond(one: _Facts, other: _Facts, low: str, high: str) -> bool:
     """Whether the most of one is less than the least of the other."""
-    low, high = names
     return any(
         mine.bound(high, min, math.inf) < theirs.bound(low, max, -math.inf)
         for mine, theirs in ((one, other), (other, one))
@@ -244,8 +232,8 @@ def _kinds(name: Any) -> tuple[str, ...]:
 def _size(schema: Mapping[str, Any]) -> int:
     """What there is to look at in one part of a schema."""
     named = (schema.get(keyword) for keyword in ("type", "required", "properties"))
-    listed = sum(len(each) for each in named if isinstance(each, (list, Mapping)))
-    return 1 + listed + _count(schema.get("const")) + _count(schema.get("enum"))
+    listings = sum(len(each) for each in named if isinstance(each, (list, Mapping)))
+    return 1 + listings + _count(schema.get("const")) + _count(schema.get("enum"))
 
 
 def _count(value: Any) -> int:
@@ -254,10 +242,8 @@ def _count(value: Any) -> int:
     while waiting:
         each = waiting.pop()
         count += 1 + (len(each) >> 6 if isinstance(each, str) else 0)
-        if isinstance(each, list):
-            waiting += each
-        elif isinstance(each, Mapping):
-            waiting += each.values()
+        if isinstance(each, (list, Mapping)):
+            waiting += each if isinstance(each, list) else each.values()
     return count
 
 
@@ -269,13 +255,8 @@ def _literals(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, (int, float)):
-        return "integer" if isinstance(value, int) or value.is_integer() else "fraction"
-    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+    whole = isinstance(value, float) and value.is_integer()
+    return "integer" if whole else _NAMES.get(type(value), "fraction")
 
 
 def _written(value: Any) -> str:

@@ -24,53 +24,48 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 def for_the_converter(source: str) -> str:
     """Raises `ValueError` for an escape that is no character."""
-    return _Rewriting(source).result()
+    names = _Names(source)
+    groups: list[str] = []
+    open_groups: list[list[str]] = []
+    parts: list[str] = []
+    done = 0
+    for found in _TOKEN.finditer(source):
+        parts.append(source[done : found.start()])
+        done = found.end()
+        if found["open"]:
+            open_groups.append(parts)
+            parts = []
+        elif found["close"] and open_groups:
+            group = f"({''.join(parts)})"
+            parts = open_groups.pop()
+            if repeated := found["repeated"]:
+                name = names.unused(f"group_{len(groups)}")
+                groups.append(f"{name} ::= {group}")  # a rule is on one line, unless it is in brackets
+                group = name + repeated
+            parts.append(group)
+        elif found["name"]:
+            parts.append(names.plain(found["name"]))
+        else:
+            parts.append(_ESCAPE.sub(_as_itself, found[0]))
+    parts.append(source[done:])
+    for outer in reversed(open_groups):  # not closed: the converter says where
+        parts = [*outer, "(", *parts]
+    return "\n".join(["".join(parts), *groups, ""]) if groups else "".join(parts)
 
 
-class _Rewriting:
+class _Names:
+    """The names of rules, and others for those that the converter would confuse."""
+
     def __init__(self, source: str) -> None:
-        self._source = source
-        self._names: dict[str, str] = {}
+        self._others: dict[str, str] = {}
         self._taken = {found["name"] for found in _TOKEN.finditer(source) if found["name"]}
-        self._groups: list[str] = []
 
-    def result(self) -> str:
-        open_groups: list[list[str]] = []
-        parts: list[str] = []
-        done = 0
-        for found in _TOKEN.finditer(self._source):
-            parts.append(self._source[done : found.start()])
-            done = found.end()
-            if found["open"]:
-                open_groups.append(parts)
-                parts = []
-            elif found["close"] and open_groups:
-                group = "".join(parts)
-                parts = open_groups.pop()
-                parts.append(self._rule_of(group) + found["repeated"] if found["repeated"] else f"({group})")
-            elif found["name"]:
-                parts.append(self._plain(found["name"]))
-            else:
-                parts.append(_ESCAPE.sub(_as_itself, found[0]))
-        parts.append(self._source[done:])
-        for outer in reversed(open_groups):  # not closed: the converter says where
-            parts = [*outer, "(", *parts]
-        return "\n".join(["".join(parts), *self._groups, ""]) if self._groups else "".join(parts)
+    def plain(self, name: str) -> str:
+        if ("-" in name or name == _ROOT) and name not in self._others:
+            self._others[name] = self.unused(name.replace("-", "_"))
+        return self._others.get(name, name)
 
-    def _plain(self, name: str) -> str:
-        if "-" not in name and name != _ROOT:
-            return name
-        if name not in self._names:
-            self._names[name] = self._unused(name.replace("-", "_"))
-        return self._names[name]
-
-    def _rule_of(self, group: str) -> str:
-        name = self._unused(f"group_{len(self._groups)}")
-        # A rule is on one line, unless it is in brackets.
-        self._groups.append(f"{name} ::= ({group})")
-        return name
-
-    def _unused(self, name: str) -> str:
+    def unused(self, name: str) -> str:
         while name in self._taken:
             name += "_"
         self._taken.add(name)

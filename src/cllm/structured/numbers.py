@@ -24,22 +24,26 @@ def keep_numbers_exact(node: dict[str, Any], *, lenient: bool) -> None:
     step = node.get("multipleOf")
     if _is_number(step) and step <= 0:
         raise ValueError(f"has multipleOf: {step}, which must be above 0")
+    for key, reason in [*_without_a_bound(node), *_inexact(node)]:
+        if not lenient:
+            raise ValueError(reason)
+        del node[key]
+
+
+def _without_a_bound(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Move bounds inwards. What cannot be moved is named, with the reason."""
     for key in (*_LOWER, *_UPPER):
-        if not _is_number(node.get(key)):
-            continue
-        bound = _inwards(node[key], lower=key in _LOWER)
-        if bound is not None:
-            node[key] = bound
-        elif lenient:
-            del node[key]
-        else:
-            raise ValueError(f"has {key}: {node[key]}, and nothing beyond 2^53 can be enforced")
+        if _is_number(given := node.get(key)):
+            node[key] = _inwards(given, lower=key in _LOWER)
+            if node[key] is None:
+                yield key, f"has {key}: {given}, and nothing beyond 2^53 can be enforced"
+
+
+def _inexact(node: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key in ("const", "enum"):
         inexact = next((each for each in _numbers_in(node.get(key)) if not _is_exact(each)), None)
-        if inexact is not None and lenient:
-            del node[key]
-        elif inexact is not None:
-            raise ValueError(f"has {inexact} in {key}, which has too many digits to be enforced exactly")
+        if inexact is not None:
+            yield key, f"has {inexact} in {key}, which has too many digits to be enforced exactly"
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -50,16 +54,12 @@ def _inwards(bound: float, *, lower: bool) -> float | None:
     """The next number inwards that is exact; None: there is none."""
     if not math.isfinite(bound):
         return None
-    if lower and bound < -LARGEST:
-        return -LARGEST
-    if not lower and bound > LARGEST:
-        return LARGEST
     if abs(bound) > LARGEST:
-        return None
+        inwards = -LARGEST if lower else LARGEST
+        return inwards if (bound < 0) == lower else None
     if _is_exact(bound):
         return bound
-    rounded = Context(prec=DIGITS, rounding=ROUND_CEILING if lower else ROUND_FLOOR).create_decimal(repr(bound))
-    return float(rounded)
+    return float(Context(prec=DIGITS, rounding=ROUND_CEILING if lower else ROUND_FLOOR).create_decimal(repr(bound)))
 
 
 def _is_exact(value: float) -> bool:
@@ -77,7 +77,5 @@ def _numbers_in(value: Any) -> Iterator[float]:
         each = waiting.pop()
         if _is_number(each):
             yield each
-        elif isinstance(each, list):
-            waiting += each
-        elif isinstance(each, Mapping):
-            waiting += each.values()
+        elif isinstance(each, (list, Mapping)):
+            waiting += each if isinstance(each, list) else each.values()

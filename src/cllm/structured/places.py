@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from cllm.structured.keywords import LITERAL, NAMED
-from cllm.structured.references import References, index_of
+from cllm.structured.nodes import References, inner, step_into
 
 PATIENCE_S = 0.5
 """Then, what was found out so far is the answer."""
-_KEPT = ("$schema", "$id", "id", "$defs", "definitions", "x-guidance")
+_DEFINITIONS = ("$defs", "definitions")
+_KEPT = ("$schema", "$id", "id", *_DEFINITIONS, "x-guidance")
 
 
 def place_of(schema: Mapping[str, Any], given: Any, check: Callable[[Mapping[str, Any]], str]) -> str:
@@ -31,56 +31,37 @@ def place_of(schema: Mapping[str, Any], given: Any, check: Callable[[Mapping[str
     ):
         path, node = found
         seen.add(path)
-    return _within(given, path) or "/"
+    shown = ""
+    for step in path.split("/")[1:]:
+        given = step_into(given, step)
+        if given is None:
+            break
+        shown = f"{shown}/{step}"
+    return shown or "/"
 
 
 def pointer_to(root: Any, part: Any) -> str:
-    """Where in a document this very part is."""
+    """Where in a document this very schema is."""
     waiting: list[tuple[str, Any]] = [("", root)]
     while waiting:
         path, value = waiting.pop()
         if value is part:
             return path or "/"
         if isinstance(value, Mapping):
-            waiting += [(f"{path}/{_step(key)}", each) for key, each in value.items()]
-        elif isinstance(value, list):
-            waiting += [(f"{path}/{index}", each) for index, each in enumerate(value)]
+            waiting += [(_behind(path, steps), each) for steps, each in inner(value)]
     return "/"
 
 
 def _parts(node: Mapping[str, Any], path: str, root: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The schemas in a schema, and the one that it refers to."""
-    for key, value in node.items():
-        at = f"{path}/{_step(key)}"
-        if key in LITERAL or key in ("$defs", "definitions"):
-            continue
-        if isinstance(value, Mapping):
-            inner = value.items() if key in NAMED else ()
-            yield from ((f"{at}/{_step(name)}", each) for name, each in inner if isinstance(each, Mapping))
-            if key not in NAMED:
-                yield at, value
-        elif isinstance(value, list):
-            yield from ((f"{at}/{index}", each) for index, each in enumerate(value) if isinstance(each, Mapping))
+    for steps, each in inner(node):
+        if steps[0] not in _DEFINITIONS and isinstance(each, Mapping):
+            yield _behind(path, steps), each
     if isinstance(reference := node.get("$ref"), str):
         target = References(root).target(reference)
         if isinstance(target, Mapping):
             yield reference[1:], target
 
 
-def _step(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
-
-
-def _within(given: Any, path: str) -> str:
-    """The beginning of the path that leads somewhere."""
-    found = ""
-    for step in path.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(given, Mapping) and name in given:
-            given = given[name]
-        elif isinstance(given, list) and (index := index_of(name)) < len(given):
-            given = given[index]
-        else:
-            break
-        found = f"{found}/{step}"
-    return found
+def _behind(path: str, steps: tuple[str, ...]) -> str:
+    return "/".join([path, *(step.replace("~", "~0").replace("/", "~1") for step in steps)])

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-from cllm.structured.closing import closable_objects, schemas_in
+from cllm.structured.closing import closable_objects
 from cllm.structured.conjunctions import Conjunctions
 from cllm.structured.effort import MOST_REMAINDERS, Effort
 from cllm.structured.exclusion import Exclusion
 from cllm.structured.formats import FOLLOWED, PATTERNS, SAME, UUID
-from cllm.structured.keywords import LITERAL, NAMED
-from cllm.structured.lookahead import without_lookahead
+from cllm.structured.nodes import LITERAL, NAMED, References, listed, opens_a_document, schemas_in
 from cllm.structured.numbers import keep_numbers_exact
-from cllm.structured.patterns import keep_to_the_standard
+from cllm.structured.patterns import keep_to_the_standard, without_lookahead
 from cllm.structured.places import pointer_to
-from cllm.structured.references import References, opens_a_document
 
 Schema = Any
 """An object, `true` or `false`; what clients send may be anything."""
@@ -88,13 +87,13 @@ class _Preparation:
         given = schema
         if self._lenient:
             schema = _without_what_cannot_be_enforced(given)
-        self._count(schema, given)
+        self._effort.count(schema)
+        with self._named(given):
+            self._conjunctions.check(schema)
         own = own and (given is self._root or not opens_a_document(given))
         node = {key: self._value(key, value, own=own) for key, value in schema.items()}
-        try:
+        with self._named(given):
             keep_numbers_exact(node, lenient=self._lenient)
-        except ValueError as error:
-            self._refuse(given, str(error))
         if id(given) in self._closable:
             node["additionalProperties"] = False
         _close(node, "unevaluatedProperties", "additionalProperties")
@@ -111,34 +110,34 @@ class _Preparation:
             else:
                 node["oneOf"] = found
                 node = {"anyOf" if key == "oneOf" else key: value for key, value in node.items()}
-        elif not self._lenient and _may_be_narrowed(schema.get("oneOf")):
+        elif not self._lenient and _may_be_narrowed(listed(schema, "oneOf")):
             # What is written for an option allows fewer values. Then more would be values of just one.
-            self._refuse(given, NOT_APART)
+            with self._named(given):
+                raise ValueError(NOT_APART)
         for each in (node, *more):
             keep_to_the_standard(each)
-        if more and isinstance(given := node.get("allOf", []), list):
-            node["allOf"] = [*given, *more]
+        if more and isinstance(node.get("allOf", []), list):
+            node["allOf"] = [*listed(node, "allOf"), *more]
         return node
 
-    def _count(self, schema: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        """`given`: what the client sent for it."""
-        self._effort.count(schema)
+    @contextmanager
+    def _named(self, schema: Mapping[str, Any]) -> Iterator[None]:
+        """Errors say where the schema is."""
         try:
-            self._conjunctions.check(schema)
+            yield
         except ValueError as error:
-            self._refuse(given, str(error))
-
-    def _refuse(self, schema: Mapping[str, Any], reason: str) -> NoReturn:
-        raise ValueError(f"{reason} (at {pointer_to(self._root, schema)})")
+            raise ValueError(f"{error} (at {pointer_to(self._root, schema)})") from None
 
     def _exclusive(self, schema: Mapping[str, Any], node: Mapping[str, Any]) -> list[Schema] | None:
         """The options of a `oneOf`, so that no two hold for the same value."""
         options = schema.get("oneOf")
         if not isinstance(options, list):
             return None
-        around = {key: value for key, value in schema.items() if key != "oneOf"}
-        more = self._exclusion.of(options, around)
-        return None if more is None else list(map(_narrowed, node["oneOf"], more))
+        more = self._exclusion.of(options, {key: value for key, value in schema.items() if key != "oneOf"})
+        if more is None:
+            return None
+        pairs = zip(node["oneOf"], more, strict=True)
+        return [option if demand is True else {"allOf": [option, demand]} for option, demand in pairs]
 
     def _value(self, key: str, value: Any, *, own: bool) -> Any:
         if key in LITERAL:
@@ -180,10 +179,8 @@ class _Preparation:
             del node["propertyNames"]
 
 
-def _may_be_narrowed(options: Any) -> bool:
-    return isinstance(options, list) and any(
-        not node.keys().isdisjoint(_NARROWED) for each in options for node in schemas_in(each)
-    )
+def _may_be_narrowed(options: list[Any]) -> bool:
+    return any(not node.keys().isdisjoint(_NARROWED) for each in options for node in schemas_in(each))
 
 
 def _without_what_cannot_be_enforced(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -208,11 +205,10 @@ def _formatted(node: dict[str, Any]) -> list[Schema]:
     del node["format"]
     if name in SAME:
         node["format"] = SAME[name]
-    elif name in PATTERNS and "pattern" in node:
-        return [{"pattern": PATTERNS[name]}]
-    elif name in PATTERNS:
-        node["pattern"] = PATTERNS[name]
-    return []
+    if name not in PATTERNS or "pattern" not in node:
+        node.update({"pattern": PATTERNS[name]} if name in PATTERNS else {})
+        return []
+    return [{"pattern": PATTERNS[name]}]
 
 
 def _looked_ahead(node: dict[str, Any]) -> list[Schema]:
@@ -288,7 +284,3 @@ def _at_least_one(node: dict[str, Any]) -> list[Schema]:
         return []  # llguidance knows what to do
     del node["minProperties"]
     return [{"anyOf": [{"type": "object", "required": [name]} for name in known]}]
-
-
-def _narrowed(option: Schema, more: Schema) -> Schema:
-    return option if more is True else {"allOf": [option, more]}

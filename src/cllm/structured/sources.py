@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from cllm.structured.closing import schemas_in
 from cllm.structured.effort import check_expressions
 from cllm.structured.gbnf import for_the_converter
+from cllm.structured.nodes import by_name, schemas_in
 from cllm.structured.places import place_of
 from cllm.structured.schemas import prepared
 from cllm.structured.structure import Structure
@@ -44,19 +44,22 @@ _JSON_RULE = re.compile(r"%json\s*(?=\{)")
 _DECODER = json.JSONDecoder()
 _CONTROL = re.compile(r"\\u00[01]")
 """Characters that have no other escape."""
-_ANY_OBJECT = {"type": "object"}
 
 
 def source_of(structure: Structure, special: Mapping[str, int]) -> str:
     """`special`: the vocabulary's special tokens."""
-    if structure.kind == "json_schema" and len(_RULE.findall(structure.source)) > MOST_RULES:
-        raise _too_many_rules()
-    if structure.kind == "structural_tag":
-        source = _structural_tag(structure.source, special)
+    kind, source = structure.kind, structure.source
+    if kind == "json_schema":
+        _check_count(_RULE.findall(source))
+    if kind in _SCHEMAS:  # by itself: its errors quote no grammar that nobody wrote
+        source = LLMatcher.grammar_from_json_schema(json.dumps(_styled(_SCHEMAS[kind](source))))
+    elif kind in RULES:
+        source = LLMatcher.grammar_from_lark(f"start: {RULES[kind](source)}")
+    elif kind == "structural_tag":
+        source = _structural_tag(source, special)
     else:
-        source = _GRAMMARS[structure.kind](structure.source)
-    if len(_RULE.findall(source)) > MOST_RULES:
-        raise _too_many_rules()
+        source = _lark(source) if kind == "lark" else _gbnf(source)
+    _check_count(_RULE.findall(source))
     return source
 
 
@@ -79,11 +82,6 @@ def located(structure: Structure, error: str, check: Callable[[str], str]) -> st
     return f"{error} (at {place})"
 
 
-def _of_schema(schema: Mapping[str, Any]) -> str:
-    """As `schema_rule`; its errors quote no grammar that nobody wrote."""
-    return LLMatcher.grammar_from_json_schema(json.dumps(_styled(schema)))
-
-
 def _styled(schema: Mapping[str, Any]) -> dict[str, Any]:
     given = schema.get("x-guidance", {})
     if not isinstance(given, dict):
@@ -101,8 +99,7 @@ def _fixed_texts(schema: Mapping[str, Any]) -> Iterator[Any]:
     """What an answer has to repeat to the letter."""
     for node in schemas_in(schema):
         yield from (node[key] for key in ("const", "enum", "required") if key in node)
-        if isinstance(known := node.get("properties"), Mapping):
-            yield from known
+        yield from by_name(node, "properties")
 
 
 def _schema(source: str) -> Mapping[str, Any]:
@@ -144,9 +141,8 @@ def _lark(source: str) -> str:
                 schema, end = _DECODER.raw_decode(source, found.end())
             except ValueError:  # llguidance says where
                 continue
-            if isinstance(schema, dict):
-                parts += [source[done : found.end()], json.dumps(prepared(schema))]
-                done = end
+            parts += [source[done : found.end()], json.dumps(prepared(schema))]
+            done = end
     return LLMatcher.grammar_from_lark("".join([*parts, source[done:]]))
 
 
@@ -154,8 +150,7 @@ def _gbnf(source: str) -> str:
     if _LARK.search(source):
         return _lark(source)
     _check_nesting(source)
-    if source.count("::=") > MOST_RULES:  # the converter compares each rule with all others
-        raise _too_many_rules()
+    _check_count(range(source.count("::=")))  # the converter compares each rule with all others
     try:
         return LLMatcher.grammar_from_lark(gbnf_to_lark(for_the_converter(source)))
     except RecursionError:
@@ -204,9 +199,8 @@ def _tag(number: int, structure: Any, triggers: list[str], special: Mapping[str,
 
 def _mark(text: str, special: Mapping[str, int]) -> str:
     """A text with the special tokens that are named in it."""
-    named = (
-        re.split(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})", text) if special else [text]
-    )
+    longest_first = sorted(special, key=len, reverse=True)
+    named = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if special else [text]
     parts = [f"<[{special[each]}]>" if each in special else json.dumps(each) for each in named if each]
     return " ".join(parts) or '""'
 
@@ -220,8 +214,9 @@ def _parsed(source: str) -> Any:
         raise ValueError(f"is not JSON: {error}") from None
 
 
-def _too_many_rules() -> ValueError:
-    return ValueError(f"has more than {MOST_RULES} rules or references")
+def _check_count(rules: Sized) -> None:
+    if len(rules) > MOST_RULES:
+        raise ValueError(f"has more than {MOST_RULES} rules or references")
 
 
 def _check_nesting(source: str) -> None:
@@ -235,18 +230,11 @@ def _check_nesting(source: str) -> None:
             depth = max(0, depth - 1)
 
 
+_SCHEMAS: dict[str, Callable[[str], Mapping[str, Any]]] = {"json": lambda _: {"type": "object"}, "json_schema": _schema}
 RULES: dict[str, Callable[[str], str]] = {
-    "json": lambda _: schema_rule(_ANY_OBJECT),
+    "json": lambda source: schema_rule(_SCHEMAS["json"](source)),
     "json_schema": lambda source: schema_rule(_schema(source)),
     "regex": _regex,
     "choice": _choice,
 }
 """Kinds that may be one of several things an answer may be."""
-_GRAMMARS: dict[str, Callable[[str], str]] = {
-    "json": lambda _: _of_schema(_ANY_OBJECT),
-    "json_schema": lambda source: _of_schema(_schema(source)),
-    "regex": lambda source: LLMatcher.grammar_from_lark(f"start: {_regex(source)}"),
-    "choice": lambda source: LLMatcher.grammar_from_lark(f"start: {_choice(source)}"),
-    "lark": _lark,
-    "gbnf": _gbnf,
-}
