@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from cllm.backends.torch.arena import Arena
 from cllm.errors import BackendError
@@ -69,7 +70,7 @@ class Rows:
         self.row_bytes = arena().block_bytes
         self.most_rows = limit // self.row_bytes
         self._piece_rows = max(1, PIECE_BYTES // self.row_bytes)
-        self._pieces: list[torch.Tensor] = []
+        self._pieces: list[Tensor] = []
         self._growing: threading.Thread | None = None
         self._closed = False
         self.rows = self._wanted = 0
@@ -189,9 +190,7 @@ class Rows:
         for block, row in self._both(arena, blocks, rows):
             block.copy_(row, non_blocking=True)
 
-    def _both(
-        self, arena: Arena, blocks: Sequence[int], rows: Sequence[int]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _both(self, arena: Arena, blocks: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Blocks and rows as bytes that each lie in one piece, as many together as possible."""
         parts = arena.parts
         together = len(parts) == 1  # else a row has the parts of one block behind each other

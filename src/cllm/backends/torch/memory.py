@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import Bounds, Tables
@@ -21,6 +21,6 @@ class Memory:
     model: Model
     graphs: DecodeGraphs | None
     bounds: Bounds
-    last: torch.Tensor
+    last: Tensor
     """The token that each row number drew last, int32."""
     tables: Tables

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cllm.backends.base import Chunk, Hidden, Pooling, PromptScores, Scoring
 from cllm.backends.torch.model import Model
@@ -14,10 +15,10 @@ from cllm.backends.torch.model import Model
 _SCORED_VALUES = 1 << 25
 """Logits that there are of scored rows at the same time."""
 
-Queued = dict[int, tuple[torch.Tensor, ...]]
+Queued = dict[int, tuple[Tensor, ...]]
 
 
-def read_states(model: Model, states: torch.Tensor, chunks: Sequence[Chunk]) -> Queued:
+def read_states(model: Model, states: Tensor, chunks: Sequence[Chunk]) -> Queued:
     """`states` are in the order in which a step computes the chunks: single tokens first."""
     queued: Queued = {}
     first = 0
@@ -40,7 +41,7 @@ def fetch(queued: Queued) -> Mapping[int, PromptScores | Hidden]:
     return read
 
 
-def _scores(model: Model, states: torch.Tensor, asked: Scoring) -> tuple[torch.Tensor, ...]:
+def _scores(model: Model, states: Tensor, asked: Scoring) -> tuple[Tensor, ...]:
     targets = torch.from_numpy(np.array(asked.targets, np.int64)).to(states.device)
     at_once = max(1, _SCORED_VALUES // model.decoder.n_vocab)
     parts = [
@@ -50,7 +51,7 @@ def _scores(model: Model, states: torch.Tensor, asked: Scoring) -> tuple[torch.T
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
-def _score_rows(logits: torch.Tensor, targets: torch.Tensor, top: int) -> tuple[torch.Tensor, ...]:
+def _score_rows(logits: Tensor, targets: Tensor, top: int) -> tuple[Tensor, ...]:
     chosen = logits.gather(1, targets[:, None])
     totals = torch.logsumexp(logits.double(), dim=1, keepdim=True)
     ranks = 1 + (logits > chosen).sum(dim=1)
@@ -65,7 +66,7 @@ def _score_rows(logits: torch.Tensor, targets: torch.Tensor, top: int) -> tuple[
     )
 
 
-def _pooled(states: torch.Tensor, chunk: Chunk, asked: Pooling) -> torch.Tensor:
+def _pooled(states: Tensor, chunk: Chunk, asked: Pooling) -> Tensor:
     if asked.kind == "last":
         return states[-1].double()
     before = torch.zeros(states.shape[1], dtype=torch.float64, device=states.device)
