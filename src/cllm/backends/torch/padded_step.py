@@ -49,13 +49,13 @@ class PaddedStep:
     def __init__(
         self, model: Model, arena: Arena, last: Tensor, sampler: Sampler, *, blocks_per_row: int, rows: int
     ) -> None:
-        """`last` has the last token of every row number. Unused rows write to the arena's spare block."""
+        """`last` has the last token of every row number. Unused rows write to the arena's first spare block."""
         self.longest = blocks_per_row * arena.block_size
         self._model = model
         self._arena = arena
         self._last = last
         self._sampler = sampler
-        self._unused_slot = arena.spare_block * arena.block_size
+        self._unused_slot = arena.blocks * arena.block_size
         ints = {"dtype": torch.int32, "device": arena.device}
         most = _table_at(rows) + rows * blocks_per_row
         self._inputs = torch.zeros(max(2 * most, _LEAST_INPUTS), **ints)
