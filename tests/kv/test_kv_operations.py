@@ -18,6 +18,7 @@ from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
 from cllm.kv.sequence import KVSequence
 from kv_kit import paged, slots, state_of
+from step_of import rows_of
 from thorough import sampled
 from window_kit import Logits, LoneMemory
 
@@ -35,7 +36,7 @@ def compute(backend: FakeBackend, kv: KVManager, sequence: KVSequence, count: in
         sequence.dropped,
         sequence.kept,
     )
-    logits = backend.step([chunk])
+    logits = rows_of(backend, [chunk])
     sequence.num_computed += count
     kv.verify(sequence)
     kv.commit(sequence)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from cllm.backends.base import BackendTraits, Chunk, Logits, StepResult, asks_more
+from cllm.backends.base import BackendTraits, Chunk, StepResult, asks_more
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import ROW_NUMBERS, Bounds, HostBatch, Tables, batch_on, read_chunks, spread
 from cllm.backends.torch.blocks import Blocks
@@ -239,14 +239,6 @@ class TorchBackend(Blocks):
 
     # -- steps -------------------------------------------------------------------------------------------------
 
-    def step(self, chunks: Sequence[Chunk]) -> Logits:
-        memory = self._ready()
-        if not chunks:
-            return np.empty((0, self.shape.n_vocab), np.float32)
-        with self._computing(chunks):
-            rows: Logits = self._forward(memory, self._read(memory, chunks), None).logits.cpu().numpy()
-            return rows
-
     def submit(self, chunks: Sequence[Chunk]) -> _Ticket | Sequence[Chunk]:
         if self.traits.depth == 1:
             return chunks
@@ -266,7 +258,7 @@ class TorchBackend(Blocks):
 
     def collect(self, ticket: _Ticket | Sequence[Chunk]) -> StepResult:
         if not isinstance(ticket, _Ticket):
-            return super().collect(ticket)
+            return self._compute(ticket)
         if ticket.chosen is None:
             assert ticket.error is not None
             raise ticket.error
@@ -276,6 +268,15 @@ class TorchBackend(Blocks):
             return StepResult(None, ticket.chosen.read(), fetch(ticket.queued))
         except Exception as error:
             raise self._failure(error, f"a step of {len(ticket.chosen.counts)} rows") from error
+
+    def _compute(self, chunks: Sequence[Chunk]) -> StepResult:
+        """A step whose tokens the host samples."""
+        memory = self._ready()
+        if not chunks:
+            return StepResult(np.empty((0, self.shape.n_vocab), np.float32))
+        with self._computing(chunks):
+            ran, queued = self._run(memory, self._read(memory, chunks), None, chunks)
+            return StepResult(ran.logits.cpu().numpy(), None, fetch(queued))
 
     @contextmanager
     def _computing(self, chunks: Sequence[Chunk]) -> Iterator[None]:
@@ -304,12 +305,6 @@ class TorchBackend(Blocks):
         beside = [] if draws is None else draws.parts()
         batch, moved = batch_on(host, self._device, memory.last, self._sampler.prepare, beside)
         return Ran(memory.model.forward(batch, memory.arena, self._raise_if_aborted), None, moved)
-
-    def read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
-        memory = self._ready()
-        with self._computing(chunks):
-            ran, queued = self._run(memory, self._read(memory, chunks), None, chunks)
-            return StepResult(ran.logits.cpu().numpy(), None, fetch(queued))
 
     def _run(
         self, memory: Memory, host: HostBatch, draws: HostDraws | None, chunks: Sequence[Chunk]
