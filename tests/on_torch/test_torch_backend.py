@@ -28,6 +28,7 @@ from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from hf_kit import header_of, tensors, write_directory, write_safetensors
 from native_kit import write_model
+from step_of import rows_of
 from torch_kit import BLOCK, N_VOCAB, build, chunk, greedy, open_backend, random_tokens, save, table
 
 BLOCKS = 64
@@ -51,7 +52,7 @@ def part(start: int, end: int, blocks: list[int], *, wants: bool = True) -> Chun
 
 
 def row(backend: TorchBackend, *chunks: Chunk) -> Logits:
-    return backend.step(chunks)[-1].copy()
+    return rows_of(backend, chunks)[-1].copy()
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -67,14 +68,15 @@ def test_rows_come_in_the_order_of_the_chunks_that_want_them(backend: TorchBacke
     second = row(backend, part(0, 7, table(7, 3)))
     third = row(backend, part(0, 100, table(100, 4)))
     single = row(backend, part(0, 1, [60]))
-    rows = backend.step(
+    rows = rows_of(
+        backend,
         [
             part(0, 100, table(100, 20)),
             part(0, 23, table(23, 30), wants=False),
             part(0, 1, [61]),
             part(0, 7, table(7, 40)),
             part(0, 40, table(40, 50)),
-        ]
+        ],
     )
     assert rows.dtype == np.float32 and rows.shape == (4, N_VOCAB)
     assert_same(rows, [third, single, second, first])
@@ -86,7 +88,7 @@ def test_chunks_of_any_size_give_the_same_row(backend: TorchBackend, size: int) 
     blocks = table(70, 50)[::-1]
     for start in range(0, 70, size):
         end = min(start + size, 70)
-        rows = backend.step([part(start, end, blocks, wants=end == 70)])
+        rows = rows_of(backend, [part(start, end, blocks, wants=end == 70)])
     assert_same(rows[0], whole)
 
 
@@ -96,15 +98,15 @@ def test_a_table_may_be_longer_than_its_tokens_need(backend: TorchBackend) -> No
 
 
 def test_steps_without_rows_and_without_chunks(backend: TorchBackend) -> None:
-    assert backend.step([]).shape == (0, N_VOCAB)
-    assert backend.step([part(0, 5, [0], wants=False)]).shape == (0, N_VOCAB)
+    assert rows_of(backend, []).shape == (0, N_VOCAB)
+    assert rows_of(backend, [part(0, 5, [0], wants=False)]).shape == (0, N_VOCAB)
 
 
 def test_what_is_computed_is_kept_and_shared(backend: TorchBackend) -> None:
     shared = table(64)
     row(backend, part(0, 64, shared))
     expected = row(backend, part(0, 100, table(100, 20)))
-    rows = backend.step([part(64, 100, [*shared, 50, 51, 52]), part(64, 100, [*shared, 53, 54, 55])])
+    rows = rows_of(backend, [part(64, 100, [*shared, 50, 51, 52]), part(64, 100, [*shared, 53, 54, 55])])
     assert_same(rows, [expected, expected])
 
 
@@ -185,11 +187,11 @@ def test_moves_are_those_of_a_list(
 def test_answers_before_and_after_a_move(backend: TorchBackend) -> None:
     expected = greedy(backend, TOKENS[:50], 30)
     blocks = [9, 3, 17, 30, 31, 32]
-    backend.step([part(0, 50, blocks)])
+    rows_of(backend, [part(0, 50, blocks)])
     backend.move_blocks([Move(9, 0, 1), Move(3, 1, 1), Move(17, 2, 1), Move(30, 3, 3)])
     tokens = list(TOKENS[:50])
     for at in range(50, 80):  # on the last prompt token again, whose K and V are there
-        (found,) = backend.step([chunk([tokens[at - 1]], at - 1, table(80))])
+        (found,) = rows_of(backend, [chunk([tokens[at - 1]], at - 1, table(80))])
         tokens.append(int(found.argmax()))
     assert tokens[50:] == expected
 
@@ -329,7 +331,7 @@ def test_impossible_chunks_are_errors_and_harm_nothing(backend: TorchBackend, wr
     expected = row(backend, part(0, 20, [30, 31]))
     for chunks in ([wrong], [part(0, 20, [40, 41]), wrong]):
         with pytest.raises(BackendError) as caught:
-            backend.step(chunks)
+            rows_of(backend, chunks)
         assert not caught.value.fatal and "\n" not in str(caught.value)
     assert_same(row(backend, part(0, 20, [30, 31])), expected)
 
@@ -348,7 +350,7 @@ def test_an_abort_ends_the_step_and_no_other(backend: TorchBackend, monkeypatch:
 
     monkeypatch.setattr(model, "_attention", attention)
     with pytest.raises(StepAbortedError):
-        backend.step([part(0, 300, table(300, 40))])
+        rows_of(backend, [part(0, 300, table(300, 40))])
     assert len(layers) == 1
     monkeypatch.undo()
     backend.abort()  # between steps: nothing to end
@@ -376,7 +378,7 @@ def test_no_memory_is_one_requests_trouble_and_all_else_everybodys(
 ) -> None:
     monkeypatch.setattr(backend._ready().model, "_attention", failing(error))
     with pytest.raises(BackendError) as caught:
-        backend.step([part(0, 20, [0, 1])])
+        rows_of(backend, [part(0, 20, [0, 1])])
     assert caught.value.fatal == fatal and "\n" not in str(caught.value) and "a step of 20 tokens" in str(caught.value)
 
 
@@ -392,7 +394,7 @@ def test_more_than_there_is_is_one_line(backend: TorchBackend, directory: Path) 
 def test_it_needs_blocks_and_memory(directory: Path) -> None:
     backend = TorchBackend(HFModel.open(directory), device="cpu", kv_type="f32")
     with pytest.raises(BackendError, match="allocate"):
-        backend.step([part(0, 1, [0])])
+        rows_of(backend, [part(0, 1, [0])])
     with pytest.raises(BackendError, match="blocks"):
         backend.allocate(SlotGeometry(4, 256))
 
@@ -403,7 +405,7 @@ def test_close_is_final_and_may_be_repeated(directory: Path) -> None:
     backend.close()
     backend.close()
     backend.abort()
-    uses = (backend.rebuild, lambda: backend.step([part(0, 1, [0])]), lambda: ops.copy_blocks([(0, 1)]),
+    uses = (backend.rebuild, lambda: rows_of(backend, [part(0, 1, [0])]), lambda: ops.copy_blocks([(0, 1)]),
             lambda: backend.allocate(BlockGeometry(8, 16)))  # fmt: skip
     for use in uses:
         with pytest.raises(BackendError) as caught:

@@ -28,6 +28,7 @@ from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged.manager import PagedKVManager
 from engine_kit import make_request
 from sampling_kit import packed
+from step_of import rows_of
 from torch_kit import BLOCK, N_VOCAB, build, chunk, open_backend, random_tokens, save, table
 
 BLOCKS = 64
@@ -247,7 +248,7 @@ def test_what_a_step_needs_is_read_before_submit_returns(backend: TorchBackend) 
 
 def test_masks_and_draws_of_many_kinds_in_one_step(backend: TorchBackend) -> None:
     prompt = PROMPTS[2]
-    (row,) = backend.step([chunk(prompt, 0, table(40))])
+    (row,) = rows_of(backend, [chunk(prompt, 0, table(40))])
     order = np.argsort(-row)
     mask = np.ones(N_VOCAB, np.bool_)
     mask[order[:3]] = False
