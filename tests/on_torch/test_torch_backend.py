@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cllm.backends.base import Chunk, Logits
-from cllm.backends.torch import block_bytes
+from cllm.backends.torch import memory
 from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.device import DTYPES
 from cllm.backends.torch.linear import FP8
@@ -126,18 +126,18 @@ def test_a_copied_block_goes_on_like_its_source(backend: TorchBackend) -> None:
 
 def test_a_block_that_comes_back_goes_on_like_before(backend: TorchBackend) -> None:
     row(backend, part(0, 24, [5, 6]))
-    assert isinstance(backend, BlockBytes)
-    kept = [content.copy() for content in backend.read_blocks([5, 6])]
-    assert [content.nbytes for content in kept] == 2 * [backend.block_bytes]
+    assert isinstance(backend.ops, BlockBytes)
+    kept = [content.copy() for content in backend.ops.read_blocks([5, 6])]
+    assert [content.nbytes for content in kept] == 2 * [backend.ops.block_bytes]
     expected = row(backend, part(24, 30, [5, 6]))
     row(backend, part(0, 24, [6, 5]))  # the source is written over
-    places = backend.landing([41, 40])
+    places = backend.ops.landing([41, 40])
     for place, content in zip(places, kept, strict=True):
         place[:] = content
-    backend.land([41, 40], places)
+    backend.ops.land([41, 40], places)
     assert_same(row(backend, part(24, 30, [41, 40])), expected)
     with pytest.raises(BackendError, match=f"block {BLOCKS} does not exist"):
-        backend.read_blocks([BLOCKS])
+        backend.ops.read_blocks([BLOCKS])
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30])
@@ -147,16 +147,16 @@ def test_what_has_landed_is_not_copied_again(
     def refuse(*_: object) -> None:
         raise AssertionError("a copy of all")
 
-    monkeypatch.setattr(block_bytes, "LANDED_AT_ONCE_BYTES", at_once)
-    places = backend.landing([41, 40, 7])
+    monkeypatch.setattr(memory, "LANDED_AT_ONCE_BYTES", at_once)
+    places = backend.ops.landing([41, 40, 7])
     for number, place in enumerate(places):
         place[:] = number + 1
     with monkeypatch.context() as patch:
         patch.setattr(np, "stack", refuse)
-        backend.land([41, 40], places[:2])
-    assert [int(content.max()) for content in backend.read_blocks([41, 40])] == [1, 2]
-    backend.land([41, 40], [places[2], places[0]])
-    assert [int(content.min()) for content in backend.read_blocks([41, 40])] == [3, 1]
+        backend.ops.land([41, 40], places[:2])
+    assert [int(content.max()) for content in backend.ops.read_blocks([41, 40])] == [1, 2]
+    backend.ops.land([41, 40], [places[2], places[0]])
+    assert [int(content.min()) for content in backend.ops.read_blocks([41, 40])] == [3, 1]
 
 
 @pytest.mark.parametrize("together", [1, 3, 1000])
@@ -174,13 +174,13 @@ def test_what_has_landed_is_not_copied_again(
 def test_moves_are_those_of_a_list(
     backend: TorchBackend, moves: list[Move], together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kv = backend._ready().arena.data
+    kv = backend._worker.context.arena.data
     monkeypatch.setattr("cllm.backends.torch.arena._MOVED_BYTES", together * kv[0].nbytes)
     kv.copy_(torch.arange(BLOCKS, dtype=kv.dtype).view(-1, 1, 1, 1, 1, 1).expand_as(kv))
     expected = list(range(BLOCKS))
     for source, target, count in moves:
         expected[target : target + count] = expected[source : source + count]
-    backend.move_blocks(moves)
+    backend.ops.move_blocks(moves)
     assert kv[:, 0, 0, 0, 0, 0].tolist() == expected == kv[:, -1, -1, -1, -1, -1].tolist()
 
 
@@ -188,7 +188,7 @@ def test_answers_before_and_after_a_move(backend: TorchBackend) -> None:
     expected = greedy(backend, TOKENS[:50], 30)
     blocks = [9, 3, 17, 30, 31, 32]
     rows_of(backend, [part(0, 50, blocks)])
-    backend.move_blocks([Move(9, 0, 1), Move(3, 1, 1), Move(17, 2, 1), Move(30, 3, 3)])
+    backend.ops.move_blocks([Move(9, 0, 1), Move(3, 1, 1), Move(17, 2, 1), Move(30, 3, 3)])
     tokens = list(TOKENS[:50])
     for at in range(50, 80):  # on the last prompt token again, whose K and V are there
         (found,) = rows_of(backend, [chunk([tokens[at - 1]], at - 1, table(80))])
@@ -197,14 +197,19 @@ def test_answers_before_and_after_a_move(backend: TorchBackend) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda b: b.copy_blocks([(0, BLOCKS)]), lambda b: b.copy_blocks([(-1, 0)]),
-              lambda b: b.move_blocks([Move(0, 60, 5)]), lambda b: b.move_blocks([Move(0, 1, 1), Move(-1, 1, 3)])]
-)  # fmt: skip
+    "wrong",
+    [
+        lambda ops: ops.copy_blocks([(0, BLOCKS)]),
+        lambda ops: ops.copy_blocks([(-1, 0)]),
+        lambda ops: ops.move_blocks([Move(0, 60, 5)]),
+        lambda ops: ops.move_blocks([Move(0, 1, 1), Move(-1, 1, 3)]),
+    ],
+)
 def test_blocks_that_are_not_there(backend: TorchBackend, wrong: Any) -> None:
-    before = backend._ready().arena.data.clone()
+    before = backend._worker.context.arena.data.clone()
     with pytest.raises(BackendError, match="does not exist") as caught:
-        wrong(backend)
-    assert not caught.value.fatal and torch.equal(backend._ready().arena.data, before)
+        wrong(backend.ops)
+    assert not caught.value.fatal and torch.equal(backend._worker.context.arena.data, before)
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "bf16", "f32", "fp8", "int8"])
@@ -216,10 +221,10 @@ def test_the_arena_takes_the_bytes_that_are_planned(directory: Path, kv_type: st
             head_dim_v=shape.head_dim_v, type_k=kv_type, type_v=kv_type,
         )  # fmt: skip
         assert isinstance(backend, TorchBackend)
-        assert backend.kv_bytes == backend.resident_bytes() == 10 * BLOCK * token
-        backend.release_pages(0, 10)
-        backend.prepare_pages(0, 10)
-        assert backend.resident_bytes() == backend.kv_bytes
+        assert backend.kv_bytes == backend.ops.resident_bytes() == 10 * BLOCK * token
+        backend.ops.release_pages(0, 10)
+        backend.ops.prepare_pages(0, 10)
+        assert backend.ops.resident_bytes() == backend.kv_bytes
 
 
 def test_a_rebuilt_context_computes_the_same(backend: TorchBackend) -> None:
@@ -236,7 +241,6 @@ def test_a_rebuilt_context_computes_the_same(backend: TorchBackend) -> None:
 PEAK = """
 import re, sys, torch
 from pathlib import Path
-from cllm.backends.torch import block_bytes
 from cllm.backends.torch.backend import TorchBackend
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
@@ -248,7 +252,7 @@ def memory(kind):
 before = memory("VmRSS")
 backend = TorchBackend(model, device="cpu", dtype=sys.argv[2])
 taken = memory("VmHWM") - before
-weights = backend._weights
+weights = backend._worker._weights
 found = [getattr(part, name) for part in [weights, *weights.layers] for name in part.__slots__]
 found += [scale for layer in weights.layers for scale in (layer.scales or {}).values()]
 held = {tensor.data_ptr(): tensor.nbytes for tensor in found if isinstance(tensor, torch.Tensor)}
@@ -338,7 +342,7 @@ def test_impossible_chunks_are_errors_and_harm_nothing(backend: TorchBackend, wr
 
 def test_an_abort_ends_the_step_and_no_other(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = row(backend, part(0, 300, table(300)))
-    model, layers = backend._ready().model, []
+    model, layers = backend._worker.context.model, []
     original = model._attention
 
     def attention(*arguments: Any) -> Any:
@@ -376,7 +380,7 @@ def failing(error: Exception) -> Any:
 def test_no_memory_is_one_requests_trouble_and_all_else_everybodys(
     backend: TorchBackend, monkeypatch: pytest.MonkeyPatch, error: Exception, fatal: bool
 ) -> None:
-    monkeypatch.setattr(backend._ready().model, "_attention", failing(error))
+    monkeypatch.setattr(backend._worker.context.model, "_attention", failing(error))
     with pytest.raises(BackendError) as caught:
         rows_of(backend, [part(0, 20, [0, 1])])
     assert caught.value.fatal == fatal and "\n" not in str(caught.value) and "a step of 20 tokens" in str(caught.value)
@@ -450,8 +454,8 @@ def test_tensors_that_are_missing_wrong_or_unknown(tmp_path: Path) -> None:
 def test_what_a_tied_model_need_not_have_is_not_looked_at(tmp_path: Path) -> None:
     path = write_directory(tmp_path, config={"tie_word_embeddings": True})
     with TorchBackend(HFModel.open(path), device="cpu") as backend:
-        assert isinstance(backend, TorchBackend) and backend._weights is not None
-        assert backend._weights.head is backend._weights.embedding
+        assert isinstance(backend, TorchBackend) and (weights := backend._worker._weights) is not None
+        assert weights.head is weights.embedding
 
 
 def test_weights_that_are_cut_short_while_they_are_loaded(tmp_path: Path) -> None:
