@@ -23,6 +23,7 @@ from cllm.server.app import create_app
 from encoder_kit import CLS, SEP, TOKENS, write_bert
 from loading_kit import load_parts
 from native_kit import build_model
+from step_of import rows_of, step_of
 
 SETTINGS: dict[str, Any] = {"kv.disk.enabled": False, "backend.threads": 1}
 
@@ -70,14 +71,14 @@ def test_a_text_is_computed_in_one_step(bert: Path, monkeypatch: pytest.MonkeyPa
     with LlamaCppEncoder(GGUFModel.open(bert), threads=1, n_batch=64, mmap=True, mlock=False) as backend:
         asked = Pooling("cls")
         with pytest.raises(BackendError, match="one step"):
-            backend.read_prompts([Chunk(array("i", [5]), 1, 0, asks=asked)])
+            step_of(backend, [Chunk(array("i", [5]), 1, 0, asks=asked)])
         with pytest.raises(BackendError, match="generates no text"):
-            backend.read_prompts([Chunk(array("i", [5]), 0, 1)])
+            step_of(backend, [Chunk(array("i", [5]), 0, 1)])
         with pytest.raises(BackendError, match="generates no text"):
-            backend.step([Chunk(array("i", [5]), 0, 1)])
-        before = backend.read_prompts([Chunk(array("i", [5, 6]), 0, 0, asks=asked)]).read[0]
+            rows_of(backend, [Chunk(array("i", [5]), 0, 1)])
+        before = step_of(backend, [Chunk(array("i", [5, 6]), 0, 0, asks=asked)]).read[0]
         backend.rebuild()
-        assert np.array_equal(backend.read_prompts([Chunk(array("i", [5, 6]), 0, 0, asks=asked)]).read[0], before)
+        assert np.array_equal(step_of(backend, [Chunk(array("i", [5, 6]), 0, 0, asks=asked)]).read[0], before)
         monkeypatch.setattr(backend._library, "package", "another")
         assert backend.describe().startswith("llama.cpp (another ") and "embeds texts" in backend.describe()
 

@@ -30,6 +30,7 @@ from cllm.loading.windows import Windows
 from cllm.machine import MemoryLimit
 from cllm.models.registry import resolve
 from cllm.offline import LLM
+from step_of import rows_of
 from thorough import slow
 
 pytestmark = pytest.mark.model
@@ -92,7 +93,7 @@ def prompts() -> list[array[int]]:
 
 
 def prefill(backend: LlamaCppBackend, slot: int, tokens: array[int], start: int = 0) -> Logits:
-    return backend.step([Chunk(tokens, start, True, slot)])[0].copy()
+    return rows_of(backend, [Chunk(tokens, start, True, slot)])[0].copy()
 
 
 def continue_greedily(backend: LlamaCppBackend, slot: int, logits: Logits, count: int = 12) -> list[int]:
@@ -149,23 +150,25 @@ def test_rows_come_back_in_the_order_of_the_caller(backend: LlamaCppBackend, pro
     for slots in ((0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)):
         for slot in range(SLOTS):
             backend.ops.remove(slot, 0)
-        rows = backend.step([Chunk(prompt, 0, True, slot) for slot, prompt in zip(slots, prompts, strict=True)])
+        rows = rows_of(backend, [Chunk(prompt, 0, True, slot) for slot, prompt in zip(slots, prompts, strict=True)])
         assert_close(rows, alone)
 
 
 def test_only_chunks_that_want_logits_get_a_row(backend: LlamaCppBackend, prompts: list[array[int]]) -> None:
     alone = prefill(backend, 0, prompts[2])
     backend.ops.remove(0, 0)
-    rows = backend.step([Chunk(prompts[0], 0, False, 3), Chunk(prompts[2], 0, True, 0), Chunk(prompts[1], 0, False, 1)])
+    rows = rows_of(
+        backend, [Chunk(prompts[0], 0, False, 3), Chunk(prompts[2], 0, True, 0), Chunk(prompts[1], 0, False, 1)]
+    )
     assert rows.shape == (1, backend.shape.n_vocab)
     assert_close(rows[0], alone)
-    assert backend.step([Chunk(prompts[0], 0, False, 2)]).shape == (0, backend.shape.n_vocab)
-    assert backend.step([]).shape == (0, backend.shape.n_vocab)
+    assert rows_of(backend, [Chunk(prompts[0], 0, False, 2)]).shape == (0, backend.shape.n_vocab)
+    assert rows_of(backend, []).shape == (0, backend.shape.n_vocab)
 
 
 def test_rows_in_the_order_of_slots_are_not_copied(backend: LlamaCppBackend, prompts: list[array[int]]) -> None:
-    first = backend.step([Chunk(prompts[0], 0, True, 0), Chunk(prompts[1], 0, True, 1)])
-    second = backend.step([Chunk(prompts[2], 0, True, 2), Chunk(prompts[3], 0, True, 3)])
+    first = rows_of(backend, [Chunk(prompts[0], 0, True, 0), Chunk(prompts[1], 0, True, 1)])
+    second = rows_of(backend, [Chunk(prompts[2], 0, True, 2), Chunk(prompts[3], 0, True, 3)])
     assert np.shares_memory(first, second)
 
 
@@ -180,7 +183,7 @@ def test_decodes_and_a_prompt_in_one_step(backend: LlamaCppBackend, prompts: lis
         Chunk(prompts[1], 0, True, 1)
         for slot in (3, 1, 0, 2)
     ]  # fmt: skip
-    assert backend.step(chunks).argmax(axis=1).tolist() == [
+    assert rows_of(backend, chunks).argmax(axis=1).tolist() == [
         expected[3][1], expected[1][0], expected[0][1], expected[2][1]
     ]  # fmt: skip
 
@@ -191,7 +194,7 @@ def test_a_step_larger_than_the_batch(backend: LlamaCppBackend, prompts: list[ar
         small.allocate(SlotGeometry(SLOTS, 256))
         assert sum(map(len, prompts)) > 4 * 7
         order = (2, 1, 3, 0)
-        rows = small.step([Chunk(prompts[slot], 0, True, slot) for slot in order])
+        rows = rows_of(small, [Chunk(prompts[slot], 0, True, slot) for slot in order])
         assert_close(rows, [alone[slot] for slot in order])
 
 
@@ -210,7 +213,7 @@ def test_batch_splits_are_what_llama_cpp_does(
         ):
             caplog.clear()
             before = backend.batch_splits
-            backend.step(chunks)
+            rows_of(backend, chunks)
             passes = sum("added ubatch" in record.message for record in caplog.records)
             assert backend.batch_splits - before == passes - 1
 
@@ -284,8 +287,8 @@ def advance_together(backend: LlamaCppBackend, prompts: list[array[int]], sizes:
             rows.append(prefill(backend, number, prompts[number]))
             last.append(int(rows[-1].argmax()))
         for _ in range(4):
-            step = backend.step(
-                [Chunk(array("i", [token]), ops.length(slot), True, slot) for slot, token in enumerate(last)]
+            step = rows_of(
+                backend, [Chunk(array("i", [token]), ops.length(slot), True, slot) for slot, token in enumerate(last)]
             )
             rows += list(step.copy())
             last = step.argmax(axis=1).tolist()
@@ -468,7 +471,7 @@ def test_abort_from_another_thread(backend: LlamaCppBackend, prompts: list[array
 
     def run() -> None:
         try:
-            backend.step([Chunk(long, 0, True, 0)])
+            rows_of(backend, [Chunk(long, 0, True, 0)])
         except BackendError as error:
             raised.append(error)
 
@@ -507,7 +510,7 @@ def test_a_bad_chunk_is_an_error_and_no_more(
 ) -> None:
     expected = generate(backend, 1, prompts[1], 4)
     with pytest.raises(BackendError, match=message) as caught:
-        backend.step(chunks)
+        rows_of(backend, chunks)
     assert not caught.value.fatal
     assert "\n" not in str(caught.value)
     assert backend.ops.length(0) == 0
@@ -591,7 +594,7 @@ def test_files_that_are_no_model(tmp_path: Path) -> None:
 def test_close_is_final_and_may_be_repeated(prompts: list[array[int]]) -> None:
     backend = make()
     with pytest.raises(BackendError, match="allocate"):
-        backend.step([Chunk(prompts[0], 0, True, 0)])
+        rows_of(backend, [Chunk(prompts[0], 0, True, 0)])
     backend.allocate(SlotGeometry(1, 256))
     ops = backend.ops
     prefill(backend, 0, prompts[0])
@@ -600,7 +603,7 @@ def test_close_is_final_and_may_be_repeated(prompts: list[array[int]]) -> None:
     backend.abort()
     for use in (
         backend.rebuild,
-        lambda: backend.step([Chunk(prompts[0], 0, True, 0)]),
+        lambda: rows_of(backend, [Chunk(prompts[0], 0, True, 0)]),
         lambda: ops.save(0),
         lambda: ops.length(0),
     ):

@@ -25,6 +25,7 @@ from cllm.kv.ops import SavedKV, SlotGeometry
 from cllm.models.registry import resolve
 from llama_disk import CACHED, EXACT, PROMPTS, TOKENS, alike, bits, opened, prompt
 from repository import KITS
+from step_of import rows_of
 from thorough import slow
 
 pytestmark = [slow, pytest.mark.usefixtures("loading_pays")]
@@ -56,7 +57,7 @@ def make(path: Path, slots: int, slot_tokens: int = 768, **settings: Any) -> Lla
 
 
 def compute(backend: LlamaCppBackend, slot: int, tokens: array[int], start: int, count: int) -> Logits:
-    return backend.step([Chunk(tokens[start : start + count], start, True, slot)])[0].copy()
+    return rows_of(backend, [Chunk(tokens[start : start + count], start, True, slot)])[0].copy()
 
 
 def compare(path: Path, count: int, tails: tuple[int, ...], **settings: Any) -> None:

@@ -18,6 +18,7 @@ from cllm.engine.params import ContextWindow
 from cllm.errors import BackendError, InvalidRequestError
 from cllm.kv.ops import SavedKV, SlotGeometry
 from native_kit import sliding_window
+from step_of import rows_of
 
 TOKENS = array("i", [40 + number * 7 % 200 for number in range(900)])
 
@@ -37,7 +38,7 @@ def backend(path: Path) -> Iterator[LlamaCppBackend]:
 
 
 def compute(backend: LlamaCppBackend, slot: int, start: int, end: int) -> np.ndarray[Any, Any]:
-    return backend.step([Chunk(TOKENS[start:end], start, 1, slot)])[0].copy()
+    return rows_of(backend, [Chunk(TOKENS[start:end], start, 1, slot)])[0].copy()
 
 
 def test_what_is_moved_goes_on_to_the_bit_however_many_slots_there_are(backend: LlamaCppBackend) -> None:

@@ -24,6 +24,7 @@ from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from native_backend_kit import BLOCK_SIZE, BLOCKS, chunk, make, row, table
 from repository import KITS
+from step_of import rows_of
 
 pytestmark = pytest.mark.model
 
@@ -43,13 +44,14 @@ def test_rows_come_in_the_order_of_the_chunks_that_want_them(backend: NativeBack
     first = row(backend, chunk(0, 40, table(0, 40)))
     second = row(backend, chunk(0, 7, table(3, 7)))
     third = row(backend, chunk(0, 100, table(4, 100)))
-    rows = backend.step(
+    rows = rows_of(
+        backend,
         [
             chunk(0, 100, table(20, 100)),
             chunk(0, 23, table(30, 23), wants=False),
             chunk(0, 7, table(40, 7)),
             chunk(0, 40, table(50, 40)),
-        ]
+        ],
     )
     assert rows.dtype == np.float32 and rows.shape == (3, backend.shape.n_vocab)
     assert np.array_equal(rows, [third, second, first])
@@ -57,7 +59,7 @@ def test_rows_come_in_the_order_of_the_chunks_that_want_them(backend: NativeBack
 
 def test_a_chunk_gives_the_rows_of_its_last_tokens(backend: NativeBackend) -> None:
     expected = [row(backend, chunk(0, end, table(0, end))) for end in (37, 38, 39, 40)]
-    rows = backend.step([chunk(0, 9, table(30, 9)), chunk(0, 40, table(20, 40), wants=4), chunk(0, 3, [50])])
+    rows = rows_of(backend, [chunk(0, 9, table(30, 9)), chunk(0, 40, table(20, 40), wants=4), chunk(0, 3, [50])])
     assert rows.shape[0] == 6 and np.array_equal(rows[1:5], expected)
 
 
@@ -67,7 +69,7 @@ def test_chunks_of_any_size_give_the_same_row(backend: NativeBackend, size: int)
     blocks = table(60, 70)[::-1]
     for start in range(0, 70, size):
         end = min(start + size, 70)
-        rows = backend.step([chunk(start, end, blocks, wants=end == 70)])
+        rows = rows_of(backend, [chunk(start, end, blocks, wants=end == 70)])
     assert np.array_equal(rows[0], whole)
 
 
@@ -77,13 +79,13 @@ def test_a_table_may_be_longer_than_its_tokens_need(backend: NativeBackend) -> N
 
 
 def test_steps_without_rows_and_without_chunks(backend: NativeBackend) -> None:
-    assert backend.step([]).shape == (0, backend.shape.n_vocab)
-    assert backend.step([chunk(0, 5, [0], wants=False)]).shape == (0, backend.shape.n_vocab)
+    assert rows_of(backend, []).shape == (0, backend.shape.n_vocab)
+    assert rows_of(backend, [chunk(0, 5, [0], wants=False)]).shape == (0, backend.shape.n_vocab)
 
 
 def test_more_rows_than_ever_before(backend: NativeBackend) -> None:
     alone = row(backend, chunk(0, 3, [0]))
-    rows = backend.step([chunk(0, 3, [block]) for block in range(80)])
+    rows = rows_of(backend, [chunk(0, 3, [block]) for block in range(80)])
     assert rows.shape[0] == 80 and all(np.array_equal(one, alone) for one in rows)
 
 
@@ -91,7 +93,7 @@ def test_what_is_computed_is_kept_and_shared(backend: NativeBackend) -> None:
     shared = table(0, 64)
     row(backend, chunk(0, 64, shared))
     expected = row(backend, chunk(0, 100, table(20, 100)))
-    rows = backend.step([chunk(64, 100, [*shared, *range(50, 53)]), chunk(64, 100, [*shared, *range(60, 63)])])
+    rows = rows_of(backend, [chunk(64, 100, [*shared, *range(50, 53)]), chunk(64, 100, [*shared, *range(60, 63)])])
     assert np.array_equal(rows, [expected, expected])
 
 
@@ -256,7 +258,7 @@ def test_impossible_chunks_are_errors_and_harm_nothing(backend: NativeBackend, w
     expected = row(backend, chunk(0, 20, [30, 31]))
     for chunks in ([wrong], [chunk(0, 20, [40, 41]), wrong]):
         with pytest.raises(BackendError) as caught:
-            backend.step(chunks)
+            rows_of(backend, chunks)
         assert not caught.value.fatal and "\n" not in str(caught.value)
     assert np.array_equal(row(backend, chunk(0, 20, [30, 31])), expected)
 
@@ -273,7 +275,7 @@ def test_an_abort_ends_the_step_and_no_other(backend: NativeBackend) -> None:
     other.start()
     try:
         with pytest.raises(StepAbortedError):
-            backend.step([chunk(0, 500, table(40, 500))])
+            rows_of(backend, [chunk(0, 500, table(40, 500))])
     finally:
         ended.set()
         other.join()
@@ -290,6 +292,7 @@ from cllm.backends.base import Chunk
 from cllm.kv.memory import MIB
 from cllm.kv.ops import BlockGeometry
 from native_backend_kit import chunk, make, row, table
+from step_of import rows_of
 with make() as backend:
     backend.allocate(BlockGeometry(260, 16))
     many = Chunk(array("i", range(1, 1201)), 0, True, blocks=table(8, 1200))
@@ -299,7 +302,7 @@ with make() as backend:
     for _ in range(2):
         resource.setrlimit(resource.RLIMIT_AS, (taken + 2 * MIB, allowed[1]))
         try:
-            backend.step([many])
+            rows_of(backend, [many])
         except BackendError as error:
             assert not error.fatal, error
         else:
@@ -307,7 +310,7 @@ with make() as backend:
         finally:
             resource.setrlimit(resource.RLIMIT_AS, allowed)
         assert np.array_equal(row(backend, chunk(0, 16, [0])), expected)
-    assert backend.step([many]).shape[0] == 1
+    assert rows_of(backend, [many]).shape[0] == 1
 print("sound")
 """
 
@@ -321,7 +324,7 @@ def test_a_step_that_gets_no_memory_harms_no_other() -> None:
 def test_it_needs_blocks_and_memory() -> None:
     with make() as backend:
         with pytest.raises(BackendError, match="allocate"):
-            backend.step([chunk(0, 1, [0])])
+            rows_of(backend, [chunk(0, 1, [0])])
         with pytest.raises(BackendError, match="blocks"):
             backend.allocate(SlotGeometry(4, 256))
         with pytest.raises(ConfigError) as caught:
@@ -342,7 +345,7 @@ def test_close_is_final_and_may_be_repeated() -> None:
     backend.close()
     backend.close()
     backend.abort()
-    for use in (backend.rebuild, lambda: backend.step([chunk(0, 1, [0])]), lambda: ops.copy_blocks([(0, 1)])):
+    for use in (backend.rebuild, lambda: rows_of(backend, [chunk(0, 1, [0])]), lambda: ops.copy_blocks([(0, 1)])):
         with pytest.raises(BackendError) as caught:
             use()
         assert caught.value.fatal

@@ -118,15 +118,15 @@ class Sabotage:
 
     def __init__(self, llm: LLM, fault: Any) -> None:
         self._backend = engine_of(llm).backend
-        self._original = self._backend.step
+        self._original = self._backend.collect
         self._fault = fault
         self._steps = 0
 
     def __enter__(self) -> None:
-        self._backend.step = self._step  # type: ignore[method-assign]
+        self._backend.collect = self._step  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        self._backend.step = self._original  # type: ignore[method-assign]
+        self._backend.collect = self._original  # type: ignore[method-assign]
 
     def _step(self, chunks: Sequence[Chunk]) -> Any:
         self._steps += 1
@@ -199,13 +199,13 @@ async def test_a_prompt_that_is_cancelled_while_it_is_computed_leaves_nothing() 
         loop = asyncio.get_running_loop()
         engine = llm._engine
         assert engine is not None
-        original = engine.backend.step
+        original = engine.backend.collect
 
         def step(chunks: Sequence[Chunk]) -> Any:
             loop.call_soon_threadsafe(started.set)
             return original(chunks)
 
-        engine.backend.step = step  # type: ignore[method-assign]
+        engine.backend.collect = step  # type: ignore[method-assign]
         generation = llm.submit(LONG, GREEDY)
         await started.wait()
         await generation.aclose()

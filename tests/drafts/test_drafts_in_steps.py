@@ -26,6 +26,7 @@ from cllm.kv.paged.manager import PagedKVManager
 from draft_kit import LONG, Lone, ScriptedDrafter, by_answer, oracle
 from engine_kit import LAYOUTS, make_request, make_scheduler, reference
 from pipelined_backend import PipelinedFake
+from step_of import rows_of
 
 
 def last_steps(lone: Lone, request: Request, count: int) -> None:
@@ -312,14 +313,15 @@ def test_a_row_is_that_of_its_token_alone(layout: str) -> None:
     make_scheduler(alone, layout)
     tokens = array("i", list(b"some tokens to compute"))
     blocks = list(range(8))
-    one_by_one = [alone.step([Chunk(tokens[i : i + 1], i, 1, blocks=blocks)])[0] for i in range(len(tokens))]
-    together = lone.backend.step(
+    one_by_one = [rows_of(alone, [Chunk(tokens[i : i + 1], i, 1, blocks=blocks)])[0] for i in range(len(tokens))]
+    together = rows_of(
+        lone.backend,
         [
             Chunk(tokens[:3], 0, 0, blocks=blocks),
-        ]
+        ],
     )
     assert together.shape == (0, 320)
-    together = lone.backend.step([Chunk(tokens[3:], 3, 10, blocks=blocks)])
+    together = rows_of(lone.backend, [Chunk(tokens[3:], 3, 10, blocks=blocks)])
     assert (together == one_by_one[-10:]).all()
 
 

@@ -151,7 +151,7 @@ def test_cancelled_and_late_ones_end_once(kind: str) -> None:
 
 def test_numbers_that_are_none_are_one_requests_error() -> None:
     engine, backend, collector = make_engine()
-    real = backend.read_prompts
+    real = backend.collect
 
     def broken(chunks: list[Chunk]) -> object:
         result = real(chunks)
@@ -159,7 +159,7 @@ def test_numbers_that_are_none_are_one_requests_error() -> None:
             (read.logprobs if isinstance(read, PromptScores) else read).fill(np.nan)
         return result
 
-    backend.read_prompts = broken  # type: ignore[method-assign,assignment]
+    backend.collect = broken  # type: ignore[method-assign,assignment]
     engine.start()
     requests = [make_request(PROMPT, params_of(kind), reading=make_reading(kind)) for kind in KINDS]
     plain = make_request("as if nothing were")

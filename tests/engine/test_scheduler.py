@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cllm.backends.base import Chunk, Logits
+from cllm.backends.base import Chunk, StepResult
 from cllm.backends.fake import FakeBackend
 from cllm.engine.budget import StepBudget
 from cllm.engine.params import SamplingParams
@@ -231,14 +231,15 @@ def test_unusable_logits_fail_one_request_only(layout: str) -> None:
     good, bad = make_request("good"), make_request("bad")
     scheduler.add(good)
     scheduler.add(bad)
-    compute = backend.step
+    compute = backend.collect
 
-    def spoiled(chunks: Sequence[Chunk]) -> Logits:
-        logits = compute(chunks)
-        logits[[chunk.tokens == bad.prompt for chunk in chunks]] = float("nan")
-        return logits
+    def spoiled(chunks: Sequence[Chunk]) -> StepResult:
+        result = compute(chunks)
+        assert result.logits is not None
+        result.logits[[chunk.tokens == bad.prompt for chunk in chunks]] = float("nan")
+        return result
 
-    backend.step = spoiled  # type: ignore[method-assign]
+    backend.collect = spoiled  # type: ignore[method-assign]
     outputs = step(scheduler, backend)
     ended = [o for o in outputs if o.reason is not None]
     assert [o.request_id for o in ended] == [bad.id] and isinstance(ended[0].error, BackendError)

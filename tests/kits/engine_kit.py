@@ -27,6 +27,7 @@ from cllm.kv.pins import PinMark
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.window import Window
 from pipelined_backend import PipelinedFake
+from step_of import rows_of, step_of
 
 _numbers = itertools.count()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -115,7 +116,7 @@ def read_alone(prompt: Sequence[int], kind: str) -> list[Any]:
     backend.allocate(SlotGeometry(1, 4096))
     asks = reading.ask(tokens, 0, len(tokens))
     if asks is not None:
-        reading.take(0, backend.read_prompts([Chunk(tokens, 0, 0, asks=asks)]).read[0])
+        reading.take(0, step_of(backend, [Chunk(tokens, 0, 0, asks=asks)]).read[0])
     return as_lists(reading.result())
 
 
@@ -140,7 +141,7 @@ def reference(request: Request, answer: int = 0) -> list[int]:
         return []
     done = 0
     while True:
-        logits = backend.step([Chunk(tokens[done:], done, True)])
+        logits = rows_of(backend, [Chunk(tokens[done:], done, True)])
         done = len(tokens)
         choice = choose(logits, [(0, chooser)])[0]
         assert choice is not None

@@ -13,6 +13,7 @@ from typing import Any
 from zlib import crc32
 
 from cllm.backends.base import Backend
+from cllm.backends.fake import FakeBackend
 from cllm.engine.budget import StepBudget
 from cllm.engine.drafting import Drafter, Drafting
 from cllm.engine.loop import Engine
@@ -53,7 +54,7 @@ OPS_CALLS = (
     "length", "shortest", "shortest_saved", "remove", "copy",
     "save", "load", "resize", "shift", "no_room", "read_blocks", "landing", "land",
 )  # fmt: skip
-BACKEND_CALLS = ("step", "read_prompts", "rebuild", "abort")
+BACKEND_CALLS = ("collect", "rebuild", "abort")
 AHEAD_CALLS = ("submit", "collect", "rebuild", "abort")
 """Of a backend that computes ahead: a step is two calls there, and either may fail."""
 OBSERVER_CALLS = ("on_step", "on_finished", "on_eviction")
@@ -205,9 +206,12 @@ class Rig:
         self.calls.wrap_all(observer, "observer", OBSERVER_CALLS)
         self.scheduler.observers.append(observer)
         kv.on_eviction = self.scheduler.observers.evicted
-        self.unwrapped_step = backend.step
         self.before_step: Callable[[Sequence[Any]], None] = lambda chunks: None
-        backend.step = self._step  # type: ignore[method-assign]
+        if isinstance(backend, FakeBackend):
+            backend.faults.before_step = lambda chunks: self.before_step(chunks)
+        else:
+            collect = backend.collect
+            backend.collect = lambda chunks: (self.before_step(chunks), collect(chunks))[1]  # type: ignore[method-assign]
         self.calls.wrap_all(backend, "backend", AHEAD_CALLS if backend.traits.depth > 1 else BACKEND_CALLS)
         self.calls.wrap_all(kv, "kv", KV_CALLS)
         owner, name = (kv._arena, "ops") if isinstance(kv, PagedKVManager) else (kv, "_ops")
@@ -221,10 +225,6 @@ class Rig:
     @now.setter
     def now(self, value: float) -> None:
         self.machine.clock.now = value
-
-    def _step(self, chunks: Sequence[Any]) -> Any:
-        self.before_step(chunks)
-        return self.unwrapped_step(chunks)
 
     # -- what scenarios do -------------------------------------------------------------------------------------
 

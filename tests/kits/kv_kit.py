@@ -20,6 +20,7 @@ from cllm.kv.paged.block_table import allocation_of
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.sequence import KVSequence
 from cllm.kv.slots.manager import SlotKVManager
+from step_of import rows_of
 
 BYTES_PER_TOKEN = 8
 Prompt = st.lists(st.integers(0, 1), min_size=1, max_size=40)
@@ -97,7 +98,7 @@ def compute(backend: FakeBackend, kv: KVManager, sequence: KVSequence, count: in
     """What the scheduler does with one sequence in one step."""
     start = sequence.num_computed
     tokens = sequence.tokens[start : start + count]
-    logits = backend.step([Chunk(tokens, start, True, sequence.slot, sequence.blocks)])
+    logits = rows_of(backend, [Chunk(tokens, start, True, sequence.slot, sequence.blocks)])
     sequence.num_computed += count
     kv.verify(sequence)
     kv.commit(sequence)
@@ -186,7 +187,7 @@ class ManagerMachine(RuleBasedStateMachine):
         remaining = len(sequence.tokens) - sequence.num_computed
         if remaining and self.kv.grow(sequence, remaining):
             start = sequence.num_computed
-            self.backend.step([Chunk(sequence.tokens[start:], start, True, sequence.slot, sequence.blocks)])
+            rows_of(self.backend, [Chunk(sequence.tokens[start:], start, True, sequence.slot, sequence.blocks)])
             self.kv.rewind(sequence)
 
     @precondition(lambda self: self.live)
@@ -245,7 +246,7 @@ class ManagerMachine(RuleBasedStateMachine):
 def _computed_alone(tokens: array[int]) -> np.ndarray:
     backend = FakeBackend()
     backend.allocate(SlotGeometry(1, 128))
-    return backend.step([Chunk(tokens, 0, True)])[0]
+    return rows_of(backend, [Chunk(tokens, 0, True)])[0]
 
 
 def run_to_end(backend: FakeBackend, kv: KVManager, prompt: list[int]) -> KVSequence:

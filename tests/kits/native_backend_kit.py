@@ -11,6 +11,7 @@ from cllm.backends.base import Chunk, Logits
 from cllm.backends.native import NativeBackend
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
+from step_of import rows_of
 
 BLOCKS, BLOCK_SIZE = 128, 16
 TOKENS = array("i", (np.arange(1, 600, dtype=np.int64) * 7919 % 49_000).tolist())
@@ -32,4 +33,4 @@ def chunk(start: int, end: int, blocks: list[int], *, wants: int = 1) -> Chunk:
 
 def row(backend: NativeBackend, *chunks: Chunk) -> Logits:
     """A copy of the last row of a step."""
-    return backend.step(chunks)[-1].copy()
+    return rows_of(backend, chunks)[-1].copy()

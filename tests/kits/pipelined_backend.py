@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.backends.base import BackendTraits, Chunk, Draw, Drawn, Seen, StepResult, asks_more
+from cllm.backends.base import BackendTraits, Chunk, Draw, Drawn, Seen, StepResult
 from cllm.backends.fake import FakeBackend
 from cllm.engine import draw as host
 from cllm.engine.draw import masked
@@ -35,7 +35,7 @@ class PipelinedFake(FakeBackend):
         self._under_way[ticket] = self._result_of([self._known(chunk) for chunk in chunks])
         return ticket
 
-    def collect(self, ticket: int) -> StepResult:
+    def collect(self, ticket: int) -> StepResult:  # type: ignore[override]
         result = self._under_way.pop(ticket)
         if isinstance(result, BackendError):
             raise result
@@ -54,7 +54,7 @@ class PipelinedFake(FakeBackend):
 
     def _result_of(self, chunks: list[Chunk]) -> StepResult | BackendError:
         try:
-            result = self.read_prompts(chunks) if asks_more(chunks) else StepResult(self.step(chunks))
+            result = super().collect(chunks)
         except BackendError as error:
             return error
         assert result.logits is not None

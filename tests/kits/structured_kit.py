@@ -28,6 +28,7 @@ from cllm.structured.vocabulary import Vocabulary
 from cllm.text.tokenizer import ByteTokenizer, Tokenizer
 from cllm.work.worker import Limits, RefusedError
 from engine_kit import make_request
+from step_of import rows_of
 
 VOCAB = 320
 TOKENIZER = ByteTokenizer(VOCAB)
@@ -86,7 +87,7 @@ def alone(request: Request, structure: Structure, answer: int = 0) -> list[int]:
     tokens: array[int] = array("i", request.prompt)
     done = 0
     while True:
-        logits = backend.step([Chunk(tokens[done:], done, 1)])
+        logits = rows_of(backend, [Chunk(tokens[done:], done, 1)])
         done = len(tokens)
         [choice] = choose(logits, [(0, chooser)], masks_for([chooser.constraint]))
         assert isinstance(choice, tuple), choice

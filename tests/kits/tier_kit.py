@@ -23,6 +23,7 @@ from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.tiers.disk_tier import DiskTier
 from cllm.kv.tiers.host_tier import HostTier
 from disk_kit import make_store
+from step_of import rows_of
 
 QUEUE_BYTES = 1 << 20
 BLOCK = 4
@@ -94,7 +95,7 @@ class Cache:
         tokens = sequence.tokens[sequence.num_computed : end]
         if tokens:
             start = sequence.num_computed
-            self.backend.step([Chunk(tokens, start, True, sequence.slot, sequence.blocks)])
+            rows_of(self.backend, [Chunk(tokens, start, True, sequence.slot, sequence.blocks)])
             sequence.num_computed = end
             self.kv.commit(sequence)
 

@@ -13,6 +13,7 @@ from cllm.engine.request import Request
 from cllm.engine.sampling import TokenChooser, choose
 from cllm.kv.ops import BlockGeometry, SlotGeometry, SlotOps
 from cllm.kv.window import Window
+from step_of import rows_of
 
 Logits = NDArray[np.float32]
 
@@ -64,7 +65,7 @@ class LoneMemory:
         self._used += 1
         chunk = Chunk(array("i", [token]), len(self.tokens), True, 0, self._table, self.dropped, self.kept)
         self.tokens.append(token)
-        return self.backend.step([chunk])
+        return rows_of(self.backend, [chunk])
 
 
 _KNOWN: dict[object, list[int]] = {}

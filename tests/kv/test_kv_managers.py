@@ -30,6 +30,7 @@ from kv_kit import (
     slots,
     state_of,
 )
+from step_of import rows_of
 from thorough import sampled
 
 
@@ -495,7 +496,7 @@ def test_slot_operations_of_the_fake_backend() -> None:
     backend, _ = slots()
     ops = backend.ops
     assert isinstance(ops, SlotOps)
-    backend.step([Chunk(array("i", [1, 2, 3, 4]), 0, False, slot=0)])
+    rows_of(backend, [Chunk(array("i", [1, 2, 3, 4]), 0, False, slot=0)])
     ops.copy(0, 1)
     ops.remove(0, 1, 3)
     ops.shift(0, 3, None, -2)

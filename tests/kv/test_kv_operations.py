@@ -16,8 +16,10 @@ from cllm.errors import BackendError, UnsupportedOperationError
 from cllm.kv.manager import KVManager
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
+from cllm.kv.pins import PinMark
 from cllm.kv.sequence import KVSequence
 from kv_kit import paged, slots, state_of
+from step_of import rows_of
 from thorough import sampled
 from window_kit import Logits, LoneMemory
 
@@ -35,7 +37,7 @@ def compute(backend: FakeBackend, kv: KVManager, sequence: KVSequence, count: in
         sequence.dropped,
         sequence.kept,
     )
-    logits = backend.step([chunk])
+    logits = rows_of(backend, [chunk])
     sequence.num_computed += count
     kv.verify(sequence)
     kv.commit(sequence)
@@ -354,3 +356,26 @@ def test_tokens_truncated_out_of_shared_blocks_are_others_still() -> None:
     assert memory_of(backend, first) == list(range(20))
     assert memory_of(backend, second) == [*range(8), *range(50, 60)]
     kv.check()
+
+
+def test_what_a_cut_sequence_leaves_counts_as_one_of_those_that_may_be_held() -> None:
+    """It is cached from then on, beside the sequence, which goes on."""
+    for cut in (lambda kv, sequence: kv.truncate(sequence, 0), lambda kv, sequence: drop(kv, sequence, 4, 8)):
+        backend, kv = paged(max_sequences=2)
+        first = computed(backend, kv, [1] * 14)
+        computed(backend, kv, [0] * 14)
+        cut(kv, first)
+        kv.check()
+        assert kv.usage().sequences_running + kv.usage().sequences_held <= 2
+
+
+def test_what_is_no_longer_pinned_counts_as_one_of_those_that_may_be_held() -> None:
+    backend, kv = paged(max_sequences=1)
+    pinned = computed(backend, kv, [1] * 10)
+    mark = PinMark(4)
+    kv.pin(pinned, mark)
+    kv.release(pinned)
+    computed(backend, kv, [0] * 10)
+    assert mark.pin_id is not None and kv.unpin(mark.pin_id)
+    kv.check()
+    assert kv.usage().sequences_running + kv.usage().sequences_held <= 1

@@ -18,6 +18,7 @@ from cllm.errors import InvalidRequestError, OverloadedError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, SlotGeometry
 from cllm.tasks.embedding import EmbeddingJob
 from native_kit import build_model, write_model
+from step_of import rows_of, step_of
 
 SETTINGS: dict[str, Any] = {"kv.disk.enabled": False, "resources.kv_cache_max_memory_mb": 16, "backend.threads": 2}
 SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=4, ignore_eos=True)
@@ -94,10 +95,10 @@ def test_llama_cpp_computes_short_texts_together(tmp_path: Path, monkeypatch: py
         chunks = [Chunk(text, 0, 0, slot, asks=Pooling("mean")) for slot, text in enumerate(texts)]
         alone = []
         for chunk in chunks:
-            alone.append(backend.read_prompts([chunk]).read[0])
+            alone.append(step_of(backend, [chunk]).read[0])
             backend.ops.remove(chunk.slot, 0)
         monkeypatch.setattr(Context, "decode", counted)
-        together = backend.read_prompts(chunks[::-1]).read
+        together = step_of(backend, chunks[::-1]).read
     assert passes == [4, 2, 2, 1] and sorted(together) == list(range(6))
     for number, one in enumerate(alone):
         other = together[5 - number]
@@ -144,11 +145,11 @@ def test_native_refuses_what_does_not_fit_and_can_be_interrupted(tmp_path: Path)
     tokens = array("i", range(20))
     for asks in (Scoring(array("i", range(21)), 1), Scoring(array("i", [320]), 1), Scoring(array("i", [-1]), 1)):
         with pytest.raises(BackendError, match="refused"):
-            backend.read_prompts([Chunk(tokens, 0, 0, blocks=[0, 1], asks=asks)])
+            step_of(backend, [Chunk(tokens, 0, 0, blocks=[0, 1], asks=asks)])
     chunk = Chunk(tokens, 0, 1, blocks=[0, 1], asks=Scoring(tokens[1:], 2))
-    mixed = backend.read_prompts([chunk, Chunk(tokens, 0, 0, blocks=[2, 3], asks=Pooling("mean"))])
+    mixed = step_of(backend, [chunk, Chunk(tokens, 0, 0, blocks=[2, 3], asks=Pooling("mean"))])
     assert mixed.logits is not None
-    expected, logits = backend.step([Chunk(tokens, 0, 1, blocks=[0, 1])]).copy(), mixed.logits
+    expected, logits = rows_of(backend, [Chunk(tokens, 0, 1, blocks=[0, 1])]).copy(), mixed.logits
     assert np.array_equal(expected, logits) and set(mixed.read) == {0, 1}
     engine = backend._engine
     assert engine is not None
@@ -160,7 +161,7 @@ def test_native_refuses_what_does_not_fit_and_can_be_interrupted(tmp_path: Path)
 
     backend._engine = Stops()  # type: ignore[assignment]
     with stopped:
-        backend.read_prompts([chunk])
+        step_of(backend, [chunk])
     backend._engine = engine
     backend.close()
 

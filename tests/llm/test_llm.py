@@ -416,7 +416,7 @@ def test_a_slot_that_loses_its_content_is_healed_on_the_real_model(real: LLM) ->
     engine = real._llm._engine
     assert engine is not None
     steps = iter(range(10_000))
-    original = engine.backend.step
+    original = engine.backend.collect
 
     def sabotage(chunks: Any) -> Any:
         if next(steps) == 5:
@@ -424,11 +424,11 @@ def test_a_slot_that_loses_its_content_is_healed_on_the_real_model(real: LLM) ->
             engine.backend.ops.remove(chunks[0].slot, 3)
         return original(chunks)
 
-    engine.backend.step = sabotage  # type: ignore[method-assign]
+    engine.backend.collect = sabotage  # type: ignore[method-assign]
     try:
         healed = real.generate(prompt, params)[0].text
     finally:
-        engine.backend.step = original  # type: ignore[method-assign]
+        engine.backend.collect = original  # type: ignore[method-assign]
     assert healed == expected
     assert engine.snapshot.position_mismatches == 1
 
@@ -441,17 +441,17 @@ def test_a_context_is_rebuilt_on_the_real_model(real: LLM) -> None:
     engine = real._llm._engine
     assert engine is not None
     steps = iter(range(10_000))
-    original = engine.backend.step
+    original = engine.backend.collect
 
     def lose_context(chunks: Any) -> Any:
         if next(steps) == 2:  # few are needed where drafts fit
             raise BackendError("the context is gone", fatal=True)
         return original(chunks)
 
-    engine.backend.step = lose_context  # type: ignore[method-assign]
+    engine.backend.collect = lose_context  # type: ignore[method-assign]
     try:
         resumed = [answer.text for answer in real.generate(prompts, params, progress=False)]
     finally:
-        engine.backend.step = original  # type: ignore[method-assign]
+        engine.backend.collect = original  # type: ignore[method-assign]
     assert resumed == expected
     assert engine.snapshot.rebuilds == 1

@@ -22,6 +22,7 @@ from cllm.models.gguf import GGUFModel
 from loading_kit import parts_of
 from native_kit import WEIGHT_TYPES, write_model
 from repository import KITS
+from step_of import rows_of
 
 HOST = MemoryLimit("the machine's memory", 64_000 * MIB, 40_000 * MIB, hard=False)
 CONTAINER = MemoryLimit("the container's memory limit", 2048 * MIB, 2000 * MIB, hard=True)
@@ -245,10 +246,10 @@ def test_memory_that_a_step_does_not_get_is_that_steps_failure(tiny: Path, monke
 
             patched.setattr(NativeBackend, "_room_for_logits", refuse)
             with pytest.raises(BackendError, match="Unable to allocate") as caught:
-                backend.step(chunks)
+                rows_of(backend, chunks)
             assert not caught.value.fatal
-            assert len(backend.step(chunks[:1])) == 1
-        assert len(backend.step(chunks)) == 2
+            assert len(rows_of(backend, chunks[:1])) == 1
+        assert len(rows_of(backend, chunks)) == 2
 
 
 def test_under_a_ulimit_a_server_starts_smaller(tiny: Path) -> None:

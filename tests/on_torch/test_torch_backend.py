@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cllm.backends.base import Chunk, Logits
-from cllm.backends.torch import block_bytes
+from cllm.backends.torch import memory
 from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.device import DTYPES
 from cllm.backends.torch.linear import FP8
@@ -28,6 +28,7 @@ from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from hf_kit import header_of, tensors, write_directory, write_safetensors
 from native_kit import write_model
+from step_of import rows_of
 from torch_kit import BLOCK, N_VOCAB, build, chunk, greedy, open_backend, random_tokens, save, table
 
 BLOCKS = 64
@@ -51,7 +52,7 @@ def part(start: int, end: int, blocks: list[int], *, wants: bool = True) -> Chun
 
 
 def row(backend: TorchBackend, *chunks: Chunk) -> Logits:
-    return backend.step(chunks)[-1].copy()
+    return rows_of(backend, chunks)[-1].copy()
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -67,14 +68,15 @@ def test_rows_come_in_the_order_of_the_chunks_that_want_them(backend: TorchBacke
     second = row(backend, part(0, 7, table(7, 3)))
     third = row(backend, part(0, 100, table(100, 4)))
     single = row(backend, part(0, 1, [60]))
-    rows = backend.step(
+    rows = rows_of(
+        backend,
         [
             part(0, 100, table(100, 20)),
             part(0, 23, table(23, 30), wants=False),
             part(0, 1, [61]),
             part(0, 7, table(7, 40)),
             part(0, 40, table(40, 50)),
-        ]
+        ],
     )
     assert rows.dtype == np.float32 and rows.shape == (4, N_VOCAB)
     assert_same(rows, [third, single, second, first])
@@ -86,7 +88,7 @@ def test_chunks_of_any_size_give_the_same_row(backend: TorchBackend, size: int) 
     blocks = table(70, 50)[::-1]
     for start in range(0, 70, size):
         end = min(start + size, 70)
-        rows = backend.step([part(start, end, blocks, wants=end == 70)])
+        rows = rows_of(backend, [part(start, end, blocks, wants=end == 70)])
     assert_same(rows[0], whole)
 
 
@@ -96,15 +98,15 @@ def test_a_table_may_be_longer_than_its_tokens_need(backend: TorchBackend) -> No
 
 
 def test_steps_without_rows_and_without_chunks(backend: TorchBackend) -> None:
-    assert backend.step([]).shape == (0, N_VOCAB)
-    assert backend.step([part(0, 5, [0], wants=False)]).shape == (0, N_VOCAB)
+    assert rows_of(backend, []).shape == (0, N_VOCAB)
+    assert rows_of(backend, [part(0, 5, [0], wants=False)]).shape == (0, N_VOCAB)
 
 
 def test_what_is_computed_is_kept_and_shared(backend: TorchBackend) -> None:
     shared = table(64)
     row(backend, part(0, 64, shared))
     expected = row(backend, part(0, 100, table(100, 20)))
-    rows = backend.step([part(64, 100, [*shared, 50, 51, 52]), part(64, 100, [*shared, 53, 54, 55])])
+    rows = rows_of(backend, [part(64, 100, [*shared, 50, 51, 52]), part(64, 100, [*shared, 53, 54, 55])])
     assert_same(rows, [expected, expected])
 
 
@@ -124,18 +126,18 @@ def test_a_copied_block_goes_on_like_its_source(backend: TorchBackend) -> None:
 
 def test_a_block_that_comes_back_goes_on_like_before(backend: TorchBackend) -> None:
     row(backend, part(0, 24, [5, 6]))
-    assert isinstance(backend, BlockBytes)
-    kept = [content.copy() for content in backend.read_blocks([5, 6])]
-    assert [content.nbytes for content in kept] == 2 * [backend.block_bytes]
+    assert isinstance(backend.ops, BlockBytes)
+    kept = [content.copy() for content in backend.ops.read_blocks([5, 6])]
+    assert [content.nbytes for content in kept] == 2 * [backend.ops.block_bytes]
     expected = row(backend, part(24, 30, [5, 6]))
     row(backend, part(0, 24, [6, 5]))  # the source is written over
-    places = backend.landing([41, 40])
+    places = backend.ops.landing([41, 40])
     for place, content in zip(places, kept, strict=True):
         place[:] = content
-    backend.land([41, 40], places)
+    backend.ops.land([41, 40], places)
     assert_same(row(backend, part(24, 30, [41, 40])), expected)
     with pytest.raises(BackendError, match=f"block {BLOCKS} does not exist"):
-        backend.read_blocks([BLOCKS])
+        backend.ops.read_blocks([BLOCKS])
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30])
@@ -145,16 +147,16 @@ def test_what_has_landed_is_not_copied_again(
     def refuse(*_: object) -> None:
         raise AssertionError("a copy of all")
 
-    monkeypatch.setattr(block_bytes, "LANDED_AT_ONCE_BYTES", at_once)
-    places = backend.landing([41, 40, 7])
+    monkeypatch.setattr(memory, "LANDED_AT_ONCE_BYTES", at_once)
+    places = backend.ops.landing([41, 40, 7])
     for number, place in enumerate(places):
         place[:] = number + 1
     with monkeypatch.context() as patch:
         patch.setattr(np, "stack", refuse)
-        backend.land([41, 40], places[:2])
-    assert [int(content.max()) for content in backend.read_blocks([41, 40])] == [1, 2]
-    backend.land([41, 40], [places[2], places[0]])
-    assert [int(content.min()) for content in backend.read_blocks([41, 40])] == [3, 1]
+        backend.ops.land([41, 40], places[:2])
+    assert [int(content.max()) for content in backend.ops.read_blocks([41, 40])] == [1, 2]
+    backend.ops.land([41, 40], [places[2], places[0]])
+    assert [int(content.min()) for content in backend.ops.read_blocks([41, 40])] == [3, 1]
 
 
 @pytest.mark.parametrize("together", [1, 3, 1000])
@@ -172,37 +174,42 @@ def test_what_has_landed_is_not_copied_again(
 def test_moves_are_those_of_a_list(
     backend: TorchBackend, moves: list[Move], together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kv = backend._ready().arena.data
+    kv = backend._worker.context.arena.data
     monkeypatch.setattr("cllm.backends.torch.arena._MOVED_BYTES", together * kv[0].nbytes)
     kv.copy_(torch.arange(BLOCKS, dtype=kv.dtype).view(-1, 1, 1, 1, 1, 1).expand_as(kv))
     expected = list(range(BLOCKS))
     for source, target, count in moves:
         expected[target : target + count] = expected[source : source + count]
-    backend.move_blocks(moves)
+    backend.ops.move_blocks(moves)
     assert kv[:, 0, 0, 0, 0, 0].tolist() == expected == kv[:, -1, -1, -1, -1, -1].tolist()
 
 
 def test_answers_before_and_after_a_move(backend: TorchBackend) -> None:
     expected = greedy(backend, TOKENS[:50], 30)
     blocks = [9, 3, 17, 30, 31, 32]
-    backend.step([part(0, 50, blocks)])
-    backend.move_blocks([Move(9, 0, 1), Move(3, 1, 1), Move(17, 2, 1), Move(30, 3, 3)])
+    rows_of(backend, [part(0, 50, blocks)])
+    backend.ops.move_blocks([Move(9, 0, 1), Move(3, 1, 1), Move(17, 2, 1), Move(30, 3, 3)])
     tokens = list(TOKENS[:50])
     for at in range(50, 80):  # on the last prompt token again, whose K and V are there
-        (found,) = backend.step([chunk([tokens[at - 1]], at - 1, table(80))])
+        (found,) = rows_of(backend, [chunk([tokens[at - 1]], at - 1, table(80))])
         tokens.append(int(found.argmax()))
     assert tokens[50:] == expected
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda b: b.copy_blocks([(0, BLOCKS)]), lambda b: b.copy_blocks([(-1, 0)]),
-              lambda b: b.move_blocks([Move(0, 60, 5)]), lambda b: b.move_blocks([Move(0, 1, 1), Move(-1, 1, 3)])]
-)  # fmt: skip
+    "wrong",
+    [
+        lambda ops: ops.copy_blocks([(0, BLOCKS)]),
+        lambda ops: ops.copy_blocks([(-1, 0)]),
+        lambda ops: ops.move_blocks([Move(0, 60, 5)]),
+        lambda ops: ops.move_blocks([Move(0, 1, 1), Move(-1, 1, 3)]),
+    ],
+)
 def test_blocks_that_are_not_there(backend: TorchBackend, wrong: Any) -> None:
-    before = backend._ready().arena.data.clone()
+    before = backend._worker.context.arena.data.clone()
     with pytest.raises(BackendError, match="does not exist") as caught:
-        wrong(backend)
-    assert not caught.value.fatal and torch.equal(backend._ready().arena.data, before)
+        wrong(backend.ops)
+    assert not caught.value.fatal and torch.equal(backend._worker.context.arena.data, before)
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "bf16", "f32", "fp8", "int8"])
@@ -214,10 +221,10 @@ def test_the_arena_takes_the_bytes_that_are_planned(directory: Path, kv_type: st
             head_dim_v=shape.head_dim_v, type_k=kv_type, type_v=kv_type,
         )  # fmt: skip
         assert isinstance(backend, TorchBackend)
-        assert backend.kv_bytes == backend.resident_bytes() == 10 * BLOCK * token
-        backend.release_pages(0, 10)
-        backend.prepare_pages(0, 10)
-        assert backend.resident_bytes() == backend.kv_bytes
+        assert backend.kv_bytes == backend.ops.resident_bytes() == 10 * BLOCK * token
+        backend.ops.release_pages(0, 10)
+        backend.ops.prepare_pages(0, 10)
+        assert backend.ops.resident_bytes() == backend.kv_bytes
 
 
 def test_a_rebuilt_context_computes_the_same(backend: TorchBackend) -> None:
@@ -234,7 +241,6 @@ def test_a_rebuilt_context_computes_the_same(backend: TorchBackend) -> None:
 PEAK = """
 import re, sys, torch
 from pathlib import Path
-from cllm.backends.torch import block_bytes
 from cllm.backends.torch.backend import TorchBackend
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
@@ -246,7 +252,7 @@ def memory(kind):
 before = memory("VmRSS")
 backend = TorchBackend(model, device="cpu", dtype=sys.argv[2])
 taken = memory("VmHWM") - before
-weights = backend._weights
+weights = backend._worker._weights
 found = [getattr(part, name) for part in [weights, *weights.layers] for name in part.__slots__]
 found += [scale for layer in weights.layers for scale in (layer.scales or {}).values()]
 held = {tensor.data_ptr(): tensor.nbytes for tensor in found if isinstance(tensor, torch.Tensor)}
@@ -329,14 +335,14 @@ def test_impossible_chunks_are_errors_and_harm_nothing(backend: TorchBackend, wr
     expected = row(backend, part(0, 20, [30, 31]))
     for chunks in ([wrong], [part(0, 20, [40, 41]), wrong]):
         with pytest.raises(BackendError) as caught:
-            backend.step(chunks)
+            rows_of(backend, chunks)
         assert not caught.value.fatal and "\n" not in str(caught.value)
     assert_same(row(backend, part(0, 20, [30, 31])), expected)
 
 
 def test_an_abort_ends_the_step_and_no_other(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = row(backend, part(0, 300, table(300)))
-    model, layers = backend._ready().model, []
+    model, layers = backend._worker.context.model, []
     original = model._attention
 
     def attention(*arguments: Any) -> Any:
@@ -348,7 +354,7 @@ def test_an_abort_ends_the_step_and_no_other(backend: TorchBackend, monkeypatch:
 
     monkeypatch.setattr(model, "_attention", attention)
     with pytest.raises(StepAbortedError):
-        backend.step([part(0, 300, table(300, 40))])
+        rows_of(backend, [part(0, 300, table(300, 40))])
     assert len(layers) == 1
     monkeypatch.undo()
     backend.abort()  # between steps: nothing to end
@@ -374,9 +380,9 @@ def failing(error: Exception) -> Any:
 def test_no_memory_is_one_requests_trouble_and_all_else_everybodys(
     backend: TorchBackend, monkeypatch: pytest.MonkeyPatch, error: Exception, fatal: bool
 ) -> None:
-    monkeypatch.setattr(backend._ready().model, "_attention", failing(error))
+    monkeypatch.setattr(backend._worker.context.model, "_attention", failing(error))
     with pytest.raises(BackendError) as caught:
-        backend.step([part(0, 20, [0, 1])])
+        rows_of(backend, [part(0, 20, [0, 1])])
     assert caught.value.fatal == fatal and "\n" not in str(caught.value) and "a step of 20 tokens" in str(caught.value)
 
 
@@ -392,7 +398,7 @@ def test_more_than_there_is_is_one_line(backend: TorchBackend, directory: Path) 
 def test_it_needs_blocks_and_memory(directory: Path) -> None:
     backend = TorchBackend(HFModel.open(directory), device="cpu", kv_type="f32")
     with pytest.raises(BackendError, match="allocate"):
-        backend.step([part(0, 1, [0])])
+        rows_of(backend, [part(0, 1, [0])])
     with pytest.raises(BackendError, match="blocks"):
         backend.allocate(SlotGeometry(4, 256))
 
@@ -403,7 +409,7 @@ def test_close_is_final_and_may_be_repeated(directory: Path) -> None:
     backend.close()
     backend.close()
     backend.abort()
-    uses = (backend.rebuild, lambda: backend.step([part(0, 1, [0])]), lambda: ops.copy_blocks([(0, 1)]),
+    uses = (backend.rebuild, lambda: rows_of(backend, [part(0, 1, [0])]), lambda: ops.copy_blocks([(0, 1)]),
             lambda: backend.allocate(BlockGeometry(8, 16)))  # fmt: skip
     for use in uses:
         with pytest.raises(BackendError) as caught:
@@ -448,8 +454,8 @@ def test_tensors_that_are_missing_wrong_or_unknown(tmp_path: Path) -> None:
 def test_what_a_tied_model_need_not_have_is_not_looked_at(tmp_path: Path) -> None:
     path = write_directory(tmp_path, config={"tie_word_embeddings": True})
     with TorchBackend(HFModel.open(path), device="cpu") as backend:
-        assert isinstance(backend, TorchBackend) and backend._weights is not None
-        assert backend._weights.head is backend._weights.embedding
+        assert isinstance(backend, TorchBackend) and (weights := backend._worker._weights) is not None
+        assert weights.head is weights.embedding
 
 
 def test_weights_that_are_cut_short_while_they_are_loaded(tmp_path: Path) -> None:

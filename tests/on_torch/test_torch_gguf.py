@@ -30,11 +30,11 @@ def logits_of_all(path: Path, tokens: list[int]) -> Floats:
     with TorchBackend(GGUFModel.open(path), device="cpu", kv_type="f32", threads=2) as backend:
         assert isinstance(backend, TorchBackend)
         backend.allocate(BlockGeometry(-(-len(tokens) // BLOCK), BLOCK))
-        memory = backend._ready()
+        context = backend._worker.context
         batch = make_batch([chunk(tokens, 0, table(len(tokens)))], BLOCK, torch.device("cpu"))
         with torch.inference_mode():
             every = replace(batch, wanted=torch.arange(len(tokens)))
-            found: Floats = memory.model.forward(every, memory.arena).numpy()
+            found: Floats = context.model.forward(every, context.arena).numpy()
         return found
 
 

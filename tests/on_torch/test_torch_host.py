@@ -44,11 +44,11 @@ def backend(model: Path) -> Iterator[TorchBackend]:
 @pytest.mark.parametrize("kv_type", ["f16", "f32", "fp8", "int8"])
 def test_blocks_come_back_to_the_bit(model: Path, kv_type: str) -> None:
     with open_backend(model, blocks=8, kv_type=kv_type) as backend:
-        arena = backend._arena()
+        arena = backend._worker.context.arena
         for part in arena.parts:
             part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8))
         before = arena.read(range(8))
-        rows = backend.open_host_rows(6 * backend.block_bytes)
+        rows = backend.open_host_rows(6 * backend.ops.block_bytes)
         rows.want_more(1)
         assert rows.rows == rows.most_rows == 6
         assert rows.copy_out([2, 3, 4, 7], [1, 2, 4, 5]).done
@@ -75,7 +75,7 @@ class Run:
         backend.allocate(BlockGeometry(blocks, BLOCK))
         self.kv = PagedKVManager(backend.ops, BlockGeometry(blocks, BLOCK), bytes_per_token=8)
         if host_rows:
-            self.rows = backend.open_host_rows(host_rows * backend.block_bytes)
+            self.rows = backend.open_host_rows(host_rows * backend.ops.block_bytes)
             self.kv.use_host(HostTier(self.rows, block_tokens=BLOCK, least_tokens=2 * BLOCK))
         budget = StepBudget(inter_token_s=10.0, max_gap_s=10.0, prompt_only_s=10.0, max_tokens=48)
         self.scheduler = Scheduler(self.kv, budget, max_running=2)

@@ -15,6 +15,7 @@ import pytest
 from cllm import LLM, SamplingParams
 from cllm.backends.base import BackendTraits
 from cllm.backends.torch.backend import TorchBackend
+from cllm.backends.torch.worker import Setup
 from cllm.config import load_config
 from cllm.errors import ConfigError, ModelError
 from cllm.kv.tiers.disk_tier import DiskTier
@@ -137,8 +138,8 @@ def test_answers_that_share_a_prompt_equal_those_that_do_not(llm: LLM) -> None:
 def test_a_lost_context_is_rebuilt_and_nothing_shows(
     llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = engine_of(llm).backend
-    original, steps = backend._forward, []
+    worker = engine_of(llm).backend._worker
+    original, steps = worker._forward, []
 
     def lose(*arguments: Any) -> Any:
         steps.append(arguments)
@@ -147,7 +148,7 @@ def test_a_lost_context_is_rebuilt_and_nothing_shows(
         return original(*arguments)
 
     before = engine_of(llm).snapshot.rebuilds
-    monkeypatch.setattr(backend, "_forward", lose)
+    monkeypatch.setattr(worker, "_forward", lose)
     assert generated(llm, PROMPTS) == alone
     assert engine_of(llm).snapshot.rebuilds == before + 1
 
@@ -231,7 +232,7 @@ def test_a_gpu_has_larger_steps_and_both_have_the_models_own_context(
 ) -> None:
     on_cpu = TorchBackend(HFModel.open(directory), device="cpu")
     assert (on_cpu.traits.preferred_step_tokens, on_cpu.traits.context_cap) == (512, None)
-    monkeypatch.setattr(TorchBackend, "on_gpu", property(lambda self: True))
+    monkeypatch.setattr(Setup, "on_gpu", True)
     monkeypatch.setattr(TorchBackend, "_load", lambda *_: None)
     on_gpu = TorchBackend(HFModel.open(directory), device="cpu")
     assert (on_gpu.traits.preferred_step_tokens, on_gpu.traits.context_cap) == (8192, None)

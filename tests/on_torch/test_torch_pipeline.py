@@ -28,9 +28,11 @@ from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged.manager import PagedKVManager
 from engine_kit import make_request
 from sampling_kit import packed
+from step_of import rows_of
 from torch_kit import BLOCK, N_VOCAB, build, chunk, open_backend, random_tokens, save, table
 
 BLOCKS = 64
+BOUNDS = Bounds(N_VOCAB, 512, BLOCKS)
 PROMPTS = [random_tokens(5 + 9 * seed, seed) for seed in range(6)]
 BEST = Draw(0.0, 0, 1.0, 0.0, 0.0, None, None, None, None)
 Answers = dict[tuple[str, int], list[Output]]
@@ -163,7 +165,7 @@ def test_few_places_preemption_and_cancelling(backend: TorchBackend) -> None:
 
 
 def failing_once(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch, error: BaseException, at: int) -> None:
-    model = backend._ready().model
+    model = backend._worker.context.model
     original, calls = model.forward, []
 
     def forward(*arguments: Any) -> Any:
@@ -191,7 +193,7 @@ def test_a_step_that_fails_once_changes_no_answer(
 
 def test_one_that_never_fits_fails_alone(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tokens(both(backend, temperature=0.0)[0])
-    model = backend._ready().model
+    model = backend._worker.context.model
     original = model.forward
 
     def forward(batch: Any, *arguments: Any) -> Any:
@@ -222,7 +224,7 @@ def drawing(tokens: list[int], start: int, row: int, *draws: Draw, follows: bool
 
 
 def test_rows_that_are_not_numbers_draw_nothing_and_are_no_ones_token(backend: TorchBackend) -> None:
-    model = backend._ready().model
+    model = backend._worker.context.model
     head = model.weights.head[5].clone()
     try:
         model.weights.head[5] = torch.nan
@@ -247,7 +249,7 @@ def test_what_a_step_needs_is_read_before_submit_returns(backend: TorchBackend) 
 
 def test_masks_and_draws_of_many_kinds_in_one_step(backend: TorchBackend) -> None:
     prompt = PROMPTS[2]
-    (row,) = backend.step([chunk(prompt, 0, table(40))])
+    (row,) = rows_of(backend, [chunk(prompt, 0, table(40))])
     order = np.argsort(-row)
     mask = np.ones(N_VOCAB, np.bool_)
     mask[order[:3]] = False
@@ -293,8 +295,8 @@ def test_impossible_draws_are_errors(backend: TorchBackend, wrong: Chunk) -> Non
 @pytest.mark.parametrize("kind", ["best", "without some", "too many biases", "drawn"])
 def test_a_padded_step_is_the_step(backend: TorchBackend, rows: int, kind: str) -> None:
     """What CUDA graphs are made of, computed without one."""
-    memory, cpu = backend._ready(), torch.device("cpu")
-    model, sampler, size = memory.model, backend._sampler, BlockGeometry(BLOCKS, BLOCK)
+    context, cpu = backend._worker.context, torch.device("cpu")
+    model, sampler, size = context.model, backend._worker.sampler, BlockGeometry(BLOCKS, BLOCK)
     arena = Arena(model.decoder, size, "f32", cpu, 1)
     last = torch.full((16,), 7, dtype=torch.int32)
     step = PaddedStep(model, arena, last, sampler, blocks_per_row=20, rows=8)
@@ -307,7 +309,7 @@ def test_a_padded_step_is_the_step(backend: TorchBackend, rows: int, kind: str) 
         kind, BEST._replace(bias=Bias(bias.ids, bias.values[: len(bias.ids)]))
     )
     chunks = [drawing([9], start, row, draw, follows=row == 1) for row, start in enumerate(starts)]
-    host, draws = read_chunks(chunks, BLOCK, memory.bounds), read_draws(chunks, N_VOCAB)
+    host, draws = read_chunks(chunks, BLOCK, BOUNDS), read_draws(chunks, N_VOCAB)
     with torch.inference_mode():
         batch, parts = batch_on(host, cpu, last, sampler.prepare, draws.parts())
         assert batch.tokens.tolist() == [9, 7, 9]
@@ -332,8 +334,8 @@ def test_a_padded_step_is_the_step(backend: TorchBackend, rows: int, kind: str) 
 @pytest.mark.parametrize("drawn", [False, True])
 def test_short_chunks_are_rows_of_a_padded_step(backend: TorchBackend, drawn: bool) -> None:
     """Each row reads what those before it write in the same step."""
-    memory, cpu = backend._ready(), torch.device("cpu")
-    model, sampler, size = memory.model, backend._sampler, BlockGeometry(BLOCKS, BLOCK)
+    context, cpu = backend._worker.context, torch.device("cpu")
+    model, sampler, size = context.model, backend._worker.sampler, BlockGeometry(BLOCKS, BLOCK)
     draw = (
         BEST._replace(temperature=1.0, uniform=0.4, mask=packed([n % 3 == 0 for n in range(N_VOCAB)]))
         if drawn
@@ -349,20 +351,20 @@ def test_short_chunks_are_rows_of_a_padded_step(backend: TorchBackend, drawn: bo
     with torch.inference_mode():
         for asked in (chunks, rows):
             arena = Arena(model.decoder, size, "f32", cpu, 1)
-            arena_step = PaddedStep(model, arena, memory.last, sampler, blocks_per_row=20, rows=16)
+            arena_step = PaddedStep(model, arena, context.last, sampler, blocks_per_row=20, rows=16)
             for prompt in (PROMPTS[5][:30], PROMPTS[3][:13], PROMPTS[1][:14]):
                 before = chunk(prompt, 0, table(40, {30: 0, 13: 4, 14: 8}[len(prompt)]))
                 model.forward(make_batch([before], BLOCK, cpu), arena)
-            host = read_chunks(asked, BLOCK, memory.bounds)
+            host = read_chunks(asked, BLOCK, BOUNDS)
             if asked is chunks:
-                batch, moved = batch_on(host, cpu, memory.last, sampler.prepare, draws.parts())
+                batch, moved = batch_on(host, cpu, context.last, sampler.prepare, draws.parts())
                 logits = model.forward(batch, arena)
             else:
                 assert host.decodes and not host.wants_all
                 moved, chooses, wanted = arena_step.load(host, draws, 16)
                 assert not chooses and wanted is not None
                 logits = arena_step.compute(16, 320)[0][wanted.long()]
-            found.append((logits.clone(), choose(logits, draws, moved, sampler, memory.last).read(), arena))
+            found.append((logits.clone(), choose(logits, draws, moved, sampler, context.last).read(), arena))
     (expected, tokens_of, of_chunks), (logits, tokens_of_rows, of_rows) = found
     assert torch.allclose(logits, expected, atol=1e-4) and tokens_of_rows == tokens_of
     assert torch.allclose(of_rows.data[:BLOCKS], of_chunks.data[:BLOCKS], atol=1e-4)

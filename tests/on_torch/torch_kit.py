@@ -18,6 +18,7 @@ from cllm.backends.torch.backend import TorchBackend
 from cllm.kv.ops import BlockGeometry
 from cllm.models.hf_directory import HFModel
 from hf_kit import byte_tokenizer
+from step_of import rows_of
 
 Floats = NDArray[np.float32]
 BLOCK = 16
@@ -95,15 +96,15 @@ def table(length: int, first: int = 0) -> list[int]:
 def all_logits(backend: TorchBackend, tokens: Sequence[int]) -> Floats:
     """Of every position: all K and V first, then each position once more by itself."""
     blocks = table(len(tokens))
-    backend.step([chunk(tokens, 0, blocks, wants=False)])
-    return backend.step([chunk([token], at, blocks) for at, token in enumerate(tokens)])
+    rows_of(backend, [chunk(tokens, 0, blocks, wants=False)])
+    return rows_of(backend, [chunk([token], at, blocks) for at, token in enumerate(tokens)])
 
 
 def greedy(backend: TorchBackend, prompt: Sequence[int], count: int) -> list[int]:
     tokens, blocks = list(prompt), table(len(prompt) + count)
     done = 0
     while len(tokens) < len(prompt) + count:
-        row = backend.step([chunk(tokens[done:], done, blocks)])[0]
+        row = rows_of(backend, [chunk(tokens[done:], done, blocks)])[0]
         done = len(tokens)
         tokens.append(int(row.argmax()))
     return tokens[len(prompt) :]

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cllm.backends.base import Chunk, Logits
+from cllm.backends.base import Chunk, StepResult
 from cllm.backends.fake import FakeBackend
 from cllm.config import Config
 from cllm.config.schema import ResourcesConfig
@@ -69,9 +69,9 @@ class LongContext(FakeBackend):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**(settings | {"context_length": 300_000}))
 
-    def step(self, chunks: Sequence[Chunk]) -> Logits:
+    def collect(self, chunks: Sequence[Chunk]) -> StepResult:
         wanted = sum(chunk.wanted_logits for chunk in chunks)
-        return np.zeros((wanted, self.shape.n_vocab), np.float32)
+        return StepResult(np.zeros((wanted, self.shape.n_vocab), np.float32))
 
 
 @pytest.fixture

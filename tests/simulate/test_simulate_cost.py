@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cllm.backends.base import Chunk, Logits
+from cllm.backends.base import Chunk, StepResult
 from cllm.backends.fake import FakeBackend
 from cllm.errors import CLLMError, ConfigError
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
@@ -23,6 +23,7 @@ from cllm_bench.simulate.live import LiveRun, Turn, Workload
 from cllm_bench.simulate.settings import Settings
 from cllm_bench.simulate.validate import WORKLOADS, RandomTokens, Validation, calibrations
 from simulate_kit import COST
+from step_of import rows_of
 
 # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -80,7 +81,7 @@ def test_a_step_is_rows_and_prompts() -> None:
     assert work_of(chunks) == StepWork(2, 107, 1, 4, 10 + 11 + 12 + 13)
     assert work_of(chunks, window=50) == StepWork(2, 57, 1, 4, 46)
     backend = SimulatedBackend(COST)
-    assert len(backend.step(chunks)) == 3
+    assert len(rows_of(backend, chunks)) == 3
     expected = 0.004 + 2 * 0.002 + 107e-6 + 0.003 + 4 * 0.0007 + 46e-7
     assert backend.seconds == pytest.approx(expected)
 
@@ -147,9 +148,9 @@ class TimedFake(FakeBackend):
         self._cost = cost
         self._clock = clock
 
-    def step(self, chunks: Sequence[Chunk]) -> Logits:
+    def collect(self, chunks: Sequence[Chunk]) -> StepResult:
         self._clock.now += self._cost.compute(work_of(chunks))
-        return super().step(chunks)
+        return super().collect(chunks)
 
 
 def make_validation(layout: str, cost: CostModel, tokens: int) -> Validation:

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.errors import BackendError
 from cllm.kv.ops import BlockOps, Geometry, HostRows, SlotOps
 from cllm.models.shape import ModelShape
 
@@ -48,7 +47,7 @@ class Chunk:
     draws: tuple[Draw, ...] = ()
     """How to sample from its logits, if the backend does that: one token for each."""
     asks: Scoring | Pooling | None = None
-    """What is wanted besides logits. Steps with such chunks go to `read_prompts`."""
+    """What is wanted besides logits."""
 
 
 class Scoring(NamedTuple):
@@ -218,39 +217,28 @@ class Backend(ABC):
     def ops(self) -> SlotOps | BlockOps:
         """Memory operations for the KV manager of this backend's layout."""
 
-    @abstractmethod
-    def step(self, chunks: Sequence[Chunk]) -> Logits:
-        """Compute all chunks and return the rows of logits they want, in order.
-
-        A row depends only on its token and those before it, not on what follows in the chunk.
-
-        Rows are valid until the next step. Raises `BackendError`, or `StepAbortedError` after `abort`; K/V of some
-        chunks may have been written, and the caller trims what it does not want.
-        """
-
     def submit(self, chunks: Sequence[Chunk]) -> Any:
-        """Start a step and return its ticket; without waiting if the backend is pipelined.
+        """Start a step and return its ticket. A backend of depth 1 computes in `collect`: its ticket is the chunks.
 
-        Everything is read from the chunks before this returns, because block tables and arrays belong to the sequences
-        and change with them.
+        One of more depth does not wait, and has read everything from the chunks when this returns, because block tables
+        and arrays belong to the sequences and change with them.
 
         Steps and memory operations take effect in the order submitted, so memory freed while a step is under way can be
         reused or moved at once. A step started after one that turns out to have failed may compute anything; its result
         is collected and dropped.
 
-        Raises as `step` does; the step is then not under way, and not collected.
+        Raises as `collect` does; the step is then not under way, and not collected.
         """
         return chunks
 
+    @abstractmethod
     def collect(self, ticket: Any) -> StepResult:
-        """The result of the oldest uncollected step. Raises as `step` does; the step has ended either way."""
-        if asks_more(ticket):
-            return self.read_prompts(ticket)
-        return StepResult(self.step(ticket))
+        """The result of the oldest uncollected step: the rows of logits that its chunks want, in order, or the tokens
+        drawn from them. A row depends only on its token and those before it, not on what follows in the chunk.
 
-    def read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
-        """A `step` whose chunks ask for more than logits."""
-        raise BackendError(self.traits.no_reading or f"{self.traits.name} neither scores prompts nor makes embeddings")
+        Raises `BackendError`, or `StepAbortedError` after `abort`. The step has ended either way; K/V of some chunks
+        may have been written, and the caller trims what it does not want.
+        """
 
     @abstractmethod
     def abort(self) -> None:

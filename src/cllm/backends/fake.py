@@ -102,7 +102,7 @@ class FakeBackend(Backend):
     def ops(self) -> SlotOps | BlockOps:
         return self.memory
 
-    def step(self, chunks: Sequence[Chunk]) -> Logits:
+    def collect(self, chunks: Sequence[Chunk]) -> StepResult:
         self._aborted.clear()
         if self.faults.before_step is not None:
             self.faults.before_step(chunks)
@@ -112,10 +112,7 @@ class FakeBackend(Backend):
         if self.latency_s and self._aborted.wait(self.latency_s):
             raise StepAbortedError("the step was aborted")
         wanted = [row for chunk in chunks for row in self._compute(chunk)]
-        return np.stack(wanted) if wanted else np.empty((0, self.shape.n_vocab), dtype=np.float32)
-
-    def read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
-        logits = self.step(chunks)
+        logits = np.stack(wanted) if wanted else np.empty((0, self.shape.n_vocab), dtype=np.float32)
         return StepResult(logits, None, {i: self._read(chunk) for i, chunk in enumerate(chunks) if chunk.asks})
 
     def _read(self, chunk: Chunk) -> PromptScores | Hidden:

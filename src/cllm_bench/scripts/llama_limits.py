@@ -71,7 +71,7 @@ def prompt_speed(backend: LlamaCppBackend, size: int, total: int = 512) -> float
     empty(backend)
     started = perf_counter()
     for start in range(0, total, size):
-        backend.step([Chunk(tokens(size), start, True, 0)])
+        backend.collect([Chunk(tokens(size), start, True, 0)])
     return total / (perf_counter() - started)
 
 
@@ -79,10 +79,10 @@ def generation_time(backend: LlamaCppBackend, *, streams: int, context: int, tok
     """Seconds for `tokens` in all, reckoned from `STEPS` steps."""
     empty(backend)
     for slot in range(streams):
-        backend.step([Chunk(array("i", [77] * context), 0, False, slot)])
+        backend.collect([Chunk(array("i", [77] * context), 0, False, slot)])
     started = perf_counter()
     for step in range(STEPS):
-        backend.step([Chunk(array("i", [77]), context + step, True, slot) for slot in range(streams)])
+        backend.collect([Chunk(array("i", [77]), context + step, True, slot) for slot in range(streams)])
     return (perf_counter() - started) * tokens / (STEPS * streams)
 
 

@@ -83,7 +83,7 @@ def rebuilds(threads: int, tokens: int, repeat: int) -> dict[str, dict[str, floa
     with backend:
         backend.allocate(SlotGeometry(SLOTS, SLOT_TOKENS, at_start=1))
         ops = backend.ops
-        backend.step([Chunk(array("i", [77] * tokens), 0, False, 0)])
+        backend.collect([Chunk(array("i", [77] * tokens), 0, False, 0)])
         sequence = ops.save(0)
         for _ in range(repeat):
             for before in SIZES:

@@ -74,11 +74,12 @@ class Reader:
         self._held += len(tokens)
         while len(self._table) * BLOCK < self._held:
             self._table.append(self._free.pop(0))
-        self.backend.step([self._chunk(tokens, start, wants=False)])
+        self.backend.collect([self._chunk(tokens, start, wants=False)])
         found = np.empty(len(following or ()))
         for begin in range(0, len(found), TOGETHER):
             rows = range(begin, min(begin + TOGETHER, len(found)))
-            logits = self.backend.step([self._chunk(tokens[i : i + 1], start + i, wants=True) for i in rows])
+            logits = self.backend.collect([self._chunk(tokens[i : i + 1], start + i, wants=True) for i in rows]).logits
+            assert logits is not None
             logits = logits.astype(np.float64)
             totals = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
             assert following is not None
@@ -262,12 +263,12 @@ def llama_cost(options: argparse.Namespace) -> None:
     rng = np.random.default_rng(2)
     tokens = array("i", rng.integers(10, 40_000, options.context - 1).tolist())
     for begin in range(0, len(tokens), 512):
-        backend.step([Chunk(tokens[begin : begin + 512], begin, False, 0)])
+        backend.collect([Chunk(tokens[begin : begin + 512], begin, False, 0)])
     plain, after_shift = [], []
     for _ in range(5):
         end = backend.ops.length(0)
         started = time.perf_counter()
-        backend.step([Chunk(array("i", [7]), end, True, 0)])
+        backend.collect([Chunk(array("i", [7]), end, True, 0)])
         plain.append(time.perf_counter() - started)
         backend.ops.remove(0, options.keep, options.keep + 256)
         backend.ops.shift(0, options.keep + 256, None, -256)
@@ -275,7 +276,7 @@ def llama_cost(options: argparse.Namespace) -> None:
         backend.ops.settle()
         after_shift.append(time.perf_counter() - started)
         end = backend.ops.length(0)
-        backend.step([Chunk(tokens[:256], end, False, 0)])
+        backend.collect([Chunk(tokens[:256], end, False, 0)])
     backend.close()
     each = (min(after_shift) - min(plain)) / 256
     print(

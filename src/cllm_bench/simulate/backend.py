@@ -18,7 +18,7 @@ from cllm_bench.simulate.traces import Text
 
 
 class SimulatedBackend(Backend):
-    """`step` takes no time; `seconds` is what the last one would have taken, `total_s` what all of them would have."""
+    """A step takes no time; `seconds` is what the last one would have taken, `total_s` what all of them would have."""
 
     traits = BackendTraits("simulated", pooling=None, no_reading="what is only simulated has no probabilities")
 
@@ -46,12 +46,12 @@ class SimulatedBackend(Backend):
     def ops(self) -> SimulatedSlots | SimulatedBlocks:
         return self._ops
 
-    def step(self, chunks: Sequence[Chunk]) -> Logits:
+    def collect(self, chunks: Sequence[Chunk]) -> StepResult:
         self.seconds = self.cost.compute(work_of(chunks, self._window))
         self.total_s += self.seconds
         if isinstance(self._ops, SimulatedSlots):
             self._ops.write(chunks)
-        return self._rows(len(chunks))
+        return self.result(len(chunks))
 
     def result(self, rows: int) -> StepResult:
         return StepResult(self._rows(rows))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cllm.backends.base import Backend, Chunk, Logits, StepResult
+from cllm.backends.base import Backend, Chunk, StepResult
 from cllm.engine.budget import StepBudget
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
@@ -87,9 +87,6 @@ class RecordingBackend(Backend):
     @property
     def ops(self) -> SlotOps | BlockOps:
         return self._inner.ops
-
-    def step(self, chunks: Sequence[Chunk]) -> Logits:
-        return self._inner.step(chunks)
 
     def submit(self, chunks: Sequence[Chunk]) -> _PendingStep:
         self.gate.wait()

@@ -12,7 +12,7 @@ from time import monotonic, perf_counter
 from typing import Any
 from unittest.mock import patch
 
-from cllm.backends.base import Chunk, Logits
+from cllm.backends.base import Chunk, StepResult
 from cllm.backends.fake import FakeBackend
 from cllm.engine import scheduler as scheduler_module
 from cllm.engine.budget import StepBudget
@@ -193,11 +193,11 @@ class _TimedBackend(FakeBackend):
 
     seconds = 0.0
 
-    def step(self, chunks: Sequence[Chunk]) -> Logits:
+    def collect(self, chunks: Sequence[Chunk]) -> StepResult:
         start = perf_counter()
-        logits = super().step(chunks)
+        result = super().collect(chunks)
         self.seconds += perf_counter() - start
-        return logits
+        return result
 
     def __enter__(self) -> _TimedBackend:
         return self

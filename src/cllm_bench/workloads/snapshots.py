@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from time import monotonic, perf_counter, sleep
 from typing import TypeVar
 
-from cllm.backends.base import Chunk, Logits
+from cllm.backends.base import Chunk, StepResult
 from cllm.backends.fake import FakeBackend
 from cllm.engine.budget import StepBudget
 from cllm.engine.loop import Engine
@@ -140,10 +140,10 @@ class _OpenBackend(FakeBackend):
         super().__init__(latency_s=latency_s)
         self._lock = lock
 
-    def step(self, chunks: Sequence[Chunk]) -> Logits:
+    def collect(self, chunks: Sequence[Chunk]) -> StepResult:
         self._lock.release()
         try:
-            return super().step(chunks)
+            return super().collect(chunks)
         finally:
             self._lock.acquire()
 

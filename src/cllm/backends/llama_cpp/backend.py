@@ -28,6 +28,7 @@ from cllm.backends.base import (
     PromptScores,
     Scoring,
     StepResult,
+    asks_more,
 )
 from cllm.backends.llama_cpp.batch import count_passes, cut
 from cllm.backends.llama_cpp.context import Context, States
@@ -131,7 +132,10 @@ class LlamaCppBackend(Backend):
         self._live()
         return self._ops
 
-    def step(self, chunks: Sequence[Chunk]) -> Logits:
+    def collect(self, chunks: Sequence[Chunk]) -> StepResult:
+        return self._read_prompts(chunks) if asks_more(chunks) else StepResult(self._step(chunks))
+
+    def _step(self, chunks: Sequence[Chunk]) -> Logits:
         """Slots are computed in ascending order, which llama.cpp joins into the fewest passes. When the caller's order
         is the same and all fits into one batch, the rows are llama.cpp's own memory, else a copy."""
         context = self._live()
@@ -155,13 +159,13 @@ class LlamaCppBackend(Backend):
             done += len(logits)
         return rows
 
-    def read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
+    def _read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
         """Chunks that ask for more are computed in parts of as many tokens as there may be rows: those to be scored one
         by one, those to be embedded together."""
         context = self._live()
         plain = [chunk for chunk in chunks if chunk.asks is None]
         rows = np.empty((sum(chunk.wanted_logits for chunk in chunks), self.shape.n_vocab), np.float32)
-        plain_rows, done, row = self.step(plain).copy(), 0, 0
+        plain_rows, done, row = self._step(plain).copy(), 0, 0
         context.clear_abort()
         self._ops.settle()
         pooled = self._pool(context, [chunk for chunk in chunks if isinstance(chunk.asks, Pooling)])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.backends.base import Backend, BackendTraits, Chunk, Hidden, Logits, Pooling, StepResult
+from cllm.backends.base import Backend, BackendTraits, Chunk, Hidden, Pooling, StepResult
 from cllm.backends.llama_cpp.batch import TokenBatch
 from cllm.backends.llama_cpp.library import load_library
 from cllm.backends.llama_cpp.model import load_model, read_shape
@@ -91,12 +91,7 @@ class LlamaCppEncoder(Backend):
     def ops(self) -> _NoMemory:
         return _NoMemory()
 
-    def step(self, chunks: Sequence[Chunk]) -> Logits:
-        if chunks:
-            raise BackendError(self._no_answers)
-        return np.empty((0, self.shape.n_vocab), np.float32)
-
-    def read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
+    def collect(self, chunks: Sequence[Chunk]) -> StepResult:
         self._check(chunks)
         read: dict[int, Any] = {}
         for batch in self._batches(chunks):

@@ -24,7 +24,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm._native import Engine, instruction_sets
-from cllm.backends.base import Backend, BackendTraits, Chunk, Hidden, Logits, Pooling, PromptScores, Scoring, StepResult
+from cllm.backends.base import (
+    Backend,
+    BackendTraits,
+    Chunk,
+    Hidden,
+    Logits,
+    Pooling,
+    PromptScores,
+    Scoring,
+    StepResult,
+    asks_more,
+)
 from cllm.backends.native.loader import load_engine
 from cllm.errors import BackendError, ConfigError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, Geometry, Move
@@ -129,7 +140,10 @@ class NativeBackend(Backend):
     def land(self, blocks: Sequence[int], content: Sequence[NDArray[np.uint8]]) -> None:
         """They lie there already."""
 
-    def step(self, chunks: Sequence[Chunk]) -> Logits:
+    def collect(self, chunks: Sequence[Chunk]) -> StepResult:
+        return self._read_prompts(chunks) if asks_more(chunks) else StepResult(self._step(chunks))
+
+    def _step(self, chunks: Sequence[Chunk]) -> Logits:
         """The rows lie in one buffer that every step uses again."""
         engine = self._ready()
         if not chunks:
@@ -142,7 +156,7 @@ class NativeBackend(Backend):
             raise StepAbortedError("the step was aborted")
         return logits
 
-    def read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
+    def _read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
         engine, outputs = self._ready(), _Outputs(chunks, self.shape.n_embd)
         with _refusals(chunks):
             tokens, rows, table = _as_arrays(chunks)

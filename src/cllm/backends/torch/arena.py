@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cllm.backends.torch.decoder import Decoder
 from cllm.kv.ops import BlockGeometry, Move
@@ -37,8 +38,8 @@ class Arena:
     ) -> None:
         self.kv_type = kv_type
         self.block_size = geometry.block_size
-        self.spare_block = geometry.blocks
-        """The first of the blocks that belong to no sequence, if there are any."""
+        self.blocks = geometry.blocks
+        """Those of the pool; spare ones, which belong to no sequence, come after them."""
         places = geometry.blocks + spare_blocks, decoder.n_layers, 2, decoder.n_kv_heads, geometry.block_size
         self.data = _zeros((*places, decoder.head_dim), KV_DTYPES[kv_type], torch.device(device))
         """[blocks, layers, keys and values, KV heads, places in the block, head_dim]"""
@@ -54,7 +55,7 @@ class Arena:
         return sum(int(part.nbytes) for part in self.parts)
 
     @property
-    def parts(self) -> list[torch.Tensor]:
+    def parts(self) -> list[Tensor]:
         """As bytes: not every operation is there for every type."""
         return [part.view(torch.uint8) for part in (self.data, self.scales) if part is not None]
 
@@ -62,12 +63,12 @@ class Arena:
     def block_bytes(self) -> int:
         return sum(int(part[0].nbytes) for part in self.parts)
 
-    def read(self, blocks: Sequence[int]) -> torch.Tensor:
+    def read(self, blocks: Sequence[int]) -> Tensor:
         """A copy of what they hold, in the host's memory: a row of bytes each."""
         chosen = torch.tensor(list(blocks), device=self.device)
         return torch.cat([part[chosen].flatten(1) for part in self.parts], 1).cpu()
 
-    def write(self, blocks: Sequence[int], content: torch.Tensor) -> None:
+    def write(self, blocks: Sequence[int], content: Tensor) -> None:
         """The opposite of `read`."""
         chosen, content, start = torch.tensor(list(blocks), device=self.device), content.to(self.device), 0
         for part in self.parts:
@@ -89,14 +90,14 @@ class Arena:
                 _move(part, *move)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Where the system gives out zeros, memory is taken as it is used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * int(dtype.itemsize), np.uint8)).view(dtype).view(shape)
 
 
-def _move(part: torch.Tensor, source: int, target: int, blocks: int) -> None:
+def _move(part: Tensor, source: int, target: int, blocks: int) -> None:
     if abs(source - target) >= blocks:
         part[target : target + blocks].copy_(part[source : source + blocks])
         return

@@ -17,6 +17,7 @@ from operator import attrgetter
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from cllm.backends.base import Chunk
 from cllm.backends.torch.shared_prefixes import SharedPrefixes
@@ -33,14 +34,14 @@ ROW_NUMBERS = 1 << 16
 class StepBatch:
     """Everything is int32 and on the model's device."""
 
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    starts: torch.Tensor
-    lengths: torch.Tensor
-    tables: torch.Tensor
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    starts: Tensor
+    lengths: Tensor
+    tables: Tensor
     """[rows, blocks of the longest]"""
-    wanted: torch.Tensor
+    wanted: Tensor
     """Tokens whose logits are wanted, in the order of the chunks they end."""
     decode_rows: int
     longest_chunk: int
@@ -242,21 +243,11 @@ def _rows_of(chunks: Sequence[Chunk]) -> _Rows:
     return _Rows(tokens, begins, sizes, lists, numbers, following, counts.count(1))
 
 
-Prepare = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    None,
-]
+Prepare = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """Tokens, follows, last, table, firsts, tables: rows that follow get their tokens, and every row its blocks."""
 
 
-def plain_prepare(
-    tokens: torch.Tensor,
-    follows: torch.Tensor,
-    last: torch.Tensor,
-    table: torch.Tensor,
-    firsts: torch.Tensor,
-    tables: torch.Tensor,
-) -> None:
+def plain_prepare(tokens: Tensor, follows: Tensor, last: Tensor, table: Tensor, firsts: Tensor, tables: Tensor) -> None:
     places = (follows >= 0).nonzero().squeeze(1)
     tokens[places] = last[follows[places].long()]
     begins = firsts.tolist()
@@ -265,8 +256,8 @@ def plain_prepare(
 
 
 def batch_on(
-    host: HostBatch, device: torch.device, last: torch.Tensor, prepare: Prepare, beside: Sequence[Numbers] = ()
-) -> tuple[StepBatch, list[torch.Tensor]]:
+    host: HostBatch, device: torch.device, last: Tensor, prepare: Prepare, beside: Sequence[Numbers] = ()
+) -> tuple[StepBatch, list[Tensor]]:
     """The batch on a device, and what goes there beside it, in one transfer. Rows that follow take their tokens out of
     `last`."""
     parts = (host.tokens, host.positions, host.slots, host.starts, host.lengths, host.wanted)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 from cllm.backends.torch.matrix_kernels import gemv_kernel
 
@@ -42,18 +43,18 @@ def chains(device: torch.device) -> bool:
 
 
 def gemv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     *,
-    scales: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    norm: torch.Tensor | None = None,
+    scales: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
     chained: bool | None = None,
     tile: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """The product with one row, [1, width], and x + residual if there is one."""
     rows, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     tile = tile or tile_of(weight.itemsize, width, gated)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cllm.backends.torch.batch import HostBatch
 from cllm.backends.torch.padded_step import PaddedStep
@@ -23,17 +24,17 @@ Key = tuple[int, int, bool]
 
 class Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
-    tokens: torch.Tensor
+    logits: Tensor
+    tokens: Tensor
 
 
 class Ran(NamedTuple):
     """What a step gives, on the device; valid until the next one."""
 
-    logits: torch.Tensor
-    tokens: torch.Tensor | None
+    logits: Tensor
+    tokens: Tensor | None
     """What it chose, if it did."""
-    moved: list[torch.Tensor]
+    moved: list[Tensor]
     """If it did not: the parts of its draws."""
 
 

@@ -12,22 +12,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from cllm.backends.torch.arena import Arena
-from cllm.errors import BackendError
+from cllm.backends.torch.faults import Faults
 from cllm.kv.ops import Copying
 
 log = logging.getLogger("cllm.torch")
 
 PIECE_BYTES = 256 << 20
 
-Failure = Callable[[Exception, str], BackendError]
 Run = tuple[int, int, int]
 """A first block, a first row, and how many follow each other in both."""
 
@@ -43,17 +42,15 @@ class Done:
 class Queued:
     """On a GPU."""
 
-    def __init__(self, begun: torch.cuda.Event, ended: torch.cuda.Event, failure: Failure) -> None:
+    def __init__(self, begun: torch.cuda.Event, ended: torch.cuda.Event, faults: Faults) -> None:
         self.ended = ended
         self._begun = begun
-        self._failure = failure
+        self._faults = faults
 
     @property
     def done(self) -> bool:
-        try:
+        with self._faults.at("copying blocks"):
             return bool(self.ended.query())
-        except Exception as error:
-            raise self._failure(error, "copying blocks") from error
 
     @property
     def seconds(self) -> float:
@@ -61,22 +58,20 @@ class Queued:
 
 
 class Rows:
-    def __init__(self, arena: Callable[[], Arena], limit: int, failure: Failure) -> None:
+    def __init__(self, arena: Callable[[], Arena], limit: int, faults: Faults) -> None:
         """`limit` in bytes; `arena` is asked each time, for a rebuilt backend has another."""
         self._arena = arena
-        self._failure = failure
+        self._faults = faults
         self._device = arena().device
         self.row_bytes = arena().block_bytes
         self.most_rows = limit // self.row_bytes
         self._piece_rows = max(1, PIECE_BYTES // self.row_bytes)
-        self._pieces: list[torch.Tensor] = []
+        self._pieces: list[Tensor] = []
         self._growing: threading.Thread | None = None
         self._closed = False
         self.rows = self._wanted = 0
         self._on_gpu = self._device.type == "cuda"
-        if self._on_gpu:
-            self._outwards = torch.cuda.Stream(self._device)
-            self._inwards = torch.cuda.Stream(self._device)
+        self._outwards, self._inwards = (torch.cuda.Stream(self._device) if self._on_gpu else None for _ in range(2))
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -111,12 +106,12 @@ class Rows:
 
     def drain(self) -> None:
         """Nothing is under way afterwards, whatever became of it."""
-        if self._on_gpu:
-            try:
-                self._outwards.synchronize()
-                self._inwards.synchronize()
-            except Exception as error:  # then none of them goes on
-                log.debug("copies failed: %s", error)
+        try:
+            for stream in (self._outwards, self._inwards):
+                if stream is not None:
+                    stream.synchronize()
+        except Exception as error:  # then none of them goes on
+            log.debug("copies failed: %s", error)
 
     def close(self) -> None:
         self._closed = True
@@ -136,37 +131,29 @@ class Rows:
 
     def copy_out(self, blocks: Sequence[int], rows: Sequence[int]) -> Copying:
         arena = self._arena()
-        with self._failing(f"copying {len(blocks)} blocks to the host's memory"):
-            if not self._on_gpu:
-                return self._at_once(lambda: self._out(arena, blocks, rows))
-            return self._queue(self._outwards, (), lambda: self._out(arena, blocks, rows))
+        with self._faults.at(f"copying {len(blocks)} blocks to the host's memory"):
+            both = self._both(arena, blocks, rows)
+            return self._start(self._outwards, (), ((row, block) for block, row in both))
 
     def copy_in(self, rows: Sequence[int], blocks: Sequence[int], after: Sequence[Copying]) -> Copying:
         arena = self._arena()
-        with self._failing(f"copying {len(blocks)} blocks from the host's memory"):
-            if not self._on_gpu:
-                return self._at_once(lambda: self._in(arena, rows, blocks))
-            return self._queue(self._inwards, after, lambda: self._in(arena, rows, blocks))
+        with self._faults.at(f"copying {len(blocks)} blocks from the host's memory"):
+            return self._start(self._inwards, after, self._both(arena, blocks, rows))
 
     def wait_for(self, copying: Copying) -> None:
         if isinstance(copying, Queued):
-            with self._failing("waiting for copies of blocks"):
+            with self._faults.at("waiting for copies of blocks"):
                 torch.cuda.current_stream(self._device).wait_event(copying.ended)
 
-    @contextmanager
-    def _failing(self, doing: str) -> Iterator[None]:
-        """What torch raises becomes the backend's own."""
-        try:
-            yield
-        except Exception as error:
-            raise self._failure(error, doing) from error
-
-    def _at_once(self, copy: Callable[[], None]) -> Done:
-        started = time.perf_counter()
-        copy()
-        return Done(time.perf_counter() - started)
-
-    def _queue(self, stream: torch.cuda.Stream, after: Sequence[Copying], copy: Callable[[], None]) -> Queued:
+    def _start(
+        self, stream: torch.cuda.Stream | None, after: Sequence[Copying], pairs: Iterator[tuple[Tensor, Tensor]]
+    ) -> Copying:
+        """Copy to the first of each pair from the second."""
+        if stream is None:
+            started = time.perf_counter()
+            for target, source in pairs:
+                target.copy_(source)
+            return Done(time.perf_counter() - started)
         with torch.cuda.device(self._device):
             stream.wait_stream(torch.cuda.current_stream(self._device))
             for each in after:
@@ -176,22 +163,13 @@ class Rows:
             with torch.cuda.stream(stream):
                 begun.record(stream)
                 try:
-                    copy()
+                    for target, source in pairs:
+                        target.copy_(source, non_blocking=True)
                 finally:
                     ended.record(stream)
-            return Queued(begun, ended, self._failure)
+            return Queued(begun, ended, self._faults)
 
-    def _out(self, arena: Arena, blocks: Sequence[int], rows: Sequence[int]) -> None:
-        for block, row in self._both(arena, blocks, rows):
-            row.copy_(block, non_blocking=True)
-
-    def _in(self, arena: Arena, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        for block, row in self._both(arena, blocks, rows):
-            block.copy_(row, non_blocking=True)
-
-    def _both(
-        self, arena: Arena, blocks: Sequence[int], rows: Sequence[int]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _both(self, arena: Arena, blocks: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Blocks and rows as bytes that each lie in one piece, as many together as possible."""
         parts = arena.parts
         together = len(parts) == 1  # else a row has the parts of one block behind each other

@@ -7,13 +7,14 @@ for a GPU.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
 
 
-def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Rows in fp8, and their scales in float32. Works on any piece of a matrix."""
     wide = weight.float()
     largest = wide.abs().amax(-1)
@@ -21,19 +22,15 @@ def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (wide / scales[:, None]).clamp_(-FP8_LARGEST, FP8_LARGEST).to(FP8), scales
 
 
-def dequantise(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantise(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return (weight.float() * scales[:, None]).to(dtype)
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None = None, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     return functional.linear(x, weight if scales is None else dequantise(weight, scales, x.dtype), bias)
 
 
-def linear_by_row(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None = None, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear_by_row(x: Tensor, weight: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """The same, but every row by itself: its result is the same to the bit whatever the others are."""
     wide = weight if scales is None else dequantise(weight, scales, x.dtype)
     if not len(x):

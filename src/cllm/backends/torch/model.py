@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 from torch.nn import functional
 
 from cllm.backends.torch.arena import Arena
@@ -16,32 +16,32 @@ from cllm.backends.torch.operations import FusedProduct, Operations
 
 @dataclass(slots=True)
 class Layer:
-    attention_norm: torch.Tensor
-    qkv: torch.Tensor
+    attention_norm: Tensor
+    qkv: Tensor
     """Queries, keys and values, one below the other."""
-    qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    output: torch.Tensor
-    ffn_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    scales: dict[str, torch.Tensor] | None = None
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    ffn_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    scales: dict[str, Tensor] | None = None
     """Of the rows of each weight in fp8: qkv, output, gate_up, down."""
-    output_bias: torch.Tensor | None = None
+    output_bias: Tensor | None = None
 
-    def scales_of(self, name: str) -> torch.Tensor | None:
+    def scales_of(self, name: str) -> Tensor | None:
         return None if self.scales is None else self.scales[name]
 
 
 @dataclass(slots=True)
 class Weights:
-    embedding: torch.Tensor
+    embedding: Tensor
     layers: list[Layer]
-    norm: torch.Tensor
-    head: torch.Tensor
+    norm: Tensor
+    head: Tensor
     """The embedding itself where the model ties them, unless the head is in fp8."""
-    head_scales: torch.Tensor | None = None
+    head_scales: Tensor | None = None
 
 
 class Model:
@@ -60,7 +60,7 @@ class Model:
         """Whether decode steps gain by knowing what rows share."""
         return self._ops.shares
 
-    def forward(self, batch: StepBatch, arena: Arena, before_layer: Callable[[], None] | None = None) -> torch.Tensor:
+    def forward(self, batch: StepBatch, arena: Arena, before_layer: Callable[[], None] | None = None) -> Tensor:
         """Logits, [wanted, vocabulary]. K and V of all tokens are in the arena afterwards.
 
         `before_layer` may end the step by raising.
@@ -69,10 +69,10 @@ class Model:
             return self._forward_one(self._ops.one_row, batch, arena)
         return self.logits(self.states(batch, arena, before_layer)[batch.wanted.long()])
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         return self._ops.linear(states, self.weights.head, self.weights.head_scales).float()
 
-    def states(self, batch: StepBatch, arena: Arena, before_layer: Callable[[], None] | None = None) -> torch.Tensor:
+    def states(self, batch: StepBatch, arena: Arena, before_layer: Callable[[], None] | None = None) -> Tensor:
         """The hidden states of all tokens, after the last norm."""
         ops, eps, weights = self._ops, self.decoder.rms_eps, self.weights
         residual = functional.embedding(batch.tokens, weights.embedding)
@@ -88,17 +88,17 @@ class Model:
             x = ops.add_rms_norm(x, residual, weights.norm if last else weights.layers[index + 1].attention_norm, eps)
         return x
 
-    def _attention(self, layer: Layer, index: int, x: torch.Tensor, batch: StepBatch, arena: Arena) -> torch.Tensor:
+    def _attention(self, layer: Layer, index: int, x: Tensor, batch: StepBatch, arena: Arena) -> Tensor:
         decoder, ops = self.decoder, self._ops
         qkv = ops.linear(x, layer.qkv, layer.scales_of("qkv"), layer.qkv_bias)
         q = ops.rotate_and_store(qkv, layer.q_norm, layer.k_norm, decoder, self._rotations, batch, arena, index)
         attended = ops.attend(q, arena, index, batch).view(len(x), decoder.q_size)
         return ops.linear(attended, layer.output, layer.scales_of("output"), layer.output_bias)
 
-    def _forward_one(self, product: FusedProduct, batch: StepBatch, arena: Arena) -> torch.Tensor:
+    def _forward_one(self, product: FusedProduct, batch: StepBatch, arena: Arena) -> Tensor:
         """The same for a single token; a norm or an activation is part of the product it belongs to."""
         ops, eps, weights, decoder = self._ops, self.decoder.rms_eps, self.weights, self.decoder
-        residual: torch.Tensor | None = None
+        residual: Tensor | None = None
         x = functional.embedding(batch.tokens, weights.embedding)
         for index, layer in enumerate(weights.layers):
             scales = layer.scales_of

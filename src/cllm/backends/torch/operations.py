@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-import torch
+from torch import Tensor
 
 from cllm.backends.torch import linear, reference
 from cllm.backends.torch.arena import Arena
@@ -18,16 +18,16 @@ class FusedProduct(Protocol):
 
     def __call__(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         *,
-        scales: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        norm: torch.Tensor | None = None,
+        scales: Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        norm: Tensor | None = None,
         eps: float = 0.0,
         gated: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """The product, and x + residual if there is one. `gated`: silu of the first half times the second."""
 
 
@@ -42,37 +42,35 @@ class Operations(ABC):
         """Operations that give a token the same result, to the bit, whatever else is computed with it."""
 
     @abstractmethod
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """Times the transpose of the weight; `scales` are those of its rows, if it is in fp8."""
 
     @abstractmethod
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     @abstractmethod
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`residual` becomes x + residual; its norm is returned."""
 
     @abstractmethod
-    def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+    def silu_multiply(self, gate_up: Tensor) -> Tensor: ...
 
     @abstractmethod
     def rotate_and_store(
         self,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
         decoder: Decoder,
-        rotations: torch.Tensor,
+        rotations: Tensor,
         batch: StepBatch,
         arena: Arena,
         layer: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Keys are rotated and written to the arena, as values are. Gives the rotated queries, [tokens, heads, dim]."""
 
     @abstractmethod
-    def attend(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch) -> torch.Tensor: ...
+    def attend(self, q: Tensor, arena: Arena, layer: int, batch: StepBatch) -> Tensor: ...
 
 
 class PlainOperations(Operations):
@@ -84,32 +82,30 @@ class PlainOperations(Operations):
     def invariant(self) -> Operations:
         return PlainOperations(alone=True)
 
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None = None) -> Tensor:
         product = linear.linear_by_row if self._alone else linear.linear
         return product(x, weight, scales, bias)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.rms_norm(x, weight, eps)
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.add_rms_norm(x, residual, weight, eps)
 
-    def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def silu_multiply(self, gate_up: Tensor) -> Tensor:
         return reference.silu_multiply(gate_up)
 
     def rotate_and_store(
         self,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
         decoder: Decoder,
-        rotations: torch.Tensor,
+        rotations: Tensor,
         batch: StepBatch,
         arena: Arena,
         layer: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         q, k, v = (
             part.view(len(qkv), -1, decoder.head_dim)
             for part in qkv.split([decoder.q_size, decoder.kv_size, decoder.kv_size], dim=1)
@@ -120,5 +116,5 @@ class PlainOperations(Operations):
         reference.store(reference.rotate(k, turned), v, arena, layer, batch.slots)
         return reference.rotate(q, turned)
 
-    def attend(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch) -> torch.Tensor:
+    def attend(self, q: Tensor, arena: Arena, layer: int, batch: StepBatch) -> Tensor:
         return reference.attend(q, arena, layer, batch, alone=self._alone)

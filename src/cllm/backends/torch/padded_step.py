@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import HostBatch, Ints, StepBatch
@@ -37,24 +38,24 @@ _LEAST_INPUTS = 1 << 16
 class Loaded(NamedTuple):
     """A step's inputs besides its batch."""
 
-    moved: list[torch.Tensor]
+    moved: list[Tensor]
     """The parts of its draws, if it does not choose itself."""
     chooses: bool
-    wanted: torch.Tensor | None
+    wanted: Tensor | None
     """Rows whose logits are wanted; None: all."""
 
 
 class PaddedStep:
     def __init__(
-        self, model: Model, arena: Arena, last: torch.Tensor, sampler: Sampler, *, blocks_per_row: int, rows: int
+        self, model: Model, arena: Arena, last: Tensor, sampler: Sampler, *, blocks_per_row: int, rows: int
     ) -> None:
-        """`last` has the last token of every row number. Unused rows write to the arena's spare block."""
+        """`last` has the last token of every row number. Unused rows write to the arena's first spare block."""
         self.longest = blocks_per_row * arena.block_size
         self._model = model
         self._arena = arena
         self._last = last
         self._sampler = sampler
-        self._unused_slot = arena.spare_block * arena.block_size
+        self._unused_slot = arena.blocks * arena.block_size
         ints = {"dtype": torch.int32, "device": arena.device}
         most = _table_at(rows) + rows * blocks_per_row
         self._inputs = torch.zeros(max(2 * most, _LEAST_INPUTS), **ints)
@@ -99,7 +100,7 @@ class PaddedStep:
         batch = HostBatch(nobody, nobody, nobody, one, nobody, nobody, one, nobody, nobody, 0, 0, 0)
         upload([self._padded(batch, None, rows)], self._inputs.device, self._inputs)
 
-    def compute(self, rows: int, longest: int, shared: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(self, rows: int, longest: int, shared: bool = False) -> tuple[Tensor, Tensor]:
         """Logits, and the best token of each, for contexts up to `longest`; with groups, if there are any."""
         inputs = self._inputs
         values = inputs[: 2 * BIASES * rows].view(torch.float64)

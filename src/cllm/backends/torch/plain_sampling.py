@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from cllm.backends.torch.batch import plain_prepare
 from cllm.backends.torch.sampling import Penalties, Sampler, TokenBiases
@@ -13,23 +14,17 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 class PlainSampler(Sampler):
     def prepare(
-        self,
-        tokens: torch.Tensor,
-        follows: torch.Tensor,
-        last: torch.Tensor,
-        table: torch.Tensor,
-        firsts: torch.Tensor,
-        tables: torch.Tensor,
+        self, tokens: Tensor, follows: Tensor, last: Tensor, table: Tensor, firsts: Tensor, tables: Tensor
     ) -> None:
         plain_prepare(tokens, follows, last, table, firsts, tables)
 
-    def bias(self, logits: torch.Tensor, listed: TokenBiases) -> None:
+    def bias(self, logits: Tensor, listed: TokenBiases) -> None:
         starts = listed.starts.tolist()
         for row, first, end in zip(logits, starts, starts[1:], strict=False):
             ids = listed.ids[first:end].long()
             row[ids] = (row[ids].double() + listed.values[first:end]).float()
 
-    def penalise(self, logits: torch.Tensor, seen: Penalties, last: torch.Tensor) -> None:
+    def penalise(self, logits: Tensor, seen: Penalties, last: Tensor) -> None:
         starts = seen.starts.tolist()
         rates, follows = seen.rates.tolist(), seen.follows.tolist()
         for number, row in enumerate(logits):
@@ -42,9 +37,7 @@ class PlainSampler(Sampler):
                     ids, counts = torch.cat([ids, unknown[None]]), torch.cat([counts, torch.ones_like(unknown[None])])
             row[ids] = _penalised(row[ids].double(), counts, *rates[number])
 
-    def choose(
-        self, logits: torch.Tensor, params: torch.Tensor | None, owners: torch.Tensor, last: torch.Tensor
-    ) -> torch.Tensor:
+    def choose(self, logits: Tensor, params: Tensor | None, owners: Tensor, last: Tensor) -> Tensor:
         numbers = [(0.0, 0.0, 1.0, 0.0, 0.0)] * len(logits) if params is None else params.tolist()
         tokens = torch.tensor(
             [_choose(row, *each) for row, each in zip(logits, numbers, strict=True)], dtype=torch.int32
@@ -54,15 +47,13 @@ class PlainSampler(Sampler):
         return tokens
 
 
-def _penalised(
-    values: torch.Tensor, counts: torch.Tensor, repetition: float, frequency: float, presence: float
-) -> torch.Tensor:
+def _penalised(values: Tensor, counts: Tensor, repetition: float, frequency: float, presence: float) -> Tensor:
     less = torch.where(values > 0, values / repetition, values * repetition)
     less = less - torch.where(counts > 0, frequency * counts.double() + presence, 0.0)
     return torch.where(values == torch.inf, values, less.clamp(max=_FLOAT32_MAX)).float()
 
 
-def _choose(values: torch.Tensor, temperature: float, top_k: float, top_p: float, min_p: float, uniform: float) -> int:
+def _choose(values: Tensor, temperature: float, top_k: float, top_p: float, min_p: float, uniform: float) -> int:
     peak = values.max()
     if not bool(peak.isfinite()):
         return -1

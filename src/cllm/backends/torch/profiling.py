@@ -9,15 +9,16 @@ import numpy as np
 import torch
 
 from cllm.backends.base import Bias, Chunk, Draw, Seen
+from cllm.backends.torch.batch import HostBatch, read_chunks
 from cllm.backends.torch.sampling import HostDraws, read_draws
 
 
-def whole_prompts(tokens: int, context: int, block_size: int) -> list[Chunk]:
+def whole_prompts(tokens: int, context: int, block_size: int) -> HostBatch:
     """`tokens` tokens in chunks as long as the context, all in the same blocks."""
     most = min(tokens, context)
     blocks = list(range(-(-most // block_size)))
     sizes = [min(most, tokens - first) for first in range(0, tokens, most)]
-    return [Chunk(array("i", bytes(4 * size)), 0, True, blocks=blocks) for size in sizes]
+    return read_chunks([Chunk(array("i", bytes(4 * size)), 0, True, blocks=blocks) for size in sizes], block_size)
 
 
 def draws_of_all_kinds(rows: int, vocab_size: int) -> HostDraws:

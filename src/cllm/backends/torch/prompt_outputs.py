@@ -4,31 +4,52 @@ device; `fetch` waits for it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from cllm.backends.base import Chunk, Hidden, Pooling, PromptScores, Scoring
+from cllm.backends.base import Chunk, Hidden, Pooling, PromptScores, Scoring, asks_more
 from cllm.backends.torch.model import Model
 
 _SCORED_VALUES = 1 << 25
 """Logits that there are of scored rows at the same time."""
 
-Queued = dict[int, tuple[torch.Tensor, ...]]
+Queued = dict[int, tuple[Tensor, ...]]
 
 
-def read_states(model: Model, states: torch.Tensor, chunks: Sequence[Chunk]) -> Queued:
-    """`states` are in the order in which a step computes the chunks: single tokens first."""
-    queued: Queued = {}
-    first = 0
+class Asked(NamedTuple):
+    """A chunk that asks for more."""
+
+    place: int
+    rows: slice
+    """Its tokens among those of the step, which begins with the single ones."""
+    begins: bool
+    """Whether it begins its text."""
+    asks: Scoring | Pooling
+
+
+def read_asks(chunks: Sequence[Chunk]) -> list[Asked]:
+    if not asks_more(chunks):
+        return []
+    asked, first = [], 0
     for index in sorted(range(len(chunks)), key=lambda each: len(chunks[each].tokens) > 1):
         chunk = chunks[index]
-        rows = states[first : first + len(chunk.tokens)]
-        first += len(chunk.tokens)
-        if isinstance(chunk.asks, Scoring):
-            queued[index] = _scores(model, rows[: len(chunk.asks.targets)], chunk.asks)
-        elif chunk.asks is not None:
-            queued[index] = (_pooled(rows, chunk, chunk.asks),)
+        rows = slice(first, first + len(chunk.tokens))
+        first = rows.stop
+        if chunk.asks is not None:
+            asked.append(Asked(index, rows, chunk.start == 0, chunk.asks))
+    return asked
+
+
+def read_states(model: Model, states: Tensor, asked: Sequence[Asked]) -> Queued:
+    queued: Queued = {}
+    for index, rows, begins, asks in asked:
+        if isinstance(asks, Scoring):
+            queued[index] = _scores(model, states[rows][: len(asks.targets)], asks)
+        else:
+            queued[index] = (_pooled(states[rows], begins, asks),)
     return queued
 
 
@@ -40,7 +61,7 @@ def fetch(queued: Queued) -> Mapping[int, PromptScores | Hidden]:
     return read
 
 
-def _scores(model: Model, states: torch.Tensor, asked: Scoring) -> tuple[torch.Tensor, ...]:
+def _scores(model: Model, states: Tensor, asked: Scoring) -> tuple[Tensor, ...]:
     targets = torch.from_numpy(np.array(asked.targets, np.int64)).to(states.device)
     at_once = max(1, _SCORED_VALUES // model.decoder.n_vocab)
     parts = [
@@ -50,7 +71,7 @@ def _scores(model: Model, states: torch.Tensor, asked: Scoring) -> tuple[torch.T
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
-def _score_rows(logits: torch.Tensor, targets: torch.Tensor, top: int) -> tuple[torch.Tensor, ...]:
+def _score_rows(logits: Tensor, targets: Tensor, top: int) -> tuple[Tensor, ...]:
     chosen = logits.gather(1, targets[:, None])
     totals = torch.logsumexp(logits.double(), dim=1, keepdim=True)
     ranks = 1 + (logits > chosen).sum(dim=1)
@@ -65,7 +86,7 @@ def _score_rows(logits: torch.Tensor, targets: torch.Tensor, top: int) -> tuple[
     )
 
 
-def _pooled(states: torch.Tensor, chunk: Chunk, asked: Pooling) -> torch.Tensor:
+def _pooled(states: Tensor, begins: bool, asked: Pooling) -> Tensor:
     if asked.kind == "last":
         return states[-1].double()
     before = torch.zeros(states.shape[1], dtype=torch.float64, device=states.device)
@@ -73,4 +94,4 @@ def _pooled(states: torch.Tensor, chunk: Chunk, asked: Pooling) -> torch.Tensor:
         before = torch.from_numpy(asked.before).to(states.device)
     if asked.kind == "mean":
         return before + states.double().sum(dim=0)
-    return before + states[0].double() if chunk.start == 0 else before
+    return before + states[0].double() if begins else before

@@ -6,6 +6,7 @@ Computed in float32, or in float64 if the inputs are.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from cllm.backends.torch.arena import Arena
@@ -15,34 +16,34 @@ from cllm.backends.torch.linear import FP8, FP8_LARGEST
 INT8_LARGEST = 127.0
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = _wide(x)
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`residual` becomes x + residual; its norm is returned."""
     residual += x
     return rms_norm(residual, weight, eps)
 
 
-def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_multiply(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 
-def rotate(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     """`x` is [tokens, heads, head_dim], `rotations` [tokens, head_dim]: cosines, then sines."""
     cosines, sines = rotations.unsqueeze(1).chunk(2, dim=-1)
     low, high = _wide(x).chunk(2, dim=-1)
     return torch.cat((low * cosines - high * sines, high * cosines + low * sines), dim=-1).to(x.dtype)
 
 
-def store(keys: torch.Tensor, values: torch.Tensor, arena: Arena, layer: int, slots: torch.Tensor) -> None:
+def store(keys: Tensor, values: Tensor, arena: Arena, layer: int, slots: Tensor) -> None:
     """`keys` and `values` are [tokens, kv heads, head_dim]."""
     size = arena.block_size
     blocks, places = slots.long() // size, slots.long() % size
@@ -55,7 +56,7 @@ def store(keys: torch.Tensor, values: torch.Tensor, arena: Arena, layer: int, sl
         arena.data[blocks, layer, plane, :, places] = vectors.to(arena.data.dtype)
 
 
-def to_int8(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def to_int8(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Rounded to integers (half up), and each vector's scale as float16."""
     wide = _wide(vectors)
     scales = (wide.abs().amax(-1) / INT8_LARGEST).half()
@@ -63,7 +64,7 @@ def to_int8(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (wide * inverse[..., None] + 0.5).floor().clamp(-INT8_LARGEST, INT8_LARGEST), scales
 
 
-def attend(q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch, *, alone: bool = False) -> torch.Tensor:
+def attend(q: Tensor, arena: Arena, layer: int, batch: StepBatch, *, alone: bool = False) -> Tensor:
     """Every query, [tokens, heads, head_dim], over its sequence up to itself; with `alone` one by one."""
     out = torch.empty_like(q)
     starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
@@ -78,7 +79,7 @@ def attend(q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch, *, alone
     return out
 
 
-def _sequence(arena: Arena, layer: int, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _sequence(arena: Arena, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """K and V of a sequence, [kv heads, length, head_dim] each."""
     blocks = table[: -(-length // arena.block_size)].long()
     both = _wide(arena.data[blocks, layer])
@@ -88,7 +89,7 @@ def _sequence(arena: Arena, layer: int, table: torch.Tensor, length: int) -> tup
     return keys, values
 
 
-def _attend_one(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _attend_one(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     tokens, heads, head_dim = q.shape
     kv_heads, length, _ = keys.shape
     grouped = _wide(q).view(tokens, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)

@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from cllm.backends.base import Bias, Chunk, Draw, Drawn, Seen
 from cllm.backends.torch.batch import Ints
@@ -33,19 +34,19 @@ _NO_RATES = (1.0, 0.0, 0.0)
 class TokenBiases:
     """Tokens of each row, `ids[starts[row]:starts[row + 1]]`, and what is added to their logits."""
 
-    ids: torch.Tensor
-    values: torch.Tensor
-    starts: torch.Tensor
+    ids: Tensor
+    values: Tensor
+    starts: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    ids: torch.Tensor
-    counts: torch.Tensor
-    starts: torch.Tensor
-    rates: torch.Tensor
+    ids: Tensor
+    counts: Tensor
+    starts: Tensor
+    rates: Tensor
     """Of each row repetition, frequency, presence."""
-    follows: torch.Tensor
+    follows: Tensor
     """For each row: whose last token counts once more; -1: none."""
 
 
@@ -54,26 +55,18 @@ class Sampler(ABC):
 
     @abstractmethod
     def prepare(
-        self,
-        tokens: torch.Tensor,
-        follows: torch.Tensor,
-        last: torch.Tensor,
-        table: torch.Tensor,
-        firsts: torch.Tensor,
-        tables: torch.Tensor,
+        self, tokens: Tensor, follows: Tensor, last: Tensor, table: Tensor, firsts: Tensor, tables: Tensor
     ) -> None:
         """As `batch.Prepare` says."""
 
     @abstractmethod
-    def bias(self, logits: torch.Tensor, listed: TokenBiases) -> None: ...
+    def bias(self, logits: Tensor, listed: TokenBiases) -> None: ...
 
     @abstractmethod
-    def penalise(self, logits: torch.Tensor, seen: Penalties, last: torch.Tensor) -> None: ...
+    def penalise(self, logits: Tensor, seen: Penalties, last: Tensor) -> None: ...
 
     @abstractmethod
-    def choose(
-        self, logits: torch.Tensor, params: torch.Tensor | None, owners: torch.Tensor, last: torch.Tensor
-    ) -> torch.Tensor:
+    def choose(self, logits: Tensor, params: Tensor | None, owners: Tensor, last: Tensor) -> Tensor:
         """A token for every row, int32; -1: the row has no finite best. It is recorded in `last` for the row's owner.
 
         `params`, float64: temperature, top_k, top_p, min_p and uniform of each; None if all rows take the best.
@@ -219,10 +212,10 @@ class Chosen:
     """What a step's draws gave, on its way to the host."""
 
     counts: list[int]
-    tokens: torch.Tensor
+    tokens: Tensor
     with_logprobs: list[int]
     tops: list[int]
-    logprobs: torch.Tensor | None
+    logprobs: Tensor | None
     """Of each draw with log probabilities: its own, then ids and then log probabilities of the most likely tokens."""
 
     def read(self) -> list[list[Drawn]]:
@@ -242,7 +235,7 @@ class Chosen:
         return [[next(rest) for _ in range(count)] for count in self.counts]
 
 
-def chosen_already(draws: HostDraws, tokens: torch.Tensor) -> Chosen:
+def chosen_already(draws: HostDraws, tokens: Tensor) -> Chosen:
     return Chosen(draws.counts, download(tokens), [], [], None)
 
 
@@ -251,9 +244,7 @@ def _plain(token: int) -> Drawn:
     return Drawn(token)
 
 
-def choose(
-    logits: torch.Tensor, draws: HostDraws, moved: Sequence[torch.Tensor], sampler: Sampler, last: torch.Tensor
-) -> Chosen:
+def choose(logits: Tensor, draws: HostDraws, moved: Sequence[Tensor], sampler: Sampler, last: Tensor) -> Chosen:
     """Queue the choice from `logits`, which may be changed.
 
     `moved` are the draws' parts on the device; `last` has the last token of every row number.
@@ -280,18 +271,18 @@ def choose(
     return Chosen(draws.counts, download(tokens), draws.with_logprobs, draws.tops, logprobs)
 
 
-def _unpacked(bits: torch.Tensor, count: int) -> torch.Tensor:
+def _unpacked(bits: Tensor, count: int) -> Tensor:
     """The first `count` bits of each row, the lowest of a word first."""
     shifts = torch.arange(32, device=bits.device, dtype=torch.int32)
     return (bits[:, :, None] >> shifts & 1).bool().flatten(1)[:, :count]
 
 
-def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
+def _logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     pieces = zip(logits.split(LOGPROB_ROWS), tokens.split(LOGPROB_ROWS), strict=True)
     return torch.cat([_logprobs_of(*piece, most) for piece in pieces])
 
 
-def _logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
+def _logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     wide = logits.double()
     totals = wide.logsumexp(1, keepdim=True)
     own = wide.gather(1, tokens.clamp(min=0).long()[:, None]) - totals

@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Ints = NDArray[np.int32]
 Rows = NDArray[np.intp]
@@ -29,11 +29,11 @@ MOST_SPLITS = 32
 class SharedPrefixes:
     """The same on the device, int32."""
 
-    members: torch.Tensor
+    members: Tensor
     """[tiles, TOGETHER]: rows; -1: none"""
-    extents: torch.Tensor
+    extents: Tensor
     """[tiles]: how many splits the rows of a tile share"""
-    firsts: torch.Tensor
+    firsts: Tensor
     """[decode rows]: the first split that a row reads by itself"""
     split: int
 
@@ -57,7 +57,7 @@ def packed_size(rows: int) -> int:
     return most_tiles(rows) * (TOGETHER + 1) + rows
 
 
-def unpacked(words: torch.Tensor, rows: int, longest: int) -> SharedPrefixes:
+def unpacked(words: Tensor, rows: int, longest: int) -> SharedPrefixes:
     """Empty tiles have an extent of 0."""
     tiles = most_tiles(rows)
     members, extents, firsts = words.split([tiles * TOGETHER, tiles, rows])
@@ -97,13 +97,7 @@ def find_shared(
 
 
 def find_shared_in(
-    table: Ints,
-    begins: Ints,
-    lengths: Ints,
-    block_size: int,
-    longest: int,
-    *,
-    rows: int | None = None,
+    table: Ints, begins: Ints, lengths: Ints, block_size: int, longest: int, *, rows: int | None = None
 ) -> Groups | None:
     """The same of rows whose blocks are in one list, each beginning where `begins` says."""
     if len(lengths) < FEWEST_ROWS or int(lengths.max()) <= LEAST_TOKENS:

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Numbers = NDArray[Any]
 """int32 or float64."""
 ALIGNED_WORDS = 4
 
 
-def upload(parts: Sequence[Numbers], device: torch.device, into: torch.Tensor | None = None) -> list[torch.Tensor]:
+def upload(parts: Sequence[Numbers], device: torch.device, into: Tensor | None = None) -> list[Tensor]:
     """Arrays on the device, as parts of one tensor: of `into`, whose beginning they fill, or of a new one."""
     places, total = _places(parts)
     host = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -34,7 +35,7 @@ def upload(parts: Sequence[Numbers], device: torch.device, into: torch.Tensor | 
     return [_part(moved, part, place) for part, place in zip(parts, places, strict=True)]
 
 
-def download(values: torch.Tensor) -> torch.Tensor:
+def download(values: Tensor) -> Tensor:
     """A copy on the host, there once what is queued now is done."""
     if values.device.type != "cuda":
         return values
@@ -56,7 +57,7 @@ def aligned(words: int) -> int:
     return -(-words // ALIGNED_WORDS) * ALIGNED_WORDS
 
 
-def _part(moved: torch.Tensor, part: Numbers, place: int) -> torch.Tensor:
+def _part(moved: Tensor, part: Numbers, place: int) -> Tensor:
     if part.dtype == np.float64:
         return moved[place : place + 2 * part.size].view(torch.float64).view(part.shape)
     return moved[place : place + part.size].view(part.shape)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 from torch.nn import functional
 
 from cllm.backends.torch.linear import FP8
@@ -36,9 +37,7 @@ def invariant_tile(bytes_each: int) -> ProductTile:
     return ProductTile(32, 32, 32, 4, 3) if bytes_each == 4 else ProductTile(64, 64, 64, 4, 4)
 
 
-def fast_linear(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
+def fast_linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
     """Weights in fp8 meet rows in fp8, each with its own scale, where the GPU multiplies such."""
     if scales is None:
         return functional.linear(x, weight, bias)
@@ -48,16 +47,14 @@ def fast_linear(
         and not any(size % FP8_MULTIPLE for size in weight.shape)
     ):
         rows, row_scales = quantise(x)
-        out: torch.Tensor = torch._scaled_mm(
+        out: Tensor = torch._scaled_mm(
             rows, weight.t(), row_scales, scales[None], out_dtype=x.dtype, use_fast_accum=True
         )
         return out if bias is None else out.add_(bias)
     return product(x, weight, scales, bias, fast_tile(len(x)))
 
 
-def invariant_linear(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
+def invariant_linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
     return product(x, weight, scales, bias, invariant_tile(weight.itemsize))
 
 
@@ -66,7 +63,7 @@ def _multiplies_fp8(device: torch.device) -> bool:
     return bool(device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
 
 
-def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows in fp8, and their scales, [rows, 1]."""
     rows, width = x.shape
     out = torch.empty(x.shape, dtype=FP8, device=x.device)
@@ -76,9 +73,7 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return out, scales
 
 
-def product(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, tile: ProductTile
-) -> torch.Tensor:
+def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, tile: ProductTile) -> Tensor:
     """Weights in fp8 are widened within."""
     rows, (columns, width) = len(x), weight.shape
     out = x.new_empty(rows, columns)

@@ -6,6 +6,7 @@ import math
 
 import torch
 import triton
+from torch import Tensor
 
 from cllm.backends.torch import attention_kernels, kernels
 from cllm.backends.torch.arena import Arena
@@ -47,23 +48,21 @@ class TritonOperations(Operations):
 
     def __init__(self) -> None:
         self.one_row = gemv
-        self._arrivals: torch.Tensor | None = None
+        self._arrivals: Tensor | None = None
 
     def invariant(self) -> Operations:
         return InvariantOperations()
 
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None = None) -> Tensor:
         return fast_linear(x, weight, scales, bias)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _norm(x, x, weight, eps, adds=False)
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _norm(x, residual, weight, eps, adds=True)
 
-    def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def silu_multiply(self, gate_up: Tensor) -> Tensor:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         kernels.silu_kernel[(rows, triton.cdiv(width, SILU_TILE))](gate_up, out, width, tile=SILU_TILE)
@@ -71,15 +70,15 @@ class TritonOperations(Operations):
 
     def rotate_and_store(
         self,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
         decoder: Decoder,
-        rotations: torch.Tensor,
+        rotations: Tensor,
         batch: StepBatch,
         arena: Arena,
         layer: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         kv, tokens, half = arena.data, len(qkv), decoder.head_dim // 2
         queries = qkv.new_empty(tokens, decoder.n_heads, decoder.head_dim)
         kernels.rotate_store_kernel[(tokens, decoder.n_heads + 2 * decoder.n_kv_heads)](
@@ -99,7 +98,7 @@ class TritonOperations(Operations):
         )
         return queries
 
-    def attend(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch) -> torch.Tensor:
+    def attend(self, q: Tensor, arena: Arena, layer: int, batch: StepBatch) -> Tensor:
         out = torch.empty_like(q)
         if batch.decode_rows:
             self._decode(q, arena, layer, batch, out)
@@ -107,7 +106,7 @@ class TritonOperations(Operations):
             _attend_chunks(q, arena, layer, batch, out)
         return out
 
-    def _decode(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch, out: torch.Tensor) -> None:
+    def _decode(self, q: Tensor, arena: Arena, layer: int, batch: StepBatch, out: Tensor) -> None:
         kv, rows, heads, dim, shared = arena.data, batch.decode_rows, q.shape[1], q.shape[2], batch.shared
         kv_heads = kv.shape[3]
         group = heads // kv_heads
@@ -116,12 +115,7 @@ class TritonOperations(Operations):
         states = _states(rows, heads, splits, dim, q.device)
         tile = halved(DECODE_TILE if dim * arena.data.itemsize > NARROW_ROW else WIDE_DECODE_TILE, q)
         factor, strides = dim**-0.5 * LOG2_E, (layer * kv.stride(1), kv.stride(0), kv.stride(2))
-        sizes = {
-            "group": group,
-            "dim": dim,
-            "size": arena.block_size,
-            "scaled": arena.scales is not None,
-        }
+        sizes = {"group": group, "dim": dim, "size": arena.block_size, "scaled": arena.scales is not None}
         if shared is not None:
             attention_kernels.shared_kernel[(len(shared.members), kv_heads, splits)](
                 *(q, kv, _scales(arena), batch.tables, shared.members, shared.extents, *states, factor),
@@ -149,7 +143,7 @@ class TritonOperations(Operations):
             num_stages=DECODE_STAGES,
         )
 
-    def _counters(self, needed: int, device: torch.device) -> torch.Tensor:
+    def _counters(self, needed: int, device: torch.device) -> Tensor:
         """Zeros, and zeros again after each kernel; graphs know where they are."""
         if self._arrivals is None:
             self._arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
@@ -169,12 +163,10 @@ class InvariantOperations(TritonOperations):
     def invariant(self) -> Operations:
         return self
 
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None = None) -> Tensor:
         return invariant_linear(x, weight, scales, bias)
 
-    def attend(self, q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch) -> torch.Tensor:
+    def attend(self, q: Tensor, arena: Arena, layer: int, batch: StepBatch) -> Tensor:
         out = torch.empty_like(q)
         heads, dim, kv_heads = q.shape[1], q.shape[2], arena.data.shape[3]
         splits = triton.cdiv(batch.longest, INVARIANT_SPLIT)
@@ -192,12 +184,12 @@ class InvariantOperations(TritonOperations):
 
     def _launch(
         self,
-        q: torch.Tensor,
+        q: Tensor,
         arena: Arena,
         layer: int,
         batch: StepBatch,
-        out: torch.Tensor,
-        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: Tensor,
+        states: tuple[Tensor, Tensor, Tensor],
         first_row: int,
         grid: tuple[int, int, int],
         *,
@@ -234,7 +226,7 @@ def decode_split(programs: int, longest: int) -> int:
     return split
 
 
-def halved(tile: int, q: torch.Tensor) -> int:
+def halved(tile: int, q: Tensor) -> int:
     """For heads of many bytes: a GPU may have no more than 99 KiB of memory for a program's tiles."""
     return tile // 2 if q.shape[2] * q.element_size() > WIDE_ROW else tile
 
@@ -243,20 +235,18 @@ def _chaining(chained: bool) -> dict[str, bool]:
     return {"chained": True, "launch_pdl": True} if chained else {"chained": False}
 
 
-def _scales(arena: Arena) -> torch.Tensor:
+def _scales(arena: Arena) -> Tensor:
     return arena.data if arena.scales is None else arena.scales
 
 
-def _states(
-    rows: int, heads: int, splits: int, dim: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _states(rows: int, heads: int, splits: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Of every split: the sum of weighted values, the sum of weights, the highest score."""
     sums = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=device)
     totals, peaks = torch.empty((2, rows, heads, splits), dtype=torch.float32, device=device)
     return sums, totals, peaks
 
 
-def _norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, adds: bool) -> torch.Tensor:
+def _norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, adds: bool) -> Tensor:
     out = torch.empty_like(x)
     rows, width = x.shape
     kernels.norm_kernel[(rows,)](
@@ -265,7 +255,7 @@ def _norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: fl
     return out
 
 
-def _attend_chunks(q: torch.Tensor, arena: Arena, layer: int, batch: StepBatch, out: torch.Tensor) -> None:
+def _attend_chunks(q: Tensor, arena: Arena, layer: int, batch: StepBatch, out: Tensor) -> None:
     kv, heads, dim = arena.data, q.shape[1], q.shape[2]
     rows = len(batch.lengths) - batch.decode_rows
     queries = halved(PROMPT_QUERIES, q)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from torch import Tensor
 
 from cllm.backends.torch import sampling_kernels as kernels
 from cllm.backends.torch.sampling import Penalties, Sampler, TokenBiases
@@ -39,24 +40,18 @@ def _sizes(width: int) -> _Sizes:
 
 class TritonSampler(Sampler):
     def prepare(
-        self,
-        tokens: torch.Tensor,
-        follows: torch.Tensor,
-        last: torch.Tensor,
-        table: torch.Tensor,
-        firsts: torch.Tensor,
-        tables: torch.Tensor,
+        self, tokens: Tensor, follows: Tensor, last: Tensor, table: Tensor, firsts: Tensor, tables: Tensor
     ) -> None:
         kernels.prepare_kernel[(len(follows),)](
             *(tokens, follows, last, table, firsts, tables, tables.stride(0)), tile=LIST_TILE, num_warps=2
         )
 
-    def bias(self, logits: torch.Tensor, listed: TokenBiases) -> None:
+    def bias(self, logits: Tensor, listed: TokenBiases) -> None:
         kernels.bias_kernel[(len(logits),)](
             *(logits, listed.ids, listed.values, listed.starts, logits.stride(0)), tile=LIST_TILE, num_warps=2
         )
 
-    def penalise(self, logits: torch.Tensor, seen: Penalties, last: torch.Tensor) -> None:
+    def penalise(self, logits: Tensor, seen: Penalties, last: Tensor) -> None:
         kernels.penalty_kernel[(len(logits),)](
             *(logits, seen.ids, seen.counts, seen.starts, seen.rates, seen.follows, last, logits.stride(0)),
             tile=LIST_TILE,
@@ -64,9 +59,7 @@ class TritonSampler(Sampler):
             enable_fp_fusion=False,  # rounded as on the host
         )
 
-    def choose(
-        self, logits: torch.Tensor, params: torch.Tensor | None, owners: torch.Tensor, last: torch.Tensor
-    ) -> torch.Tensor:
+    def choose(self, logits: Tensor, params: Tensor | None, owners: Tensor, last: Tensor) -> Tensor:
         rows, width, device = len(logits), logits.shape[1], logits.device
         sizes, room = _sizes(width), aligned(rows)
         ints = torch.empty(room * (sizes.parts + 2), dtype=torch.int32, device=device)

@@ -378,7 +378,7 @@ class PagedKVManager(PagedPins, PagedOffload):
         return self._max_sequences is not None and len(self._running) >= self._max_sequences
 
     def _limit_sequences(self) -> None:
-        """Evict the oldest until there are no more sequences than there may be."""
+        """Evict the oldest until there are no more sequences than there may be: a sequence came, or left a prefix."""
         prefixes = self._prefixes
         while self._max_sequences is not None and prefixes.held > max(0, self._max_sequences - len(self._running)):
             self._evict(len(prefixes.policy.peek().value))

@@ -41,6 +41,9 @@ class PagedOperations(KVManager):
     def _pins_give_way(self, running: int) -> bool: ...
 
     @abstractmethod
+    def _limit_sequences(self) -> None: ...
+
+    @abstractmethod
     def _leave(self, private: list[int], sequence: KVSequence) -> None: ...
 
     # -- operations --------------------------------------------------------------------------------------------
@@ -72,6 +75,7 @@ class PagedOperations(KVManager):
             # A block of the tree is read-only, so one that would be half full is given up.
             held -= held % size
             self._prefixes.shorten(sequence, held // size)
+            self._limit_sequences()
             del sequence.blocks[held // size : shared]
         blocks = -(-held // size)
         gone = sequence.blocks[blocks:]
@@ -103,6 +107,7 @@ class PagedOperations(KVManager):
             self._pool.share(block)  # for the caller to give up
         sequence.blocks[last:shared] = copies
         self._prefixes.shorten(sequence, first)
+        self._limit_sequences()
         return True
 
     def _copies(self, blocks: list[int], sequence: KVSequence) -> list[int]:

@@ -37,7 +37,9 @@ class PagedPins(PagedOperations):
             self._pins.add(of, holder, mark, blocks * block_bytes)
 
     def unpin(self, name: str, space: bytes | None = None) -> bool:
-        return self._pins.remove(name, space)
+        removed = self._pins.remove(name, space)
+        self._limit_sequences()
+        return removed
 
     def lost_pins(self) -> list[LostPin]:
         return self._pins.lost()
