@@ -62,11 +62,11 @@ struct Layout {
     CLLM_INLINE constexpr int groups() const { return columns / group; }
     CLLM_INLINE constexpr int quant_bytes() const { return columns * bits * kTileRows / 8; }
     CLLM_INLINE constexpr int bytes() const { return quant_bytes() + factor_bytes; }
-    // Of a block: where a run's quants are, those bits of them that are above the nibbles, and the factors.
+    // Where a run's quants are in a block, those bits of them that are above the nibbles, and the factors.
     CLLM_INLINE constexpr int run_at(int run) const { return (super() ? factor_bytes : 0) + run * kRun * bits * kTileRows / 8; }
     CLLM_INLINE constexpr int upper_at(int run) const { return run_at(run) + 4 * kLineBytes; }
     CLLM_INLINE constexpr int factors_at() const { return super() ? 0 : quant_bytes(); }
-    // Of a group in the opened form.
+    // The same of a group in the opened form.
     CLLM_INLINE constexpr int opened_factors_at() const { return group * kTileRows; }
     CLLM_INLINE constexpr int opened_bytes() const { return group * kTileRows + kLineBytes * (has_min ? 2 : 1); }
 };
@@ -114,7 +114,7 @@ struct PackedMatrix {
     CLLM_INLINE bool quantised() const { return packing >= Packing::q4_0; }
     CLLM_INLINE size_t tile_bytes() const { return size_t(cols / layout().columns) * size_t(layout().bytes()); }
     CLLM_INLINE const uint8_t* tile(int64_t index) const { return data + size_t(index) * tile_bytes(); }
-    // Of one tile in the opened form.
+    // The sizes of one tile in the opened form.
     CLLM_INLINE size_t opened_bytes() const { return size_t(cols / layout().group) * size_t(layout().opened_bytes()); }
     // Some of its tiles as a matrix of their own.
     CLLM_INLINE PackedMatrix part(int64_t first_tile, int64_t n_tiles) const {

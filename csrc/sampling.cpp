@@ -193,7 +193,7 @@ private:
         return total(scratch_.few);
     }
 
-    // Of the ids found, the heaviest that together reach `mass` (at least one), without those that min_p drops.
+    // Keeps the heaviest of the ids found that together reach `mass` (at least one), without those that min_p drops.
     int64_t draw_from_few(double mass, double min_p, double u) {
         if (!found_.count) throw std::invalid_argument("the row has no finite value");
         std::vector<double>& few = scratch_.few;

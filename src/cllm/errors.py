@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 MOST_NAMED = 32
-"""Of many things that are wrong, so many are named."""
+"""Where many things are wrong, an error names this many."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 

@@ -55,14 +55,14 @@ class Completion:
     """None if the request did not ask for them."""
     timings: Timings = field(default_factory=Timings)
     prompt_logprobs: PromptScores | None = None
-    """Of the prompt's tokens, from the second one on, with `SamplingParams.prompt_logprobs`."""
+    """For the prompt's tokens from the second one on, with `SamplingParams.prompt_logprobs`."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """All complete if the finish_reason is tool_calls; otherwise the last one is cut off."""
     reasoning: str = ""
     """Left in `text` by `LLM.generate`, and by `LLM.chat` without tools."""
     stop_reason: str | int | None = None
     completion_tokens: int = 0
-    """Of all answers to the prompt."""
+    """Counts all answers to the prompt."""
     generated: list[int] = field(default_factory=list)
     """All of its tokens, with one that ended it."""
 
@@ -118,7 +118,7 @@ class _Pending:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     tokens: int = 0
-    """Of the whole answer, also those that are part of a delta."""
+    """Counts the whole answer, also tokens that are part of a delta."""
     empty: bool = True
     """Whether no token is part of it."""
     done: bool = False
@@ -145,7 +145,7 @@ class Generation:
         self.completion_tokens = 0
         self.timings = Timings()
         self.prompt_scores: PromptScores | None = None
-        """Of all tokens of the prompt but the first, if asked for; known before the first delta."""
+        """For all tokens of the prompt but the first, if asked for; known before the first delta."""
         self.embedding: Embedding | None = None
         self._params = params
         self._cancel = cancel

@@ -114,7 +114,7 @@ class AsyncLLM(LoadedModel):
         _OPEN.add(self)
 
     def _open_workers(self) -> Workers:
-        """Those that the models of this process share, or its own."""
+        """The workers that the models of this process share, or its own."""
         if self._share is not None and self._share.workers is not None:
             return self._share.workers
         self.workers = Workers(self.config.work, PRELOADED)

@@ -55,7 +55,7 @@ class Figure:
     better: Literal["lower", "higher"] = "lower"
     limit: Limit | None = None
     format: str = ""
-    """Of its values, as in an f-string; otherwise three digits that matter."""
+    """How its values are written, as in an f-string; otherwise three digits that matter."""
     compared: bool = True
     """False: a ratio of two such values means nothing."""
 
@@ -176,7 +176,7 @@ class Row:
 
 
 def sides(runs: Iterable[Run]) -> list[str]:
-    """Who was measured: ours first, then the peers."""
+    """The sides that were measured: ours first, then the peers."""
     found = dict.fromkeys(run.side for run in runs)
     return [OURS, *(side for side in found if side != OURS)]
 

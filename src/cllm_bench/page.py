@@ -19,9 +19,9 @@ from cllm_bench.watch import Sample
 
 _MOST_POINTS = 500
 _FEW_POINTS = 20
-"""Of so few, such as numbers of threads, the next is often twice the last."""
+"""With so few values on an axis, such as numbers of threads, the next is often twice the last."""
 _FEWEST_VALUES = 10
-"""Of fewer values there is no percentile curve."""
+"""Fewer values than this get no percentile curve."""
 _PERCENTS = [*range(100), 99.5, 100]
 _HOW_TO_READ = (
     "A ratio says how many times better cLLM is than the peer in the same repeat, with its 95 % interval in brackets. "

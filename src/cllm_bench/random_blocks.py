@@ -78,7 +78,7 @@ def _above_least(quants: int, levels: int) -> Callable[[Random, int, float], Byt
 
 
 def _scales_and_minima(quants: int, levels: int) -> Callable[[Random, int, float], Bytes]:
-    """Of 256 weights: d, dmin and 8 pairs of 6-bit scale and minimum, such that values have their middle near 0."""
+    """Heads of blocks of 256 weights: d, dmin, 8 pairs of 6-bit scale and minimum; values have their middle near 0."""
 
     def draw(random: Random, count: int, spread: float) -> Bytes:
         scales = random.integers(20, 64, (count, 8), np.uint8)

@@ -31,7 +31,7 @@ class Result:
     name: str
     title: str
     driven: str
-    """Whose figures stand in the first column: cLLM, or the address that was driven in its place."""
+    """The name above the first column: cLLM, or the address that was driven in its place."""
     figures: Sequence[Figure]
     runs: Sequence[Run]
     rows: Sequence[Row]
@@ -132,7 +132,7 @@ class Report:
         return not self.failures and not any(result.broken_off for result in self.results)
 
     def add_details(self, details: Mapping[str, Any]) -> None:
-        """Of several workloads, lists are joined."""
+        """Adds to what the report's JSON says; lists from several workloads are joined."""
         for key, value in details.items():
             self.details[key] = [*self.details.get(key, ()), *value] if isinstance(value, list) else value
 
@@ -180,7 +180,7 @@ def print_result(console: Console, result: Result) -> None:
 
 
 def headings(result: Result) -> list[str]:
-    """Of the table of a result: a peer has a column by its name; several share two."""
+    """The headings of a result's table: a peer has a column by its name; several share two."""
     if result.by_side is not None:
         return ["", *(f"{figure.label}, {figure.unit}".rstrip(", ") for figure in _measured(result))]
     peers = result.peers

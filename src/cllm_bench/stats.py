@@ -93,7 +93,7 @@ def percent_more(key: str, ratios: Sequence[float]) -> dict[str, float]:
 
 
 def _slopes(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of every row."""
+    """The slope of every row, by least squares."""
     centred, risen = (each - each.mean(axis=-1, keepdims=True) for each in (x, y))
     slopes: NDArray[np.float64] = (centred * risen).sum(axis=-1) / (centred * centred).sum(axis=-1)
     return slopes

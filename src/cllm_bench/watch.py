@@ -25,7 +25,7 @@ class Sample(NamedTuple):
 
     seconds: float
     cpu_percent: float | None
-    """Of one core: 200 is two cores busy."""
+    """In percent of one core: 200 is two cores busy."""
     resident_mb: float | None
     kv_running_mb: float | None
     kv_cached_mb: float | None

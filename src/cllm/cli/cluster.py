@@ -144,7 +144,7 @@ def down(address: AddressOption = None) -> None:
 
 
 def _address(given: str | None) -> str:
-    """Of the cluster to use: as given, or as this machine remembers it."""
+    """The address of the cluster to use: as given, or as this machine remembers it."""
     from cllm.cluster.ray_node import found_node, no_cluster
 
     address = load_settings(None, None, {"cluster.address": given}).config.cluster.address

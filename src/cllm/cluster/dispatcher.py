@@ -86,7 +86,7 @@ class _Running:
 
     @property
     def number(self) -> int:
-        """Of the job under way."""
+        """The number of the job under way."""
         return -1 if self.job is None else self.job.number
 
     def is_with(self, peer: Peer) -> bool:

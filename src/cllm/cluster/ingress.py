@@ -25,7 +25,7 @@ from cllm.server.state import ServerState
 from cllm.work.pool import Workers
 
 _END_S = 3.0
-"""Of the time to drain: for the ends of requests that take longer."""
+"""The end of the time to drain, for the ends of requests that take longer."""
 _IDLE_S = 0.05
 
 _built: list[ASGIApp] = []

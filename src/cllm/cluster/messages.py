@@ -42,7 +42,7 @@ class Route:
     """What a router goes by. It stays in the ingress."""
 
     names: Sequence[bytes]
-    """Of the prompt's whole blocks."""
+    """The names of the prompt's whole blocks."""
     tokens: int
     session: str | None = None
     weights: str = ""
@@ -107,7 +107,7 @@ class Hello(NamedTuple):
     replica: str
     facts: ModelFacts
     block_tokens: int
-    """Of the blocks in cache events; 0: there are none."""
+    """The size of the blocks in cache events; 0: there are none."""
     pid: int
 
 

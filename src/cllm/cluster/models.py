@@ -20,7 +20,7 @@ from cllm.models.registry import is_path, models_in
 INGRESS = "ingress"
 """The deployment of ingresses."""
 REPLICA = "replica"
-"""That of the replicas of a model, or how its name begins."""
+"""The deployment of the replicas of a model, or how its name begins."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Overview:
 
 
 def overview(address: str) -> Overview | None:
-    """Of the cluster that this process is connected to. None: cLLM is not deployed there."""
+    """The state of the cluster that this process is connected to. None: cLLM is not deployed there."""
     from ray.serve.context import _get_global_client
 
     from cllm.cluster.application import APPLICATION

@@ -231,7 +231,7 @@ class Peers:
                 peer.on_reply(message)
 
     def statuses(self) -> list[ReplicaStatus]:
-        """Of all replicas that Ray knows or that have a link, in the order of their names."""
+        """The statuses of all replicas that Ray knows or that have a link, in the order of their names."""
         return [self._status(name) for name in sorted(self.known.keys() | self.connected.keys())]
 
     def _status(self, name: str) -> ReplicaStatus:

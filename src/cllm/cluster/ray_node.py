@@ -58,7 +58,7 @@ class RayNode:
     """A node that `cllm cluster up` has started on this machine."""
 
     address: str
-    """Of the cluster: HOST:PORT of its head."""
+    """The cluster's address: HOST:PORT of its head."""
     is_head: bool
     pid: int
     created: float

@@ -229,7 +229,7 @@ class RemoteLLM(AsyncLLM):
     # -- numbers -----------------------------------------------------------------------------------------------
 
     def statuses(self) -> list[ReplicaStatus]:
-        """Of all replicas."""
+        """The statuses of all replicas."""
         return [] if self._peers is None else self._peers.statuses()
 
     async def refresh(self) -> None:

@@ -34,7 +34,7 @@ _SHARED_ON_A_NODE = ("bytes", "limit_bytes")
 
 
 def total_snapshot(replicas: Sequence[tuple[str, EngineSnapshot]]) -> EngineSnapshot:
-    """Of at least one. Each comes with the machine it is on."""
+    """The snapshot of at least one replica together. Each comes with the machine it is on."""
     snapshots = [snapshot for _, snapshot in replicas]
     finished: Counter[str] = Counter()
     for snapshot in snapshots:
@@ -49,7 +49,7 @@ def total_snapshot(replicas: Sequence[tuple[str, EngineSnapshot]]) -> EngineSnap
 
 
 def total_usage(replicas: Sequence[tuple[str, KVUsage]]) -> KVUsage:
-    """Of at least one. Each comes with the machine it is on."""
+    """The usage of at least one replica together. Each comes with the machine it is on."""
     usages = [usage for _, usage in replicas]
     special: dict[str, Any] = {
         **{name: getattr(usages[0], name) for name in _AS_THEY_ARE},
@@ -70,7 +70,7 @@ def total_details(replicas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _sums(numbers: Sequence[Any], without: Iterable[str] = ()) -> dict[str, Any]:
-    """Of the fields of equal named tuples."""
+    """The sums of the fields of equal named tuples."""
     left_out = set(without)
     fields = [name for name in numbers[0]._fields if name not in left_out]
     return {name: sum(getattr(each, name) for each in numbers) for name in fields}

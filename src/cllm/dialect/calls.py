@@ -92,7 +92,7 @@ class CallReader:
         return State.DONE if self._scanner.done else State.OPEN
 
     def _read_string(self, char: str, clean: str, *, began: bool) -> None:
-        """Of the call's own keys and values."""
+        """Reads strings among the call's own keys and values."""
         if began:
             self._string = [char]
             return

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from cllm.engine.sampling import TokenLogprob
 
 Logprobs = Sequence["TokenLogprob"] | None
-"""Of the tokens since the last delta of the same answer; None if the request did not ask for them."""
+"""The tokens since the last delta of the same answer; None if the request did not ask for them."""
 
 
 @dataclass(slots=True)

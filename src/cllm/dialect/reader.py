@@ -77,7 +77,7 @@ class AnswerReader:
         self._finished = False
         """Whether `read` has returned the last delta."""
         self._logprobs: list[TokenLogprob] = []
-        """Of tokens that are not known to belong to anything yet."""
+        """Log probabilities of tokens that are not known to belong to anything yet."""
         self._in_text = False
         """Whether the last delta was text."""
         self._tokens = 0

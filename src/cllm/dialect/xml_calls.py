@@ -173,7 +173,7 @@ class XmlAttempt(OrJsonAttempt):
 
 
 class _Value:
-    """Of one argument, without the line breaks next to its tags."""
+    """The value of one argument, without the line breaks next to its tags."""
 
     def __init__(self, types: frozenset[str] | None) -> None:
         self.is_text = types == TEXT

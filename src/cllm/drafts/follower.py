@@ -49,7 +49,7 @@ class Follower(DraftState):
         self.kind = Kind.OWN
         self.place = 0
         self.length = 0
-        """Of the match; 0: there is none."""
+        """The length of the match; 0: there is none."""
         self._text: array[int] | None = None
         """The text that is followed; None: the sequence's own tokens, which may be replaced by a longer copy."""
         self._seen = len(tokens)

@@ -370,7 +370,7 @@ class Engine:
         error = ShuttingDownError("the server is shutting down; the request was still waiting in the queue")
         for sequence in list(self.scheduler.waiting):
             request = sequence.request
-            # Of a resumed request one answer may run while another waits.
+            # One answer of a resumed request may run while another waits.
             if request.first_token_at is None and request.state is RequestState.PENDING:
                 self.scheduler.finish(request, None, FinishReason.CANCELLED, error)
 

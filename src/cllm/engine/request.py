@@ -303,7 +303,7 @@ class Request:
         self.session: str | None = None
         """Requests of one session have much in common: a hint for routers."""
         self.seed = 0
-        """Of the first answer; answer i draws with seed + i."""
+        """The first answer's seed; answer i draws with seed + i."""
         self.embeds = False
         """Whether it is a text to embed."""
         self.state = RequestState.PENDING

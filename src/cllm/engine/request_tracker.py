@@ -45,7 +45,7 @@ class RequestTracker(ABC):
         self.drafted_tokens = 0
         """Drafted tokens that were computed."""
         self.accepted_drafts = 0
-        """Those that became tokens of answers."""
+        """Drafted tokens that became tokens of answers."""
         self.finished: Counter[str] = Counter()
         self._clock = clock
         self._deadlines: list[tuple[float, str]] = []

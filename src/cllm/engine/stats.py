@@ -27,7 +27,7 @@ class EngineSnapshot(NamedTuple):
     drafted_tokens: int
     """Drafted tokens that were computed."""
     accepted_drafts: int
-    """Those that became tokens of answers."""
+    """Drafted tokens that became tokens of answers."""
     finished: Mapping[str, int]
     """Finish reason -> requests."""
     uptime_s: float

@@ -14,7 +14,7 @@ from cllm.kv.view import KVView
 INTERVAL_S = 0.25
 LONGEST_S = 1.0
 MOST_SHARE = 0.005
-"""Of the engine's time that views may take: slow ones come less often, at least every `LONGEST_S`."""
+"""The share of the engine's time that views may take: slow ones come less often, at least every `LONGEST_S`."""
 MOST_REQUESTS = 100
 """Requests in a view: the running ones, then those that have waited longest."""
 

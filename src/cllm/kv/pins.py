@@ -25,7 +25,7 @@ log = logging.getLogger("cllm.kv")
 
 H = TypeVar("H")
 PinSource = Literal["warm", "request"]
-"""Who asked for it: the operator, or a request."""
+"""Where a pin comes from: the operator, or a request."""
 
 
 @dataclass(slots=True)

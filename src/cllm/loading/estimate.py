@@ -37,7 +37,7 @@ class Estimate:
     files: ModelFiles | None = None
     """The files this was read from."""
     weight_type: str | None = None
-    """Of most weights."""
+    """The type of most weights."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     @property

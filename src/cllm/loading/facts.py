@@ -18,7 +18,7 @@ class ModelFacts:
     weights: str
     """Equal for equal model files, wherever they are."""
     file_bytes: int
-    """Of all its files; 0 if there are none."""
+    """The size of all its files; 0 if there are none."""
     traits: BackendTraits
     shape: ModelShape
     max_context: int

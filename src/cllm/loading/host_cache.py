@@ -17,7 +17,7 @@ from cllm.machine import mib, read_memory_limits, tightest
 log = logging.getLogger("cllm")
 
 FREE_SHARE = 0.25
-"""Of the host's free memory, by default."""
+"""The share of the host's free memory that is taken by default."""
 
 
 def attach_host_cache(config: Config, backend: Backend, kv: KVManager) -> None:

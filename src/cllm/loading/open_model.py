@@ -62,7 +62,7 @@ class ModelShare:
 
 @dataclass(frozen=True, slots=True)
 class OpenedText:
-    """Of a model's file, all but the weights."""
+    """A model file's contents, all but the weights."""
 
     name: str
     tokenizer: Tokenizer

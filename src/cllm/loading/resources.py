@@ -25,7 +25,7 @@ NEARLY_ALL = 0.9
 @dataclass(frozen=True, slots=True)
 class Weights:
     name: str
-    """Of the file."""
+    """The file's name."""
     size: int
     """Bytes they take in memory."""
     mapped: bool = False

@@ -44,7 +44,7 @@ class SamplingDefaults:
 
     @property
     def recommended(self) -> dict[str, Number]:
-        """Those with a source other than OpenAI's defaults."""
+        """The values with a source other than OpenAI's defaults."""
         return {name: value for name, value in self.values.items() if self.sources[name] != _ORDINARY}
 
 

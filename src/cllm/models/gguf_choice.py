@@ -31,7 +31,7 @@ class GGUFFile:
     name: str
     """Its path in the repository; for a model in parts, that of the first part."""
     size: int | None
-    """Of all parts; None if the hub does not report it."""
+    """The size of all parts; None if the hub does not report it."""
     quantisation: str | None
     parts: int = 1
 

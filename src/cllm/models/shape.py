@@ -21,7 +21,7 @@ class ModelShape:
     """The context the model was trained for."""
 
     def kv_bytes_per_token(self, type_k: str, type_v: str) -> int:
-        """Of all layers."""
+        """What a token's K and V take in all layers."""
         return bytes_per_token(
             n_layers=self.n_layers,
             n_kv_heads=self.n_kv_heads,

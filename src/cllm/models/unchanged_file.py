@@ -63,7 +63,7 @@ class UnchangedFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with self._file:
-            # That the file changed explains other errors best.
+            # A changed file explains other errors best.
             if kind is None or issubclass(kind, ModelError):
                 self._stamp.check(self._path, os.fstat(self._file.fileno()))
 

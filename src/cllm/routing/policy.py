@@ -46,7 +46,7 @@ KEY_BLOCKS = 8
 _OLDEST = 50.0
 """In `RECENT_S`: before e to that power, which work is multiplied by, becomes too large for a float."""
 _POINTS = 64
-"""Of each replica on the ring."""
+"""Points that each replica has on the ring."""
 
 
 class NoReplicaError(CLLMError):
@@ -80,12 +80,12 @@ class RoutingPolicy(ABC):
         self._random = Random(seed)
         self._block_tokens = block_tokens
         self._loads: dict[str, float] = {}
-        """Of each replica: what it reported, and what was sent since."""
+        """By replica: what it reported, and what was sent since."""
         self._reported: dict[str, float] = {}
         self._sent: dict[str, deque[tuple[float, int]]] = {}
         self._next_expiry = 0.0
         self.expected_tokens = 0
-        """Of the last prompt that `choose` was called for: those that its replica is expected to have cached."""
+        """How many tokens of the last prompt that `choose` was called for its replica is expected to have cached."""
 
     @property
     def replicas(self) -> Sequence[str]:

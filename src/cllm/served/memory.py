@@ -23,7 +23,7 @@ from cllm.served.entries import ServedModel
 log = logging.getLogger("cllm")
 
 SHARE = 0.5
-"""Of the free memory: what all models may take together by default."""
+"""The share of the free memory that all models may take together by default."""
 CONTEXT_SHARE = 0.5
 FAKE_CONTEXTS = 256
 """The K/V memory of the fake backend holds at most this many contexts."""

@@ -104,7 +104,7 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config, *, servers: int 
 
 
 def _observers(serves: AsyncLLM | ServedModels) -> list[Observers]:
-    """Of each model."""
+    """The observers of each model."""
     return [served.observers for served in serves.models] if isinstance(serves, ServedModels) else [serves.observers]
 
 

@@ -220,7 +220,7 @@ def install_handlers(app: FastAPI, retry_after_s: float) -> None:
 
 
 def _methods_on(app: FastAPI, path: str) -> str:
-    """Of all routes on that path; a route knows only its own methods."""
+    """The methods of all routes on that path; a route knows only its own."""
     found = {
         method.upper()
         for template, operations in app.openapi()["paths"].items()

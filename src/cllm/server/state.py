@@ -179,7 +179,7 @@ def tenant_of(request: Request) -> Tenant:
 
 
 def session_of(request: Request) -> str | None:
-    """Of the header x-session-id: requests of one session have much in common."""
+    """The header x-session-id: requests of one session have much in common."""
     session = request.headers.get("x-session-id")
     return session[:MOST_SESSION] if session else None
 

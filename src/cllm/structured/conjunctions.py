@@ -75,7 +75,7 @@ class Conjunctions:
         return said
 
     def _joined(self, schema: Mapping[str, Any]) -> Iterator[_Counts]:
-        """Of schemas that hold for the same value."""
+        """The counts of schemas that hold for the same value."""
         for key in ("anyOf", "oneOf"):
             most: _Counts = Counter()
             for each in listed(schema, key):

@@ -12,7 +12,7 @@ from typing import Any
 from cllm.structured.nodes import by_name
 
 MOST_REMAINDERS = 100_000
-"""Of `multipleOf`: a state each."""
+"""The most remainders of `multipleOf`: a state each."""
 MOST_PATTERN_PAIRS = 10_000
 """`patternProperties` of one object are compared with each other."""
 SMALL_REMAINDERS = 2_000

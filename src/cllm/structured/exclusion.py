@@ -237,7 +237,7 @@ def _size(schema: Mapping[str, Any]) -> int:
 
 
 def _count(value: Any) -> int:
-    """Of values in a value; text counts by its length, as it is copied."""
+    """Counts the values in a value; text counts by its length, as it is copied."""
     count, waiting = 0, [value]
     while waiting:
         each = waiting.pop()

@@ -23,7 +23,7 @@ class GrammarCache:
         self._most = most_bytes
         self._cached: OrderedDict[Hashable, Built] = OrderedDict()
         self._in_use: weakref.WeakKeyDictionary[Grammar, int] = weakref.WeakKeyDictionary()
-        """Those that are not cached any more: the last answer takes them with it."""
+        """Grammars that are not cached any more: the last answer takes them with it."""
         self._freed = 0
         self._trimmed = 0.0
 

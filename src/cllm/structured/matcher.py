@@ -77,7 +77,7 @@ class Matcher:
 
 
 class MaskFiller:
-    """Of one model. Masks of several answers are made at the same time, with the GIL released."""
+    """Fills masks for one model. Those of several answers are made at the same time, with the GIL released."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         assert vocabulary.end_id is not None

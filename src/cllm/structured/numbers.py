@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 LARGEST = 2**53
 """Whole numbers up to this one are exact."""
 DIGITS = 15
-"""Of a fraction that is read exactly."""
+"""Digits of a fraction that is read exactly."""
 _LARGEST_EXPONENT = 22
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 

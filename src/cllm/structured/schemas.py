@@ -231,7 +231,7 @@ def _may_be_text(schema: Mapping[str, Any]) -> bool:
 
 
 def _pattern_of(names: Mapping[str, Any]) -> str | None:
-    """Of names that are described by a pattern, a format or a length."""
+    """The pattern for names that are described by a pattern, a format or a length."""
     described = set(names) - _ONLY_NAMES
     if described == {"pattern"} and isinstance(names["pattern"], str):
         return names["pattern"]

@@ -163,7 +163,7 @@ def _read_merges(model: GGUFModel, ids: dict[str, int]) -> list[tuple[str, str]]
     lines = model.strings("tokenizer.ggml.merges")
     if not lines:
         raise ModelError(f"{model.path}: its tokenizer has no merges; use a complete .gguf file")
-    # Of equal merges the first counts; merges that do not make a token are never used.
+    # The first of equal merges counts; merges that do not make a token are never used.
     merges: dict[tuple[str, str], None] = {}
     for line in lines:
         cut = line.find(" ", 1)

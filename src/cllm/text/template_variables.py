@@ -42,7 +42,7 @@ class TemplateVariables:
 
 
 def _names_with_defaults(tree: nodes.Template) -> list[str]:
-    """Of variables about which the template itself says what holds without them."""
+    """The variables for which the template itself says what holds without them."""
     asked = [
         test.node
         for test in tree.find_all((nodes.Test, nodes.Filter))

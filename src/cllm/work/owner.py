@@ -20,7 +20,7 @@ class Owner:
     key: str = ""
     """The name of its API key. Keys take turns, and what a job costs counts against its key."""
     space: bytes = b""
-    """Of the key: nobody can tell from the time a job takes what has been done in other spaces."""
+    """The key's space: nobody can tell from the time a job takes what has been done in other spaces."""
     ended: asyncio.Future[None] | None = None
     """Done when nobody waits for the request's answer any more."""
 

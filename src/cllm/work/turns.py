@@ -1,4 +1,4 @@
-"""Whose job is next: fair between keys, by what the jobs of each have cost lately."""
+"""Chooses whose job is next: fair between keys, by what the jobs of each have cost lately."""
 
 from __future__ import annotations
 

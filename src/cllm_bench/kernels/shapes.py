@@ -70,7 +70,7 @@ class Mix(NamedTuple):
     most: str
     head: str
     some: str
-    """Of the value and down matrices in about half of the layers."""
+    """The type of the value and down matrices in about half of the layers."""
 
 
 MIXES = {
@@ -137,7 +137,7 @@ def norms(shape: Shape) -> list[str]:
 
 
 def weight_bytes(shape: Shape, mix: Mix) -> int:
-    """Of all matrices, as a file stores them."""
+    """The size of all matrices, as a file stores them."""
     return sum(matrix.bytes for matrix in matrices(shape, mix))
 
 

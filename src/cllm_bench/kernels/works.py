@@ -29,7 +29,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Those that count in one pass."""
+        """The tokens that count in one pass."""
         return self.rounds * (self.streams * self.steps * self.rows if self.steps else self.context)
 
     @property
@@ -49,7 +49,7 @@ ONE_LONG = Work("decode-2048", "decode, 1 stream, context 2,048", streams=1, con
 MANY = Work("decode-32x512", "decode, 32 streams, context 512", streams=32, context=512, steps=16)
 MANY_SHORT = Work("decode-32x330", "decode, 32 streams, context 330", streams=32, context=330, steps=16)
 
-# Of any model; see ANY_MODEL.
+# For any model; see ANY_MODEL.
 ONE_BRIEF = replace(ONE_SHORT, steps=32)
 FEW_SHORT = Work("decode-8x16", "decode, 8 streams, context 16", streams=8, context=16, steps=16)
 ROWS = Work("rows-8", "decode, 8 tokens of 1 stream a step, context 16", streams=1, context=16, steps=16, rows=8)
@@ -120,9 +120,9 @@ class Plan:
     works: tuple[Work, ...]
     comparisons: tuple[Comparison, ...]
     stream_share: float
-    """Of the memory's speed that one stream must reach."""
+    """The share of the memory's speed that one stream must reach."""
     prefill_share: float | None = None
-    """Of the multiply-adds that the cores can do."""
+    """The share of the cores' multiply-adds that prefill must reach."""
     apart: tuple[str, ...] = ()
     """Names of what is measured beside the works."""
     elsewhere: Mapping[str, float] = field(default_factory=dict)

@@ -35,7 +35,7 @@ TURN = 20
 """Tokens of the next message."""
 ANSWER = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 STREAM_TOKENS = 1000
-"""Of an answer beside which K/V are written; then the next one begins."""
+"""The length of an answer beside which K/V are written; then the next one begins."""
 QUIET_S, WRITING_S = 5.0, 10.0
 """How long streams are watched with nothing to write, and with something, in turns."""
 
@@ -102,7 +102,7 @@ class Streams:
     def __init__(self, llm: LLM, streams: int) -> None:
         self._llm = llm
         self._moments: list[list[tuple[int, float]]] = [[] for _ in range(streams)]
-        """Of each: the number of the answer, and when a token of it came."""
+        """For each stream: the number of the answer, and when a token of it came."""
         self._stopping = False
         self._tasks = [llm._begin(self._run(number)) for number in range(streams)]
 

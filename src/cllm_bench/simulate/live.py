@@ -95,7 +95,7 @@ class RecordingBackend(Backend):
         return _PendingStep(self._inner.submit(chunks), started, work, chosen)
 
     def collect(self, ticket: _PendingStep) -> StepResult:
-        """Of steps that overlap, only the time after the one before counts."""
+        """If steps overlap, only the time after the one before counts."""
         result = self._inner.collect(ticket.inner)
         started = max(ticket.started, self.steps[-1].ended) if self.steps else ticket.started
         self.steps.append(StepRecord(started, self._clock(), ticket.work, ticket.chosen))

@@ -21,7 +21,7 @@ class Refusals(NamedTuple):
 
     total: int
     fragmented: int
-    """Those for which there was memory enough, but not in one piece."""
+    """Refused although there was memory enough, but not in one piece."""
 
 
 class SimulatedManager(KVManager):

@@ -40,7 +40,7 @@ class Panel:
         return result.figures[self.figure] * self.scale
 
     def shown(self, results: Sequence[Result]) -> list[Result]:
-        """Those that have the figure; none where it is zero in all of them."""
+        """The results that have the figure; none where it is zero in all of them."""
         known = [result for result in results if not math.isnan(self.value(result))]
         return known if any(map(self.value, known)) else []
 

@@ -127,7 +127,7 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
 
 
 def tables(results: Sequence[Result]) -> list[Table]:
-    """Of a sweep one; of policies side by side one about the service and one about the memory."""
+    """One table for a sweep; for policies side by side one about the service and one about the memory."""
     several = any(result.settings.replicas > 1 for result in results)
     if results[0].varied:
         return [_table(results, CLUSTER_SWEEP if several else SWEEP)]

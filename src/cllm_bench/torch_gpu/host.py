@@ -79,7 +79,7 @@ def _token_bytes(config: dict[str, Any]) -> int:
 
 
 def raw_copies(place: Place, turns: Turns) -> Measures:
-    """Of one piece of pinned memory, as fast as it goes."""
+    """The speed of copying one piece of pinned memory, as fast as it goes."""
     size = turns.copied_mb * MIB
     device = torch.zeros(size, dtype=torch.uint8, device=place.device)
     memory = torch.empty(size, dtype=torch.uint8, pin_memory=place.on_gpu)

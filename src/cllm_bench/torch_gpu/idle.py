@@ -16,7 +16,7 @@ from .work import Bench, Measures, Place
 
 STEPS = 80
 ENDS = 0.2
-"""Of a trace, what is left out at either end: to begin and to end it holds everybody up."""
+"""The share of a trace that is left out at either end: to begin and to end it holds everybody up."""
 IN_STEP_US = 5.0
 """Gaps up to this are those between two kernels of a step, of which there are hundreds; longer ones are waiting."""
 Span = tuple[float, float]
@@ -44,7 +44,7 @@ async def idle_share(bench: Bench, place: Place) -> Measures:
 
 
 async def _mean_step(bench: Bench, rows: int) -> float:
-    """Of the next steps, in which all decode."""
+    """The mean time of the next steps, in which all decode."""
     log, begin = bench.log, time.perf_counter()
     deadline = begin + 20
     while time.perf_counter() < deadline:
@@ -56,7 +56,7 @@ async def _mean_step(bench: Bench, rows: int) -> float:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """Of whatever ran on the GPU, in order."""
+    """Reads the spans of whatever ran on the GPU, in order."""
     events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     return sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in _ON_DEVICE and "dur" in e)
 

@@ -67,7 +67,7 @@ class Place:
         return "tiny" if self.tiny else name
 
     def settings_for(self, shape: str, **more: Any) -> dict[str, Any]:
-        """Of a server as its user would start it, beside what is asked for here."""
+        """The settings of a server as its user would start it, and `more`."""
         settings: dict[str, Any] = {
             "model.name": str(self.directory / self.shape(shape)),
             "backend.type": "torch",

@@ -29,7 +29,7 @@ REST_S = 0.03
 """Before each request, so that the other server's threads have gone to sleep."""
 
 PEOPLE = Mixed(duration=inf, prompt_tokens=24, prompt_most=200, answer_tokens=4, answer_most=16)
-"""Who comes while the server ages: much as on a usual day, but brief, so that thousands of them take minutes."""
+"""The traffic while the server ages: much as on a usual day, but brief, so that thousands of requests take minutes."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Aged(LocalWorkload):
         prompts = setup.prompts(f"{self.name} rounds {repeat}")
         for number in range(self.rounds):
             text = prompts.text(self.prompt_tokens)
-            # Who goes first changes, so that a drift of the machine hits both alike.
+            # The order alternates, so that a drift of the machine hits both alike.
             for client in (old, fresh) if number % 2 == 0 else (fresh, old):
                 await asyncio.sleep(REST_S)
                 await client.complete(text, self.answer_tokens)

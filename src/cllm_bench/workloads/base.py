@@ -55,7 +55,7 @@ class Setup:
     """What the side under test is called, unless it is at `url`."""
 
     def sides(self, repeat: int) -> Sequence[str]:
-        """Who runs in this repeat, in order. It alternates, so that a drift of the machine hits all alike."""
+        """The sides that run in this repeat, in order. It alternates, so that a drift of the machine hits all alike."""
         order = (OURS, *self.against)
         return order if repeat % 2 == 0 else order[::-1]
 
@@ -119,7 +119,7 @@ class Workload(ABC):
 
     @property
     def all_figures(self) -> Sequence[Figure]:
-        """Those in the table: its own, and what it shares with others."""
+        """The figures in the table: its own, and what it shares with others."""
         return self.figures
 
     def rows(self, figures: Sequence[Figure], runs: Sequence[Run]) -> list[Row]:

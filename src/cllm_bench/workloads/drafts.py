@@ -63,7 +63,7 @@ class Drafts(LocalWorkload):
     """
 
     texts: int = 3
-    """Of each kind."""
+    """Texts of each kind."""
     answer_tokens: int = 192
     streams: int = 32
     stream_prompt_tokens: int = 64

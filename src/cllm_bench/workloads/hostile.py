@@ -31,7 +31,7 @@ _MEASURES = (
     ("grown_mb", "grown", "MB", 200.0),
     ("kept_mb", "kept", "MB", BACK_MB),
 )
-"""Of each attack, and at worst of all: its key, in words, its unit, and what it may be."""
+"""What is measured for each attack, and at worst for all: its key, in words, its unit, and what it may be."""
 
 
 def _figures() -> Iterator[Figure]:

@@ -60,7 +60,7 @@ _SHARES = {
     PREFILL.key: {"prefill-share": INT8, "grouped-share": GROUPED_INT8},
     ONE_SHORT.key: {"stream-share": MODEL_READ},
 }
-"""Of works that have a limit, which is measured in turn with them."""
+"""The works that have a limit, which is measured in turn with them."""
 _OURS_PROCESS = ("native", False)
 
 
@@ -72,7 +72,7 @@ class Kernels(Workload):
     model: Path
     instruction_set: str = "auto"
     engines: frozenset[str] = frozenset({"llama", "genai"})
-    """Those of the peers that take part."""
+    """The peers that take part."""
     sections: frozenset[str] = frozenset()
     """What is measured: some of the plan's."""
     profile: bool = False
@@ -259,7 +259,7 @@ class _KernelRun:
         return limits
 
     def _shares(self, work: Work, limits: Mapping[int, Mapping[str, float]]) -> None:
-        """Of the machine's limits, beside which ours ran in the same repeat."""
+        """Relates ours to the machine's limits that were measured in the same repeat."""
         per_token = (file_read_per_token if work.steps else file_macs_per_token)(self._model)
         for repeat, found in limits.items():
             used = self._speeds[work.key, OURS][repeat] * per_token
@@ -311,7 +311,7 @@ class _KernelRun:
         ]
 
     async def _available(self, peers: Sequence[Peer]) -> dict[str, Peer]:
-        """Those that take part and start, by label. One that does not is left out, and the notes say why."""
+        """The peers that take part and start, by label. One that does not is left out, and the notes say why."""
         found = {}
         for peer in peers:
             if peer.engine not in self._kernels.engines or peer.process in self._lost:

@@ -28,7 +28,7 @@ from cllm_bench.workloads.base import Keep, Setup, Workload
 MANY = 32
 QUICK_STREAMS = 4
 MOST_OF_ROOM = 0.5
-"""Of the free memory, for K/V of one work."""
+"""The share of the free memory for K/V of one work."""
 LEAST_SPEED = 1.0
 MOST_BYTES = 0.54
 

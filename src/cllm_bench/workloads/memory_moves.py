@@ -31,7 +31,7 @@ class MemoryMoves(LocalWorkload):
     """Plans as a compaction makes them, and memcpy between buffers outside the caches, on the same threads in turn."""
 
     blocks: int = 4096
-    """Of the arena, all of them in memory."""
+    """The arena's size, all of it in memory."""
     moved: int = 1024
     rounds: int = 10
     memcpy_s: float = 0.15

@@ -79,7 +79,7 @@ class Overhead(LocalWorkload):
             await self._ours(llm, warm)
             await bare_times(bare, warm, self.answer_tokens)
             for number, prompt in enumerate(map(setup.encode, texts)):
-                # Who goes first changes, so that a drift of the machine hits both alike.
+                # The order alternates, so that a drift of the machine hits both alike.
                 for ours_now in (True, False) if number % 2 == 0 else (False, True):
                     if ours_now:
                         ours.append(await self._ours(llm, prompt))

@@ -38,7 +38,7 @@ class Structured(LocalWorkload):
     answer_tokens: int = 64
     rounds: int = 3
     properties: int = 200
-    """Of a schema that was never seen before."""
+    """The size of a schema that was never seen before."""
     schemas: int = 8
 
     name = "structured"

@@ -105,7 +105,7 @@ class Api:
             raise ValueError(f"{name} is missing") from None
 
     def _bind_with_params(self) -> None:
-        """Those whose structs differ between versions."""
+        """Binds the functions whose structs differ between versions."""
         self.llama_model_default_params = self._function("llama_model_default_params")
         self.llama_context_default_params = self._function("llama_context_default_params")
         model = fitting(MODEL_LAYOUTS, self.llama_model_default_params)

@@ -33,11 +33,11 @@ MOST_PARTS = 2
 
 
 class StateSize(NamedTuple):
-    """Of what llama.cpp writes of a sequence."""
+    """The sizes of what llama.cpp writes of a sequence."""
 
     whole: int
     windows: int
-    """Of the part of layers with a sliding window, with a header."""
+    """The part of layers with a sliding window, with a header."""
 
 
 def portable_state(empty: SavedKV, slots: int, most_slots: int) -> PortableState:
@@ -68,7 +68,7 @@ class PortableState:
 
 
 class WholeState(PortableState):
-    """Of a memory with one part: nothing is copied."""
+    """The state of a memory with one part: nothing is copied."""
 
     def __init__(self, most_slots: int) -> None:
         self._most_slots = most_slots
@@ -90,7 +90,7 @@ class WholeState(PortableState):
 
 
 class PartedState(PortableState):
-    """Of a memory with two parts: header, the size of the first one's cells, `shortest`, and the cells of both."""
+    """The state of a memory with two parts: header, size of the first one's cells, `shortest`, cells of both."""
 
     form = "two parts"
     _NUMBERS = 2 * np.dtype(np.uint64).itemsize
@@ -121,7 +121,7 @@ class PartedState(PortableState):
 
 
 def _check(part: SavedKV, slot: int, slots: int) -> None:
-    """That only the slot's own stream has cells."""
+    """Checks that only the slot's own stream has cells."""
     head, rest = _NUMBER * (1 + slot), _NUMBER * (slots - 1 - slot)
     if part[:head].view(np.uint32).tolist() != [slots, *[0] * slot] or part[part.size - rest :].any():
         raise BackendError("llama.cpp saves sequences in an unknown format")

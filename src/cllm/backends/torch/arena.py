@@ -39,7 +39,7 @@ class Arena:
         self.kv_type = kv_type
         self.block_size = geometry.block_size
         self.blocks = geometry.blocks
-        """Those of the pool; spare ones, which belong to no sequence, come after them."""
+        """Blocks of the pool; spare ones, which belong to no sequence, come after them."""
         places = geometry.blocks + spare_blocks, decoder.n_layers, 2, decoder.n_kv_heads, geometry.block_size
         self.data = _zeros((*places, decoder.head_dim), KV_DTYPES[kv_type], torch.device(device))
         """[blocks, layers, keys and values, KV heads, places in the block, head_dim]"""

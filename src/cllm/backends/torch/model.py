@@ -27,7 +27,7 @@ class Layer:
     gate_up: Tensor
     down: Tensor
     scales: dict[str, Tensor] | None = None
-    """Of the rows of each weight in fp8: qkv, output, gate_up, down."""
+    """Scales of the rows of each weight in fp8: qkv, output, gate_up, down."""
     output_bias: Tensor | None = None
 
     def scales_of(self, name: str) -> Tensor | None:

@@ -45,7 +45,7 @@ class Penalties:
     counts: Tensor
     starts: Tensor
     rates: Tensor
-    """Of each row repetition, frequency, presence."""
+    """Repetition, frequency and presence penalty of each row."""
     follows: Tensor
     """For each row: whose last token counts once more; -1: none."""
 
@@ -216,7 +216,7 @@ class Chosen:
     with_logprobs: list[int]
     tops: list[int]
     logprobs: Tensor | None
-    """Of each draw with log probabilities: its own, then ids and then log probabilities of the most likely tokens."""
+    """For each draw with log probabilities: its own, then ids and then log probabilities of the most likely tokens."""
 
     def read(self) -> list[list[Drawn]]:
         """Once the copies are there."""

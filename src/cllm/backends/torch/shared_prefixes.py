@@ -128,7 +128,7 @@ def _marks(tables: Ints, blocks: int, depth: int) -> NDArray[np.uint64]:
 
 
 def _alike(rows: Rows, marks: NDArray[np.uint64]) -> list[Rows]:
-    """Those of the rows that have the same mark, if they are enough."""
+    """Groups of rows that have the same mark, if they are enough."""
     _, places, counts = np.unique(marks[rows], return_inverse=True, return_counts=True)
     return [rows[places == place] for place in np.flatnonzero(counts >= FEWEST_ROWS)]
 

@@ -202,7 +202,7 @@ class GGUFSource:
 
 
 def _hugging_face_name(name: str) -> str:
-    """Of a tensor that `unsupported` knows; damaged files may have others, which then are unknown under any name."""
+    """The name of a tensor that `unsupported` knows; others, in damaged files, are unknown under any name."""
     if name in _GGUF_OUTER:
         return _GGUF_OUTER[name]
     _, layer, rest = name.split(".", 2)

@@ -240,7 +240,7 @@ def _scales(arena: Arena) -> Tensor:
 
 
 def _states(rows: int, heads: int, splits: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every split: the sum of weighted values, the sum of weights, the highest score."""
+    """Room for every split's sum of weighted values, sum of weights, and highest score."""
     sums = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=device)
     totals, peaks = torch.empty((2, rows, heads, splits), dtype=torch.float32, device=device)
     return sums, totals, peaks

@@ -48,10 +48,10 @@ class DiskStats:
     directory: str
     limit: int
     bytes: int
-    """Of all models and processes, at the last survey."""
+    """All models' and processes' bytes, at the last survey."""
     segments: int
     blocks: int
-    """Of this process's models."""
+    """Blocks of this process's models."""
     queued_bytes: int
     loading_bytes: int
     written_bytes: int
@@ -225,7 +225,7 @@ class ModelStore:
 
     @property
     def written_bytes(self) -> int:
-        """Of this model, by this process; likewise `read_bytes`."""
+        """Bytes that this process has written for this model; likewise `read_bytes`."""
         return self._model.written_bytes
 
     @property

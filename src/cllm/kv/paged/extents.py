@@ -50,7 +50,7 @@ class Extents:
         self.kinds = bytearray(self.count)
         self.states = bytearray([FRESH]) * self.count
         self.changed: set[int] = set()
-        """Those in which there may be other room for prompts since somebody looked and emptied this."""
+        """Extents in which there may be other room for prompts since somebody looked and emptied this."""
         self.taken = bytearray(self.count)
         """1: backed by memory of the OS."""
         self.taken_count = 0

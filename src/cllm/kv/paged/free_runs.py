@@ -82,7 +82,7 @@ class FreeRuns:
         return places.find(0), width - 1 - places.rfind(0), max(map(len, places.split(b"\0")))
 
     def _joined(self, left: int, width: int) -> tuple[int, int, int]:
-        """Of the parent of `left` and its neighbour, which have room for `width` blocks each."""
+        """The entry of the parent of `left` and its neighbour, which have room for `width` blocks each."""
         right = left + 1
         head, tail, best = self._head[left], self._tail[right], self._best
         across = self._tail[left] + self._head[right]

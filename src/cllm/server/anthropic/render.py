@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cllm.server.inference.streams import ChatStream
 
 SIGNATURE = "cllm"
-"""Of thinking blocks: clients expect a signature and send it back; it is ignored."""
+"""The signature of thinking blocks: clients expect one and send it back; it is ignored."""
 _PING = 'event: ping\ndata: {"type":"ping"}\n\n'
 _BLOCKS = {"text": "text", "reasoning": "thinking", "call": "tool_use"}
 _DELTAS = {

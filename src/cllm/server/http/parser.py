@@ -53,7 +53,7 @@ class RequestParser:
         self._begun = 0
         """Requests that began in the current slice."""
         self._known_bytes = 0
-        """Of complete request lines and headers: exact."""
+        """Bytes of complete request lines and headers: exact."""
         self._head_bytes = self._body_bytes = self._framing_bytes = 0
         self._problem: Problem | None = None
         """Why a callback stopped the parser."""

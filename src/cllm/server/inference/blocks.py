@@ -23,7 +23,7 @@ class ContentBlock:
     kind: Kind
     call_id: str = ""
     name: str = ""
-    """Of the tool that is called."""
+    """The name of the tool that is called."""
     parts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 

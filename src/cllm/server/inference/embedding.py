@@ -80,7 +80,7 @@ def embedding_job(
     priority: int | None,
     timeout: float | None,
 ) -> EmbeddingJob:
-    """Of texts that are tokenised already. Its id begins with `prefix`."""
+    """A job for texts that are tokenised already. Its id begins with `prefix`."""
     return EmbeddingJob(
         model.llm,
         texts,

@@ -82,7 +82,7 @@ class CompletionStream:
         self._priority = priority or 0
         self._timeout_s = timeout_s
         self._deltas: deque[Delta] = deque()
-        """Of all generations, in the order in which they came."""
+        """Deltas of all generations, in the order in which they came."""
         per_token = 1 + (params.logprobs or 0)
         self._batch = min(batch, max(1, _BATCH_LOGPROBS // per_token)) if params.logprobs is not None else batch
         self._failure: Exception | None = None

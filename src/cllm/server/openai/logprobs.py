@@ -27,7 +27,7 @@ _KEPT = 8192
 """Tokens whose JSON is kept; the same few hundred come again and again."""
 _IDS = 4096
 _ENTRIES = 64
-"""Of a prompt, in a piece."""
+"""A prompt's entries in one piece."""
 
 
 class TokenForm(NamedTuple):
@@ -108,7 +108,7 @@ class CompletionLogprobs:
         return as_json({name: 0.0} | likeliest | {name: _finite(entry.logprob)})
 
     def _offsets(self, entries: Sequence[TokenLogprob], offset: int) -> Iterator[int]:
-        """Of each token, and of the end. Tokens of one character all have its place."""
+        """Where each token begins in the text, and where the last ends. Tokens of one character share its place."""
         decoder = _Utf8(errors="replace")
         for entry in entries:
             yield offset

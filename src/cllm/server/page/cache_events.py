@@ -10,7 +10,7 @@ from cllm.kv.events import KVEvent
 MOST = 32
 """Entries in a message; where there are more, the newest."""
 SHOWN_BYTES = 6
-"""Of a name: enough to tell blocks apart."""
+"""How much of a name is sent: enough to tell blocks apart."""
 
 
 def summarize(events: Iterable[KVEvent]) -> list[dict[str, Any]]:

@@ -45,13 +45,13 @@ class PageFile:
 
 @cache
 def page_files() -> dict[str, PageFile]:
-    """Of the page, by the path they are served at."""
+    """The page's files, by the path they are served at."""
     return _read("static", "/", FOLDER)
 
 
 @cache
 def docs_files() -> dict[str, PageFile]:
-    """Of the page that shows the API's description."""
+    """The files of the page that shows the API's description."""
     return {**_read("docs", DOCS, f"{DOCS}/"), f"{DOCS}/icon.svg": page_files()[f"{FOLDER}icon.svg"]}
 
 

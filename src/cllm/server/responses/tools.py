@@ -68,7 +68,7 @@ class CalledTool:
 
 
 def input_of(arguments: str) -> str:
-    """Of a custom tool: what the model has written as its argument, or all of it if that is something else."""
+    """A custom tool's input: what the model has written as its argument, or all of it if that is something else."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):

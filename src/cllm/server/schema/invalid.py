@@ -47,7 +47,7 @@ def _describe(error: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def _clarity(error: Mapping[str, Any]) -> tuple[bool, int]:
-    """Of the errors of a union's branches, our own are the clearest, then the one that got furthest into the value."""
+    """Ranks the errors of a union's branches: our own are the clearest, then the one furthest into the value."""
     return error["type"] in OWN_KINDS, len(error["loc"])
 
 
