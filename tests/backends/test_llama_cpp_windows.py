@@ -96,7 +96,7 @@ def test_answers_are_those_of_a_fresh_server(path: Path) -> None:
 
 def test_rolling_windows_need_whole_windows(path: Path) -> None:
     settings: dict[str, Any] = {"resources.max_context_length": 1024, "kv.disk.enabled": False}
-    rolling = SamplingParams(context_window=ContextWindow(recent=300, keep=4), max_tokens=2)
+    rolling = SamplingParams(context_window=ContextWindow(recent=300, keep=4), max_tokens=2, ignore_eos=True)
     with (
         LLM(str(path), settings=settings) as llm,
         pytest.raises(InvalidRequestError, match=r"kv\.window\.recent is set"),
