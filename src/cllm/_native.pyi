@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 
 def instruction_sets() -> list[str]:
-    """The instruction sets this CPU has, the best one first; "generic" is always there. The system may still refuse amx."""
+    """The sets this CPU has, the best one first; "generic" is always there. The system may still refuse amx."""
 
 def end_on_bus_error(line: str, exit_code: int) -> None:
     """From now on SIGBUS, which a mapped file sends when it is cut short or its disk fails, prints `line` to stderr and

@@ -23,7 +23,7 @@ from cllm.kv.ops import BlockGeometry
 from .work import Keep, Measures, Place
 
 TYPES = {"f32": (torch.float32, 2e-3), "bf16": (torch.bfloat16, 1e-2), "f16": (torch.float16, 2e-3)}
-"""Types of activations, and how far a result may be from the twin's, relative to its size: the GPU takes f32 as tf32."""
+"""Activation types, and how far a result may be from the twin's, relative to its size; the GPU takes f32 as tf32."""
 KV_LIMITS = {"f32": 0.0, "bf16": 0.0, "f16": 0.0, "fp8": 8e-2, "int8": 2e-2}
 """What a type of K and V adds to that, where the twin has its own, exact ones."""
 BLOCK = 16
