@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from cllm_bench.workloads import base, drafts, embed, memory_busy, structured
+from cllm_bench.workloads import base, drafts, embed, structured
 
 
 @pytest.fixture(autouse=True)
 def _at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (base, drafts, embed, memory_busy, structured):
+        for module in (base, drafts, embed, structured):
             patch.setattr(module, "SETTLE_S", 0.03)
         yield

@@ -46,7 +46,6 @@ from cllm_bench.workloads.base import Keep, Setup
 from cllm_bench.workloads.batch import Batch
 from cllm_bench.workloads.chat import Chat
 from cllm_bench.workloads.gap import LONGEST, Gap
-from cllm_bench.workloads.generator import Generator
 from cllm_bench.workloads.micro import Micro
 from cllm_bench.workloads.mixed import Mixed
 from cllm_bench.workloads.over_http import HttpWorkload
@@ -304,9 +303,8 @@ async def test_an_old_server_and_a_fresh_one_answer_the_same_questions_in_turn()
     assert old.samples[-1].kv_cached_mb
 
 
-def test_generator_micro_and_router_measure_what_they_promise() -> None:
+def test_micro_and_router_measure_what_they_promise() -> None:
     for workload in (
-        Generator(streams=2, interval_ms=1.0, tokens=20),
         Micro(running=(2, 3), prompt_tokens=40, steps=3, pool_blocks=64, tree_sequences=40, cache_blocks=(40, 80)),
         Router(replicas=3, blocks=2_000, prompt_blocks=40, system_blocks=8, systems=4, decisions=40),
     ):

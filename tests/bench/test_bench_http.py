@@ -13,9 +13,7 @@ from bench_kit import Events, TinyServer, make_answer, plain_answer, serving
 from cllm_bench.client import Client, ServerGoneError
 from cllm_bench.errors import BenchError
 from cllm_bench.http import Address, HttpError, ResponseReader
-from cllm_bench.servers import start_runner
 from cllm_bench.sse import EventReader
-from cllm_bench.workloads.generator import compare
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -230,35 +228,3 @@ async def test_nobody_at_the_address() -> None:
     with pytest.raises(BenchError, match="no OpenAI-compatible server answers"):
         async with Client(url):
             pass
-
-
-# -- the generator itself --------------------------------------------------------------------------------------------
-
-
-async def test_the_fake_server_sends_every_token_with_its_time() -> None:
-    async with (
-        start_runner("the fake server", "fake_server", {"interval_ms": 1.0}) as runner,
-        Client(runner.ready["url"]) as client,
-    ):
-        answers = await asyncio.gather(*(client.complete("x", 20) for _ in range(4)))
-    for answer in answers:
-        moments = [float(moment) for moment in answer.text.split()]
-        assert answer.error is None and len(moments) == len(answer.arrivals) == 20
-        assert moments == sorted(moments)
-        assert all(sent <= arrived for sent, arrived in zip(moments, answer.arrivals, strict=True))
-
-
-def test_what_the_generator_adds_is_found() -> None:
-    def answer(delays: list[float]) -> Any:
-        sent = [0.010 * number for number in range(len(delays))]
-        made = make_answer(0.0, *(moment + delay for moment, delay in zip(sent, delays, strict=True)))
-        made.texts = [f"{moment:.7f} " for moment in sent]
-        return made
-
-    exact = compare([answer([0.0001] * 100)])
-    assert all(abs(exact[f"added_p{percent}_percent"]) < 0.1 for percent in (50, 95, 99))
-    assert exact["lag_p99_us"] == pytest.approx(100)
-    # Every tenth token is read two milliseconds late: the mean does not change, the 95th percentile does.
-    late = compare([answer([0.002 if number % 10 == 9 else 0.0 for number in range(100)])])
-    assert late["added_p95_percent"] == pytest.approx(20, abs=1) and late["added_p50_percent"] == pytest.approx(0)
-    assert late["lag_p99_us"] == pytest.approx(2000)

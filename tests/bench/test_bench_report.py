@@ -211,7 +211,6 @@ def test_plots_that_cannot_be_made(tmp_path: Path) -> None:
         ("matplotlib", ["bench", "kernels", "--model", "absent.gguf", "--threads", "1,2", "--plot", "x.svg"]),
         ("matplotlib", ["simulate", "--report", "page"]),
         ("matplotlib", ["simulate", "--plot", "x.svg"]),
-        ("matplotlib", ["simulate", "scale", "--plot", "x.svg"]),
         ("scipy", ["bench", "prefix", "--model", "absent.gguf"]),
         ("scipy", ["bench", "kv-types", "--model", "absent.gguf"]),
         ("scipy", ["bench", "kernels", "--model", "absent.gguf"]),

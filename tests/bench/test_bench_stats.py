@@ -16,7 +16,6 @@ from cllm_bench.measures import Targets, measure
 from cllm_bench.stats import last_fifth_over_first, percentile, ratio_interval, slope, slope_interval
 from cllm_bench.watch import Sample
 from cllm_bench.workloads.aged import slower
-from cllm_bench.workloads.memory import trend
 from cllm_bench.workloads.soak import latency_trend, sample_trends
 
 PEER = "llama-server"
@@ -297,11 +296,3 @@ def test_age_shows_however_much_the_machine_swings() -> None:
     assert same["slower_percent_high"] < 1.5
     assert aged["slower_percent_low"] > 1.5 and aged["slower_percent"] == pytest.approx(3, abs=1)
     assert aged["first_slower_percent"] == pytest.approx(aged["slower_percent"])
-
-
-def test_memory_trend_forgives_the_warm_up_and_sees_a_leak() -> None:
-    warm_up = [(done, 300.0 + done) for done in range(1, 21)]
-    flat = trend(warm_up + [(done, 320.0) for done in range(21, 101)])
-    assert flat["growth_percent"] == 0 and flat["slope_bytes"] == 0 and flat["final_mb"] == 320
-    leaking = trend(warm_up + [(done, 300.0 + done) for done in range(21, 101)])
-    assert leaking["growth_percent"] > 10 and leaking["slope_bytes"] == pytest.approx(1e6)

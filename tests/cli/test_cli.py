@@ -136,7 +136,6 @@ def test_config_show_tells_where_values_come_from(tmp_path: Path, here: Here) ->
     [
         ["bench", "batch", *FAKE, "--against", "none", "--quick", "--repeats", "1"],
         ["simulate", "--requests", "20"],
-        ["simulate", "scale", "--blocks", "1e3", "--requests", "100"],
     ],
 )
 def test_json_is_alone_on_stdout(here: Here, command: list[str]) -> None:

@@ -36,7 +36,7 @@ def completed(*words: str, **env: str) -> list[str]:
         (("cllm", "generate", "--model", "smol"), ["smollm2"]),
         (("cllm", "serve", "smollm2", "smol"), ["smollm2"]),
         (("cllm", "serve", "--set", "server.por"), ["server.port="]),
-        (("cllm", "bench", "cluster-s"), ["cluster-scaling"]),
+        (("cllm", "bench", "cluster-h"), ["cluster-hits"]),
         (("cllm", "bench", "batch", "--dur"), ["--duration"]),
         (("cllm", "keys", "re"), ["remove"]),
         (("cllm", "serve", "./"), []),

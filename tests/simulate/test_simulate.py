@@ -21,15 +21,16 @@ from cllm.cli import app, main
 from cllm.engine.observer import RequestRecord
 from cllm.errors import ConfigError
 from cllm_bench.simulate import cluster as cluster_module
+from cllm_bench.simulate.backend import SimulatedBackend
 from cllm_bench.simulate.cluster import Cluster, simulate
-from cllm_bench.simulate.commands import Outputs, TraceSource, choose_policies, parse_sweeps, run_grid
+from cllm_bench.simulate.commands import Outputs, TraceSource, parse_sweeps, run_grid
 from cllm_bench.simulate.cost import load_cost
 from cllm_bench.simulate.knees import describe_knees, knee
+from cllm_bench.simulate.managers import make_manager
 from cllm_bench.simulate.report import count, short
 from cllm_bench.simulate.results import Result
 from cllm_bench.simulate.server import SimulatedServer
 from cllm_bench.simulate.settings import (
-    COMPARED_POLICIES,
     KEYS,
     POLICIES,
     ROUTINGS,
@@ -41,7 +42,7 @@ from cllm_bench.simulate.settings import (
 )
 from cllm_bench.simulate.synthetic import SHAPES, Shape, SyntheticTrace
 from cllm_bench.simulate.tally import Tally, percentile
-from cllm_bench.simulate.traces import ListTrace, TracedRequest
+from cllm_bench.simulate.traces import ListTrace, TokenSource, TracedRequest
 from simulate_kit import COST
 from thorough import sampled, slow
 
@@ -52,42 +53,85 @@ def chats(requests: int = 150, rate: float = 8.0, **shape: Any) -> ListTrace:
 
 
 def run(trace: ListTrace, **values: Any) -> Result:
-    return simulate(trace, replace(Settings(blocks=300, window=128), **values), COST)
+    return simulate(trace, replace(Settings(blocks=300), **values), COST)
 
 
-# -- policies judged -----------------------------------------------------------------------------------------------
+# -- one server ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def judged() -> dict[str, dict[str, float]]:
-    trace = chats()
-    return {policy: run(trace, policy=policy, reserve="512").figures for policy in POLICIES if policy != "slots"}
+def settings_for(policy: str) -> st.SearchStrategy[Settings]:
+    """Small servers, so that memory runs out, queues fill up and requests are overdue."""
+    return st.builds(
+        Settings,
+        policy=st.just(policy),
+        blocks=st.sampled_from([16, 40, 120]),
+        block_size=st.sampled_from([4, 16]),
+        max_running=st.sampled_from([2, 5, 40]),
+        step_tokens=st.sampled_from([16, 64]),
+        eviction=st.sampled_from(["lru", "slru"]),
+        threshold=st.sampled_from([0.5, 0.8, 1.0]),
+        timeout_s=st.sampled_from([0.0, 0.0, 2.0]),
+        queue=st.sampled_from([0, 0, 4]),
+        replicas=st.sampled_from([1, 1, 2]),
+        routing=st.sampled_from(ROUTINGS),
+    )
 
 
-def test_all_policies_do_the_same_work(judged: dict[str, dict[str, float]]) -> None:
-    assert set(judged) == set(COMPARED_POLICIES)
-    assert {figures["completed"] for figures in judged.values()} == {150}
-    assert len({figures["answer_tokens"] for figures in judged.values()}) == 1
+@st.composite
+def traces(draw: st.DrawFn, most: int = 25) -> ListTrace:
+    """Requests that share beginnings, some followed by others."""
+    source = TokenSource()
+    systems = [source.take(draw(st.sampled_from([5, 16, 40]))) for _ in range(2)]
+    lengths = st.integers(1, 60)
+    gaps = draw(st.lists(st.floats(0.0, 0.5), min_size=1, max_size=most))
+    now = 0.0
+    items = []
+    for gap in gaps:
+        now += gap
+        prompt = (draw(st.sampled_from(systems)), source.take(draw(lengths)))
+        answer = (source.take(draw(lengths)),)
+        followers = []
+        for think in draw(st.lists(st.sampled_from([0.0, 0.3]), max_size=2)):
+            text = (*prompt, *answer, source.take(draw(st.integers(1, 8))))
+            followers.append(TracedRequest(think, text, (source.take(draw(st.integers(1, 20))),)))
+        items.append(TracedRequest(now, prompt, answer, tuple(followers)))
+    return ListTrace("random", tuple(items))
 
 
-def test_what_each_policy_is_known_for(judged: dict[str, dict[str, float]]) -> None:
-    plain, holes, compaction = (judged[name] for name in ("contiguous", "hole-filling", "compaction"))
-    paged, prefix, window = (judged[name] for name in ("paged", "paged+prefix", "window"))
-    assert plain["fragmentation_failures"] > 0 and plain["batch_splits"] > 0 and plain["moved_bytes"] == 0
-    assert compaction["fragmentation_failures"] == 0 and compaction["moved_bytes"] > 0
-    assert holes["moved_bytes"] > 0
-    assert min(f["waste"] for f in (plain, holes, compaction)) > 0.3, "512 tokens are reserved for every answer"
-    assert max(paged["waste"], prefix["waste"]) < 0.04
-    assert prefix["hit_rate"] > 0.2 and prefix["answer_tokens_per_s"] > paged["answer_tokens_per_s"]
-    assert {f["hit_rate"] for f in (plain, holes, compaction, paged, window)} == {0.0}
-    assert window["forgotten_tokens"] > 0 and prefix["forgotten_tokens"] == 0
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=sampled(40), deadline=None)
+@given(data=st.data())
+def test_every_request_ends_and_leaves_nothing_behind(policy: str, data: st.DataObject) -> None:
+    trace, chosen = data.draw(traces()), data.draw(settings_for(policy))
+    cluster = Cluster(trace, chosen, COST)
+    cluster.run()
+    tally = cluster.tally
+    assert tally.ended + tally.too_large + tally.turned_away == cluster.arrived
+    lost = tally.ended - tally.ends["length"] + tally.too_large + tally.turned_away
+    # Who follows a request that did not end well never comes, and nobody else is missing.
+    assert cluster.arrived == trace.requests if lost == 0 else cluster.arrived <= trace.requests
+    assert 0.0 <= tally.waste < 1.0
+    for server in cluster.servers:
+        usage = server.kv.usage()
+        assert usage.free + usage.evictable + usage.referenced == usage.total
+        assert usage.referenced == 0 and not server.busy and not server.scheduler.requests
+        server.kv.check()
 
 
-def test_reserving_more_wastes_more() -> None:
-    waste = [
-        run(chats(60), policy="contiguous", reserve=reserve).figures["waste"] for reserve in ("exact", "pow2", "800")
-    ]
-    assert waste == sorted(waste) and waste[0] < waste[2]
+def test_what_each_layout_is_known_for() -> None:
+    paged, slots = (run(chats(), policy=policy, max_running=2).figures for policy in POLICIES)
+    assert paged["completed"] == slots["completed"] == 150
+    assert paged["answer_tokens"] == slots["answer_tokens"]
+    assert paged["waste"] < 0.04 < 0.3 < slots["waste"], "a slot is reserved for the longest answer"
+    assert paged["hit_rate"] > 0.2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_layout_gets_the_same_memory(policy: str) -> None:
+    chosen = Settings(policy=policy, blocks=100, block_size=16, max_running=4)
+    usage = make_manager(chosen, SimulatedBackend(COST)).usage()
+    assert usage.total * usage.unit_tokens == chosen.kv_tokens
+    assert usage.bytes_per_unit == usage.unit_tokens * COST.kv_bytes_per_token
 
 
 def test_what_can_never_fit_is_counted_and_the_rest_goes_on() -> None:
@@ -110,14 +154,6 @@ def test_queues_and_time_limits_turn_requests_away() -> None:
     assert figures["timed_out"] > 10 and figures["completed"] + figures["timed_out"] == 30
 
 
-def test_time_for_moving_memory_is_counted() -> None:
-    def at(speed: float) -> float:
-        cost = replace(COST, move_bytes_per_s=speed)
-        return simulate(chats(60), Settings(policy="compaction", blocks=200), cost).figures["duration_s"]
-
-    assert at(1e5) > at(1e12)
-
-
 # -- several servers -----------------------------------------------------------------------------------------------
 
 
@@ -134,14 +170,14 @@ def test_more_servers_answer_sooner_and_prefixes_stay_together() -> None:
 def test_round_robin_takes_turns() -> None:
     cluster = Cluster(chats(30), Settings(replicas=3), COST)
     cluster.run()
-    assert [server._numbers for server in cluster.servers] == [10, 10, 10]
+    assert [server.submitted for server in cluster.servers] == [10, 10, 10]
 
 
 def test_a_shared_prefix_does_not_drown_one_server() -> None:
     requests = [TracedRequest(n / 50, ((0, 640), (1000 + n * 100, 90)), ((9, 10),)) for n in range(200)]
     cluster = Cluster(ListTrace("shared", tuple(requests)), Settings(replicas=4, routing="prefix"), COST)
     cluster.run()
-    assert min(server._numbers for server in cluster.servers) > 20
+    assert min(server.submitted for server in cluster.servers) > 20
 
 
 def test_routing_policies_side_by_side() -> None:
@@ -239,9 +275,11 @@ def test_one_replica_is_the_plain_simulation(routing: str) -> None:
     tally = Tally()
     server = SimulatedServer(chosen, COST, tally, lambda traced, moment: None)
     for traced in trace:
-        server.reach(traced.arrival)
+        while server.busy and server.now < traced.arrival:
+            server.step()
         server.submit(traced, traced.arrival)
-    server.reach(math.inf)
+    while server.busy:
+        server.step()
     figures = simulate(trace, chosen, COST).figures
     assert figures["completed"] == tally.ends["length"] == 120
     assert figures["steps"] == tally.steps and figures["computed_tokens"] == tally.computed_tokens
@@ -294,7 +332,6 @@ def test_every_setting_can_be_written() -> None:
         "policy": "paged",
         "eviction": "slru",
         "routing": "prefix",
-        "reserve": "exact",
         "blocks": "1e3",
         "watermark": "0",
     }
@@ -316,7 +353,6 @@ def test_every_setting_can_be_written() -> None:
         ("threshold=2", "threshold=2: it must be a number from 0.01 to 1"),
         ("timeout=nan", "timeout=nan"),
         ("eviction=random", "it must be one of lru, slru"),
-        ("reserve=some", "reserve=some"),
     ],
 )
 def test_wrong_settings_are_named(text: str, reason: str) -> None:
@@ -335,16 +371,6 @@ def test_sweeps_are_grids() -> None:
         parse_sweep("blocks=")
     with pytest.raises(ConfigError, match="rate=fast"):
         parse_sweeps(["rate=fast"])
-
-
-def test_policies_are_chosen() -> None:
-    assert choose_policies([], None, Settings()) == ["paged+prefix"]
-    assert choose_policies([], "all", Settings()) == list(COMPARED_POLICIES)
-    assert choose_policies(["paged", "slots"], None, Settings()) == ["paged", "slots"]
-    with pytest.raises(ConfigError, match="it must be one of"):
-        choose_policies(["best"], None, Settings())
-    with pytest.raises(ConfigError, match="must be `all`"):
-        choose_policies(["paged"], "all", Settings())
 
 
 def swept(figures: dict[float, float]) -> list[Result]:
@@ -423,10 +449,10 @@ def exit_code(arguments: list[str]) -> int:
 
 def test_policies_side_by_side(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    output = invoke(*SMALL, "--policies", "all", "--json", str(file))
-    assert all(policy in output for policy in COMPARED_POLICIES)
+    output = invoke(*SMALL, "--policy", "paged", "--policy", "slots", "--set", "max-running=8", "--json", str(file))
+    assert "paged" in output and "slots" in output
     written = json.loads(file.read_text())
-    assert [result["settings"]["policy"] for result in written["results"]] == list(COMPARED_POLICIES)
+    assert [result["settings"]["policy"] for result in written["results"]] == ["paged", "slots"]
     for result in written["results"]:
         assert result["figures"]["completed"] == 40 and result["memory"] and not result["interrupted"]
     assert written["cost"]["name"] == "smollm2"
@@ -466,8 +492,8 @@ def test_a_sweep_of_rates_and_of_policies(tmp_path: Path) -> None:
     invoke(*SMALL, "--what-if", "rate=0.1,10", "--json", str(file))
     slow, fast = (result["figures"] for result in json.loads(file.read_text())["results"])
     assert slow["ttft_p95_s"] < fast["ttft_p95_s"]
-    invoke(*SMALL, "--what-if", "policy=paged,window", "--policy", "slots", "--json", str(file))
-    assert [result["settings"]["policy"] for result in json.loads(file.read_text())["results"]] == ["paged", "window"]
+    invoke(*SMALL, "--what-if", "policy=paged,slots", "--policy", "slots", "--json", str(file))
+    assert [result["settings"]["policy"] for result in json.loads(file.read_text())["results"]] == ["paged", "slots"]
 
 
 def test_a_file(tmp_path: Path) -> None:
@@ -485,18 +511,19 @@ def test_plots_and_a_page(tmp_path: Path) -> None:
     plot = tmp_path / "knee.svg"
     output = invoke(*SMALL, "--what-if", "blocks=100,200,400", "--plot", str(plot))
     assert str(plot) in output.replace("\n", "") and "<svg" in plot.read_text()
-    invoke(*SMALL, "--policy", "paged", "--policy", "window", "--report", str(tmp_path / "report"))
+    invoke(
+        *SMALL, "--policy", "paged", "--policy", "slots", "--set", "max-running=8", "--report", str(tmp_path / "report")
+    )
     page = (tmp_path / "report" / "index.html").read_text()
     assert "Policies side by side</h2>" in page and "Memory over time</h2>" in page
-    for title in ("Throughput", "First token, P95", "Whole request, P95", "Memory taken but empty", "paged", "window"):
+    for title in ("Throughput", "First token, P95", "Whole request, P95", "Memory taken but empty", "paged", "slots"):
         assert page.count(f"<figcaption><b>{title}</b>") == 1, title
-    assert "K/V moved" not in page and "Prompt from the cache" not in page, "a plot of zeros shows nothing"
-    assert page.count("<svg") == 6
+    assert page.count("<svg") == 7
     assert (tmp_path / "report" / "plot-1.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "report" / "results.json").read_text())["results"]
 
 
-@pytest.mark.parametrize("sweep", ["blocks=100,200,400", "eviction=lru,slru", "policy=paged,paged+prefix"])
+@pytest.mark.parametrize("sweep", ["blocks=100,200,400", "eviction=lru,slru", "policy=paged,slots"])
 def test_a_page_of_a_sweep(sweep: str, tmp_path: Path) -> None:
     invoke(*SMALL, "--what-if", sweep, "--what-if", "block-size=8,16", "--report", str(tmp_path))
     page = (tmp_path / "index.html").read_text()
@@ -508,17 +535,6 @@ def test_one_policy_has_no_bars(tmp_path: Path) -> None:
     invoke(*SMALL, "--report", str(tmp_path))
     page = (tmp_path / "index.html").read_text()
     assert page.count("<svg") == 1 and "simulated time" in page
-
-
-def test_the_cost_of_a_step_against_the_size_of_the_cache(tmp_path: Path) -> None:
-    plot, file = tmp_path / "scale.png", tmp_path / "scale.json"
-    output = invoke(
-        "simulate", "scale", "--blocks", "1000,5000", "--requests", "100", "--plot", str(plot), "--json", str(file)
-    )
-    small, large = json.loads(file.read_text())
-    assert (small["blocks"], large["blocks"]) == (1000, 5000) and "5,000 blocks" in output
-    assert large["evicted_blocks"] > 0, "the cache is full from the beginning"
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -549,9 +565,11 @@ def test_the_cost_of_a_step_against_the_size_of_the_cache(tmp_path: Path) -> Non
         (["--json", "/proc/no/file"], "--json: cannot write /proc/no/file"),
         (["--json", "/"], "--json: cannot write /"),
         (["--plot", "/proc/no/plot.png"], "--plot: cannot write /proc/no/plot.png"),
-        (["scale", "--json", "/proc/no/file"], "--json: cannot write /proc/no/file"),
         (["validate", "--save-cost", "/proc/no/file"], "--save-cost: cannot write /proc/no/file"),
-        (["--policy", "window", "--blocks", "10"], "one sequence needs 66 blocks, there are 10"),
+        (
+            ["--policy", "slots", "--blocks", "10", "--set", "context=200"],
+            "160 tokens of memory do not hold one slot of 200 tokens",
+        ),
     ],
 )
 def test_wrong_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -599,11 +617,11 @@ def test_ctrl_c_shows_and_writes_what_was_simulated(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(cluster_module.Cluster, "run", second_is_interrupted)
-    assert exit_code([*SMALL, "--policies", "all", "--json", str(file)]) == 130
+    assert exit_code([*SMALL, "--what-if", "blocks=100,200,400", "--json", str(file)]) == 130
     first, second = json.loads(file.read_text())["results"]
     assert not first["interrupted"] and second["interrupted"]
     output = capsys.readouterr().out
-    assert "hole-filling (part)" in output and "compaction" not in output
+    assert output.count("paged (part)") == 1 and "400" not in output
 
 
 def test_ctrl_c_between_two_keeps_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -617,7 +635,7 @@ def test_ctrl_c_between_two_keeps_the_first(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(TraceSource, "open", interrupted)
     source = TraceSource(None, "poisson", 20, None, "", 512, 0)
     file = tmp_path / "results.json"
-    assert not run_grid(source, Settings(), [], None, ["rate=1,2"], "smollm2", Outputs(file, None, None))
+    assert not run_grid(source, Settings(), [], ["rate=1,2"], "smollm2", Outputs(file, None, None))
     assert len(json.loads(file.read_text())["results"]) == 1
 
 

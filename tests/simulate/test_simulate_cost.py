@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from cllm.errors import CLLMError, ConfigError
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.slots.manager import SlotKVManager
-from cllm_bench.simulate.backend import SimulatedBackend, TracedAnswer, work_of
+from cllm_bench.simulate.backend import SimulatedBackend, work_of
 from cllm_bench.simulate.cost import CostModel, StepWork, built_in_costs, load_cost, parse_cost
 from cllm_bench.simulate.fit import StepRecord, fit_cost, median_error
 from cllm_bench.simulate.live import LiveRun, Turn, Workload
@@ -48,7 +49,6 @@ def test_those_that_come_with_cllm_are_sound() -> None:
         ({"row_s": float("nan")}, "row_s is nan: Input should be a finite number"),
         ({"row_s": True}, "row_s is True: Input should be a valid number"),
         ({"row_s": "1"}, "row_s is '1': Input should be a valid number"),
-        ({"move_bytes_per_s": 0}, "move_bytes_per_s is 0: Input should be greater than 0"),
         ({"kv_bytes_per_token": 1.5}, "kv_bytes_per_token is 1.5: Input should be a valid integer"),
         ({"name": 3}, "name is 3: Input should be a valid string"),
         ({"speed": 3}, "speed is 3: Unexpected"),
@@ -73,13 +73,12 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
 
 
 def chunk(start: int, count: int, wants: bool = True) -> Chunk:
-    return Chunk(TracedAnswer(((0, count),)).take(count), start, wants)  # type: ignore[arg-type]
+    return Chunk(array("i", range(count)), start, wants)
 
 
 def test_a_step_is_rows_and_prompts() -> None:
     chunks = [chunk(100, 1), chunk(7, 1), chunk(10, 4)]
     assert work_of(chunks) == StepWork(2, 107, 1, 4, 10 + 11 + 12 + 13)
-    assert work_of(chunks, window=50) == StepWork(2, 57, 1, 4, 46)
     backend = SimulatedBackend(COST)
     assert len(rows_of(backend, chunks)) == 3
     expected = 0.004 + 2 * 0.002 + 107e-6 + 0.003 + 4 * 0.0007 + 46e-7
@@ -104,7 +103,7 @@ def records(cost: CostModel, count: int, noise: float = 0.0) -> list[StepRecord]
 
 
 def fitted(steps: Sequence[StepRecord]) -> CostModel:
-    return fit_cost("test", "round numbers", [steps], kv_bytes_per_token=1000, move_bytes_per_s=1e8)
+    return fit_cost("test", "round numbers", [steps], kv_bytes_per_token=1000)
 
 
 def test_prices_are_found_again() -> None:

@@ -22,12 +22,11 @@ class SimulatedBackend(Backend):
 
     traits = BackendTraits("simulated", pooling=None, no_reading="what is only simulated has no probabilities")
 
-    def __init__(self, cost: CostModel, *, window: int | None = None) -> None:
+    def __init__(self, cost: CostModel) -> None:
         self.cost = cost
         self.shape = ModelShape("simulated", 1, 1, 1, 1, 1, 1, 1, 1 << 30)
         self.seconds = 0.0
         self.total_s = 0.0
-        self._window = window
         self._geometry: Geometry | None = None
         self._ops: SimulatedSlots | SimulatedBlocks = SimulatedBlocks()
         self._logits: Logits = np.zeros((1, 1), dtype=np.float32)
@@ -47,14 +46,11 @@ class SimulatedBackend(Backend):
         return self._ops
 
     def collect(self, chunks: Sequence[Chunk]) -> StepResult:
-        self.seconds = self.cost.compute(work_of(chunks, self._window))
+        self.seconds = self.cost.compute(work_of(chunks))
         self.total_s += self.seconds
         if isinstance(self._ops, SimulatedSlots):
             self._ops.write(chunks)
-        return self.result(len(chunks))
-
-    def result(self, rows: int) -> StepResult:
-        return StepResult(self._rows(rows))
+        return StepResult(self._rows(len(chunks)))
 
     def _rows(self, rows: int) -> Logits:
         """Enough rows; what is in them does not matter."""
@@ -72,19 +68,18 @@ class SimulatedBackend(Backend):
         """Nothing is held."""
 
 
-def work_of(chunks: Iterable[Chunk], window: int | None = None) -> StepWork:
-    """One token is a row, more are a prompt. Nobody reads further back than `window`."""
+def work_of(chunks: Iterable[Chunk]) -> StepWork:
+    """One token is a row, more are a prompt."""
     rows = context = prompts = prompt_tokens = attended = 0
     for chunk in chunks:
         count = len(chunk.tokens)
-        start = chunk.start if window is None or chunk.start < window else window
         if count == 1:
             rows += 1
-            context += start
+            context += chunk.start
         else:
             prompts += 1
             prompt_tokens += count
-            attended += count * start + count * (count - 1) // 2
+            attended += count * chunk.start + count * (count - 1) // 2
     return StepWork(rows, context, prompts, prompt_tokens, attended)
 
 
@@ -112,12 +107,6 @@ class TracedAnswer:
         self.token_id = self._tokens[self.generated]
         self.generated += 1
         return self
-
-    def take(self, count: int) -> array[int] | range:
-        """The next `count` tokens at once."""
-        start = self.generated
-        self.generated += count
-        return self._tokens[start : start + count]
 
 
 class SimulatedBlocks:

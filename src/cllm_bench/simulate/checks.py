@@ -1,4 +1,4 @@
-"""`cllm simulate scale` and `cllm simulate validate`: may the simulation be trusted, and does it keep its pace?"""
+"""`cllm simulate validate`: may the simulation be trusted?"""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from cllm.loading.text_work import PRELOADED
 from cllm.observe.json_option import check_writable, write_json
 from cllm.work.pool import blocking_workers
 from cllm_bench.pages.extras import check_extra
-from cllm_bench.pages.plots import save_plots
-from cllm_bench.simulate.cost import CostModel, load_cost
+from cllm_bench.simulate.cost import CostModel
 from cllm_bench.simulate.fit import median_error
 from cllm_bench.simulate.live import Measured
 from cllm_bench.simulate.report import print_table, short
-from cllm_bench.simulate.scale import ScalePoint, measure_scale, plot_scale, points_to_json
-from cllm_bench.simulate.settings import parse_value
 from cllm_bench.simulate.validate import (
     TOLERANCE,
     WORKLOADS,
@@ -32,30 +29,6 @@ from cllm_bench.simulate.validate import (
     calibrations,
     settings_of,
 )
-
-
-def run_scale(blocks: str, requests: int, cost_name: str, json_file: Path | None, plot: Path | None) -> None:
-    check_writable("--plot", plot)
-    cost = load_cost(cost_name)
-    counts = [int(parse_value("blocks", text)) for text in blocks.split(",")]
-    console = Console()
-    console.print("CPU time per simulated step; every block is in use or cached", highlight=False)
-
-    def show(point: ScalePoint) -> None:
-        console.print(
-            f"{point.blocks:>12,} blocks: {point.single_step_us:6.1f} us a step alone, "
-            f"{point.forwarded_step_us:6.1f} us together "
-            f"({point.steps:,} steps, {point.evicted_blocks:,} blocks evicted)",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-    points = measure_scale(counts, cost, requests=requests, on_point=show)
-    if json_file is not None:
-        write_json(json_file, points_to_json(points))
-    if plot is not None:
-        save_plots([plot_scale(points)], plot)
-        console.print(f"written: {plot}")
 
 
 def run_validation(

@@ -13,7 +13,7 @@ from cllm_bench.pages.extras import check_plot, check_report
 
 app = typer.Typer(
     cls=CommandList,
-    help="Simulate the scheduler and the KV cache on a trace: policies side by side, sweeps, several servers.",
+    help="Simulate the scheduler and the KV cache on a trace: sweeps of settings, several servers.",
     add_completion=False,
     rich_markup_mode=None,
 )
@@ -39,9 +39,8 @@ Blocks = Annotated[int | None, typer.Option(min=2, help="KV memory, in blocks. [
 BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens in a block. [default: 16]")]
 PolicyNames = Annotated[
     list[str] | None,
-    typer.Option("--policy", metavar="NAME", help="A policy to simulate; may be repeated. [default: paged+prefix]"),
+    typer.Option("--policy", metavar="NAME", help="paged or slots; may be repeated. [default: paged]"),
 ]
-PolicySet = Annotated[str | None, typer.Option("--policies", metavar="all", help="All but slots, side by side.")]
 Replicas = Annotated[
     str | None, typer.Option(metavar="N,...", help="Identical servers; several numbers: each in turn. [default: 1]")
 ]
@@ -84,7 +83,6 @@ def run(
     blocks: Blocks = None,
     block_size: BlockSize = None,
     policy: PolicyNames = None,
-    policies: PolicySet = None,
     replicas: Replicas = None,
     routing: Routing = None,
     per_replica: PerReplica = False,
@@ -96,7 +94,7 @@ def run(
     plot: PlotFile = None,
     report: ReportDir = None,
 ) -> None:
-    """Simulate the scheduler and the KV cache on a trace: policies side by side, sweeps, several servers."""
+    """Simulate the scheduler and the KV cache on a trace: sweeps of settings, several servers."""
     if context.invoked_subcommand is not None:
         return
     from cllm_bench.simulate.commands import Outputs, TraceSource, run_grid
@@ -112,7 +110,7 @@ def run(
     sweeps = [*filter(None, [swept.get("replicas")]), *(what_if or []), *filter(None, [swept.get("routing")])]
     source = TraceSource(trace, synthetic, requests, rate, shape, hash_tokens, seed, per_replica)
     base = changed(Settings(), assignments)
-    complete = run_grid(source, base, policy or [], policies, sweeps, cost, Outputs(json, plot, report))
+    complete = run_grid(source, base, policy or [], sweeps, cost, Outputs(json, plot, report))
     if not complete:
         raise typer.Exit(130)
 
@@ -133,21 +131,6 @@ def write_trace(
 
     source = TraceSource(None, synthetic, requests, rate, shape, hash_tokens, seed)
     typer.echo(write_trace(source.open(), file, hash_tokens))
-
-
-@app.command()
-@only_json
-def scale(
-    blocks: Annotated[str, typer.Option(metavar="N1,N2,...", help="Cache sizes.")] = "1e3,1e4,1e5,1e6,1e7",
-    requests: Annotated[int, typer.Option(min=100, help="Requests to simulate on each.")] = 3000,
-    cost: Cost = "smollm2",
-    json: JsonOption = None,
-    plot: PlotFile = None,
-) -> None:
-    """Measure what a simulated step costs on caches of different sizes, all of them full."""
-    from cllm_bench.simulate.checks import run_scale
-
-    run_scale(blocks, requests, cost, json, plot)
 
 
 @app.command()

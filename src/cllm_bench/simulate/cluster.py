@@ -12,7 +12,6 @@ from functools import partial
 from itertools import count
 
 from cllm_bench.simulate.cost import CostModel
-from cllm_bench.simulate.lookahead import Lookahead
 from cllm_bench.simulate.results import Result, figures_of
 from cllm_bench.simulate.routing import Router
 from cllm_bench.simulate.server import SimulatedServer
@@ -33,10 +32,9 @@ def simulate(
     *,
     varied: Mapping[str, Value] | None = None,
     on_progress: OnProgress | None = None,
-    fast_forward: bool = True,
 ) -> Result:
     """Run the whole trace. Ctrl-C ends it early; the result has what was simulated so far and says so."""
-    cluster = Cluster(trace, settings, cost, fast_forward=fast_forward)
+    cluster = Cluster(trace, settings, cost)
     started = time.perf_counter()
     interrupted = False
     with without_garbage_collection():
@@ -51,76 +49,76 @@ def simulate(
 
 
 class Cluster:
-    """Requests are routed in the order in which they arrive. A server is brought to a moment only when a request comes
-    to it, when it reports, or when somebody who follows one of its requests might be the next to arrive."""
+    """Whatever is next in time happens next: a step of the server that is furthest behind, a report, an arrival.
 
-    def __init__(self, trace: Trace, settings: Settings, cost: CostModel, *, fast_forward: bool = True) -> None:
+    A step causes nothing before its server's clock, so nobody arrives in the past of a server that waits its turn.
+    """
+
+    def __init__(self, trace: Trace, settings: Settings, cost: CostModel) -> None:
         self.tally = Tally()
         self.arrived = 0
         self.servers = [
-            SimulatedServer(settings, cost, self.tally, partial(self._on_end, place), fast_forward=fast_forward)
+            SimulatedServer(settings, cost, self.tally, partial(self._on_end, place))
             for place in range(settings.replicas)
         ]
         self._router = Router(settings, self.servers)
-        self._trace = trace
+        self._source = iter(trace)
+        self._upcoming: TracedRequest | None = None
         self._followers: list[tuple[float, int, int, TracedRequest]] = []
-        """Arrival, the server that answered what they follow, and a number, so that the order does not depend on which
-        server was simulated first."""
+        """Arrival, the server that answered what they follow, and a number that keeps their order."""
         self._numbers = count()
-        self._lookahead = Lookahead(self.servers)
+        self._busy: list[tuple[float, int]] = []
+        """The clock and the place of every server that has work."""
 
     def run(self, on_progress: OnProgress | None = None) -> None:
-        for traced, moment in self._arrivals():
-            place = self._router.route(traced, moment)
-            server = self.servers[place]
-            server.reach(moment)
-            number = server.submit(traced, moment)
-            if number is not None and traced.followers:
-                self._lookahead.add(place, number, traced)
-            self.arrived += 1
-            if on_progress is not None and self.arrived % _PROGRESS_EVERY == 0:
-                on_progress(self.arrived, self.tally.computed_tokens, moment)
-        for server in self.servers:
-            server.reach(math.inf)
+        while True:
+            self._upcoming = self._upcoming or next(self._source, None)
+            arrival = min(
+                math.inf if self._upcoming is None else self._upcoming.arrival,
+                self._followers[0][0] if self._followers else math.inf,
+            )
+            if self._busy and self._busy[0][0] < min(arrival, self._router.next_report):
+                self._step(self._busy[0][1])
+            elif arrival == math.inf and not self._busy:
+                return
+            elif self._router.next_report <= arrival:
+                if not self._busy:
+                    self._router.skip_reports(arrival)
+                self._router.report()
+            else:
+                self._arrive(arrival)
+                if on_progress is not None and self.arrived % _PROGRESS_EVERY == 0:
+                    on_progress(self.arrived, self.tally.computed_tokens, arrival)
+
+    def _step(self, place: int) -> None:
+        server = self.servers[place]
+        server.step()
+        if server.busy:
+            heapq.heapreplace(self._busy, (server.now, place))
+        else:
+            heapq.heappop(self._busy)
+
+    def _arrive(self, moment: float) -> None:
+        traced = self._next()
+        place = self._router.route(traced, moment)
+        server = self.servers[place]
+        was_busy = server.busy
+        server.submit(traced, moment)
+        self.arrived += 1
+        if server.busy and not was_busy:
+            heapq.heappush(self._busy, (server.now, place))
+
+    def _next(self) -> TracedRequest:
+        """The request that arrives first; of two at once, the one in the trace."""
+        upcoming = self._upcoming
+        if upcoming is None or (self._followers and self._followers[0][0] < upcoming.arrival):
+            return heapq.heappop(self._followers)[-1]
+        self._upcoming = None
+        return upcoming
 
     def _on_end(self, place: int, traced: TracedRequest, moment: float) -> None:
         for follower in traced.followers:
             heapq.heappush(self._followers, (moment + follower.arrival, place, next(self._numbers), follower))
-
-    def _arrivals(self) -> Iterator[tuple[TracedRequest, float]]:
-        """Requests in the order in which they arrive; followers come about while the servers work."""
-        source = iter(self._trace)
-        upcoming = next(source, None)
-        while True:
-            self._work_until_next_arrival(upcoming.arrival if upcoming is not None else math.inf)
-            if self._followers and (upcoming is None or self._followers[0][0] < upcoming.arrival):
-                moment, _, _, follower = heapq.heappop(self._followers)
-                yield follower, moment
-            elif upcoming is not None:
-                yield upcoming, upcoming.arrival
-                upcoming = next(source, None)
-            else:
-                return
-
-    def _work_until_next_arrival(self, arrival: float) -> None:
-        """Until nobody can arrive sooner than those who are known to, and all reports up to then are made."""
-        router, lookahead = self._router, self._lookahead
-        while True:
-            moment = self._next_arrival(arrival)
-            until = min(moment, router.next_report)
-            if lookahead.soonest < until:
-                lookahead.work(until)
-            elif router.next_report > moment or (moment == math.inf and lookahead.soonest == math.inf):
-                return
-            else:
-                for server in self.servers:
-                    server.reach(router.next_report)
-                if not any(server.scheduler.has_work for server in self.servers):
-                    router.skip_reports(self._next_arrival(arrival))
-                router.report()
-
-    def _next_arrival(self, arrival: float) -> float:
-        return min(arrival, self._followers[0][0]) if self._followers else arrival
 
 
 @contextmanager

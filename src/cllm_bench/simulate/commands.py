@@ -22,7 +22,7 @@ from cllm_bench.simulate.knees import describe_knees
 from cllm_bench.simulate.page import sections, write_report
 from cllm_bench.simulate.report import print_results, to_json
 from cllm_bench.simulate.results import Result, traces_of
-from cllm_bench.simulate.settings import COMPARED_POLICIES, Settings, Value, changed, grid, parse_sweep, parse_value
+from cllm_bench.simulate.settings import Settings, Value, changed, grid, parse_sweep, parse_value
 from cllm_bench.simulate.synthetic import KINDS, SyntheticTrace, parse_shape
 from cllm_bench.simulate.traces import Trace
 
@@ -99,14 +99,6 @@ class Outputs:
         return written
 
 
-def choose_policies(names: Sequence[str], every: str | None, base: Settings) -> list[str]:
-    if every is None:
-        return [str(parse_value("policy", name)) for name in names] or [base.policy]
-    if every != "all" or names:
-        raise ConfigError("--policies must be `all`, without --policy")
-    return list(COMPARED_POLICIES)
-
-
 def parse_sweeps(texts: Sequence[str]) -> dict[str, list[Value]]:
     sweeps: dict[str, list[Value]] = {}
     for text in texts:
@@ -130,7 +122,6 @@ def run_grid(
     source: TraceSource,
     base: Settings,
     policies: Sequence[str],
-    every: str | None,
     what_if: Sequence[str],
     cost_name: str,
     outputs: Outputs,
@@ -139,7 +130,7 @@ def run_grid(
     outputs.check()
     cost = load_cost(cost_name)
     sweeps = parse_sweeps(what_if)
-    names = choose_policies(policies, every, base)
+    names = [str(parse_value("policy", name)) for name in policies] or [base.policy]
     console = Console()
     results: list[Result] = []
     interrupted = False

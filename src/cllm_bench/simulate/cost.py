@@ -49,21 +49,15 @@ class CostModel:
     """Between two steps: scheduling, delivery."""
     overhead_row_s: Price
     """The same for each token that is chosen."""
-    move_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    """How fast K/V is copied when memory is defragmented."""
     kv_bytes_per_token: Annotated[int, Field(gt=0)]
 
     def compute(self, work: StepWork) -> float:
         """Seconds in the backend."""
         rows, context, chunks, prompt_tokens, attended = work
-        seconds = self.without_context(rows) + context * self.context_s
+        seconds = self.step_s + rows * self.row_s + context * self.context_s
         if chunks:
             seconds += chunks * self.chunk_s + prompt_tokens * self.prompt_token_s + attended * self.attended_s
         return seconds
-
-    def without_context(self, rows: int) -> float:
-        """Seconds of a step of so many rows that read nothing."""
-        return self.step_s + rows * self.row_s
 
     def overhead(self, rows: int) -> float:
         """Seconds around it; `rows` is the number of tokens chosen."""

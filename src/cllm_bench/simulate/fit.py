@@ -36,7 +36,6 @@ def fit_cost(
     runs: Sequence[Sequence[StepRecord]],
     *,
     kv_bytes_per_token: int,
-    move_bytes_per_s: float,
 ) -> CostModel:
     """`runs` are steps that followed one another without a rest."""
     steps = [step for run in runs for step in run]
@@ -59,7 +58,6 @@ def fit_cost(
         attended_s=float(prices[5]),
         overhead_s=float(overhead[0]),
         overhead_row_s=float(overhead[1]),
-        move_bytes_per_s=move_bytes_per_s,
         kv_bytes_per_token=kv_bytes_per_token,
     )
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cllm.backends.base import Backend, Chunk, StepResult
-from cllm.engine.budget import StepBudget
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import Output, build_request
@@ -21,6 +20,7 @@ from cllm.kv.ops import BlockOps, Geometry, SlotOps
 from cllm_bench.simulate.backend import work_of
 from cllm_bench.simulate.cost import StepWork
 from cllm_bench.simulate.fit import StepRecord
+from cllm_bench.simulate.server import budget_of
 from cllm_bench.simulate.settings import Settings
 from cllm_bench.simulate.traces import ListTrace, TracedRequest
 
@@ -143,15 +143,8 @@ class LiveRun:
         kv.reset()
         self._clock = clock
         self._recorder = RecordingBackend(backend, clock)
-        budget = StepBudget(
-            inter_token_s=settings.token_ms / 1000,
-            max_gap_s=settings.gap_ms / 1000,
-            prompt_only_s=settings.prefill_ms / 1000,
-            max_tokens=settings.step_tokens,
-            chunk_gap_s=settings.chunk_ms / 1000,
-        )
         self._scheduler = Scheduler(
-            kv, budget, max_running=settings.max_running, ageing_s=settings.ageing_s, clock=clock
+            kv, budget_of(settings), max_running=settings.max_running, ageing_s=settings.ageing_s, clock=clock
         )
         self._engine = Engine(self._recorder, self._scheduler, self._take, max_queue=1 << 20, clock=clock)
         self._conversations: dict[str, _Conversation] = {}

@@ -20,9 +20,6 @@ _UNITS = (("h", 3600), ("min", 60))
 _NOTES = (
     "first, gap, request: time to the first token, between two tokens, and of the whole request",
     "waste: share of running requests' memory that holds nothing",
-    "allocs refused: there was no room; by fragmentation: enough was free, but not in one piece",
-    "batches split: steps that would have been larger had the free memory been in one piece",
-    "moved: K/V copied by compactions; tokens dropped: left out of the context by a rolling window",
 )
 
 
@@ -52,7 +49,6 @@ _PANELS = (
     Panel("hit_rate", "Prompt from the cache", "Share of the prompt tokens that were not computed again.", "%", 100),
     Panel("waste", "Memory taken but empty", "Share of running requests' memory that holds nothing.", "%", 100),
 )
-_POLICY_PANELS = (*_PANELS, Panel("moved_bytes", "K/V moved", "Copied to make room in one piece.", "GiB", 2**-30))
 _GAPS = Panel("token_gap_p99_s", "Between tokens, P99", "99 % of the gaps between two tokens were shorter.", "ms", 1000)
 _SWEEP_PANELS = (*_PANELS, _GAPS)
 _THROUGHPUT, _, _TOTAL, _HITS, _ = _PANELS
@@ -86,7 +82,7 @@ def sections(results: Sequence[Result]) -> Iterator[Section]:
         keys = " and ".join(results[0].varied)
         same = "The same requests" if results[0].trace == results[-1].trace else "Requests"
         text = f"{same}, simulated with several values of {keys}."
-        yield Section(f"What changes with {keys}", text, tables(results), _NOTES[:3], list(_sweep_plots(results)))
+        yield Section(f"What changes with {keys}", text, tables(results), _NOTES, list(_sweep_plots(results)))
         return
     several = len(results) > 1
     heading = "Policies side by side" if several else f"Policy {results[0].label}"
@@ -99,7 +95,7 @@ def sections(results: Sequence[Result]) -> Iterator[Section]:
 
 
 def _policy_plots(results: Sequence[Result]) -> Iterator[Plot]:
-    for panel in _POLICY_PANELS:
+    for panel in _PANELS:
         if shown := panel.shown(results):
             yield _bars(panel, {result.label: result for result in shown})
 

@@ -61,14 +61,8 @@ MEMORY: list[Column] = [
     ("cache\nhits %", _figure("hit_rate", 100)),
     ("waste\n%", _figure("waste", 100)),
     ("most\nused %", _figure("peak_memory", 100)),
-    ("allocs\nrefused", _count("allocation_failures")),
-    ("by frag-\nmentation", _count("fragmentation_failures")),
-    ("batches\nsplit", _count("batch_splits")),
     ("pre-\nempted", _count("preemptions")),
-    ("compac-\ntions", _count("compactions")),
-    ("moved\nGiB", _figure("moved_bytes", 2**-30)),
     ("tokens\nevicted", _count("evicted_tokens")),
-    ("tokens\ndropped", _count("forgotten_tokens")),
 ]
 
 SWEEP: list[Column] = [
@@ -81,7 +75,6 @@ SWEEP: list[Column] = [
     MEMORY[0],
     MEMORY[1],
     MEMORY[3],
-    MEMORY[6],
 ]
 
 BALANCE: Column = ("busiest\n/ mean", _figure("balance"))
@@ -97,7 +90,7 @@ CLUSTER_SWEEP: list[Column] = [
     SERVICE[9],
     MEMORY[0],
     BALANCE,
-    MEMORY[6],
+    MEMORY[3],
 ]
 """With several servers."""
 

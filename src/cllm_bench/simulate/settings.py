@@ -16,9 +16,7 @@ from cllm.routing.policy import POLICIES as ROUTING_POLICIES
 
 _DEFAULTS = SchedulerConfig()
 
-CONTIGUOUS_POLICIES = ("contiguous", "hole-filling", "compaction")
-COMPARED_POLICIES = (*CONTIGUOUS_POLICIES, "paged", "paged+prefix", "window")
-POLICIES = (*COMPARED_POLICIES, "slots")
+POLICIES = ("paged", "slots")
 ROUTINGS = tuple(ROUTING_POLICIES)
 MAX_BLOCKS = 100_000_000
 """About 1.2 GB of bookkeeping, before anything is cached."""
@@ -32,7 +30,7 @@ Value = str | int | float
 class Settings:
     """One simulated server, or several equal ones. The scheduler's defaults are the real server's."""
 
-    policy: str = "paged+prefix"
+    policy: str = "paged"
     blocks: int = 2048
     block_size: int = 16
     max_running: int = 256
@@ -58,11 +56,6 @@ class Settings:
     """Routers that take requests in turn. All get every report; none knows what the others have sent since."""
     index_blocks: int = MOST_BLOCKS
     """Cached blocks that a router remembers, of all servers together."""
-    reserve: str = "pow2"
-    """Contiguous memory: what is reserved for an answer. exact: its true length; pow2: that, rounded up to a power of
-    two; a number: as many tokens."""
-    window: int = 1024
-    sinks: int = 4
     context: int = 0
     """Slots: tokens each has room for; 0: as many as the memory gives to `max_running` of them."""
 
@@ -104,10 +97,6 @@ def _one_of(choices: Sequence[str]) -> Callable[[str, str], str]:
     return parse
 
 
-def _reserve(name: str, text: str) -> str:
-    return text if text in ("exact", "pow2") else str(_whole(1)(name, text))
-
-
 KEYS: dict[str, tuple[str, Callable[[str, str], Value]]] = {
     "policy": ("policy", _one_of(POLICIES)),
     "block-size": ("block_size", _whole(1)),
@@ -128,9 +117,6 @@ KEYS: dict[str, tuple[str, Callable[[str, str], Value]]] = {
     "report-s": ("report_s", _number(0.001)),
     "routers": ("routers", _whole(1, MAX_ROUTERS)),
     "index-blocks": ("index_blocks", _whole(1, MAX_BLOCKS)),
-    "reserve": ("reserve", _reserve),
-    "window": ("window", _whole(1)),
-    "sinks": ("sinks", _whole(0)),
     "context": ("context", _whole(0)),
 }
 """Name on the command line -> field and how its value is read, in the order in which they are applied."""

@@ -41,12 +41,10 @@ class Tally:
     def __init__(self) -> None:
         self.steps = 0
         self.computed_tokens = 0
-        self.batch_splits = 0
         self.too_large = 0
         self.turned_away = 0
         self.ends: Counter[str] = Counter()
         self.answer_tokens = 0
-        self.forgotten_tokens = 0
         self.last_end = 0.0
         self.first_arrival = math.inf
         self.ttft: array[float] = array("d")
@@ -71,8 +69,6 @@ class Tally:
         self.answer_tokens += record.generated_tokens
         self.last_end = max(self.last_end, server.now)
         self.first_arrival = min(self.first_arrival, server.now - record.total_s)
-        if server.window is not None:
-            self.forgotten_tokens += max(0, record.prompt_tokens + record.generated_tokens - server.window)
         if record.error is None and record.ttft_s is not None:
             self.ttft.append(record.ttft_s)
             self.total.append(record.total_s)
@@ -86,7 +82,7 @@ class Tally:
             np.add.at(self.gaps, np.minimum(buckets, _BUCKETS - 1), 1)
 
     def _look(self, server: SimulatedServer) -> None:
-        used, taken = server.kv.stored()
+        used, taken = server.stored()
         self._used += used
         self._taken += taken
         self._until_sample -= 1

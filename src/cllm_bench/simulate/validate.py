@@ -11,8 +11,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from cllm.backends.base import Backend
 from cllm.config import Config
 from cllm.kv.manager import KVManager
@@ -109,7 +107,7 @@ def settings_of(parts: ModelParts, config: Config) -> Settings:
     usage = parts.scheduler.kv.usage()
     slots = parts.scheduler.kv.details().get("slots", [])
     return Settings(
-        policy="slots" if slots else "paged+prefix",
+        policy="slots" if slots else "paged",
         blocks=usage.total,
         block_size=usage.unit_tokens,
         max_running=len(slots) or paged_max_running(config),
@@ -146,21 +144,8 @@ class Validation:
             description,
             [run.steps for run in measured],
             kv_bytes_per_token=bytes_per_token,
-            move_bytes_per_s=copy_speed(),
         )
 
     def compare(self, measured: Measured, cost: CostModel) -> Comparison:
         figures = simulate(measured.trace, self._settings, cost).figures
         return Comparison(measured, figures["answer_tokens_per_s"], figures["hit_rate"], figures["ttft_p50_s"])
-
-
-def copy_speed() -> float:
-    """Bytes a second that this machine copies, by the fastest of a few tries."""
-    source = np.ones(1 << 26, dtype=np.uint8)
-    target = np.empty_like(source)
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        np.copyto(target, source)
-        seconds.append(time.perf_counter() - started)
-    return source.nbytes / min(seconds)

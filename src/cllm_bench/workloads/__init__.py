@@ -9,22 +9,14 @@ from cllm_bench.workloads.chat import Chat
 from cllm_bench.workloads.cluster_hits import ClusterHits
 from cllm_bench.workloads.cluster_latency import ClusterLatency
 from cllm_bench.workloads.cluster_losses import ClusterLosses
-from cllm_bench.workloads.cluster_scaling import ClusterScaling
 from cllm_bench.workloads.drafts import Drafts
 from cllm_bench.workloads.embed import Embed
 from cllm_bench.workloads.gap import Gap
-from cllm_bench.workloads.generator import Generator
 from cllm_bench.workloads.hostile import Hostile
-from cllm_bench.workloads.memory import Memory
 from cllm_bench.workloads.memory_burst import MemoryBurst
-from cllm_bench.workloads.memory_busy import MemoryBusy
-from cllm_bench.workloads.memory_moves import MemoryMoves
-from cllm_bench.workloads.memory_placement import MemoryPlacement
-from cllm_bench.workloads.memory_waste import MemoryWaste
 from cllm_bench.workloads.micro import Micro
 from cllm_bench.workloads.mixed import Mixed
 from cllm_bench.workloads.overhead import Overhead
-from cllm_bench.workloads.page import Page
 from cllm_bench.workloads.prefix import Prefix
 from cllm_bench.workloads.router import Router
 from cllm_bench.workloads.sequential import Sequential
@@ -50,31 +42,23 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "embed": (Embed(),),
     "structured": (Structured(),),
     "overhead": (Overhead(),),
-    "memory": (Memory(),),
-    "memory-waste": (MemoryWaste(),),
-    "memory-compaction": (MemoryMoves(),),
-    "memory-placement": (MemoryPlacement(),),
-    "memory-busy": (MemoryBusy(),),
     "memory-burst": (MemoryBurst(),),
-    "page": (Page(),),
     "micro": (Micro(),),
     "snapshots": (Snapshots(),),
     "router": (Router(),),
     "cluster-latency": (ClusterLatency(),),
-    "cluster-scaling": (ClusterScaling(),),
     "cluster-hits": (ClusterHits(),),
     "cluster-losses": (ClusterLosses(),),
-    "generator": (Generator(),),
 }
 
 LONG = (
-    "soak", "aged", "window", "drafts", "embed", "structured", "hostile", "gap", "page", "memory-placement",
-    "memory-busy", "memory-burst", "cluster-latency", "cluster-scaling", "cluster-hits", "cluster-losses",
+    "soak", "aged", "window", "drafts", "embed", "structured", "hostile", "gap", "memory-burst",
+    "cluster-latency", "cluster-hits", "cluster-losses",
 )  # fmt: skip
 """Too long for the short set, or in need of the extra `cluster`."""
-SLOW = ("overhead", "memory")
-"""Not in the short set if it is quick: they start llama.cpp several times."""
-ONCE = ("soak", "aged", "window", "hostile", "gap", "memory-busy", "memory-burst", "cluster-hits", "cluster-losses")
+SLOW = ("overhead",)
+"""Not in the short set if it is quick: llama.cpp is started several times."""
+ONCE = ("soak", "aged", "window", "hostile", "gap", "memory-burst", "cluster-hits", "cluster-losses")
 """One pass is enough: it is long, or the sides take turns within it."""
 
 SHORT: tuple[Workload, ...] = (
@@ -87,12 +71,8 @@ SHORT: tuple[Workload, ...] = (
     Stall(),
     Mixed(duration=12.0),
     Overhead(rounds=10),
-    Memory(),
-    MemoryWaste(requests=500),
-    MemoryMoves(rounds=4),
     Micro(),
     Snapshots(),
     Router(),
-    Generator(tokens=400),
 )
 """Everything but what is in `LONG`, in less than ten minutes on two cores, with one peer."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 from cllm.config import load_config
 from cllm.engine.params import SamplingParams
+from cllm.kv.memory import MIB
 from cllm.llm import AsyncLLM
 from cllm.models.gguf import GGUFModel
 from cllm.text.tokenizer import load_tokenizer
@@ -16,10 +19,28 @@ from cllm_bench.figures import OURS, Figure, Metrics, Run, own
 from cllm_bench.servers import Runner, bare_times, start_bare
 from cllm_bench.stats import percent_more
 from cllm_bench.workloads.base import LocalWorkload, Setup, busy_at_rest
-from cllm_bench.workloads.context import ContextSize
-from cllm_bench.workloads.over_http import warm_cllm
 
 BARE = "bare C API"
+_STORE_MIB = 16
+"""What cLLM may keep of finished sequences beside the slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSize:
+    """The same llama.cpp context on both sides."""
+
+    slots: int = 8
+    slot_tokens: int = 2048
+
+    def settings(self, model: Path) -> dict[str, Any]:
+        """What makes cLLM take exactly these slots."""
+        per_token = GGUFModel.open(model).shape.kv_bytes_per_token("f16", "f16")
+        return {
+            "backend.llama_cpp.n_seq_max": self.slots,
+            "backend.llama_cpp.slots_on_demand": False,
+            "resources.max_context_length": self.slot_tokens,
+            "resources.kv_cache_max_memory_mb": self.slots * self.slot_tokens * per_token / MIB + _STORE_MIB,
+        }
 
 
 @dataclass(frozen=True)
@@ -35,11 +56,9 @@ class Overhead(LocalWorkload):
 
     name = "overhead"
     figures = (
-        Figure("overhead_percent", "overhead per token, in-process", "%", limit=own(5.0)),
-        Figure("token_ms", "one token, in-process", "ms"),
-        Figure("first_ms", "prompt to first token, in-process", "ms"),
-        Figure("http_overhead_percent", "overhead per token, over HTTP", "%"),
-        Figure("http_token_ms", "one token, over HTTP", "ms"),
+        Figure("overhead_percent", "overhead per token", "%", limit=own(5.0)),
+        Figure("token_ms", "one token", "ms"),
+        Figure("first_ms", "prompt to first token", "ms"),
     )
 
     @property
@@ -61,7 +80,6 @@ class Overhead(LocalWorkload):
         facts = {"busy_percent_before": await busy_at_rest()}
         async with start_bare(setup.model_file, setup.threads, context.slots, context.slot_tokens) as bare:
             ours, theirs = await self._in_process(setup, texts, bare)
-            ours |= await self._over_http(setup, texts, bare)
         return [Run(OURS, repeat, ours, facts), Run(BARE, repeat, theirs)]
 
     async def _in_process(self, setup: Setup, texts: Sequence[str], bare: Runner) -> tuple[Metrics, Metrics]:
@@ -96,17 +114,6 @@ class Overhead(LocalWorkload):
         async for delta in llm.submit(prompt, params):
             times += [perf_counter() - start] * len(delta.token_ids)
         return times
-
-    async def _over_http(self, setup: Setup, texts: Sequence[str], bare: Runner) -> Metrics:
-        settings = self.context.settings(setup.model_file)
-        ours: list[float] = []
-        theirs: list[float] = []
-        async with warm_cllm(setup, settings, "llama_cpp") as (_, client):
-            for text in texts:
-                ours.append((await client.complete(text, self.answer_tokens)).seconds_per_token * 1e3)
-                theirs.append(_token_ms(await bare_times(bare, setup.encode(text), self.answer_tokens)))
-        ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
-        return {"http_token_ms": median(ours), **percent_more("http_overhead_percent", ratios)}
 
 
 def _metrics(rounds: Sequence[Sequence[float]]) -> Metrics:

@@ -1,7 +1,7 @@
 """The backend over llama.cpp: one model, one context, one stream of K/V memory per slot.
 
 Why streams of their own (`kv_unified` off): in a unified cache every query walks all cells up to the highest used one,
-so that idle sequences slow the running ones. `src/cllm_bench/scripts/llama_modes.py` measures both.
+so that idle sequences slow the running ones.
 """
 
 from __future__ import annotations
