@@ -26,6 +26,8 @@ SLICE_BYTES = 16_384
 """Encoding this much takes about a millisecond,"""
 _SLICE_S = 0.002
 """unless it is work of another kind: a slice that took this long ends, however short it is."""
+_BUSY_S = 0.004
+_REST_S = 0.003
 PROGRESS_S = 0.25
 """How often a prompt's progress is checked."""
 _ENTRIES = 16
@@ -54,6 +56,26 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class Turns:
+    """Give others a turn between two pieces of one work.
+
+    To give up the loop is not enough: whoever sends and polls again and again holds the interpreter for less than its
+    switch interval each time, so the engine's thread, which waits for that interval, hardly ever gets it. All streams
+    stood while a response of 60 MB was written. A sleep now and then, long enough for a thread to wake up on busy
+    cores, lets it in.
+    """
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    async def give(self) -> None:
+        if time.perf_counter() - self._since < _BUSY_S:
+            await asyncio.sleep(0)
+        else:
+            await asyncio.sleep(_REST_S)
+            self._since = time.perf_counter()
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
@@ -129,9 +151,10 @@ class SlicedJsonResponse(Response):
 
         async def write() -> None:
             nonlocal body, following
+            turns = Turns()
             while following is not None:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-                await asyncio.sleep(0)
+                await turns.give()
                 body, following = following, next(self._slices, None)
             await send({"type": "http.response.body", "body": body})
 
@@ -377,6 +400,7 @@ class SlicedEventStream(EventStream):
         self._pieces = events.pieces
 
     async def _write_batch(self, writer: ResponseWriter, before: str, batch: Sequence[Any]) -> None:
+        turns = Turns()
         for part in slices(chain([before], chain.from_iterable(map(self._pieces, batch)))):
             await writer.write(part, more=True)
-            await asyncio.sleep(0)
+            await turns.give()

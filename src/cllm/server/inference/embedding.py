@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 from cllm.errors import InvalidRequestError
 from cllm.loading.embedder import EMBEDDING
+from cllm.server.http.response import Turns
 from cllm.server.state import tenant_of, time_left
 from cllm.tasks.embedding import EmbeddingJob
 from cllm.text.token_limit import TokenLimit
@@ -61,11 +61,12 @@ async def _joined(model: ModelState, parts: Sequence[int | str], param: str) -> 
     """The tokens of a text that is given as tokens and texts. What the model expects around a text goes around one."""
     encoder, embedder, ids = model.encoder, model.llm.embedder, list[int]()
     limit = TokenLimit(most := model.config.server.max_encode_tokens, f"at most {most} are read", "a text")
+    turns = Turns()
     for number, part in enumerate(parts):
         if isinstance(part, str):
             ids += await encoder.encode(part, limit, param, add_bos=number == 0)
             if number % _PARTS == 0:
-                await asyncio.sleep(0)
+                await turns.give()
         else:
             ids.append(part)
     return [*ids, *embedder.text_end] if isinstance(parts[-1], str) else ids

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from cllm.dialect.deltas import ChatDelta, Delta
 from cllm.engine.tenant import ANONYMOUS, Tenant
+from cllm.server.http.response import Turns
 
 if TYPE_CHECKING:
     from cllm.dialect.reader import AnswerReader
@@ -85,6 +86,7 @@ class CompletionStream:
         """Deltas of all generations, in the order in which they came."""
         per_token = 1 + (params.logprobs or 0)
         self._batch = min(batch, max(1, _BATCH_LOGPROBS // per_token)) if params.logprobs is not None else batch
+        self._turns = Turns()
         self._failure: Exception | None = None
         self._running = 0
         """Generations that have not ended."""
@@ -96,7 +98,7 @@ class CompletionStream:
             for number, prompt in enumerate(self.prompts):
                 self.generations.append(self._submit(number, prompt))
                 if time.perf_counter() - turn > _TURN_S:
-                    await asyncio.sleep(0)
+                    await self._turns.give()
                     turn = time.perf_counter()
             await self._llm.confirm(self.generations)
         except BaseException:
@@ -116,7 +118,7 @@ class CompletionStream:
     async def __anext__(self) -> list[Delta]:
         deltas = self._deltas
         if deltas:  # more than a batch came
-            await asyncio.sleep(0)
+            await self._turns.give()
         while not deltas:
             if self._failure is not None:
                 raise self._failure

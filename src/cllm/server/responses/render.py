@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from starlette.types import Scope
 
 from cllm.dialect.deltas import ChatDelta, Delta
 from cllm.server.errors import Problem
-from cllm.server.http.response import EventStream, ResponseWriter, as_json, slices, text_pieces
+from cllm.server.http.response import EventStream, ResponseWriter, Turns, as_json, slices, text_pieces
 from cllm.server.inference.blocks import ContentBlock, ContentBlocks
 from cllm.server.openai.logprobs import ChatLogprobs, TokenForm
 from cllm.server.responses.tools import CalledTool, ToolNames, input_of
@@ -282,11 +281,11 @@ class ResponseStream(EventStream):
 
     async def _finish(self, writer: ResponseWriter) -> None:
         events = self._response_events
-        last = ""
+        last, turns = "", Turns()
         for piece in slices(events.ending(await self._whole(events.blocks))):
             if last:
                 await writer.write(last, more=True)
-                await asyncio.sleep(0)
+                await turns.give()
             last = piece
         await writer.write(last, more=False)
 
