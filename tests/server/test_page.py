@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from bench_kit import bench
 from cllm.engine.params import SamplingParams
 from cllm.engine.views import INTERVAL_S, MOST_SHARE, EngineView, ViewPublisher
 from cllm.kv.view import KVView, PrefixView, SequenceView
@@ -405,14 +403,3 @@ async def test_a_picture_shows_the_last_change_though_nothing_happens_any_more()
 
 
 # -- the benchmark -------------------------------------------------------------------------------------------------
-
-
-@slow
-def test_the_benchmark_compares_with_and_without_a_reader(tmp_path: Path) -> None:
-    file = tmp_path / "page.json"
-    sizes = [option for size in ("streams=2", "blocks=1000") for option in ("--size", size)]
-    bench("page", "--backend", "fake", "--quick", "--repeats", "1", "--json", str(file), *sizes)
-    content = json.loads(file.read_text())
-    assert content["failures"] == {}
-    found = {row["key"]: row["ours"]["median"] for row in content["workloads"][0]["rows"]}
-    assert found["page_ratio"] > 0 and found["events_per_s"] > 0 and found["tokens_per_s"] > 0
